@@ -12,7 +12,17 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, Final
 
-from halda import CacheCost, CpuProfile, DeviceProfile, DiskProfile, GpuProfile, RowSpeed, TypeSpeed, WidthCost
+from halda import (
+    CacheCost,
+    CpuProfile,
+    DeviceProfile,
+    DiskProfile,
+    GpuProfile,
+    HelpedSpeed,
+    RowSpeed,
+    TypeSpeed,
+    WidthCost,
+)
 from halda.quantisation import BYTES_PER_WEIGHT, bytes_per_weight
 from primad.errors import printable
 from primad.settings.config import NAME
@@ -56,6 +66,7 @@ _BOUNDS: Final[dict[type, dict[str, tuple[float, float]]]] = {
         "free_bytes": _BYTES,
         "slows_s_per_byte": (0, 1e-6),
     },
+    HelpedSpeed: {"few_bytes_per_s": _RATE, "prefill_flop_per_s": (1e8, 1e16)},
     TypeSpeed: {
         "decode_bytes_per_s": _RATE,
         "batch_bytes_per_s": _RATE,
@@ -135,6 +146,9 @@ def check_gpu(gpu: GpuProfile) -> None:
     _check_bounds(gpu, "gpu.")
     _at_most(gpu, "vram_available_bytes", "vram_total_bytes", "gpu.")
     _check_speeds(gpu.speeds, "gpu.speeds", gpu.vram_read_bytes_per_s, "gpu.vram_read_bytes_per_s")
+    _check_types(gpu.helped, "gpu.helped")
+    for number, helped in enumerate(gpu.helped):
+        _check_bounds(helped, f"gpu.helped[{number}].")
 
 
 def check_disk(disk: DiskProfile) -> None:
@@ -172,14 +186,9 @@ def _at_most(values: Any, name: str, limit: str, prefix: str) -> None:
 def _check_speeds(speeds: Sequence[TypeSpeed], path: str, read: float, read_path: str) -> None:
     if not speeds:
         raise Implausible(path, "empty", "at least one quantisation type must be measured")
-    seen = set()
+    _check_types(speeds, path)
     for number, speed in enumerate(speeds):
         at = f"{path}[{number}]."
-        if speed.type not in BYTES_PER_WEIGHT:
-            raise Implausible(f"{at}type", shown(speed.type), "no quantisation type of GGUF, such as Q4_K")
-        if speed.type in seen:
-            raise Implausible(f"{at}type", shown(speed.type), "the type stands there twice; keep one of the two")
-        seen.add(speed.type)
         _check_bounds(speed, at)
         for place, each in enumerate(speed.rows):
             _check_bounds(each, f"{at}rows[{place}].")
@@ -200,6 +209,17 @@ def _check_speeds(speeds: Sequence[TypeSpeed], path: str, read: float, read_path
             one_row,
             _PREFILL_OF_DECODE,
         )
+
+
+def _check_types(speeds: Sequence[TypeSpeed | HelpedSpeed], path: str) -> None:
+    seen = set()
+    for number, speed in enumerate(speeds):
+        at = f"{path}[{number}].type"
+        if speed.type not in BYTES_PER_WEIGHT:
+            raise Implausible(at, shown(speed.type), "no quantisation type of GGUF, such as Q4_K")
+        if speed.type in seen:
+            raise Implausible(at, shown(speed.type), "the type stands there twice; keep one of the two")
+        seen.add(speed.type)
 
 
 def _ratio(path: str, value: float, other_path: str, other: float, bounds: tuple[float, float]) -> None:

@@ -28,6 +28,7 @@ class GpuCare:
     def __init__(self) -> None:
         self._most_share = 1.0
         self._failures = 0
+        self._may_help = True
         self._held_bytes: dict[int, int] = {}
         self.changed: Callable[[], None] = lambda: None
         self.say: Say = lambda _: None
@@ -37,6 +38,8 @@ class GpuCare:
         is_alone = not self._held_bytes
         self._held_bytes[number] = event.held_bytes
         if event.layers == event.planned:
+            if event.why:
+                self._without_help(event.why, is_alone=is_alone)
             return
         rest = f"{event.layers} of {event.planned}" if event.layers else f"none of {event.planned}"
         self.say(
@@ -45,6 +48,12 @@ class GpuCare:
         )
         if is_alone:  # else it was the ring before this one that had the room
             self._most_share *= event.layers / event.planned
+            self.changed()
+
+    def _without_help(self, why: str, *, is_alone: bool) -> None:
+        self.say(f"the GPU has too little memory left to help with prompts, the processor computes them ({why})")
+        if is_alone:
+            self._may_help = False
             self.changed()
 
     def released(self, number: int) -> None:
@@ -77,6 +86,9 @@ class GpuCare:
     def bounded(self, profile: DeviceProfile) -> DeviceProfile:
         """``profile`` with no more of the GPU than it is trusted with."""
         gpu = profile.gpu
+        if gpu is not None and not self._may_help:
+            gpu = replace(gpu, helped=())
+            profile = replace(profile, gpu=gpu)
         if gpu is None or (self._most_share == 1.0 and self._failures < MOST_FAILURES):
             return profile
         if not self._most_share or self._failures >= MOST_FAILURES:

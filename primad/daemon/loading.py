@@ -80,7 +80,13 @@ class WindowLoad:
         load = self._load
         return LoadKey(
             windows=tuple(
-                (spec.first, spec.last, tuple(ref.digest for ref in spec.layers), assignment.gpu_layers)
+                (
+                    spec.first,
+                    spec.last,
+                    tuple(ref.digest for ref in spec.layers),
+                    assignment.gpu_layers,
+                    assignment.helped,
+                )
                 for spec, assignment in zip(load.windows, load.assignments, strict=True)
             ),
             width=load.width,

@@ -380,7 +380,9 @@ class _Model:
         )
         if not self._model:
             raise EngineError(f"llama.cpp cannot load {paths[0]}: {_why('it does not say why')}")
-        self._context = llama.llama_init_from_model(self._model, self._context_params(outputs))
+        params = self._context_params(outputs)
+        params.op_offload = source.assignment.helped  # else the CPU computes its layers, of prompts too
+        self._context = llama.llama_init_from_model(self._model, params)
         if not self._context:
             llama.llama_model_free(self._model)
             raise EngineError(f"llama.cpp cannot open a context of {options.context} tokens: {_why('out of memory?')}")
@@ -414,7 +416,6 @@ class _Model:
             params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
         elif not options.flash:
             params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        params.op_offload = False  # layers that are not on the GPU are computed by the CPU, prompts too
         params.offload_kqv = True  # keys and values lie where their layer does
         # A bound method of a dict subclass: see the module's docstring. Kept alive beside the context.
         self._callback = EVAL_CALLBACK(self._tap.__getitem__)

@@ -314,6 +314,14 @@ def _slower_gpu(gpu: GpuProfile, factors: DeviceFactors) -> GpuProfile:
         layer_s=gpu.layer_s * factor,
         vram_read_bytes_per_s=gpu.vram_read_bytes_per_s / factor,
         speeds=tuple(_slower_speed(speed, factors) for speed in gpu.speeds),
+        helped=tuple(
+            replace(
+                speed,
+                few_bytes_per_s=speed.few_bytes_per_s / factors.prompts,
+                prefill_flop_per_s=speed.prefill_flop_per_s / factors.prompts,
+            )
+            for speed in gpu.helped
+        ),
     )
 
 

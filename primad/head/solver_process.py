@@ -26,7 +26,7 @@ GRACE_S: Final = 60.0
 
 
 class SolverRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``halda.solve`` is asked; ``require`` names the devices that must take part."""
+    """What ``halda.solve`` is asked; ``require`` names the devices that must take part, ``helps`` lets GPUs help."""
 
     devices: list[DeviceProfile]
     links: list[LinkProfile]
@@ -35,6 +35,7 @@ class SolverRequest(msgspec.Struct, frozen=True, kw_only=True):
     objective: Objective
     require: frozenset[str]
     time_limit_s: float
+    helps: bool = False
 
 
 class _Solved(msgspec.Struct, frozen=True, tag="solved"):
@@ -98,6 +99,7 @@ def _answer(question: SolverRequest) -> _Solved | _Unsolvable:
             require=question.require,
             chunks=CHUNKS,
             time_limit_s=question.time_limit_s,
+            helps=question.helps,
         )
     except Infeasible as exc:
         return _Unsolvable(str(exc), exc.short_bytes)

@@ -109,9 +109,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
     ``place`` tells devices of this ring that share a machine apart (see ``ring.spawn.environment``). A worker may have parts
     in several epochs at a time: the next ring is loaded while the last one serves. ``assignments[i]`` says what of
-    ``windows[i]`` is on the GPU and how much of it stays in memory, ``extra_buffers[i]`` whether llama.cpp may keep copies
-    of its weights; of what streams ``ahead_bytes`` are held ahead. ``kv_type`` is that of the KV cache, ``flash`` whether
-    attention is flash attention. It ``keeps`` what the step log says of KV cells.
+    ``windows[i]`` is on the GPU, whether that helps with the rest and how much stays in memory, ``extra_buffers[i]`` whether
+    llama.cpp may keep copies of its weights; of what streams ``ahead_bytes`` are held ahead. ``kv_type`` is that of the KV
+    cache, ``flash`` whether attention is flash attention. It ``keeps`` what the step log says of KV cells.
     """
 
     ring: int

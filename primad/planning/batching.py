@@ -194,4 +194,4 @@ def _profiles(plan: Plan, question: Instance) -> list[DeviceProfile]:
 
 
 def _needs_large(plan: Plan) -> bool:
-    return bool(plan.streaming) or plan.gpu_layers > 0
+    return bool(plan.streaming or plan.helped) or plan.gpu_layers > 0

@@ -114,6 +114,7 @@ def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) ->
         windows=windows,
         layers=found.layers,
         gpu_layers=found.gpu_layers,
+        helped=name in plan.helped,
         resident_layers=kept.resident_layers,
         streamed_layers=kept.streamed_layers,
         ahead_bytes=found.ahead_bytes,

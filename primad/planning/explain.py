@@ -118,6 +118,7 @@ def _solve(
             require=require,
             chunks=CHUNKS,
             time_limit_s=time_limit_s,
+            helps=True,
         )
         others = without_copies(solution.plan, devices, question.model, "auto")
         if others is None:

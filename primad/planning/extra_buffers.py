@@ -25,19 +25,22 @@ def choose_extra_buffers(
 ) -> dict[str, list[bool]]:
     """For each window that a device was ``assigned`` whether it uses extra buffers; ``wish`` is auto, on or off.
 
-    ``profiles`` are those of the devices, as of now and within their owners' limits. A window that streams has no copies.
+    ``profiles`` are those of the devices, as of now and within their owners' limits. A window that streams has no copies,
+    nor has one that is helped: what is in extra buffers cannot be copied to a GPU.
     """
+
+    def may(window: WindowAssignment) -> bool:
+        return not (window.streamed_bytes or window.helped)
+
     if wish != "auto":
         return {
-            name: [wish == "on" and not window.streamed_bytes for window in assignment.windows]
+            name: [wish == "on" and may(window) for window in assignment.windows]
             for name, assignment in assigned.items()
         }
     chosen, copied_bytes = {}, Counter[str]()
     for name, assignment in assigned.items():
         profile = profiles[name]
-        chosen[name] = [
-            not window.streamed_bytes and is_faster(window, model, profile.cpu) for window in assignment.windows
-        ]
+        chosen[name] = [may(window) and is_faster(window, model, profile.cpu) for window in assignment.windows]
         for window, extra in zip(assignment.windows, chosen[name], strict=True):
             copied_bytes[profile.host] += extra * (window.layer_bytes + window.output_bytes)
     for name, profile in profiles.items():
@@ -51,10 +54,11 @@ def without_copies(
 ) -> list[DeviceProfile] | None:
     """``devices``, of which those whose windows in ``plan`` have no extra buffers are as they are without.
 
-    None where ``plan`` was made for them as they are.
+    None where ``plan`` was made for them as they are, as it is for those that are helped.
     """
     profiles = {device.device: device for device in devices if device.device in plan.devices}
     chosen = choose_extra_buffers(assignments(plan, model), profiles, model, wish)
+    chosen |= {name: [True] for name in plan.helped}
     found = [device if any(chosen.get(device.device, [True])) else device.without_extra_buffers() for device in devices]
     return None if found == list(devices) else found
 

@@ -40,6 +40,7 @@ class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
     windows: list[WindowJson]
     layers: int
     gpu_layers: int
+    helped: bool
     resident_layers: int
     streamed_layers: int
     ahead_bytes: int

@@ -108,6 +108,9 @@ def _facts(answer: Explanation) -> Table:
     table.add_row("context", f"{_count(work.context_tokens, 'token')}{why}")
     if _streams(answer):
         table.add_row("streams", _reading(answer))
+    helped = [device.name for device in answer.devices if device.helped]
+    if helped:
+        table.add_row("helped", f"prompts through layers in RAM are computed by the GPU of {', '.join(helped)}")
     for i, kept in enumerate(answer.kept):
         table.add_row("kept twice" if i == 0 else "", _kept(kept))
     table.add_row("bottleneck", found.bottleneck)

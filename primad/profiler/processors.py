@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import statistics
@@ -13,7 +14,7 @@ from typing import Final, Protocol
 
 import psutil
 
-from halda import CpuProfile, GpuProfile
+from halda import CpuProfile, GpuProfile, HelpedSpeed
 from primad.engine.devices import GpuDevice
 from primad.errors import EngineError
 from primad.profiler.beside import VOCABULARIES, head_costs, measure_wake
@@ -24,6 +25,7 @@ from primad.profiler.speeds import (
     Bench,
     RetryBudget,
     answered,
+    measure_help,
     measure_step,
     measure_types,
     together,
@@ -33,6 +35,8 @@ from primad.profiler.trial import HeadTimes, TimeHead
 from primad.profiler.trials import child_trials
 from primad.profiles import Implausible, check_gpu
 from primad.system.processors import usable_cores
+
+logger = logging.getLogger(__name__)
 
 
 class HeadTrials(Protocol):
@@ -54,6 +58,8 @@ _GPU_TIMEOUT_S: Final = 40.0
 """A trial that has not ended by then hangs: it is sized to take some seconds, most of which are for compiling shaders."""
 _OF_GPU_RUN: Final = 0.03
 """Share of a GPU's time in which a run of one row is to be done."""
+_OF_HELP: Final = 0.2
+"""Share of a GPU's time in which it helps with prompts, unless little is to be found out."""
 _GPU_RUN_STEPS: Final = 7
 """Steps of a run, as in ``trial.py``, with the first one that is not timed."""
 _SWEEP_BYTES: Final = 96 << 20
@@ -214,6 +220,7 @@ def measure_gpu(
     ``OSError`` when the files of the trials cannot be written.
     """
     budget = budget or Budget(effort.seconds)
+    own = budget.less(0.0 if effort.is_quick else _OF_HELP * budget.left_s)
     with child_trials(threads, timeout_s=_GPU_TIMEOUT_S, gpu=True) as trials:
         bench = Bench(
             trials=trials,
@@ -225,8 +232,8 @@ def measure_gpu(
             model_bytes=1,
             sweep_bytes=8,
             effort=effort,
-            budget=budget,
-            patience=RetryBudget(_OF_PATIENCE * budget.left_s),
+            budget=own,
+            patience=RetryBudget(_OF_PATIENCE * own.left_s),
         )
         try:
             step_s = measure_step(bench)
@@ -249,6 +256,21 @@ def measure_gpu(
         check_gpu(found)
     except Implausible as exc:
         return f"it was measured, but {exc}"
+    if effort.is_quick:
+        return found
+    with child_trials(threads, timeout_s=_GPU_TIMEOUT_S, gpu=True) as trials:
+        helper = replace(bench, trials=trials, sweep_bytes=sweep_bytes(), budget=budget, helps=True)
+        return _with_help(found, measure_help(helper, [speed.type for speed in speeds]))
+
+
+def _with_help(gpu: GpuProfile, helped: tuple[HelpedSpeed, ...]) -> GpuProfile:
+    """``gpu`` with what it was measured to help, unless that cannot be."""
+    found = replace(gpu, helped=helped)
+    try:
+        check_gpu(found)
+    except Implausible as exc:
+        logger.warning("%s does not help with prompts: it was measured, but %s", gpu.name, exc)
+        return gpu
     return found
 
 

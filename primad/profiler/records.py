@@ -28,7 +28,7 @@ from primad.profiles import Implausible, check_cpu, check_disk, check_gpu
 from primad.system.processors import usable_cpus
 from primad.system.whole_file import write_whole
 
-VERSION: Final = 12
+VERSION: Final = 13
 """Grows when the way of measuring changes."""
 Record = TypeVar("Record")
 _MAC: Final = re.compile(r"[0-9a-fA-F]{2}([:-][0-9a-fA-F]{2}){5}")

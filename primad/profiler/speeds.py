@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from halda import BATCH_ROWS, RowSpeed, TypeRows, TypeSpeed
+from halda import BATCH_ROWS, HelpedSpeed, RowSpeed, TypeRows, TypeSpeed
 from primad.errors import EngineError
 from primad.profiler.effort import TYPES, Budget, Effort
 from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_window
@@ -48,6 +48,8 @@ _OF_ROW: Final = 0.06
 _OF_ROWS: Final = 0.2
 """Shares of a type's time in which one of its three trials with one row is run, and one of two with many; their windows are
 written and loaded besides."""
+_OF_HELP: Final = 0.5
+"""Share of a type's time in which a GPU that helps is timed; its windows are written and loaded besides."""
 _OF_STEP: Final = 0.03
 """Share of all time in which a window of tiny layers is run."""
 _OF_FIRST: Final = 0.6
@@ -76,7 +78,8 @@ class RetryBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Where and how windows are timed: on the CPU, or all on the GPU that llama.cpp calls ``gpu``.
+    """Where and how windows are timed: on the CPU, or all on the GPU that llama.cpp calls ``gpu``; where that ``helps``, in
+    RAM with prompts on the GPU.
 
     About ``weights`` weights stand for a model where many rows are computed, ``model_bytes`` where one row is.
     ``sweep_bytes`` are read between steps of windows that may stay in caches, ``folder`` takes the files. The types of
@@ -94,11 +97,12 @@ class Bench:
     effort: Effort
     budget: Budget
     patience: RetryBudget
+    helps: bool = False
 
     @property
     def on_gpu(self) -> bool:
         """Whether windows are on a GPU."""
-        return self.gpu is not None
+        return self.gpu is not None and not self.helps
 
     def layers_to_read(self, shape: LayerShape, kind: str) -> int:
         """So many layers that no cache holds them."""
@@ -179,6 +183,7 @@ class Bench:
     ) -> list[TrialTimes | str]:
         with TemporaryDirectory(prefix="window-", dir=self.folder) as name:
             window = write_window(Path(name), shape, kind, layers, gpu_layers=layers if self.on_gpu else 0)
+            window = msgspec.structs.replace(window, assignment=replace(window.assignment, helped=self.helps))
             return [
                 self._steadily(
                     TimeWindow(
@@ -194,7 +199,7 @@ class Bench:
                         flash=flash,
                         rows=rows,
                         gpu=self.gpu or "",
-                        run_s=seconds if self.on_gpu else None,
+                        run_s=None if self.gpu is None else seconds,
                     )
                 )
                 for setting in extra
@@ -423,9 +428,7 @@ def speed(
 ) -> TypeSpeed:
     """The rates of type ``kind``, less what the fixed costs take."""
     layer_bytes, to_read, to_compute = BIG.weight_bytes(kind), bench.layers_to_read(BIG, kind), bench.layers_to_compute
-    # Attention is computed for the whole square of rows and columns, masked or not.
     rows = timings.prefill_rows
-    flop = to_compute * rows * (2 * BIG.weights + 4 * rows * BIG.width)
 
     def weights_s(times: Sequence[float], layers: int) -> float:
         median = statistics.median(times)
@@ -435,7 +438,7 @@ def speed(
         type=kind,
         decode_bytes_per_s=to_read * layer_bytes / weights_s(timings.decode_s, to_read),
         batch_bytes_per_s=to_compute * layer_bytes / weights_s(timings.batch_s, to_compute),
-        prefill_flop_per_s=flop / weights_s(timings.prefill_s, to_compute),
+        prefill_flop_per_s=_prefill_flop(bench, rows) / weights_s(timings.prefill_s, to_compute),
         extra_buffers=extra_buffers,
         decode_spread=spread(timings.decode_s),
         prefill_spread=spread(timings.prefill_s),
@@ -445,6 +448,40 @@ def speed(
             if seconds and count < rows
         ),
     )
+
+
+def measure_help(bench: Bench, kinds: Sequence[str]) -> tuple[HelpedSpeed, ...]:
+    """How fast the GPU of ``bench`` computes prompts through layers in RAM, of those of ``kinds`` for which time is left.
+
+    Nothing where a trial fails: such a GPU does not help. Raises ``OSError`` when the files cannot be written.
+    """
+    found: list[HelpedSpeed] = []
+    took_s = 0.0
+    for number, kind in enumerate(kinds):
+        left_s = bench.budget.left_s
+        if found and left_s < took_s:
+            break
+        timings = bench.time_rows(kind, (False,), _OF_HELP * max(0.0, left_s) / (len(kinds) - number))[0]
+        if isinstance(timings, str):
+            logger.warning("%s does not help with prompts: %s", bench.gpu, timings)
+            return ()
+        took_s = left_s - bench.budget.left_s
+        found.append(_helped_speed(bench, kind, timings))
+    return tuple(found)
+
+
+def _helped_speed(bench: Bench, kind: str, timings: TrialTimes) -> HelpedSpeed:
+    """The rates of type ``kind`` with all that a window costs, as it costs much of it for copies."""
+    return HelpedSpeed(
+        type=kind,
+        few_bytes_per_s=bench.layers_to_compute * BIG.weight_bytes(kind) / timings.few_s,
+        prefill_flop_per_s=_prefill_flop(bench, timings.prefill_rows) / statistics.median(timings.prefill_s),
+    )
+
+
+def _prefill_flop(bench: Bench, rows: int) -> int:
+    """FLOP of so many rows. Attention is computed for the whole square of rows and columns, masked or not."""
+    return bench.layers_to_compute * rows * (2 * BIG.weights + 4 * rows * BIG.width)
 
 
 def with_rows_of(main: TypeSpeed, other: TypeSpeed) -> TypeSpeed:

@@ -24,6 +24,8 @@ from primad.profiles import Implausible, check_profile, shown
 
 VERSION: Final = 2
 MAX_FILE_BYTES: Final = 1 << 20
+_MAY_LACK: Final = frozenset({"helped"})
+"""Fields that files from before they were measured do not have."""
 _CURE: Final = "correct it there, or write the file anew with 'primad profile --remeasure --save FILE'"
 
 
@@ -139,12 +141,12 @@ def _json(data: bytes) -> object:
 
 
 def _check_keys(raw: object, kind: Any, path: str) -> None:
-    """Every field of the dataclass ``kind`` is in ``raw`` and no other, all the way down."""
+    """Every field of the dataclass ``kind`` that it may not lack is in ``raw``, and no other, all the way down."""
     if not is_dataclass(kind) or not isinstance(raw, dict):
         return
     hints = typing.get_type_hints(kind)
     for field in fields(kind):
-        if field.name not in raw:
+        if field.name not in raw and field.name not in _MAY_LACK:
             raise Implausible(f"{path}{field.name}", "missing", "every field is required")
     for key, value in raw.items():
         if key not in hints:

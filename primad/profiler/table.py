@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from halda import DeviceProfile, TypeSpeed
+from halda import DeviceProfile, HelpedSpeed, TypeSpeed
 from primad.settings.quantities import show_bytes, show_rate
 
 
@@ -48,14 +48,15 @@ def profile_table(profile: DeviceProfile) -> Iterator[Table]:
     for label, text in rows:
         facts.add_row(label, Text(text))
     yield facts
-    yield _speeds(cpu.speeds, () if gpu is None else gpu.speeds)
+    yield _speeds(cpu.speeds, () if gpu is None else gpu.speeds, () if gpu is None else gpu.helped)
 
 
-def _speeds(cpu: Sequence[TypeSpeed], gpu: Sequence[TypeSpeed]) -> Table:
-    """What the processor does with each type, and beside it what the GPU does."""
+def _speeds(cpu: Sequence[TypeSpeed], gpu: Sequence[TypeSpeed], helped: Sequence[HelpedSpeed]) -> Table:
+    """What the processor does with each type, with the help of the GPU for prompts, and beside it what the GPU does."""
     columns = ("decode", "8 rows", "prefill")
     beside = [f"GPU {column}" for column in columns] * bool(gpu)
-    table = Table("processor", *columns, "extra buffers", "spread", *beside, pad_edge=False)
+    with_help, rates = ["GPU helps"] * bool(helped), {speed.type: speed.prefill_flop_per_s for speed in helped}
+    table = Table("processor", *columns, *with_help, "extra buffers", "spread", *beside, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     on_gpu = {speed.type: speed for speed in gpu}
@@ -64,6 +65,7 @@ def _speeds(cpu: Sequence[TypeSpeed], gpu: Sequence[TypeSpeed]) -> Table:
         table.add_row(
             Text(speed.type),
             *_rates(speed),
+            *[_flop(rates[speed.type]) if speed.type in rates else "-" for _ in with_help],
             "on" if speed.extra_buffers else "off",
             f"{speed.decode_spread:.0%} / {speed.prefill_spread:.0%}",
             *(_rates(other) if other is not None else ["-"] * len(beside)),

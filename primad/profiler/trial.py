@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from halda import BATCH_ROWS, PREFILL_ROWS
+from halda import BATCH_ROWS, HELPED_ROWS, PREFILL_ROWS
 from primad.engine.devices import GpuDevice
 from primad.engine.protocol import KV_CELL_PADDING, EngineOptions, Hidden, Rows, WindowSource
 
@@ -35,7 +35,7 @@ BEFORE: Final = KV_CELL_PADDING - 16
 """Rows before it, so that its pieces attend to other numbers of cells than the whole does."""
 REPLAYED: Final = 24
 """Rows that are compared with single ones as an answer is computed anew."""
-FEWEST_ROWS: Final = 64
+FEWEST_ROWS: Final = HELPED_ROWS
 """Of a chunk of a prompt, on a device that takes long."""
 
 

@@ -29,13 +29,14 @@ def load_what_fits(
     told: Callable[[GpuLoaded], None],
     free_bytes: Callable[[str], int],
 ) -> _Loaded:
-    """What ``load`` makes of ``opening``, or of one with fewer layers on the GPU where llama.cpp cannot load all of them.
+    """What ``load`` makes of ``opening``, or of one with less on the GPU where llama.cpp cannot load it: first it helps with
+    no prompts, then it has fewer layers.
 
-    ``told`` hears how many there are, if any were to be, and what the GPU (as llama.cpp calls it) has less of ``free_bytes``
-    since. Raises the ``EngineError`` of a load without a GPU.
+    ``told`` hears how many there are, if the GPU was to do anything, and what it (as llama.cpp calls it) has less of
+    ``free_bytes`` since. Raises the ``EngineError`` of a load without a GPU.
     """
     planned, asked, why = _on_gpu(opening), opening, ""
-    if not planned:
+    if not _uses_gpu(opening):
         return load(opening)
     gpu = opening.options.gpu
     free = free_bytes(gpu)
@@ -43,15 +44,32 @@ def load_what_fits(
         try:
             loaded = load(asked)
         except EngineError as exc:
-            if not _on_gpu(asked):
+            if not _uses_gpu(asked):
                 raise
             why = why or str(exc)
-            logger.warning("%s; trying with fewer layers on the GPU", exc)
-            asked = fewer_on_gpu(asked)
+            logger.warning("%s; trying with less on the GPU", exc)
+            asked = without_help(asked) if _is_helped(asked) else fewer_on_gpu(asked)
             continue
         held = max(0, free - free_bytes(gpu))
         told(GpuLoaded(layers=_on_gpu(asked), planned=planned, held_bytes=held, why=why))
         return loaded
+
+
+def without_help(opening: Open) -> Open:
+    """``opening`` with the prompts of all layers in RAM computed by the processor."""
+    windows = [
+        msgspec.structs.replace(window, assignment=replace(window.assignment, helped=False))
+        for window in opening.windows
+    ]
+    return msgspec.structs.replace(opening, windows=windows)
+
+
+def _is_helped(opening: Open) -> bool:
+    return any(window.assignment.helped for window in opening.windows)
+
+
+def _uses_gpu(opening: Open) -> bool:
+    return any(window.assignment.uses_gpu for window in opening.windows)
 
 
 def fewer_on_gpu(opening: Open) -> Open:

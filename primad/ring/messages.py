@@ -452,7 +452,8 @@ class ProcessMemoryLow(msgspec.Struct, frozen=True, tag="pressed"):
 class GpuLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="gpu"):
     """Of ``planned`` layers ``layers`` are on the GPU, which has ``held_bytes`` less free than before.
 
-    Where these are fewer it had no room: the processor computes the others, and ``why`` is what llama.cpp said.
+    Where these are fewer it had no room: the processor computes the others, and ``why`` is what llama.cpp said. If they are
+    as many and there is a ``why``, it had none to help with prompts.
     """
 
     layers: int

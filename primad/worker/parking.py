@@ -82,7 +82,7 @@ class Parking:
         It may have spoilt weights mapped.
         """
         windows = () if self._kept is None else self._kept.content.windows
-        if any(ref.digest in digests for ref in refs for _, _, digests, _ in windows):
+        if any(ref.digest in digests for ref in refs for _, _, digests, *_ in windows):
             await self.unload()
 
     async def close(self) -> None:

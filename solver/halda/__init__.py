@@ -22,6 +22,7 @@ from halda.instance import Instance, instance
 from halda.plan import Infeasible, LeftOut, Plan, Streaming, Window
 from halda.profile import (
     BATCH_ROWS,
+    HELPED_ROWS,
     KV_BLOCK,
     KV_TYPES,
     PREFILL_ROWS,
@@ -32,6 +33,7 @@ from halda.profile import (
     DeviceProfile,
     DiskProfile,
     GpuProfile,
+    HelpedSpeed,
     LayerProfile,
     Limits,
     LinkProfile,
@@ -62,6 +64,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "BATCH_ROWS",
     "CHUNKS",
+    "HELPED_ROWS",
     "KV_BLOCK",
     "KV_TYPES",
     "OBJECTIVES",
@@ -75,6 +78,7 @@ __all__ = [
     "DeviceProfile",
     "DiskProfile",
     "GpuProfile",
+    "HelpedSpeed",
     "Infeasible",
     "Instance",
     "LayerProfile",

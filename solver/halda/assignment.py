@@ -20,7 +20,8 @@ class WindowAssignment:
     """The layers ``first <= layer < last``, of which the last ``gpu_layers`` are on the GPU, and the place of the output.
 
     ``layer_bytes`` are the weights of the layers that the CPU computes, ``output_bytes`` those of an output matrix there (0
-    without). Of both together ``resident_bytes`` stay in memory; the rest is read each time it is used.
+    without). Of both together ``resident_bytes`` stay in memory; the rest is read each time it is used. Where ``helped`` the
+    GPU computes prompts through these layers too.
     """
 
     first: int
@@ -30,6 +31,7 @@ class WindowAssignment:
     layer_bytes: int
     output_bytes: int
     resident_bytes: int
+    helped: bool = False
 
     @property
     def layers(self) -> int:
@@ -43,8 +45,8 @@ class WindowAssignment:
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether anything of it is on the GPU."""
-        return self.gpu_layers > 0 or self.output == "gpu"
+        """Whether a GPU computes anything of it."""
+        return self.gpu_layers > 0 or self.output == "gpu" or self.helped
 
     @property
     def streamed_bytes(self) -> int:
@@ -138,6 +140,7 @@ def _assignment(plan: Plan, model: ModelProfile, name: str) -> Assignment:
                 layer_bytes=size,
                 output_bytes=beside,
                 resident_bytes=size - part + beside,
+                helped=name in plan.helped and size > 0,
             )
         )
     # A device of which nothing streams may have to, when memory gets short.

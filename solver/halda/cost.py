@@ -16,16 +16,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Final
+from typing import Final, TypeVar
 
 from halda.profile import (
     BATCH_ROWS,
+    HELPED_ROWS,
     PREFILL_ROWS,
     RATE_WIDTH,
     CacheCost,
     CacheType,
     CpuProfile,
     GpuProfile,
+    HelpedSpeed,
     LayerProfile,
     LinkProfile,
     ModelProfile,
@@ -55,6 +57,11 @@ HIDDEN_COPIES: Final = 3
 """Hidden states of a chunk of a prompt that are on their way in or out of a process."""
 GPU_RUNTIME_BYTES: Final = 256 << 20
 """What a GPU backend keeps for itself (context, kernels)."""
+HELP_ROWS: Final = 32
+"""With fewer rows llama.cpp copies no weights to a GPU: the processor computes them."""
+COPIED_SHARE: Final = 1 / 2
+"""Of a layer the largest matrix has at most so much: 0.45 where two of feed-forward's are stored as one (Phi-3), 0.28 of an
+8B; of a layer with experts a third is the matrix of all of them."""
 ACTIVATION_BYTES: Final = 4
 """A value of a compute buffer: float32."""
 MASK_BYTES: Final = 2
@@ -89,11 +96,14 @@ KV_VALUE_BYTES: Final[Mapping[CacheType, Fraction]] = {
 """Bytes of a value in the KV cache: those of a block over its values."""
 
 
-def speed_of(speeds: Sequence[TypeSpeed], kind: str) -> TypeSpeed:
+AnySpeed = TypeVar("AnySpeed", TypeSpeed, HelpedSpeed)
+
+
+def speed_of(speeds: Sequence[AnySpeed], kind: str) -> AnySpeed:
     """The speed of type ``kind``; where it was not measured, that of the nearest size, in its own family if there is one."""
     size, its = bytes_per_weight(kind), family(kind)
 
-    def distance(speed: TypeSpeed) -> tuple[bool, bool, float]:
+    def distance(speed: AnySpeed) -> tuple[bool, bool, float]:
         return speed.type != kind, family(speed.type) != its, abs(math.log(bytes_per_weight(speed.type) / size))
 
     return min(speeds, key=distance)
@@ -184,10 +194,15 @@ def experts_s(speeds: Sequence[TypeSpeed], layer: LayerProfile, model: ModelProf
     """Seconds that the routed experts take: of those that any row picked, each with the rows that picked it."""
     if not layer.expert_bytes_by_type:
         return 0.0
+    touched, rows_each = _picked(model, rows)
+    return touched * weights_s(speeds, layer.expert_bytes_by_type, rows_each)
+
+
+def _picked(model: ModelProfile, rows: float) -> tuple[float, float]:
+    """The share of a layer's experts that any of ``rows`` rows picked, and with how many rows each."""
     picked = model.experts_used / model.experts
     touched: float = 1 - (1 - picked) ** rows
-    rows_each = max(1.0, rows * picked / touched)
-    return touched * weights_s(speeds, layer.expert_bytes_by_type, rows_each)
+    return touched, max(1.0, rows * picked / touched)
 
 
 def attention_s(
@@ -248,6 +263,47 @@ def layer_s(
         + experts_s(processor.speeds, layer, model, rows)
         + attention_s(processor, read_bytes_per_s, layer, model, rows, kv, kv_type, flash=flash, chunk=chunk)
     )
+
+
+def helped_layer_s(
+    gpu: GpuProfile, layer: LayerProfile, model: ModelProfile, rows: float, kv: float, kv_type: CacheType
+) -> float:
+    """Seconds of one layer in RAM for a chunk of ``rows`` rows, at least ``HELP_ROWS``, that ``gpu`` computes.
+
+    All of it is computed there, attention too, for which keys and values are copied as weights are. Of experts those are
+    copied that a row of the chunk picked.
+    """
+    total = gpu.layer_s + sum(
+        size * _helped_s_per_byte(speed_of(gpu.helped, kind), rows) for kind, size in layer.bytes_by_type.items()
+    )
+    if layer.expert_bytes_by_type:
+        touched, rows_each = _picked(model, rows)
+        total += touched * sum(
+            size * _helped_s_per_byte(speed_of(gpu.helped, kind), rows_each)
+            for kind, size in layer.expert_bytes_by_type.items()
+        )
+    copied_s = kv * kv_bytes_per_token(layer, kv_type) / speed_of(gpu.helped, "F16").few_bytes_per_s
+    return total + copied_s + _products_s(gpu, rows * kv * model.attention_width)
+
+
+def _helped_s_per_byte(speed: HelpedSpeed, rows: float) -> float:
+    """Copying and computing add up, so seconds lie on one straight line; few rows count as ``HELPED_ROWS``.
+
+    Computing alone is no quicker with fewer rows than in proportion.
+    """
+    many_s = 2 * PREFILL_ROWS / bytes_per_weight(speed.type) / speed.prefill_flop_per_s
+    few_s = max(1 / speed.few_bytes_per_s, many_s * HELPED_ROWS / PREFILL_ROWS)
+    many_s = max(few_s, many_s)
+    return few_s + (many_s - few_s) * max(0.0, rows - HELPED_ROWS) / (PREFILL_ROWS - HELPED_ROWS)
+
+
+def copied_bytes(model: ModelProfile, workload: Workload) -> int:
+    """VRAM that a window needs for what is copied there, where a GPU helps with layers in RAM.
+
+    llama.cpp's scheduler begins a new part of its graph at each matrix that has to be copied, and gives the room of the copy
+    back behind that part, so one is there at a time: the largest matrix of a layer, or the keys and values of one layer.
+    """
+    return max(max(math.ceil(COPIED_SHARE * layer.size_bytes), kv_bytes(layer, workload)) for layer in model.layers)
 
 
 def output_s(cpu: CpuProfile, processor: CpuProfile | GpuProfile, model: ModelProfile, rows: int = 1) -> float:

@@ -201,12 +201,16 @@ class _Pricing:
         tail = self._tail if is_head else self._tail[:0]
         tail_gpu = len(tail) if tail_on_gpu else 0
         windows = self._rounds + is_head
-        vram = float(member.vram_limit - instance.gpu_runtime_bytes(windows))
+        helps = member.is_helped
+        besides = instance.gpu_runtime_bytes(windows, helps=helps)
+        if helps and is_head and not tail_on_gpu:
+            besides += instance.output_copy_bytes
+        vram = float(member.vram_limit - besides)
         if tail_on_gpu:
             vram -= model.output_bytes + float(self._held[tail].sum())
         size = self._columns + 1
         nowhere = _Priced(*(np.full((size, size), value) for value in (math.inf, 0.0, 0, 0)))
-        if use_gpu and vram < 0:
+        if (use_gpu or helps) and vram < 0:
             return nowhere
         starts = self._gpu_starts(vram) if use_gpu else self._at
         start = np.maximum(self._at[:, None], starts[None, :])
@@ -216,7 +220,7 @@ class _Pricing:
         fixed = instance.runtime_bytes(windows)
         fixed += (instance.head_bytes(windows) + (0 if tail_on_gpu else model.output_bytes)) * is_head
         on_cpu = self._sum(self._held, self._at[:, None], start) + (0 if tail_on_gpu else self._held[tail].sum())
-        in_vram = self._sum(self._held, start, self._at[None, :]) + instance.gpu_runtime_bytes(windows) * uses_gpu
+        in_vram = self._sum(self._held, start, self._at[None, :]) + besides * (uses_gpu | helps)
         if tail_on_gpu:
             in_vram = in_vram + model.output_bytes + self._held[tail].sum()
         overflow = fixed + on_cpu + (in_vram if member.shares_memory else 0) - member.ram_limit
@@ -286,6 +290,8 @@ class _Pricing:
                 best_disk = np.where(seconds < best, read / rate, best_disk)
                 best = np.minimum(best, seconds)
         fits = overflow <= 0
+        if member.is_helped:
+            best = np.full(compute.shape, math.inf)
         return np.where(fits, compute + rest, best), np.where(fits, 0.0, best_disk)
 
     def _gpu_starts(self, vram: float) -> Any:

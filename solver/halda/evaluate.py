@@ -453,7 +453,7 @@ def stream(
         name = share.member.name
         over = _ram_bytes(plan, instance, share) - share.member.ram_limit
         wanted = (least or {}).get(name, 0)
-        if over <= 0 and not wanted:
+        if share.member.is_helped or (over <= 0 and not wanted):
             continue
         steps, most = share.member.ahead_steps, share.streamable_bytes
         for step in steps:
@@ -510,7 +510,7 @@ def route_s(plan: Plan, instance: Instance) -> list[float]:
 
 
 def _shares(plan: Plan, instance: Instance) -> list[_Share]:
-    members = {member.name: member for member in instance.members}
+    members = {member.name: member for member in instance.helping(plan).members}
     return [_share(plan, instance, members[name]) for name in plan.devices]
 
 
@@ -598,10 +598,15 @@ def _ram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
 
 
 def _vram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
-    if not share.uses_gpu(plan):
+    helps = share.member.is_helped
+    if not (share.uses_gpu(plan) or helps):
         return 0
-    output = instance.model.output_bytes if share.is_head and plan.output_on_gpu else 0
-    return _weights(share.gpu, instance) + _kv(share.gpu, instance) + instance.gpu_runtime_bytes(share.windows) + output
+    besides = instance.gpu_runtime_bytes(share.windows, helps=helps)
+    if share.is_head and plan.output_on_gpu:
+        besides += instance.model.output_bytes
+    elif share.is_head and helps:
+        besides += instance.output_copy_bytes
+    return _weights(share.gpu, instance) + _kv(share.gpu, instance) + besides
 
 
 def _shard_bytes(plan: Plan, instance: Instance, share: _Share) -> int:

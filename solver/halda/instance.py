@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Final
 
 from halda import cost, streaming
+from halda.plan import Plan
 from halda.profile import CpuProfile, DeviceProfile, LayerProfile, Limits, LinkProfile, ModelProfile, Workload
 
 DEFAULT_ROUND_TRIP_S: Final = 0.002
@@ -64,6 +65,8 @@ class Member:
     """What has to be held ahead, by the share that streams."""
     is_alone: bool
     """Whether no other device of the question is on its machine."""
+    is_helped: bool = False
+    """Whether its GPU computes prompts through layers in RAM."""
 
     @property
     def name(self) -> str:
@@ -104,7 +107,9 @@ class Instance:
     """Devices (the first is the head), links, model, workload and the owners' limits.
 
     ``crowded`` are the machines of which a part of a question does not have every device. A step of decode has
-    ``decode_rows`` rows, each of another sequence.
+    ``decode_rows`` rows, each of another sequence. Of devices that are ``helped`` the GPU computes prompts through layers in
+    RAM: these have no extra buffers, since what is in them cannot be copied, and do not stream, since they would travel
+    twice.
     """
 
     devices: tuple[DeviceProfile, ...]
@@ -114,6 +119,7 @@ class Instance:
     limits: Mapping[str, Limits]
     crowded: frozenset[str] = frozenset()
     decode_rows: int = 1
+    helped: frozenset[str] = frozenset()
 
     @cached_property
     def kinds(self) -> tuple[LayerProfile, ...]:
@@ -181,15 +187,26 @@ class Instance:
             by_host.setdefault(device.host, []).append(index)
         return tuple(tuple(indices) for indices in by_host.values())
 
+    def with_head(self, head: str) -> Instance:
+        """The same question with ``head`` in front."""
+        ordered = sorted(self.devices, key=lambda device: device.device != head)
+        return replace(self, devices=tuple(ordered))
+
     def with_rows(self, chunk_rows: int) -> Instance:
         """The same question with chunks of so many rows."""
         return replace(self, workload=replace(self.workload, chunk_rows=chunk_rows))
 
+    def helping(self, plan: Plan) -> Instance:
+        """The same question where those devices of ``plan`` are helped that are in it."""
+        differ = self.helped.symmetric_difference(plan.helped).intersection(plan.devices)
+        return replace(self, helped=frozenset(plan.helped)) if differ else self
+
     def gpu_room(self, member: int, windows: int) -> int:
         """How many layers the GPU of a member with so many windows, or more, can hold at most."""
         smallest = min(kind.size_bytes + kv for kind, kv in zip(self.kinds, self.kv_bytes, strict=True))
-        free = self.members[member].vram_limit - self.gpu_runtime_bytes(windows)
-        return max(0, min(len(self.model.layers), free // smallest)) if self.members[member].has_gpu else 0
+        found = self.members[member]
+        free = found.vram_limit - self.gpu_runtime_bytes(windows, helps=found.is_helped)
+        return max(0, min(len(self.model.layers), free // smallest)) if found.has_gpu else 0
 
     @property
     def chunks(self) -> int:
@@ -214,13 +231,27 @@ class Instance:
         moving = cost.hidden_bytes(self.model, self.workload)
         return cost.RUNTIME_BYTES + moving + windows * self.window_bytes + self.buffer_bytes
 
-    def gpu_runtime_bytes(self, windows: int) -> int:
+    def gpu_runtime_bytes(self, windows: int, *, helps: bool = False) -> int:
         """VRAM of a device that uses its GPU, besides weights and KV cache.
 
-        The compute buffer of each of its windows stays there. One without layers or output on the GPU takes nothing, but
-        counts: all windows of a device are alike, but for the head's last.
+        The compute buffer of each of its windows stays there, and has room for what is copied where the GPU ``helps``. One
+        without layers or output on the GPU takes nothing, but counts: all windows of a device are alike, but for the head's
+        last.
         """
-        return cost.GPU_RUNTIME_BYTES + windows * self.buffer_bytes
+        return cost.GPU_RUNTIME_BYTES + windows * (self.buffer_bytes + self.copied_bytes * helps)
+
+    @cached_property
+    def copied_bytes(self) -> int:
+        """What a window that is helped needs for copies."""
+        return cost.copied_bytes(self.model, self.workload)
+
+    @property
+    def output_copy_bytes(self) -> int:
+        """What the head's last window needs besides, if it is helped and its processor has the output matrix.
+
+        That is copied for a step of which many rows want logits, so llama.cpp keeps room for it.
+        """
+        return max(0, self.model.output_bytes - self.copied_bytes)
 
     def head_bytes(self, windows: int) -> int:
         """RAM of the head besides, the output matrix aside: what logits take beyond the compute buffer they are in, and the
@@ -290,6 +321,9 @@ class Instance:
         model, work = self.model, self.workload
         limits = self.limits.get(device.device, NO_LIMITS)
         gpu = device.gpu
+        is_helped = device.device in self.helped and gpu is not None and bool(gpu.helped)
+        if is_helped:
+            device = device.without_extra_buffers()
         _, chunk = cost.prefill_chunks(work)
         rows = self.decode_rows
         cpu = cost.cached(device.cpu, model)
@@ -322,10 +356,18 @@ class Instance:
             )
 
         decode = phase(cpu, rows, cost.decode_kv_tokens(work), self.buffer_bytes, is_chunk=False)
+        prefill = phase(device.cpu, chunk, work.prompt_tokens / 2, 0, is_chunk=True)
+        if is_helped and chunk >= cost.HELP_ROWS:
+            assert gpu is not None
+            helped = (
+                cost.helped_layer_s(gpu, kind, model, chunk, work.prompt_tokens / 2, work.kv_type)
+                for kind in self.kinds
+            )
+            prefill = replace(prefill, cpu=tuple(helped))
         return Member(
             profile=device,
             decode=decode,
-            prefill=phase(device.cpu, chunk, work.prompt_tokens / 2, 0, is_chunk=True),
+            prefill=prefill,
             ram_limit=_least(device.ram_available_bytes, limits.ram_bytes),
             vram_limit=_least(gpu.vram_available_bytes, limits.vram_bytes) if gpu is not None else 0,
             disk_limit=_least(device.disk.free_bytes, limits.disk_bytes),
@@ -333,6 +375,7 @@ class Instance:
             gpu_output_s=cost.output_s(device.cpu, gpu, model, rows) if gpu is not None else 0.0,
             ahead_steps=streaming.ahead_steps(model, max(decode.cpu), device.disk.prefetch_bytes_per_s),
             is_alone=device.host not in self.shared_hosts,
+            is_helped=is_helped,
         )
 
 
@@ -348,14 +391,14 @@ def instance(
     names = [device.device for device in devices]
     assert devices
     assert len(set(names)) == len(names)
-    ordered = sorted(devices, key=lambda device: device.device != (head or names[0]))
-    return Instance(
-        devices=tuple(ordered),
+    question = Instance(
+        devices=tuple(devices),
         links={(link.source, link.target): link for link in links},
         model=model,
         workload=workload,
         limits=limits,
     )
+    return question.with_head(head or names[0])
 
 
 def _least(available: int, limit: int | None) -> int:

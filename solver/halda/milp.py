@@ -382,7 +382,7 @@ def _streaming(problem: Any, instance: Instance, layout: Layout) -> StreamVariab
     total = sum(count * size for count, size in zip(instance.kind_totals, streamable, strict=True))
     for m, member in enumerate(instance.members):
         first, *further = member.ahead_steps
-        streams = integer(problem, f"streams_{m}", 0, 1)
+        streams = integer(problem, f"streams_{m}", 0, int(not member.is_helped))
         size, ahead, decode = (positive(problem, f"{name}_{m}") for name in ("streamed", "ahead", "in_decode"))
         most = _dot(layout.cpu[m], streamable)
         problem += size <= most - streams * (instance.pool_bytes / unit), f"{m} streams what its CPU computes"
@@ -439,12 +439,15 @@ def _memory(
     output, ram, vram, disk = instance.model.output_bytes / unit, [], [], []
     for m, member in enumerate(instance.members):
         windows = layout.windows[m]
-        on_gpu = _dot(layout.gpu[m], with_kv) + uses_gpu[m] * (instance.gpu_runtime_bytes(windows) / unit)
+        besides = instance.gpu_runtime_bytes(windows, helps=member.is_helped) / unit
+        on_gpu = _dot(layout.gpu[m], with_kv) + (layout.used[m] if member.is_helped else uses_gpu[m]) * besides
         on_cpu = _dot(layout.cpu[m], with_kv) - streams.bytes[m] + streams.ahead[m]
         on_cpu += streams.streams[m] * (instance.reserve_bytes / unit)
         on_cpu += layout.used[m] * (instance.runtime_bytes(windows) / unit)
         if m == 0:
             on_gpu += output_on_gpu * output
+            if member.is_helped:
+                on_gpu += (1 - output_on_gpu) * (instance.output_copy_bytes / unit)
             on_cpu += instance.head_bytes(windows) / unit + (1 - output_on_gpu) * output
         vram.append(on_gpu)
         ram.append(on_cpu + on_gpu if member.shares_memory else on_cpu)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 OutputPlace = Literal["none", "cpu", "gpu"]
@@ -64,7 +65,8 @@ class Plan:
     route of one window is the whole model on one device. ``rounds`` is the number of laps a token makes (paper: k).
     ``output_on_gpu``: the output matrix is on the GPU of the head; llama.cpp puts it there before any layer of the tail
     window, and may put it there alone. ``streaming`` names the devices that stream; all layers of the others are resident,
-    and the output matrix always is.
+    and the output matrix always is. Of the devices that are ``helped`` the GPU computes prompts through layers in RAM too;
+    these do not stream.
     """
 
     rounds: int
@@ -72,6 +74,7 @@ class Plan:
     output_on_gpu: bool
     streaming: tuple[Streaming, ...]
     left_out: tuple[LeftOut, ...]
+    helped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.rounds >= 1
@@ -85,6 +88,8 @@ class Plan:
         for streaming in self.streaming:
             assert streaming.streamed_bytes > 0
             assert streaming.ahead_bytes >= 0
+            assert streaming.device not in self.helped
+        assert set(self.helped) <= {window.device for window in self.route}
 
     @property
     def head(self) -> str:
@@ -103,8 +108,8 @@ class Plan:
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether anything is on a GPU."""
-        return self.output_on_gpu or self.gpu_layers > 0
+        """Whether GPUs compute anything."""
+        return self.output_on_gpu or self.gpu_layers > 0 or bool(self.helped)
 
     def output_place(self, device: str) -> OutputPlace:
         """Where ``device`` has the output matrix: the head's tail window ends in it."""
@@ -131,6 +136,15 @@ class Plan:
             if streaming.device == device:
                 return streaming
         return Streaming(device=device, streamed_bytes=0, ahead_bytes=0)
+
+    def cpu_layers_of(self, device: str) -> int:
+        """How many of them its processor computes, or its GPU from RAM."""
+        return sum(len(window.layers) - window.gpu_layers for _, window in self.windows_of(device))
+
+    def with_help(self, devices: Iterable[str]) -> Plan:
+        """The plan in which exactly these devices are helped."""
+        names = set(devices)
+        return replace(self, helped=tuple(name for name in self.devices if name in names))
 
     def after(self, device: str) -> str:
         """The device that receives what ``device`` sends: the next one in the ring."""

@@ -18,6 +18,8 @@ CacheType = Literal["f16", "q8_0", "q4_0"]
 """What the KV cache holds its values in."""
 KV_TYPES: Final[tuple[CacheType, ...]] = get_args(CacheType)
 """The largest first."""
+HELPED_ROWS: Final = 64
+"""Rows of the smaller measurement of a ``HelpedSpeed``."""
 RATE_WIDTH: Final = 2048
 """Values of a row of the matrices that ``TypeSpeed`` is measured with."""
 LEAST_HEAD_WIDTH: Final = 64
@@ -78,6 +80,19 @@ class TypeSpeed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HelpedSpeed:
+    """How fast a chunk of a prompt is computed where a GPU helps: the weights stay in RAM and are copied to it each time.
+
+    ``few_bytes_per_s``: bytes of weights a second with ``HELPED_ROWS`` rows, most of which is copying;
+    ``prefill_flop_per_s``: 2 FLOP a weight and row, with ``PREFILL_ROWS`` rows. Fixed costs are in both.
+    """
+
+    type: str
+    few_bytes_per_s: float
+    prefill_flop_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TypeRows:
     """What layers of one quantisation type compute bit for bit the same.
 
@@ -135,7 +150,8 @@ class GpuProfile:
     """One GPU as its backend reports it. ``unified_memory``: its memory is the RAM of the device.
 
     ``step_s`` is what a window with layers on this GPU costs a step besides them (copies to and fro among it). ``id`` is
-    what llama.cpp calls it ("CUDA0"): the only name that two of one kind do not share.
+    what llama.cpp calls it ("CUDA0"): the only name that two of one kind do not share. ``helped`` is how fast it computes
+    prompts through layers that stay in RAM, by type; empty where it is not known to help.
     """
 
     name: str
@@ -148,6 +164,7 @@ class GpuProfile:
     layer_s: float
     speeds: tuple[TypeSpeed, ...]
     id: str = ""
+    helped: tuple[HelpedSpeed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

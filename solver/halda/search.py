@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import permutations
 from typing import Any, Final
@@ -22,6 +23,7 @@ import pulp
 from halda import milp
 from halda.cuts import good_cuts
 from halda.evaluate import Objective, Prediction, cpu_layers, evaluate, is_regular, residency, stream
+from halda.helping import OF_FIRST_TOKEN, able_to_help, others_to_try, with_help
 from halda.instance import Instance, instance
 from halda.orders import (
     EXACT_DEVICES,
@@ -89,20 +91,46 @@ def solve(
     require: frozenset[str] = frozenset(),
     chunks: Sequence[int] = (),
     time_limit_s: float = 10.0,
+    helps: bool = False,
 ) -> Solution:
     """The plan that makes ``objective`` smallest, with the best of ``heads`` (none: the first device) as head.
 
     They share the time limit. ``require`` names devices that must take part. Where layers stream, a chunk of the prompt may
     have as many rows as one of ``chunks`` says instead of ``workload.chunk_rows``; where there is no plan, those with the
-    fewest rows come first. Raises ``Infeasible``, which says which limit is short and by how much.
+    fewest rows come first. With ``helps`` GPUs may help with prompts, as in ``helping.py``. Raises ``Infeasible``, which
+    says which limit is short and by how much.
     """
+    question = instance(devices, links, model, workload, limits or {})
+    able = able_to_help(question) if helps else frozenset[str]()
     heads = heads or [devices[0].device]
+
+    def best(helped: frozenset[str], time_limit_s: float) -> Solution:
+        found = _with_best_head(replace(question, helped=helped), heads, objective, require, chunks, time_limit_s)
+        return with_help(found, question.with_head(found.plan.head), able) if able else found
+
+    tried = others_to_try(able) if objective in OF_FIRST_TOKEN else []
+    found = best(frozenset(), time_limit_s / (1 + len(tried)))
+    for helped in tried:
+        with suppress(Infeasible):
+            other = best(helped, time_limit_s / (1 + len(tried)))
+            found = min(found, other, key=lambda each: each.objective_s)
+    return found
+
+
+def _with_best_head(
+    question: Instance,
+    heads: Sequence[str],
+    objective: Objective,
+    require: frozenset[str],
+    chunks: Sequence[int],
+    time_limit_s: float,
+) -> Solution:
+    """The plan with the best of ``heads``. Raises ``Infeasible``."""
     best: Solution | None = None
     failures, bound_s = [], math.inf
     for head in heads:
-        question = instance(devices, links, model, workload, limits or {}, head)
         try:
-            found = _with_head(question, objective, require, chunks, time_limit_s / len(heads))
+            found = _with_head(question.with_head(head), objective, require, chunks, time_limit_s / len(heads))
         except Infeasible as exc:
             failures.append(exc)
             continue
@@ -237,7 +265,7 @@ class _Search:
                 break  # more rounds take more memory
             for price, route in sorted(cuts, key=lambda cut: cut[0])[:_KEPT_OF_ROUNDS]:
                 found.append((price, rounds, route))
-                self._keep(residency(_plan(rounds, route), question, self._objective_s), is_quick=True)
+                self._keep(residency(self._plan(rounds, route), question, self._objective_s), is_quick=True)
             best_s = min((price for price, _ in cuts), default=math.inf)
             worse = 0 if best_s < best_before_s else worse + 1
             best_before_s = min(best_s, best_before_s)
@@ -466,7 +494,7 @@ class _Search:
 
     def _offer(self, rounds: int, route: tuple[Window, ...]) -> None:
         """Keep the plan with these windows, and the streaming that suits them best, if it is the best so far."""
-        plan, problem = _plan(rounds, route), milp.new_problem("fixed")
+        plan, problem = self._plan(rounds, route), milp.new_problem("fixed")
         index = {device.device: m for m, device in enumerate(self._instance.devices)}
         members = self._instance.only([index[name] for name in plan.devices])
         outcome, program = self._run(problem, milp.fixed_layout(members, plan), members, required=frozenset())
@@ -481,6 +509,12 @@ class _Search:
                 if self._is_on_shared_machine(name):
                     least[name] = math.ceil(program.streams.bytes[m].value() * unit) + 1
         self._keep(stream(plan, self._instance, ahead, least), is_quick=False)
+
+    def _plan(self, rounds: int, route: tuple[Window, ...]) -> Plan:
+        """A plan with these windows that streams nothing; all are helped that the question says."""
+        on_gpu = route[-1].gpu_layers > 0
+        plan = Plan(rounds=rounds, route=route, output_on_gpu=on_gpu, streaming=(), left_out=())
+        return plan.with_help(self._instance.helped)
 
     def _is_on_shared_machine(self, name: str) -> bool:
         """Whether what ``name`` holds is bounded by what others of its machine hold."""
@@ -602,11 +636,6 @@ class _Search:
         smaller = KV_TYPES[KV_TYPES.index(work.kv_type) + 1 :]
         other = f" or a KV cache in {' or '.join(smaller)}" if smaller else ""
         return f"; the KV cache ({work.kv_type}) takes {size / 1e6:,.1f} MB in all: a smaller context{other} takes less"
-
-
-def _plan(rounds: int, route: tuple[Window, ...]) -> Plan:
-    """A plan with these windows that streams nothing."""
-    return Plan(rounds=rounds, route=route, output_on_gpu=route[-1].gpu_layers > 0, streaming=(), left_out=())
 
 
 def _height(stairs: Sequence[Any]) -> int:

@@ -69,6 +69,7 @@ def simulate(
     is random: exponentially distributed, the mean kept.
     """
     assert tokens >= 1
+    instance = instance.helping(plan)
     meter = _Meter(sequences, max(3, tokens // 2), tokens, timeline)
     meter.ring = SimulatedRing(
         _stops(plan, instance, decode=True),
@@ -89,6 +90,7 @@ def simulate_prefill(plan: Plan, instance: Instance, *, jitter: float = 0.0, see
 
     All chunks enter at once; each reads anew what streams. Only the last one passes the output matrix.
     """
+    instance = instance.helping(plan)
     last = 0.0
     through = 0
 

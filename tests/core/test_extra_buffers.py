@@ -125,3 +125,11 @@ def test_what_was_planned_without_copies_is_computed_without_whatever_fits_by_th
     planned = [devices[0], devices[1].without_extra_buffers()]
     assert chosen([as_planned(device, planned) for device in devices]) == {"desk": True, "lap": False}
     assert [as_planned(device, ()) for device in devices] == devices
+
+
+@pytest.mark.parametrize("wish", ["auto", "on"])
+def test_of_a_window_that_is_helped_there_are_no_copies_and_it_was_planned_for_so(wish):
+    devices = [with_plain(profiled("desk", "Q4_K")), with_plain(profiled("lap", "Q4_K"))]
+    plan = PLAN.with_help(["lap"])
+    assert chosen(devices, wish=wish, plan=plan) == {"desk": True, "lap": False}
+    assert without_copies(plan, devices, MODEL, wish) is None

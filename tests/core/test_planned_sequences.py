@@ -16,7 +16,7 @@ from primad.head.planner import Planner, PlanResult
 from primad.head.promise import Promise
 from primad.head.solver_process import SolverRequest
 from primad.planning.question import default_workload
-from tests.fakes.planning import GB, device, link, model
+from tests.fakes.planning import GB, device, helping, link, model
 
 LAP = frozenset({"lap"})
 
@@ -31,6 +31,7 @@ async def solve_here(asked: SolverRequest, *, background: bool = False) -> Solut
         heads=["desk"],
         require=asked.require,
         time_limit_s=60,
+        helps=asked.helps,
     )
 
 
@@ -49,9 +50,12 @@ class Served:
 class House:
     """A head with so much RAM, and a laptop that computes as much."""
 
-    def __init__(self, monkeypatch, tmp_path, *, ram: float, lap: float = 8 * GB, **wishes: object) -> None:
+    def __init__(
+        self, monkeypatch, tmp_path, *, ram: float, lap: float = 8 * GB, vram: int = 0, **wishes: object
+    ) -> None:
         monkeypatch.setattr(planner_module, "solve_apart", solve_here)
-        self._profiles = [device("desk", ram=int(ram)), device("lap", ram=int(lap))]
+        desk = device("desk", ram=int(ram), vram=vram)
+        self._profiles = [helping(desk) if vram else desk, device("lap", ram=int(lap))]
         wished = {"sequences": None, "context_tokens": None, "windows": None, "rounds": None} | wishes
         options = SimpleNamespace(
             **{"objective": "balanced", "use_all": False, "batching": "auto", "extra_buffers": "auto"} | wished
@@ -136,3 +140,15 @@ def test_a_plan_that_serves_is_valued_for_the_answers_that_it_promised(house):
     promise, value = at_home.plan()
     assert promise.sequences == 4
     assert asyncio.run(at_home.planner.value(promise)) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "helped"),
+    [({}, ("desk",)), ({"batching": "exact"}, ()), ({"batching": "fast"}, ("desk",)), ({"extra_buffers": "on"}, ())],
+)
+def test_no_gpu_helps_where_bits_or_extra_buffers_are_asked_for(house, wishes, helped):
+    promise, _ = house(ram=12 * GB, vram=GB, **wishes).plan()
+    assert promise.plan.helped == helped
+    assert not promise.prediction.short
+    assert promise.flash or not helped
+    assert promise.is_exact or wishes.get("batching") != "exact"

@@ -13,7 +13,7 @@ from primad.planning.plot import check_plot, plot
 from primad.planning.question import Wishes, ask
 from primad.planning.table import show
 from primad.planning.whatif import change
-from tests.fakes.planning import GB, device, model
+from tests.fakes.planning import GB, device, helping, model
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +107,14 @@ def test_what_is_read_from_disk_is_shown_where_something_is():
     assert "at a time" not in fast
     assert f"for a prompt of 512 tokens, {least.chunk_rows} at a time" in shown(least)
     assert least.chunk_rows < 512
+
+
+def test_who_is_helped_is_said():
+    desk = device("desk", ram=12 * GB, vram=GB)
+    answers = {
+        helps: explain(ask(Wishes(), (helping(desk) if helps else desk,), (), model())) for helps in (True, False)
+    }
+    assert [answer.devices[0].helped for answer in answers.values()] == [True, False]
+    assert "prompts through layers in RAM are computed by the GPU of desk" in shown(answers[True])
+    assert "helped" not in shown(answers[False])
+    assert answers[True].predicted.ttft_ms < answers[False].predicted.ttft_ms

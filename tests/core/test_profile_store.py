@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halda import DeviceProfile
+from halda import DeviceProfile, HelpedSpeed
 from primad.errors import ConfigError
 from primad.profiler import records
 from primad.profiler.store import MAX_FILE_BYTES, load_profile, load_profiles, save_profile
@@ -64,6 +64,32 @@ def test_a_saved_profile_is_loaded_as_it_was(tmp_path):
     stored = load_profile(path)
     assert stored.how == "made up"
     assert stored.measured.endswith("Z")
+
+
+HELPED = HelpedSpeed(type="Q4_K", few_bytes_per_s=5e9, prefill_flop_per_s=2e12)
+
+
+def test_what_a_gpu_helps_is_kept_and_a_file_from_before_has_none(tmp_path, raw):
+    path = tmp_path / "desk.json"
+    helping = replace(PROFILE, gpu=replace(GPU, helped=(HELPED,)))
+    save_profile(path, helping, "made up")
+    assert load_profiles(path) == [helping]
+    del raw["device"]["gpu"]["helped"]
+    path.write_text(json.dumps(raw))
+    assert load_profiles(path) == [PROFILE]
+
+
+@pytest.mark.parametrize(
+    ("speed", "told"),
+    [
+        (replace(HELPED, few_bytes_per_s=0.0), r"gpu\.helped\[0\]\.few_bytes_per_s is 0\.0; expected"),
+        (replace(HELPED, prefill_flop_per_s=1e20), r"gpu\.helped\[0\]\.prefill_flop_per_s is 1e\+20; expected"),
+        (replace(HELPED, type="Q4K"), r"gpu\.helped\[0\]\.type is 'Q4K'; no quantisation type"),
+    ],
+)
+def test_help_that_cannot_be_is_refused(speed, told):
+    with pytest.raises(Implausible, match=told):
+        check_profile(replace(PROFILE, gpu=replace(GPU, helped=(speed,))))
 
 
 def test_a_folder_gives_its_devices_in_the_order_of_their_names(tmp_path):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from halda import (
     CpuProfile,
     DeviceProfile,
     DiskProfile,
     GpuProfile,
+    HelpedSpeed,
     LayerProfile,
     LinkProfile,
     ModelProfile,
@@ -67,6 +70,20 @@ def device(
         ),
         gpu=gpu if vram else None,
     )
+
+
+def helping(device: DeviceProfile, *, times: float = 4.0) -> DeviceProfile:
+    """``device``, whose GPU computes prompts through layers in RAM so many times as fast as its processor."""
+    assert device.gpu is not None
+    helped = tuple(
+        HelpedSpeed(
+            type=speed.type,
+            few_bytes_per_s=min(speed.decode_bytes_per_s / 2, times * speed.prefill_flop_per_s / 250),
+            prefill_flop_per_s=times * speed.prefill_flop_per_s,
+        )
+        for speed in device.cpu.speeds
+    )
+    return replace(device, gpu=replace(device.gpu, helped=helped))
 
 
 def link(source: str, target: str, *, bytes_per_s: float = 1e8, round_trip_s: float = 0.001) -> LinkProfile:

@@ -20,12 +20,14 @@ from tools import synth
 CUT = [0, 2, 4, 6]
 """A first window, a middle one and a tail, of two layers each."""
 PLACES = {
-    "the middle window alone": (0, 2, 0),
-    "one layer of each window": (1, 1, 1),
-    "the output alone": (0, 0, None),
-    "all": (2, 2, 2),
+    "the middle window alone": ((0, 2, 0), False),
+    "one layer of each window": ((1, 1, 1), False),
+    "the output alone": ((0, 0, None), False),
+    "none, helped": ((0, 0, 0), True),
+    "the tail, the others helped": ((0, 0, 2), True),
+    "all": ((2, 2, 2), False),
 }
-WHOLE = (None, 1, 2, 3, 6)
+WHOLE = ((0, True), (2, True), (None, False), (1, False), (2, False), (3, False), (6, False))
 
 
 def main(architecture: str, folder: Path) -> None:
@@ -38,13 +40,14 @@ def main(architecture: str, folder: Path) -> None:
     def differs(found: Sequence[np.ndarray]) -> float:
         return max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
 
-    sys.stdout.write(json.dumps([differs(whole_logits(header, on_gpu, chunks)[1]) for on_gpu in WHOLE]) + "\n")
+    whole = [differs(whole_logits(header, on_gpu, chunks, helped=helped)[1]) for on_gpu, helped in WHOLE]
+    sys.stdout.write(json.dumps(whole) + "\n")
     sys.stdout.flush()
     found = {}
-    for number, (name, on_gpu) in enumerate(PLACES.items()):
+    for number, (name, (on_gpu, helped)) in enumerate(PLACES.items()):
         of_route = folder / str(number)
         of_route.mkdir()
-        route = Route(header, CUT, of_route, on_gpu)
+        route = Route(header, CUT, of_route, on_gpu=on_gpu, helped=helped)
         position, logits = 0, []
         for tokens in chunks:
             logits.append(route.logits(tokens, position))

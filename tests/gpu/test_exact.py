@@ -54,7 +54,8 @@ def test_with_no_layer_offloaded_logits_are_those_of_a_build_without_gpu(archite
 
 @pytest.mark.parametrize("architecture", [*sorted(set(SUPPORTED) - {"smollm3"} - set(zoo.MODELS)), "llama-moe"])
 def test_windows_differ_from_the_cpu_as_whole_models_do(architecture, tmp_path, gpu):
-    """All layers there are the whole model's bit for bit; some differ no more than it does with some or all of its own."""
+    """All layers there, and layers that it helps with, are the whole model's bit for bit; some differ no more than it does
+    with some or all of its own."""
     child = subprocess.run(
         [sys.executable, "-m", "tests.gpu.differences", architecture, str(tmp_path)],
         env=environment(os.environ, 1, 0, gpu=True),
@@ -70,5 +71,7 @@ def test_windows_differ_from_the_cpu_as_whole_models_do(architecture, tmp_path, 
     assert child.returncode == 0, f"it {how} after {child.stdout!r}"
     whole, windows = map(json.loads, child.stdout.decode().splitlines())
     assert windows["all"] == whole[-1]
+    assert [windows["none, helped"], windows["the tail, the others helped"]] == whole[:2]
+    assert min(whole[:2]) > 0, "prompts are computed there"
     bound = max(LEAST_BOUND, SLACK * max(whole))
     assert max(windows.values()) <= bound, f"whole models differ by {whole}, windows by {windows}"

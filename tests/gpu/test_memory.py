@@ -10,13 +10,13 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from halda import DeviceProfile, Plan, Window, Workload, evaluate, instance
+from halda import DeviceProfile, HelpedSpeed, Plan, Window, Workload, evaluate, instance
 from halda.cost import GPU_RUNTIME_BYTES
 from primad.engine.llama import WholeModel
 from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import vocabulary_size
-from tests.fakes.profile import PROFILE
+from tests.fakes.profile import GPU, PROFILE
 from tests.shell.test_cut_exact import OPTIONS, Route, assigned, files_of
 
 MIB = 1 << 20
@@ -26,8 +26,11 @@ CONTEXT = 4096
 _BUFFER = re.compile(r": +(\S+) (?:model|KV|compute|RS) buffer size = +([0-9.]+) MiB")
 
 
+HELPED = HelpedSpeed(type="Q4_K", few_bytes_per_s=5e9, prefill_flop_per_s=2e12)
+
+
 def device(name: str) -> DeviceProfile:
-    return replace(PROFILE, device=name, host=name)
+    return replace(PROFILE, device=name, host=name, gpu=replace(GPU, helped=(HELPED,)))
 
 
 def planned_bytes(header, plan: Plan) -> list[int]:
@@ -77,8 +80,11 @@ def test_a_whole_model(smollm2, said, gpu, on_gpu):
     check(taken_bytes(said, gpu), *planned_bytes(header, plan))
 
 
-@pytest.mark.parametrize("on_gpu", [(0, 10, 0), (4, 4, 4), (10, 10, 10)])
-def test_windows(smollm2, said, gpu, on_gpu, tmp_path):
+@pytest.mark.parametrize(
+    ("on_gpu", "helped"),
+    [((0, 10, 0), False), ((4, 4, 4), False), ((10, 10, 10), False), ((0, 0, 0), True), ((4, 4, 4), True)],
+)
+def test_windows(smollm2, said, gpu, on_gpu, helped, tmp_path):
     header = read_header(smollm2)
     cuts = [0, 10, 20, 30]
     names = ["desk", "lap", "desk"]
@@ -92,9 +98,10 @@ def test_windows(smollm2, said, gpu, on_gpu, tmp_path):
         streaming=(),
         left_out=(),
     )
-    Route(header, cuts, tmp_path, on_gpu).release()
+    plan = plan.with_help(plan.devices if helped else ())
+    Route(header, cuts, tmp_path, on_gpu=on_gpu, helped=helped).release()
     planned = planned_bytes(header, plan)
-    check(taken_bytes(said, gpu), planned[1] + (planned[0] if any(on_gpu[::2]) else 0))
+    check(taken_bytes(said, gpu), planned[1] + (planned[0] if helped or any(on_gpu[::2]) else 0))
 
 
 def test_a_window_without_layers_there_takes_nothing(smollm2, said, gpu, tmp_path):

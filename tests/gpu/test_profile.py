@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from primad.profiler.effort import TYPES, Effort
+from primad.profiler.processors import measure_gpu
 from primad.profiler.store import load_profiles
+from primad.profiles import check_gpu
 from tests.e2e.cluster import joined, primad
 from tests.e2e.cluster import serving as serving_
 from tests.gpu.drivers import FAULTS, broken_driver
@@ -47,6 +50,15 @@ def test_the_device_is_measured_as_it_is(home, tmp_path, gpu):
     _, without = profile(home, tmp_path, "--quick", "--gpu", "off")
     assert without.gpu is None
     assert without.cpu == found.cpu, "measured once"
+
+
+def test_how_it_helps_is_measured_or_it_does_not(tmp_path, gpu):
+    found = measure_gpu(tmp_path, gpu, 1, Effort(seconds=20.0, types=TYPES[:1]))
+    if isinstance(found, str):
+        assert LEFT_OUT_FIGURES in found, found
+    else:
+        assert [each.type for each in found.helped] in (["Q4_K"], [])
+        check_gpu(found)
 
 
 def test_without_a_driver_there_is_no_gpu(home, tmp_path):

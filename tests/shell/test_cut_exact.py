@@ -1,5 +1,6 @@
 """Every architecture of the table: windows of a synthetic model give the whole model's logits, bit for bit."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -30,9 +31,10 @@ class Route:
     """The windows of one model between ``cuts``, opened from metadata splits and layer files like a device does.
 
     Of each window the last ``on_gpu`` layers are on a GPU, in the tail with the output; None of the tail: the output alone.
+    Prompts through the others are computed there too if they are ``helped``.
     """
 
-    def __init__(self, header, cuts, folder, options=OPTIONS, on_gpu=()):
+    def __init__(self, header, cuts, folder, options=OPTIONS, on_gpu=(), *, helped=False):
         cutter, layers = ModelCutter(header), layer_count(header)
         assert cuts[0] == 0
         assert cuts[-1] == layers
@@ -50,7 +52,8 @@ class Route:
                     + b"".join(cutter.source(ref.digest).chunks())
                 )
                 paths.append(str(path))
-            assignment = assigned(last - first, on_gpu[number] if on_gpu else 0, is_tail=last == layers, first=first)
+            count = on_gpu[number] if on_gpu else 0
+            assignment = assigned(last - first, count, is_tail=last == layers, first=first, helped=helped)
             files = files_of(metadata, paths, assignment)
             if last == layers:
                 window = TailWindow(files, options, frozenset(), vocabulary=vocabulary_size(header))
@@ -78,10 +81,10 @@ def files_of(metadata, layers, assignment):
     )
 
 
-def assigned(layers, on_gpu, *, is_tail, first=0):
-    """So many layers from ``first`` on, of them ``on_gpu`` (None: the output alone) on a GPU."""
+def assigned(layers, on_gpu, *, is_tail, first=0, helped=False):
+    """So many layers from ``first`` on, of them ``on_gpu`` (None: the output alone) on a GPU and the others ``helped``."""
     output = ("cpu" if on_gpu == 0 else "gpu") if is_tail else "none"
-    return in_memory(first, first + layers, gpu_layers=on_gpu or 0, output=output)
+    return replace(in_memory(first, first + layers, gpu_layers=on_gpu or 0, output=output), helped=helped)
 
 
 def rows(content, position, sequence=0):
@@ -94,12 +97,12 @@ def rows(content, position, sequence=0):
     )
 
 
-def whole_logits(header, on_gpu=0, chunks=()):
+def whole_logits(header, on_gpu=0, chunks=(), *, helped=False):
     """The prompt, ``DECODED`` greedy tokens, and the whole model's logits after each chunk.
 
-    With the ``chunks`` of another call these are what it is given; ``on_gpu`` as for ``assigned``.
+    With the ``chunks`` of another call these are what it is given; ``on_gpu`` and ``helped`` as for ``assigned``.
     """
-    files = files_of(header.path, (), assigned(layer_count(header), on_gpu, is_tail=True))
+    files = files_of(header.path, (), assigned(layer_count(header), on_gpu, is_tail=True, helped=helped))
     model = WholeModel(files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header))
     chunks, position, expected = list(chunks) or [PROMPT[:64], PROMPT[64:]], 0, []
     for step in range(2 + DECODED):

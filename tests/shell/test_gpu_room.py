@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from halda import HelpedSpeed
 from primad.daemon.gpu_care import GpuCare
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.errors import EngineError, RingError
@@ -18,6 +19,7 @@ from primad.ring.messages import GpuLoaded, Open
 from primad.settings.limits import NO_LIMITS
 from tests.fakes.profile import GPU, PROFILE
 
+HELPED = HelpedSpeed(type="Q4_K", few_bytes_per_s=5e9, prefill_flop_per_s=2e12)
 OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threads=1, kv_type="f16", lock=False)
 
 
@@ -100,6 +102,36 @@ def test_a_window_without_gpu_is_loaded_once(tmp_path):
     with pytest.raises(EngineError, match="broken"):
         load_what_fits(opening(window(tmp_path / "a", 4, 0)), load, lambda _: None, lambda _: pytest.fail("no GPU"))
     assert len(tried) == 1
+
+
+def helped(source: WindowSource) -> WindowSource:
+    return msgspec.structs.replace(source, assignment=replace(source.assignment, helped=True))
+
+
+@pytest.mark.parametrize(("gpu_layers", "fits"), [(0, 0), (4, 4), (4, 3)])
+def test_help_is_given_up_before_layers_are(tmp_path, gpu_layers, fits):
+    asked, told = opening(helped(window(tmp_path / "a", 6, gpu_layers)), window(tmp_path / "b", 2, 0)), []
+
+    def load(each: Open) -> Open:
+        if sum(on_gpu(each)) > fits or any(source.assignment.helped for source in each.windows):
+            raise EngineError("no room")
+        return each
+
+    free = iter([100, 70])
+    loaded = load_what_fits(asked, load, told.append, lambda _: next(free))
+    assert on_gpu(loaded) == [fits, 0]
+    assert told == [GpuLoaded(layers=fits, planned=gpu_layers, held_bytes=30, why="no room")]
+
+
+def test_what_help_holds_is_told_and_plans_without_room_for_it_have_none():
+    care, helping = Care(), replace(PROFILE, gpu=replace(GPU, helped=(HELPED,)))
+    care.loaded(1, GpuLoaded(layers=0, planned=0, held_bytes=5, why=""))
+    assert care.bounded(helping) == helping
+    care.released(1)
+    care.loaded(2, GpuLoaded(layers=0, planned=0, held_bytes=0, why="out of memory"))
+    assert care.bounded(helping) == PROFILE
+    assert care.changes == 1
+    assert "too little memory left to help with prompts" in care.said[0]
 
 
 class Care(GpuCare):

@@ -116,6 +116,7 @@ class Brute:
         self._by_expert = any(self._experts)
         self._buffer = cost.compute_buffer_bytes(model, instance.workload)
         self._window = cost.window_bytes(model, instance.workload)
+        self._copied = max(max(math.ceil(size / 2), kv) for size, kv in zip(self._sizes, self._kv, strict=True))
         self._besides = cost.RUNTIME_BYTES + cost.hidden_bytes(model, instance.workload) + self._buffer
 
     def best(self) -> tuple[float, Plan] | None:
@@ -226,12 +227,18 @@ class Brute:
         output = instance.model.output_bytes if tail else 0
         uses_gpu = bool(on_gpu) or output_on_gpu
         vram = sum(sizes[i] + kv[i] for i in on_gpu) + (output if output_on_gpu else 0)
-        vram += (cost.GPU_RUNTIME_BYTES + windows * self._buffer) if uses_gpu else 0
+        helps = member.is_helped
+        if uses_gpu or helps:
+            vram += cost.GPU_RUNTIME_BYTES + windows * (self._buffer + (self._copied if helps else 0))
+        if helps and not output_on_gpu:
+            vram += max(0, output - self._copied)
         if vram > member.vram_limit or (ring > 1 and sum(sizes[i] for i in (*on_cpu, *on_gpu)) > member.disk_limit):
             return None
         ram = sum(sizes[i] + kv[i] for i in on_cpu) + self._besides + windows * self._window
         ram += (instance.head_bytes(windows) if tail else 0) + (0 if output_on_gpu else output)
         over = ram + (vram if member.shares_memory else 0) - member.ram_limit
+        if helps and over > 0:
+            return None  # what streams would travel twice
         most = sum(self._experts[i] if self._by_expert else sizes[i] for i in on_cpu)
         pool = max(self._experts) if self._by_expert else 0
         output_s = (member.gpu_output_s if output_on_gpu else member.cpu_output_s) if tail else 0.0
@@ -625,10 +632,11 @@ class Brute:
             for name, option, ahead in zip(names, way.options, held, strict=True)
             if option.streams
         )
-        return Plan(
+        plan = Plan(
             rounds=way.rounds,
             route=tuple(route),
             output_on_gpu=way.options[0].output_on_gpu,
             streaming=streaming,
             left_out=(),
         )
+        return plan.with_help(self._instance.helped)

@@ -1,0 +1,247 @@
+"""A GPU that helps computes prompts through layers in RAM: what it costs, and when a plan has it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from halda import (
+    OBJECTIVES,
+    DeviceProfile,
+    Infeasible,
+    Instance,
+    Objective,
+    Plan,
+    Solution,
+    Window,
+    Workload,
+    assignments,
+    evaluate,
+    instance,
+    solve,
+)
+from halda.cost import COPIED_SHARE, GPU_RUNTIME_BYTES, HELP_ROWS, helped_layer_s
+from halda.helping import able_to_help, others_to_try
+from halda_research.simulate import simulate, simulate_prefill
+from tests.fakes import planning
+from tests.fakes.planning import GB, helping
+from tests.solver.brute import Brute
+from tests.solver.small_fleets import small_instance
+
+MB = 10**6
+CLOSE = 1e-6
+MODEL = planning.model(layers=8, layer_bytes=100 * MB)
+WORK = Workload(context_tokens=2048, kv_type="f16", sequences=1, prompt_tokens=1024, answer_tokens=64, chunk_rows=512)
+NO_LAYER = GPU_RUNTIME_BYTES + GB // 2
+"""VRAM for help but for no layer."""
+
+
+def desk(*, vram: int = NO_LAYER, ram: int = 8 * GB, times: float = 4.0, unified: bool = False) -> DeviceProfile:
+    return helping(planning.device("desk", ram=ram, vram=vram, unified=unified), times=times)
+
+
+def asked(*devices: DeviceProfile, work: Workload = WORK) -> Instance:
+    return instance(devices, [], MODEL, work, {})
+
+
+def solved(question: Instance, objective: Objective = "balanced", *, helps: bool = True) -> Solution:
+    return solve(
+        question.devices,
+        list(question.links.values()),
+        question.model,
+        question.workload,
+        objective=objective,
+        limits=question.limits,
+        time_limit_s=60.0,
+        helps=helps,
+    )
+
+
+def alone(*, gpu_layers: int = 0) -> Plan:
+    window = Window(device="desk", first=0, last=8, gpu_layers=gpu_layers)
+    return Plan(rounds=1, route=(window,), output_on_gpu=gpu_layers > 0, streaming=(), left_out=())
+
+
+# ---- what it costs -------------------------------------------------------------------------------------------------------
+
+
+def test_copying_counts_once_a_chunk_and_computing_once_a_row():
+    gpu, layer = desk().gpu, MODEL.layers[0]
+    seconds = [helped_layer_s(gpu, layer, MODEL, rows, 0, "f16") for rows in (32, 64, 512, 960)]
+    few, many = gpu.layer_s + 100 * MB / gpu.helped[0].few_bytes_per_s, seconds[2]
+    assert seconds[:2] == [pytest.approx(few)] * 2
+    assert seconds[3] - many == pytest.approx(many - few)
+    assert helped_layer_s(gpu, layer, MODEL, 512, 1000, "f16") > many
+
+
+def test_a_token_and_a_short_prompt_are_the_processors():
+    question, plan = asked(desk()), alone()
+    assert evaluate(plan.with_help(["desk"]), question).tpot_s == evaluate(plan, question).tpot_s
+    assert evaluate(plan.with_help(["desk"]), question).ttft_s < evaluate(plan, question).ttft_s
+    short = replace(question, workload=replace(WORK, prompt_tokens=HELP_ROWS - 1))
+    assert evaluate(plan.with_help(["desk"]), short).ttft_s == evaluate(plan, short).ttft_s
+    assert not able_to_help(short)
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_copies_and_buffers_take_vram(unified):
+    question = asked(desk(unified=unified))
+    found, helped = (evaluate(plan, question).devices[0] for plan in (alone(), alone().with_help(["desk"])))
+    # The output matrix is larger than half of a layer.
+    assert found.vram_bytes == 0
+    assert helped.vram_bytes == GPU_RUNTIME_BYTES + question.buffer_bytes + MODEL.output_bytes
+    assert helped.ram_bytes - found.ram_bytes == (helped.vram_bytes if unified else 0)
+    in_part, more = (evaluate(plan, question).devices[0] for plan in (alone(gpu_layers=2),) * 2)
+    more = evaluate(alone(gpu_layers=2).with_help(["desk"]), question).devices[0]
+    assert more.vram_bytes - in_part.vram_bytes == COPIED_SHARE * 100 * MB
+
+
+def test_a_long_context_has_keys_and_values_copied():
+    question = asked(desk(), work=replace(WORK, context_tokens=16_384))
+    assert question.copied_bytes == question.kv_bytes[0] > COPIED_SHARE * 100 * MB
+
+
+def test_a_gpu_that_is_not_known_to_help_any_more_does_not():
+    plan, unknown = alone().with_help(["desk"]), asked(planning.device("desk", vram=GB))
+    assert evaluate(plan, unknown) == evaluate(alone(), unknown)
+
+
+def test_an_assignment_says_which_windows_are_helped():
+    route = (
+        Window(device="desk", first=0, last=3, gpu_layers=3),
+        Window(device="lap", first=3, last=6, gpu_layers=0),
+        Window(device="desk", first=6, last=8, gpu_layers=1),
+    )
+    plan = Plan(rounds=1, route=route, output_on_gpu=True, streaming=(), left_out=()).with_help(["desk"])
+    found = assignments(plan, MODEL)
+    assert [window.helped for window in found["desk"].windows] == [False, True]
+    assert not found["lap"].windows[0].helped
+
+
+# ---- who is helped -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_device_is_helped_where_its_gpu_has_room(objective):
+    question = asked(desk())
+    assert solved(question, objective, helps=False).plan.helped == ()
+    found = solved(question, objective)
+    assert found.plan.helped == ("desk",)
+    assert found.prediction == evaluate(found.plan, question)
+    assert not found.prediction.short
+    assert found.bound_s <= found.objective_s
+    short = solved(asked(desk(vram=GPU_RUNTIME_BYTES + MODEL.output_bytes)), objective)
+    assert short.plan.helped == ()
+
+
+def test_a_gpu_that_is_slower_than_the_processor_does_not_help():
+    assert solved(asked(desk(times=0.9))).plan.helped == ()
+
+
+def test_layers_that_stream_would_travel_twice():
+    found = solved(asked(desk(ram=600 * MB)))
+    assert found.plan.streaming
+    assert found.plan.helped == ()
+    with pytest.raises(AssertionError):
+        found.plan.with_help(["desk"])
+
+
+def test_a_gpu_that_has_all_layers_helps_with_none():
+    found = solved(asked(desk(vram=8 * GB)))
+    assert found.plan.gpu_layers == 8
+    assert found.plan.helped == ()
+
+
+def with_extra_buffers(device: DeviceProfile, times: float) -> DeviceProfile:
+    """``device`` with tokens so many times as fast with extra buffers."""
+    (speed,) = device.cpu.speeds
+    fast = replace(speed, decode_bytes_per_s=times * speed.decode_bytes_per_s, extra_buffers=True, plain=speed)
+    return replace(device, cpu=replace(device.cpu, speeds=(fast,)))
+
+
+def test_extra_buffers_are_given_up_only_where_the_whole_is_faster():
+    device = with_extra_buffers(desk(), 1.5)
+    assert solved(asked(device), "latency").plan.helped == ()
+    assert solved(asked(device), "ttft").plan.helped == ("desk",)
+    answers = {tokens: asked(device, work=replace(WORK, answer_tokens=tokens)) for tokens in (4, 1000)}
+    assert {tokens: solved(each).plan.helped for tokens, each in answers.items()} == {4: ("desk",), 1000: ()}
+
+
+def test_help_moves_layers_where_the_first_token_counts():
+    """Without help two processors are quicker with a prompt than one, with help one is."""
+    lap = replace(planning.device("lap"), wireless=True)
+    question = asked(desk(times=20.0), lap)
+    before, after = (solved(question, "ttft", helps=helps) for helps in (False, True))
+    assert before.plan.devices == ("desk", "lap")
+    assert (after.plan.devices, after.plan.helped) == (("desk",), ("desk",))
+    assert after.objective_s < evaluate(before.plan.with_help(["desk"]), question).objective_s("ttft", 0)
+
+
+# ---- brute force and simulator -------------------------------------------------------------------------------------------
+
+
+def with_helpers(seed: int) -> tuple[Instance, Objective, frozenset[str]]:
+    """A small fleet whose GPUs have room to help and for two layers at most, and the devices that would be helped."""
+    question, objective = small_instance(random.Random(seed))
+    rng = random.Random(seed)
+    objective = rng.choice((objective, "ttft", "balanced"))
+    besides = question.gpu_runtime_bytes(2, helps=True) + question.output_copy_bytes
+
+    def helped(device: DeviceProfile) -> DeviceProfile:
+        device = helping(device, times=rng.uniform(1, 16))
+        assert device.gpu is not None
+        vram = besides + int(rng.uniform(0, 2) * question.model.largest_layer_bytes)
+        return replace(
+            device,
+            ram_available_bytes=2 * device.ram_available_bytes,
+            gpu=replace(device.gpu, vram_total_bytes=2 * vram, vram_available_bytes=vram),
+        )
+
+    devices = tuple(device if device.gpu is None else helped(device) for device in question.devices)
+    question = replace(question, devices=devices)
+    return question, objective, able_to_help(question)
+
+
+def test_no_plan_with_help_is_better_on_small_fleets():
+    """Where none is helped, all that can be are or one is: no such plan is better than the answer."""
+    found = helped = 0
+    for seed in range(400, 415):
+        question, objective, able = with_helpers(seed)
+        if not able or len(question.devices) > 3:
+            continue
+        sets = [frozenset(), *others_to_try(able)]
+        best = [Brute(replace(question, helped=names), objective).best() for names in sets]
+        values = []
+        for each in best:
+            if each is not None:
+                own = evaluate(each[1], question)
+                assert not own.short
+                values.append(own.objective_s(objective, question.workload.answer_tokens))
+                assert values[-1] == pytest.approx(each[0], rel=CLOSE)
+        if best[0] is None:
+            with pytest.raises(Infeasible):
+                solved(question, objective)
+            continue
+        answer = solved(question, objective)
+        assert not answer.prediction.short
+        assert answer.prediction == evaluate(answer.plan, question.with_rows(answer.prediction.chunk_rows))
+        assert answer.objective_s <= (min(values) if objective in ("ttft", "balanced") else values[0]) * (1 + CLOSE)
+        assert set(answer.plan.helped) <= able
+        found, helped = found + 1, helped + bool(answer.plan.helped)
+    assert found > 5
+    assert helped > 2
+
+
+def test_the_simulator_agrees():
+    question = asked(desk(), replace(planning.device("lap"), wireless=True))
+    route = (
+        Window(device="desk", first=0, last=4, gpu_layers=0),
+        Window(device="lap", first=4, last=7, gpu_layers=0),
+        Window(device="desk", first=7, last=8, gpu_layers=0),
+    )
+    plan = Plan(rounds=1, route=route, output_on_gpu=False, streaming=(), left_out=()).with_help(["desk"])
+    found = evaluate(plan, question)
+    assert simulate_prefill(plan, question) == pytest.approx(found.ttft_s, rel=0.02)
+    assert simulate(plan, question, tokens=4).tpot_s == pytest.approx(found.tpot_s, rel=1e-3)
