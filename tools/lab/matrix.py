@@ -176,7 +176,6 @@ _CHOSEN: Final = frozenset(
         ("kill -9", "prefill"),
         ("link cut", "decode"),
         ("disk full", "transfer"),
-        ("layer file corrupted", "transfer"),
     }
 )
 
@@ -185,8 +184,9 @@ def is_chosen(cell: Cell) -> bool:
     """Whether the cell is one of those that every run of the tests makes; the others are for ``tools/faults``.
 
     Left out are those that ``tests/e2e/test_recovery.py`` makes without a lab (kill -9, SIGSTOP and a ring process that
-    ends, while an answer is written), ``kill -9`` in transfer, where others keep what was sent as well, and half-open TCP in
-    decode: who hears nothing cannot tell it from a link that is cut.
+    ends, while an answer is written), damaged layer files, which ``tests/e2e/test_disk_faults.py`` makes, ``kill -9`` in
+    transfer, where others keep what was sent as well, and half-open TCP in decode: who hears nothing cannot tell it from a
+    link that is cut.
     """
     return (cell.fault, cell.phase) in _CHOSEN
 
