@@ -30,6 +30,8 @@ _QUANTISATION: Final = re.compile(
 )
 _BESIDE: Final = ("mmproj", "imatrix")
 """Files beside a model that are none."""
+ANSWER_TIMEOUT_S: Final = 30.0
+"""A hub that takes longer to say what a repository has cannot be reached."""
 _CHUNK_BYTES: Final = 8 << 20
 
 OnBytes = Callable[[str, int, int], None]
@@ -173,8 +175,10 @@ def fetch(name: HubName, folder: Path, advance: OnBytes) -> KeptModel:
 def repository(name: HubName) -> list[HubFile]:
     """The files of a repository, as the hub says. Raises ``ConfigError``."""
     hub = _library()
+    repo = f"{name.owner}/{name.repo}"
     info = _asked(
-        name, lambda: hub.HfApi(endpoint=_endpoint()).model_info(f"{name.owner}/{name.repo}", files_metadata=True)
+        name,
+        lambda: hub.HfApi(endpoint=_endpoint()).model_info(repo, files_metadata=True, timeout=ANSWER_TIMEOUT_S),
     )
     return [
         HubFile(name=each.rfilename, size_bytes=each.size or 0, sha256=each.lfs.sha256 if each.lfs is not None else "")

@@ -22,7 +22,7 @@ def fit(capsys, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["primad", "fit", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["primad", "fit", "--time-limit", "60", *map(str, arguments)])
         with pytest.raises(SystemExit) as caught:
             cli.main()
         out, err = capsys.readouterr()

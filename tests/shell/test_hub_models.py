@@ -18,6 +18,7 @@ from tests.fakes.hub import FakeHub, serving
 from tools import synth
 
 REPO = "acme/Tiny-GGUF"
+PATIENCE_S = 180.0
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,10 @@ def hub(weights, monkeypatch):
         fake.gated = frozenset(("acme/Gated",))
         monkeypatch.setenv("HF_ENDPOINT", fake.endpoint)
         monkeypatch.delenv("HF_TOKEN", raising=False)
+        # A machine that stands still for seconds is no hub that does not answer.
+        monkeypatch.setattr(hub_module, "ANSWER_TIMEOUT_S", PATIENCE_S)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", int(PATIENCE_S))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", int(PATIENCE_S))
         yield fake
 
 
