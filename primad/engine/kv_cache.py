@@ -289,12 +289,15 @@ class KvCache:
         if size not in (each, 2 * each):
             raise EngineError("llama.cpp's state of an empty sequence has an unknown form")
         caches = list(self._orders()) if size == 2 * each else [[list(range(len(self._keys)))]]
-        for form in product((False, True), (_PLACES, _PLACES_2D), caches, (self._values, self._narrow_values())):
-            self._transposed, self._places, self._caches, self._values = form
+        narrow = self._narrow_values()
+        for values in [self._values] if narrow == self._values else [self._values, narrow]:
+            self._values = values
             marks = [self._mark(layer) for layer in range(len(self._keys))]
-            if self._write(sequence, [marks]):
-                self._recognise(sequence, marks)
-                return
+            for form in product((False, True), (_PLACES, _PLACES_2D), caches):
+                self._transposed, self._places, self._caches = form
+                if self._write(sequence, [marks]):
+                    self._recognise(sequence, marks)
+                    return
         raise EngineError("llama.cpp takes no state in a known form")
 
     def _narrow_values(self) -> dict[int, _Part]:
