@@ -125,8 +125,10 @@ _SECTIONS: Final = frozenset(("rope.dimension_sections",))
 """Positions of several parts, which are equal for text."""
 _DEEPSTACK: Final = frozenset(("n_deepstack_layers",))
 """Layers that take image features."""
-_KV_HEADS: Final = frozenset(("attention.head_count_kv",))
-_STATES: Final = frozenset(("attention.recurrent_layers",))
+_HEADS: Final = "attention.head_count_kv"
+_KV_HEADS: Final = frozenset((_HEADS,))
+_RECURRENT: Final = "attention.recurrent_layers"
+_STATES: Final = frozenset((_RECURRENT,))
 _SLIDING: Final = "attention.sliding_window"
 _XIELU: Final = frozenset(f"xielu.{key}" for key in ("alpha_n", "alpha_p", "beta", "eps"))
 """These keys have no prefix."""
@@ -194,7 +196,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
                 ("embedding_length_per_layer_input", "inputs of each layer beside the hidden state"),
                 ("attention.shared_kv_layers", "layers that use the KV cells of others"),
             ),
-            by_layer=frozenset(("attention.head_count_kv",)),
+            by_layer=_KV_HEADS,
             shares_where_full=True,
         ),
         Architecture(name="glm4", knows=_SECTIONS, is_fed=True, predicts=True),
@@ -210,7 +212,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
             tied_output_fallback=False,
             predicts=True,
             sliding=Sliding.NEEDED,
-            by_layer=frozenset(("attention.head_count_kv",)),
+            by_layer=_KV_HEADS,
         ),
         Architecture(name="mistral4", predicts=True),
         Architecture(name="nemotron", tied_output_fallback=False),
@@ -232,7 +234,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         Architecture(name="maincoder"),
         Architecture(
             name="openelm",
-            by_layer=frozenset(("attention.head_count", "attention.head_count_kv", "feed_forward_length")),
+            by_layer=_KV_HEADS | {"attention.head_count", "feed_forward_length"},
         ),
         Architecture(name="orion", tied_output_fallback=False),
         Architecture(name="pangu-embedded"),
@@ -249,50 +251,39 @@ SUPPORTED: Final[dict[str, Architecture]] = {
             is_fed=True,
         ),
         Architecture(name="jamba", recurrent=Recurrent.HEADS, by_layer=_KV_HEADS, is_fed=True),
-        Architecture(
-            name="lfm2",
-            output_norm="token_embd_norm",
-            recurrent=Recurrent.HEADS,
-            by_layer=_KV_HEADS,
-            is_fed=True,
-            refuses=((_SLIDING, "layers that slide"),),
+        *(
+            Architecture(
+                name=name,
+                output_norm="token_embd_norm",
+                recurrent=Recurrent.HEADS,
+                by_layer=_KV_HEADS,
+                is_fed=True,
+                refuses=((_SLIDING, "layers that slide"),),
+            )
+            for name in ("lfm2", "lfm2moe")
         ),
-        Architecture(
-            name="lfm2moe",
-            output_norm="token_embd_norm",
-            recurrent=Recurrent.HEADS,
-            by_layer=_KV_HEADS,
-            is_fed=True,
-            refuses=((_SLIDING, "layers that slide"),),
+        *(
+            Architecture(
+                name=name,
+                tied_output_fallback=False,
+                recurrent=Recurrent.HEADS,
+                exit="nemotron_h_block_out",
+                by_layer=_KV_HEADS | {"feed_forward_length"},
+                is_fed=True,
+                predicts=True,
+            )
+            for name in ("nemotron_h", "nemotron_h_moe")
         ),
-        Architecture(
-            name="nemotron_h",
-            tied_output_fallback=False,
-            recurrent=Recurrent.HEADS,
-            exit="nemotron_h_block_out",
-            by_layer=_KV_HEADS | {"feed_forward_length"},
-            is_fed=True,
-            predicts=True,
-        ),
-        Architecture(
-            name="nemotron_h_moe",
-            tied_output_fallback=False,
-            recurrent=Recurrent.HEADS,
-            exit="nemotron_h_block_out",
-            by_layer=_KV_HEADS | {"feed_forward_length"},
-            is_fed=True,
-            predicts=True,
-        ),
-        Architecture(
-            name="qwen35", knows=_SECTIONS, recurrent=Recurrent.INTERVAL, by_layer=_STATES, is_fed=True, predicts=True
-        ),
-        Architecture(
-            name="qwen35moe",
-            knows=_SECTIONS,
-            recurrent=Recurrent.INTERVAL,
-            by_layer=_STATES,
-            is_fed=True,
-            predicts=True,
+        *(
+            Architecture(
+                name=name,
+                knows=_SECTIONS,
+                recurrent=Recurrent.INTERVAL,
+                by_layer=_STATES,
+                is_fed=True,
+                predicts=True,
+            )
+            for name in ("qwen35", "qwen35moe")
         ),
         Architecture(name="qwen3next", recurrent=Recurrent.INTERVAL, by_layer=_STATES, is_fed=True, predicts=True),
     )
@@ -301,7 +292,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
 _REASONS: Final[dict[str, tuple[str, ...]]] = {
     "its rotary positions have several sections": ("hunyuan_vl", "paddleocr"),
     "llama.cpp aborts when three answers are computed at once": ("kimi-linear",),
-    "it keeps recurrent state": (*("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "plamo2"),),
+    "it keeps recurrent state": ("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "plamo2"),
     "its layers take inputs beside the hidden state": ("gemma3n",),
     "which layers rotate is computed from the layer's number": ("smallthinker",),
     "position embeddings are added at the input": ("gpt2", "starcoder", "bloom", "mpt"),
@@ -311,7 +302,6 @@ _REASONS: Final[dict[str, tuple[str, ...]]] = {
 _REFUSED: Final = {name: reason for reason, names in _REASONS.items() for name in names}
 
 _INTERVAL: Final = "full_attention_interval"
-_RECURRENT: Final = "attention.recurrent_layers"
 _DEEPSEEK2: Final = frozenset(("deepseek2", "mistral4"))
 """Told apart by the number of layers, among other things."""
 
@@ -367,9 +357,9 @@ def cuttable(header: Header) -> Architecture:
     missing = sorted(set(range(layers)) - present)
     if missing:
         raise ModelError(f"{header.path}: layer {missing[0]} has no tensors; the file is not a complete model")
-    needed = ["token_embd.weight", f"{architecture.output_norm}.weight"] + ["output.weight"] * (
-        not architecture.tied_output_fallback
-    )
+    needed = ["token_embd.weight", f"{architecture.output_norm}.weight"]
+    if not architecture.tied_output_fallback:
+        needed.append("output.weight")
     for tensor in needed:
         if tensor not in header.tensors:
             raise ModelError(f"{header.path}: tensor '{tensor}' is missing; the file is not a complete model")
@@ -414,10 +404,9 @@ def cut_multiple(header: Header) -> int:
     layers = layer_count(header)
     needed = [sliding_layers(header)] if architecture.sliding is Sliding.NEEDED else []
     if architecture.recurrent in (Recurrent.INTERVAL, Recurrent.HEADS):
-        states = recurrent_layers(header)
-        needed += [states, attending_layers(header)]
+        needed += [recurrent_layers(header), attending_layers(header)]
         if architecture.recurrent is Recurrent.INTERVAL and f"{architecture.name}.{_RECURRENT}" not in header.values:
-            multiple = base = math.lcm(base, header.count(f"{architecture.name}.{_INTERVAL}", 4))
+            multiple = base = math.lcm(base, max(header.count(f"{architecture.name}.{_INTERVAL}", 4), 1))
     while multiple < layers and not all(
         any(each[first : first + multiple]) for each in needed for first in range(0, layers, multiple)
     ):
@@ -428,38 +417,46 @@ def cut_multiple(header: Header) -> int:
 def recurrent_layers(header: Header) -> tuple[bool, ...]:
     """For each layer whether it keeps a state. Raises ``ModelError`` for a key that is of another kind than known."""
     name, layers = header.text("general.architecture"), layer_count(header)
-    kind = SUPPORTED[name].recurrent if name in SUPPORTED else Recurrent.NEVER
-    if name not in SUPPORTED and any(key.startswith((f"{name}.ssm.", f"{name}.wkv.")) for key in header.values):
-        kind = Recurrent.ALL
-    match kind:
+    match kind := _recurrent(header, name):
         case Recurrent.INTERVAL:
             given = header.values.get(f"{name}.{_RECURRENT}")
             if given is not None and given.is_array:
-                return tuple(bool(each) for each in given.items()[:layers])
+                return tuple(map(bool, _by_layer(header, _RECURRENT, layers)))
             interval = header.count(f"{name}.{_INTERVAL}", 4)
             return tuple(interval == 0 or (layer + 1) % interval != 0 for layer in range(layers))
         case Recurrent.HEADS:
-            forward = header.values.get(f"{name}.feed_forward_length") if name.startswith("nemotron_h") else None
-            return tuple(
-                not heads and not (forward is not None and forward.is_array and forward.items()[layer])
-                for layer, heads in enumerate(_heads_by_layer(header, name, layers))
-            )
+            heads, forward = _by_layer(header, _HEADS, layers), [0] * layers
+            given = header.values.get(f"{name}.feed_forward_length")
+            if "feed_forward_length" in SUPPORTED[name].by_layer and given is not None and given.is_array:
+                forward = _by_layer(header, "feed_forward_length", layers)  # a layer of a forward network alone
+            return tuple(not any(each) for each in zip(heads, forward, strict=True))
         case _:
             return (kind is Recurrent.ALL,) * layers
 
 
 def attending_layers(header: Header) -> tuple[bool, ...]:
     """For each layer whether it has cells by position. Raises as ``recurrent_layers``."""
-    name, layers = header.text("general.architecture"), layer_count(header)
-    if name in SUPPORTED and SUPPORTED[name].recurrent is Recurrent.HEADS:
-        return tuple(heads > 0 for heads in _heads_by_layer(header, name, layers))
-    if name in SUPPORTED and SUPPORTED[name].recurrent is Recurrent.INTERVAL:
-        return tuple(not state for state in recurrent_layers(header))
-    return (True,) * layers
+    layers = layer_count(header)
+    match _recurrent(header, header.text("general.architecture")):
+        case Recurrent.HEADS:
+            return tuple(heads > 0 for heads in _by_layer(header, _HEADS, layers))
+        case Recurrent.INTERVAL:
+            return tuple(not state for state in recurrent_layers(header))
+        case _:
+            return (True,) * layers
 
 
-def _heads_by_layer(header: Header, name: str, layers: int) -> list[int]:
-    key = f"{name}.attention.head_count_kv"
+def _recurrent(header: Header, name: str) -> Recurrent:
+    """Of an architecture that is not known, that every layer keeps a state if one does."""
+    if name in SUPPORTED:
+        return SUPPORTED[name].recurrent
+    keeps = any(key.startswith((f"{name}.ssm.", f"{name}.wkv.")) for key in header.values)
+    return Recurrent.ALL if keeps else Recurrent.NEVER
+
+
+def _by_layer(header: Header, short: str, layers: int) -> list[int]:
+    """The whole numbers, or flags, of a key that has one for each layer at least."""
+    key = f"{header.text('general.architecture')}.{short}"
     value = header.values.get(key)
     items = value.items() if value is not None and value.is_array else []
     if len(items) < layers or not all(isinstance(each, int) for each in items):

@@ -246,6 +246,23 @@ def test_each_window_of_a_hybrid_has_attention_and_a_state(architecture, keys, m
                 assert window(header, first, places.stop)[key] == content[places]
 
 
+@pytest.mark.parametrize(
+    ("architecture", "keys"),
+    [
+        ("qwen35", {"attention__recurrent_layers": [True, False]}),
+        ("jamba", {"attention__head_count_kv": [0, 2]}),
+        ("nemotron_h", {"attention__head_count_kv": [0, 2, 0] * 2, "feed_forward_length": [0, 0]}),
+    ],
+)
+def test_a_hybrid_that_does_not_say_what_its_layers_are_is_refused(architecture, keys):
+    with pytest.raises(ModelError, match="for each of 6 layers is expected"):
+        cut_multiple(model(architecture, **keys))
+
+
+def test_an_interval_of_no_layers_is_no_interval():
+    assert cut_multiple(model("qwen35", full_attention_interval=0)) == 6
+
+
 def test_the_output_norm_of_lfm2_has_another_name():
     assert tensor_role(model("lfm2"), "token_embd_norm.weight") is TensorRole.OUTPUT_NORM
     refuses(model("llama", tensors=["token_embd_norm.weight"]), "token_embd_norm.weight")
