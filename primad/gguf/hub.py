@@ -18,13 +18,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from primad.errors import ConfigError, DiskError, ModelError, printable
-from primad.system.disk import reserve_bytes
+from primad.gguf.model import PART_NAME
+from primad.system.disk import lacking_room
 
 PREFIX: Final = "hf:"
 PREFERRED: Final = ("Q4_K_M", "Q4_K_XL", "Q4_K_S", "Q4_0", "MXFP4", "IQ4_XS", "IQ4_NL", "Q5_K_M", "Q8_0")
 """Quantisations that are taken where none is asked for, the first that there is."""
 _NAME: Final = re.compile(r"hf:(?P<owner>[\w.-]+)/(?P<repo>[\w.-]+)(?::(?P<quantisation>[\w.-]+))?")
-_PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+_PART: Final = re.compile(PART_NAME.pattern, re.IGNORECASE)
 _QUANTISATION: Final = re.compile(
     r"(?<![A-Za-z0-9])(I?Q\d\w*|MXFP4\w*|BF16|F16|F32|TQ\d\w*)(?![A-Za-z0-9])", re.IGNORECASE
 )
@@ -46,9 +47,18 @@ class HubName:
     repo: str
     quantisation: str = ""
 
+    @property
+    def repository(self) -> str:
+        """What the hub calls it."""
+        return f"{self.owner}/{self.repo}"
+
+    def place(self, folder: Path) -> Path:
+        """Where files of the repository are in ``folder``."""
+        return folder / self.owner / self.repo
+
     def __str__(self) -> str:
         behind = f":{self.quantisation}" if self.quantisation else ""
-        return f"{PREFIX}{self.owner}/{self.repo}{behind}"
+        return f"{PREFIX}{self.repository}{behind}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,37 +93,36 @@ def hub_name(text: str) -> HubName | None:
 
 def kept_models(folder: Path) -> list[KeptModel]:
     """The whole models in ``folder``, by name."""
+    return [model for place in sorted(folder.glob("*/*")) for model in _kept_in(place)]
+
+
+def _kept_in(place: Path) -> list[KeptModel]:
+    """Those of the repository at ``place``."""
     found = []
-    for repo in sorted(folder.glob("*/*")):
-        files = {path.relative_to(repo).as_posix(): path for path in repo.rglob("*.gguf") if ".cache" not in path.parts}
-        for quantisation, names in by_quantisation(files).items():
-            if not _lacking(names):
-                paths = tuple(files[name] for name in names)
-                size = sum(path.stat().st_size for path in paths)
-                name = HubName(repo.parent.name, repo.name, quantisation)
-                found.append(KeptModel(name=name, files=paths, size_bytes=size))
+    files = {path.relative_to(place).as_posix(): path for path in place.rglob("*.gguf") if ".cache" not in path.parts}
+    for quantisation, names in by_quantisation(files).items():
+        if not _lacking(names):
+            paths = tuple(files[name] for name in names)
+            size = sum(path.stat().st_size for path in paths)
+            name = HubName(place.parent.name, place.name, quantisation)
+            found.append(KeptModel(name=name, files=paths, size_bytes=size))
     return found
 
 
 def kept(name: HubName, folder: Path) -> KeptModel | None:
     """The model that is called so in ``folder``, whole."""
-    own = [each for each in kept_models(folder) if (each.name.owner, each.name.repo) == (name.owner, name.repo)]
-    chosen = choose([each.name.quantisation for each in own], name.quantisation)
-    return next((each for each in own if each.name.quantisation == chosen), None)
+    own = {each.name.quantisation: each for each in _kept_in(name.place(folder))}
+    chosen = choose(list(own), name.quantisation)
+    return None if chosen is None else own[chosen]
 
 
 def remove(name: HubName, folder: Path) -> list[KeptModel]:
     """Remove the models that are called so, of any quantisation where ``name`` has none; those that were there."""
-    own = [
-        each
-        for each in kept_models(folder)
-        if (each.name.owner, each.name.repo) == (name.owner, name.repo)
-        and name.quantisation.lower() in ("", each.name.quantisation.lower())
-    ]
+    place = name.place(folder)
+    own = [each for each in _kept_in(place) if name.quantisation.lower() in ("", each.name.quantisation.lower())]
     for each in own:
         for path in each.files:
             path.unlink()
-    place = folder / name.owner / name.repo
     if own and not any(place.rglob("*.gguf")):
         shutil.rmtree(place, ignore_errors=True)
     return own
@@ -154,14 +163,14 @@ def fetch(name: HubName, folder: Path, advance: OnBytes) -> KeptModel:
     if chosen is None:
         there = ", ".join(kind or "one of unknown quantisation" for kind in kinds) or "no GGUF file"
         raise ConfigError(
-            f"{name}: the repository has {there}; name one of those, as in {PREFIX}{name.owner}/{name.repo}:KIND"
+            f"{name}: the repository has {there}; name one of those, as in {PREFIX}{name.repository}:KIND"
         )
     if lacking := _lacking(kinds[chosen]):
         raise ConfigError(
             f"{name}: the repository lacks part {lacking[0]} of {kinds[chosen][0]}; take another quantisation"
         )
     wanted = [known[file] for file in kinds[chosen]]
-    place = folder / name.owner / name.repo
+    place = name.place(folder)
     missing = [file for file in wanted if not _is_here(place, file)]
     _check_room(place, missing, name)
     for file in missing:
@@ -175,11 +184,8 @@ def fetch(name: HubName, folder: Path, advance: OnBytes) -> KeptModel:
 def repository(name: HubName) -> list[HubFile]:
     """The files of a repository, as the hub says. Raises ``ConfigError``."""
     hub = _library()
-    repo = f"{name.owner}/{name.repo}"
-    info = _asked(
-        name,
-        lambda: hub.HfApi(endpoint=_endpoint()).model_info(repo, files_metadata=True, timeout=ANSWER_TIMEOUT_S),
-    )
+    api = hub.HfApi(endpoint=_endpoint())
+    info = _asked(name, lambda: api.model_info(name.repository, files_metadata=True, timeout=ANSWER_TIMEOUT_S))
     return [
         HubFile(name=each.rfilename, size_bytes=each.size or 0, sha256=each.lfs.sha256 if each.lfs is not None else "")
         for each in info.siblings or ()
@@ -192,7 +198,7 @@ def _download(name: HubName, file: HubFile, place: Path) -> None:
     _asked(
         name,
         lambda: hub.hf_hub_download(
-            f"{name.owner}/{name.repo}", file.name, local_dir=place, endpoint=_endpoint(), library_name="primad"
+            name.repository, file.name, local_dir=place, endpoint=_endpoint(), library_name="primad"
         ),
     )
 
@@ -264,13 +270,12 @@ def _check_room(place: Path, files: Sequence[HubFile], name: HubName) -> None:
         return
     try:
         place.mkdir(parents=True, exist_ok=True)
-        usage = shutil.disk_usage(place)
+        lacking = lacking_room(place, needed)
     except OSError as exc:
         raise DiskError(f"{place}: cannot be made: {exc.strerror}; make its folder writable") from exc
-    if usage.free - needed < reserve_bytes(usage.total):
+    if lacking:
         raise DiskError(
-            f"{name}: {needed} bytes do not fit {place}: {usage.free} bytes of disk are free, of which "
-            f"{reserve_bytes(usage.total)} stay free; make room, or take a smaller quantisation"
+            f"{name}: {needed} bytes do not fit {place}: {lacking}; make room, or take a smaller quantisation"
         )
 
 

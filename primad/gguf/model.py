@@ -18,7 +18,7 @@ from primad.gguf.layer_file import Stamp, stamp_of
 
 SPLIT_COUNT: Final = "split.count"
 SPLIT_NUMBER: Final = "split.no"
-_PART_NAME: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+PART_NAME: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 def open_model(path: Path, *, header_only: bool = False) -> Header:
@@ -42,7 +42,7 @@ def parts(path: Path, count: int) -> list[Path]:
 
     Raises ``ModelError`` when the name does not say which part it is, or when it is not the first.
     """
-    match = _PART_NAME.fullmatch(path.name)
+    match = PART_NAME.fullmatch(path.name)
     if match is None or int(match["count"]) != count:
         raise ModelError(
             f"{path}: is part of a split model of {count} parts but its name does not end in "

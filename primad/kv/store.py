@@ -26,7 +26,7 @@ from typing import Final
 from primad.errors import DiskError
 from primad.kv.cells import Bytes, CellsError, CellsFile, LayerCells, is_key, pack, unpack
 from primad.kv.keys import KvBlock
-from primad.system.disk import reserve_bytes
+from primad.system.disk import lacking_room
 from primad.system.private_file import PRIVATE
 
 logger = logging.getLogger(__name__)
@@ -241,12 +241,8 @@ class KvStore:
 
     def _check_disk(self, size_bytes: int) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        usage = shutil.disk_usage(self.folder)
-        if usage.free - size_bytes < reserve_bytes(usage.total):
-            raise DiskError(
-                f"{self.folder}: {size_bytes} bytes of KV cells do not fit: {usage.free} bytes of disk are free, of which "
-                f"{reserve_bytes(usage.total)} stay free; make room there"
-            )
+        if lacking := lacking_room(self.folder, size_bytes):
+            raise DiskError(f"{self.folder}: {size_bytes} bytes of KV cells do not fit: {lacking}; make room there")
 
     def _remove(self, key: str) -> bool:
         try:
