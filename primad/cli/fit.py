@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from primad.cli.fleet import FleetOptions, LiveOptions, found_devices, wishes_of
+from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devices, wishes_of
 from primad.cli.grouped import grouped
 from primad.cli.options import Context, KvCacheType
-from primad.cli.output import err
+from primad.cli.output import err, print_json, tables
 from primad.settings.quantities import parse_choice, show_bytes, show_ms, show_speed
 
 if TYPE_CHECKING:
@@ -24,10 +22,6 @@ if TYPE_CHECKING:
     from primad.planning.fit import Fit, FitAnswer
     from primad.planning.question import Question
 
-_out = Console(highlight=False, markup=False, emoji=False)
-_WIDTH: Final = 160
-"""Columns where no terminal says how many there are."""
-_RUNS: Final = {"memory": "in memory", "disk": "streams", "no": "no"}
 _QUANTISATIONS: Final = ("q4k", "q8", "f16")
 
 
@@ -55,10 +49,7 @@ def fit(
     models: ModelsOptions,
     fleet: FleetOptions,
     live: LiveOptions,
-    files: Annotated[
-        list[Path] | None,
-        typer.Argument(help="More profile files, as from --devices *.json.", metavar="[FILE]...", show_default=False),
-    ] = None,
+    files: ProfileFiles = None,
 ) -> None:
     """Say which well-known models these devices can run, and how fast.
 
@@ -72,25 +63,20 @@ def fit(
 
         primad fit --only qwen3 --context 16384
     """
-    from primad.planning.fit import SCHEMA, fit_all
+    from primad.planning.fit import fit_all
 
-    questions = list(_questions(models, fleet, live, [*(fleet.devices or ()), *(files or ())]))
+    questions = list(_questions(models, fleet, live, files))
     with err.status(f"planning for {len(questions)} models"):
         answer = fit_all(questions)
-    assert answer.schema == SCHEMA
     if models.json:
-        import msgspec
-
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(answer)).decode() + "\n")
+        print_json(answer)
     else:
         _show(answer)
 
 
 def _questions(
-    models: ModelsOptions, fleet: FleetOptions, live: LiveOptions, paths: list[Path]
+    models: ModelsOptions, fleet: FleetOptions, live: LiveOptions, files: list[Path] | None
 ) -> Iterator[tuple[str, Question]]:
-    import dataclasses
-
     from primad.errors import ConfigError
     from primad.gguf.shapes import popular_shapes, shape
     from primad.planning.question import Wishes, ask
@@ -101,16 +87,16 @@ def _questions(
         raise ConfigError(
             f"--only {models.only}: no model has that in its name; there are {', '.join(popular_shapes())}"
         )
-    found = found_devices(paths, fleet.fleet, live)
+    found = found_devices(fleet, files, live)
     wishes = Wishes(objective="latency", kv_type=models.kv_type, time_limit_s=models.time_limit, **wishes_of(fleet))
-    wishes = dataclasses.replace(wishes, head=wishes.head or found.own or _roomiest(found.devices))
+    wishes = replace(wishes, head=wishes.head or found.own or _roomiest(found.devices))
     for name in names:
         for kind in kinds:
             profile = shape(f"{name}-{kind}")
             context = None if models.context is None else min(models.context, profile.context_tokens)
             yield (
                 f"{name}-{kind}",
-                ask(dataclasses.replace(wishes, context=context), found.devices, found.links, profile),
+                ask(replace(wishes, context=context), found.devices, found.links, profile),
             )
 
 
@@ -125,25 +111,26 @@ def _roomiest(devices: Sequence[DeviceProfile]) -> str | None:
 
 
 def _show(answer: FitAnswer) -> None:
-    if not _out.is_terminal:
-        _out.width = max(_out.width, _WIDTH)
+    from primad.planning.table import widen
+
+    widen(tables)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for column in ("", "model", "size", "runs", "a second", "first token", "context", "devices", "held up by"):
         numbers = column in ("size", "a second", "first token", "context", "devices")
         table.add_column(column, justify="right" if numbers else "left", overflow="fold")
     for each in answer.models:
         table.add_row(*_cells(each))
-    _out.print(table)
+    tables.print(table)
     if answer.help:
-        _out.print(f"What would help most: {answer.help}.")
-    _out.print("* the largest that write at least 5 tokens/s; each is a --model-shape of primad plan")
+        tables.print(f"What would help most: {answer.help}.")
+    tables.print("* the largest that write at least 5 tokens/s; each is a --model-shape of primad plan")
 
 
 def _cells(each: Fit) -> list[str]:
     mark = "*" if each.is_best else ""
     if each.runs == "no":
         return [mark, each.name, show_bytes(each.bytes), "no", "", "", "", "", each.why]
-    runs = _RUNS[each.runs] if each.runs == "memory" else f"streams {show_bytes(each.streamed_bytes)}"
+    runs = "in memory" if each.runs == "memory" else f"streams {show_bytes(each.streamed_bytes)}"
     return [
         mark,
         each.name,

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from halda import DeviceProfile, LinkProfile
 
 
+ProfileFiles = Annotated[
+    list[Path] | None,
+    typer.Argument(help="More profile files, as from --devices *.json.", metavar="[FILE]...", show_default=False),
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
     """The devices to plan for, and what may be used of them."""
@@ -73,15 +79,16 @@ class FoundDevices:
     home: Path | None = None
 
 
-def found_devices(paths: Sequence[Path], fleet: str | None, live: LiveOptions) -> FoundDevices:
+def found_devices(fleet: FleetOptions, files: list[Path] | None, live: LiveOptions) -> FoundDevices:
     """The devices of profile files and of a fleet; where neither is named, this one and those in sight.
 
     Raises ``ConfigError``.
     """
-    if paths or fleet is not None:
+    paths = [*(fleet.devices or ()), *(files or ())]
+    if paths or fleet.fleet is not None:
         from primad.planning.sources import read_devices
 
-        devices, links = read_devices(paths, fleet)
+        devices, links = read_devices(paths, fleet.fleet)
         return FoundDevices(devices=devices, links=links)
     from primad.cli.progress import RichReporter
     from primad.head.survey import survey

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,17 +15,18 @@ if TYPE_CHECKING:
     from primad.gguf.hub import HubName, KeptModel
 
 
-def model_path(given: Path, config: Config, *, fetches: bool = True) -> Path:
+def model_path(given: Path, load: Callable[[], Config], *, fetches: bool = True) -> Path:
     """The file that ``--model`` means: a path, or a model by name, which is fetched unless it is here.
 
-    Raises ``ConfigError``, also for one that is not here where nothing ``fetches``; ``DiskError``, ``ModelError``.
+    Where it lies the configuration says, which is loaded for a name alone. Raises ``ConfigError``, also for a model that is
+    not here where nothing ``fetches``; ``DiskError``, ``ModelError``.
     """
-    from primad.gguf.hub import PREFIX, hub_name, kept
+    from primad.gguf.hub import hub_name, kept
 
-    text = given.as_posix()
-    name = hub_name(text) if text.startswith(PREFIX) else None
+    name = hub_name(given.as_posix())
     if name is None:
         return given
+    config = load()
     found = kept(name, models_folder(config.home))
     if found is None and not fetches:
         raise ConfigError(f"{name}: is not here; primad pull {name} fetches it, and --model-shape plans without")

@@ -8,6 +8,8 @@ import msgspec
 from rich.console import Console
 
 out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+tables = Console(highlight=False, markup=False, emoji=False)
+"""For what is as wide as the terminal."""
 err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 

@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
-from rich.console import Console
 
-from primad.cli.fleet import FleetOptions, LiveOptions, found_devices, wishes_of
+from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devices, wishes_of
 from primad.cli.grouped import grouped
 from primad.cli.hub import model_path
 from primad.cli.options import Context, KvCacheType
+from primad.cli.output import tables
 from primad.settings.config import load_config
 
 if TYPE_CHECKING:
     from primad.planning.question import Question, Wishes
-
-_out = Console(highlight=False, markup=False, emoji=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +84,7 @@ def plan(
     live: LiveOptions,
     work: WorkOptions,
     answer: AnswerOptions,
-    files: Annotated[
-        list[Path] | None,
-        typer.Argument(help="More profile files, as from --devices *.json.", metavar="[FILE]...", show_default=False),
-    ] = None,
+    files: ProfileFiles = None,
 ) -> None:
     """Say who would compute what and how fast, before any device does anything.
 
@@ -110,7 +105,7 @@ def plan(
     wishes = _wishes(fleet, work, answer)
     if answer.plot is not None:
         check_plot(answer.plot)
-    asked = _ask(wishes, model, [*(fleet.devices or ()), *(files or ())], fleet.fleet, live)
+    asked = _ask(wishes, model, fleet, files, live)
     _answer(asked, answer)
 
 
@@ -130,7 +125,9 @@ def _wishes(fleet: FleetOptions, work: WorkOptions, answer: AnswerOptions) -> Wi
     )
 
 
-def _ask(wishes: Wishes, model: ModelOptions, paths: list[Path], fleet: str | None, live: LiveOptions) -> Question:
+def _ask(
+    wishes: Wishes, model: ModelOptions, fleet: FleetOptions, files: list[Path] | None, live: LiveOptions
+) -> Question:
     from primad.gguf.model import open_model
     from primad.planning.experts import with_expert_use
     from primad.planning.question import ask, check
@@ -138,10 +135,10 @@ def _ask(wishes: Wishes, model: ModelOptions, paths: list[Path], fleet: str | No
 
     path = model.model
     if path is not None:
-        path = model_path(path, load_config({"home": live.home}), fetches=False)
+        path = model_path(path, lambda: load_config({"home": live.home}), fetches=False)
     profile = read_model(path, model.model_shape)
     check(wishes, profile)
-    found = found_devices(paths, fleet, live)
+    found = found_devices(fleet, files, live)
     if found.home is not None and path is not None:
         profile = with_expert_use(profile, open_model(path, header_only=True), found.home)
     return ask(dataclasses.replace(wishes, head=wishes.head or found.own), found.devices, found.links, profile)
@@ -162,4 +159,4 @@ def _answer(asked: Question, wanted: AnswerOptions) -> None:
     if wanted.json:
         sys.stdout.write(encode(answer).decode())
     else:
-        show(answer, _out)
+        show(answer, tables)

@@ -256,7 +256,7 @@ def serve(
     from primad.head.serve import serve as run_serve
 
     options = _serve_options(endpoint, asking, others, plan, compute, kept)
-    run_serve(config, model_path(model, config), options, endpoint.host, RichReporter(err))
+    run_serve(config, model_path(model, lambda: config), options, endpoint.host, RichReporter(err))
 
 
 def _check_together(others: OtherDevicesOptions, plan: ServedPlanOptions) -> None:

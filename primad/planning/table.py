@@ -36,9 +36,14 @@ _GOALS: Final = {
 
 def show(answer: Explanation, console: Console) -> None:
     """Print ``answer``."""
+    widen(console)
+    console.print(render(answer, console.width))
+
+
+def widen(console: Console) -> None:
+    """Give ``console`` the width of a table where no terminal says how wide it is."""
     if not console.is_terminal:
         console.width = max(console.width, _PLAIN_WIDTH)
-    console.print(render(answer, console.width))
 
 
 def render(answer: Explanation, width: int) -> RenderableType:
