@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
-from pathlib import Path
 
 import pytest
 
-from primad.cli import main as cli
 from primad.gguf.shapes import popular_shapes
 from primad.profiler.store import save_profile
 from tests.fakes.planning import GB, device
 
 
 @pytest.fixture
-def fit(capsys, monkeypatch):
+def fit(command):
     """Runs ``primad fit`` with the arguments; gives exit code, output and error output."""
-    monkeypatch.setenv("PRIMAD_LOG", "WARNING")
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["primad", "fit", "--time-limit", "60", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return run
+    return lambda *arguments: command("fit", "--time-limit", "60", *arguments)
 
 
 @pytest.fixture

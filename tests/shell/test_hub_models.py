@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import sys
 
 import pytest
 
-from primad.cli import main as cli
 from primad.errors import ConfigError
 from primad.gguf import hub as hub_module
 from primad.gguf.hub import HubName, by_quantisation, choose, hub_name
@@ -53,20 +51,10 @@ def hub(weights, monkeypatch):
 
 
 @pytest.fixture
-def primad(capsys, monkeypatch, tmp_path):
+def primad(command, monkeypatch, tmp_path):
     """Runs ``primad`` with its home in ``tmp_path``; gives exit code, output and error output."""
-    monkeypatch.setenv("PRIMAD_LOG", "WARNING")
     monkeypatch.setenv("PRIMAD_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["primad", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return run
+    return command
 
 
 def test_a_model_is_fetched_listed_planned_for_and_removed(primad, hub, weights, tmp_path):

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from primad.cli import main as cli
 from primad.gguf.header import read_header
 from primad.planning import schema
 from primad.planning.schema import Explanation
@@ -25,19 +22,9 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
-def plan(capsys, monkeypatch):
+def plan(command):
     """Runs ``primad plan`` with the arguments; gives exit code, output and error output."""
-    monkeypatch.setenv("PRIMAD_LOG", "WARNING")
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["primad", "plan", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return run
+    return lambda *arguments: command("plan", *arguments)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ hold experts, values that differ by layer, layers for multi-token prediction.
 from __future__ import annotations
 
 import ctypes
-import struct
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Any, Final
 from gguf import GGUFValueType
 from llama_cpp import llama_cpp as llama
 
-from primad.gguf.header import MAGIC, Value, scalar_value
+from primad.gguf.header import Value, scalar_value
+from primad.gguf.layers import metadata_split
 
 Content = float | int | bool | str | list[int] | list[float] | list[bool]
 
@@ -250,7 +250,7 @@ def tensors_of(values: Mapping[str, Value], *, has_both: bool = False) -> Iterat
     params.use_extra_bufts = False
     with tempfile.TemporaryDirectory(prefix="primad-zoo-") as folder:
         path = Path(folder) / "header.gguf"
-        path.write_bytes(_header(values))
+        path.write_bytes(metadata_split(values, [], splits=1, tensors=0))
         model = llama.llama_model_init_from_user(_read(path), callback, None, params)
     if not model:
         raise ValueError("llama.cpp does not take this metadata")
@@ -268,14 +268,6 @@ def tensors_of(values: Mapping[str, Value], *, has_both: bool = False) -> Iterat
         is_scale = name.endswith((".scale", ".input_scale")) and not name.endswith("ffn_gate_inp.scale")
         if not (is_dense or is_scale or name.startswith(("cls.", "dense_2."))):
             yield name, shape
-
-
-def _header(values: Mapping[str, Value]) -> bytes:
-    pairs = [
-        struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", value.type) + value.raw
-        for key, value in values.items()
-    ]
-    return MAGIC + struct.pack("<IQQ", 3, 0, len(pairs)) + b"".join(pairs)
 
 
 class _Tensor(ctypes.Structure):
