@@ -20,13 +20,13 @@ from halda import (
     assignments,
     evaluate,
     instance,
-    solve,
 )
 from halda.cost import COPIED_SHARE, GPU_RUNTIME_BYTES, HELP_ROWS, helped_layer_s
 from halda.helping import able_to_help, others_to_try
 from halda_research.simulate import simulate, simulate_prefill
 from tests.fakes import planning
 from tests.fakes.planning import GB, helping
+from tests.solver import small_fleets
 from tests.solver.brute import Brute
 from tests.solver.small_fleets import small_instance
 
@@ -47,16 +47,7 @@ def asked(*devices: DeviceProfile, work: Workload = WORK) -> Instance:
 
 
 def solved(question: Instance, objective: Objective = "balanced", *, helps: bool = True) -> Solution:
-    return solve(
-        question.devices,
-        list(question.links.values()),
-        question.model,
-        question.workload,
-        objective=objective,
-        limits=question.limits,
-        time_limit_s=60.0,
-        helps=helps,
-    )
+    return small_fleets.solved(question, objective, helps=helps)
 
 
 def alone(*, gpu_layers: int = 0) -> Plan:
