@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from primad.cli.output import err
-from primad.errors import ConfigError
+from primad.errors import ConfigError, ModelError
 from primad.settings.config import Config, models_folder
 
 if TYPE_CHECKING:
     from primad.gguf.hub import HubName, KeptModel
+    from primad.gguf.ranged import RangedModel
 
 
 def model_path(given: Path, load: Callable[[], Config], *, fetches: bool = True) -> Path:
@@ -21,23 +23,48 @@ def model_path(given: Path, load: Callable[[], Config], *, fetches: bool = True)
     Where it lies the configuration says, which is loaded for a name alone. Raises ``ConfigError``, also for a model that is
     not here where nothing ``fetches``; ``DiskError``, ``ModelError``.
     """
-    from primad.gguf.hub import hub_name, kept
+    from primad.gguf.hub import hub_name, kept, kept_header
 
     name = hub_name(given.as_posix())
     if name is None:
         return given
     config = load()
     found = kept(name, models_folder(config.home))
+    if found is None and not fetches and (header := kept_header(name, models_folder(config.home))) is not None:
+        return header.parts[0]
     if found is None and not fetches:
         raise ConfigError(f"{name}: is not here; primad pull {name} fetches it, and --model-shape plans without")
     return (found or fetched(name, config)).files[0]
 
 
+def served_model(given: Path, config: Config, *, whole: bool) -> Path | RangedModel:
+    """What ``--model`` has ``serve`` serve: a file, or of a model by name that is not here its header alone.
+
+    Each device then fetches its own layers. The whole file is fetched where one device serves it all (``whole``), where the
+    hub gives no byte ranges, and where the model cannot be cut. Raises as ``model_path``.
+    """
+    from primad.gguf.architectures import cuttable
+    from primad.gguf.hub import header_of, hub_name, kept
+    from primad.gguf.hub_ranges import HubError
+
+    name = hub_name(given.as_posix())
+    if name is not None and not whole and kept(name, models_folder(config.home)) is None:
+        _quiet()
+        try:
+            found = header_of(name, models_folder(config.home))
+        except HubError as exc:
+            err.print(f"{name}: {exc}; the whole file is fetched", markup=False, highlight=False)
+            return model_path(given, lambda: config)
+        with suppress(ModelError):
+            if cuttable(found.header):
+                err.print(f"{name}: its header is here; each device fetches its own layers")
+                return found
+    return model_path(given, lambda: config)
+
+
 def fetched(name: HubName, config: Config) -> KeptModel:
     """``name`` from the hub, with bars on a terminal. Raises as ``model_path``."""
-    if not err.is_terminal:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read where the hub's library is imported
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    _quiet()
     from rich.progress import Progress
 
     from primad.gguf.hub import fetch
@@ -51,3 +78,10 @@ def fetched(name: HubName, config: Config) -> KeptModel:
             progress.update(tasks[what], completed=done)
 
         return fetch(name, models_folder(config.home), advance)
+
+
+def _quiet() -> None:
+    """Have the hub's library, which reads this where it is imported, say nothing of its own."""
+    if not err.is_terminal:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

@@ -42,7 +42,15 @@ def models(home: Home = None, json: Annotated[bool, typer.Option("--json", help=
     found = kept_models(models_folder(load_config({"home": home}).home))
     if json:
         print_json(
-            [{"name": str(each.name), "bytes": each.size_bytes, "files": [*map(str, each.files)]} for each in found]
+            [
+                {
+                    "name": str(each.name),
+                    "bytes": each.size_bytes,
+                    "whole": each.whole,
+                    "files": [*map(str, each.files)],
+                }
+                for each in found
+            ]
         )
         return
     if not found:
@@ -50,7 +58,8 @@ def models(home: Home = None, json: Annotated[bool, typer.Option("--json", help=
         return
     table = Table("name", "size", "file", box=None, pad_edge=False)
     for each in found:
-        table.add_row(str(each.name), show_bytes(each.size_bytes), str(each.files[0]))
+        file = str(each.files[0]) if each.whole else "the header; its layers are where they are computed"
+        table.add_row(str(each.name), show_bytes(each.size_bytes), file)
     out.print(table)
 
 

@@ -11,7 +11,7 @@ import typer
 
 from primad.cli.asking import AskingOptions, allowed_hosts, check_asking, cors_origins, warning
 from primad.cli.grouped import flags, grouped
-from primad.cli.hub import model_path
+from primad.cli.hub import served_model
 from primad.cli.options import (
     Context,
     DeviceOptions,
@@ -256,7 +256,8 @@ def serve(
     from primad.head.serve import serve as run_serve
 
     options = _serve_options(endpoint, asking, others, plan, compute, kept)
-    run_serve(config, model_path(model, lambda: config), options, endpoint.host, RichReporter(err))
+    source = served_model(model, config, whole=others.alone or others.wait == 0)
+    run_serve(config, source, options, endpoint.host, RichReporter(err))
 
 
 def _check_together(others: OtherDevicesOptions, plan: ServedPlanOptions) -> None:

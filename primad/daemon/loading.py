@@ -1,12 +1,15 @@
 """Load windows, on the head and on a worker: prepare the layer files, place the windows, start the ring process, open it.
 
-Where missing layers come from is all that differs: the head cuts them out of its model file, a worker fetches them.
+Where missing layers come from is all that differs: the head cuts them out of its model file, a worker fetches them; of a
+model on a hub each device draws its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from halda import DeviceProfile
 from primad.daemon.layer_files import lease_layers, place_windows, release_files
@@ -29,7 +32,8 @@ class WindowLoad:
     """One load of windows by this daemon, as ``load`` asks for it. ``number`` tells its files from those of other loads.
 
     ``prepare`` it, ``start`` it; the ``LoadedProcess`` then owns the files. ``release`` it where it came to no process.
-    ``head`` is for the head's own. A plan of one window is the whole model: its window has no layer files.
+    ``head`` is for the head's own. A plan of one window is the whole model: its window has no layer files, where the file is
+    here. ``embedding`` is the layer file of the token embedding, where there is no model file to look it up in.
     """
 
     def __init__(
@@ -39,9 +43,11 @@ class WindowLoad:
         station: Station,
         profile: DeviceProfile,
         head: HeadPart | None = None,
+        embedding: LayerRef | None = None,
     ) -> None:
         self.number = number
-        self.layers = [ref for spec in load.windows for ref in spec.layers]
+        self.drawn: dict[str, bytes] = {}
+        """By the name of its origin the tree of each layer that had no digest before."""
         self.options = EngineOptions(
             context=load.context,
             sequences=load.sequences,
@@ -53,8 +59,28 @@ class WindowLoad:
             flash=load.flash,
             gpu="" if profile.gpu is None else profile.gpu.id,
         )
-        self._load, self._head = load, head
+        self._load, self._head, self._embedding = load, head, embedding
         self._place, self._config, self._gpu_care = station.workspace, station.config, station.gpu_care
+
+    @property
+    def layers(self) -> list[LayerRef]:
+        """All layer files that this takes, some of them more than once."""
+        own = [] if self._embedding is None else [self._embedding]
+        return [*own, *(ref for spec in self._load.windows for ref in spec.layers)]
+
+    def named(self, name: str, digest: str, tree: bytes) -> None:
+        """The layer of this origin turned out to be ``digest``: so it is called from now on, and leased."""
+        self.drawn[name] = tree
+        if all(ref.digest != name for ref in self.layers):
+            return  # it had its digest before
+
+        def called(ref: LayerRef) -> LayerRef:
+            return LayerRef(digest, ref.size_bytes, ref.tensors) if ref.digest == name else ref
+
+        windows = [replace(spec, layers=tuple(map(called, spec.layers))) for spec in self._load.windows]
+        self._load = replace(self._load, windows=windows)
+        self._embedding = None if self._embedding is None else called(self._embedding)
+        lease_layers(self._place, self.number, self.layers)
 
     async def prepare(self, get: GetLayers, progress: Callable[[int, int], None]) -> None:
         """Have all layers in the cache, leased: ``get`` brings what is missing. ``progress`` hears bytes done, and in all.
@@ -63,7 +89,7 @@ class WindowLoad:
         """
         cache = self._place.cache
         lease_layers(self._place, self.number, self.layers)
-        missing = await missing_layers(cache, self.layers)
+        missing = await missing_layers(cache, {ref.digest: ref for ref in self.layers}.values())
         total, done = sum(ref.size_bytes for ref in missing), 0
 
         def arrived(size: int) -> None:
@@ -123,7 +149,7 @@ class WindowLoad:
 
     def _place_windows(self) -> list[WindowSource]:
         load, head = self._load, self._head
-        if head is not None and load.route == 1:
+        if head is not None and load.route == 1 and not load.windows[0].layers:
             (assignment,), (extra,) = load.assignments, load.extra_buffers
             return [WindowSource(window=0, metadata=head.model, layers=(), assignment=assignment, extra_buffers=extra)]
         windows = place_windows(self._place, load.windows, load.assignments, load.extra_buffers, self.number)
@@ -132,7 +158,10 @@ class WindowLoad:
         return windows
 
     def _opening(self, windows: list[WindowSource]) -> Open:
-        load = self._load
+        load, cache = self._load, self._place.cache
+        head = self._head
+        if head is not None and self._embedding is not None:
+            head = replace(head, embedding=str(cache.path(self._embedding.digest)))
         return Open(
             ring=load.ring,
             epoch=load.epoch,
@@ -140,7 +169,7 @@ class WindowLoad:
             route=load.route,
             width=load.width,
             host=self._config.host,
-            head=self._head,
+            head=head,
             step_timeout_s=load.step_timeout_s,
             options=self.options,
             ahead_bytes=load.ahead_bytes,

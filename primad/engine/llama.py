@@ -45,6 +45,7 @@ from primad.engine.streaming.prefetch import WindowStream
 from primad.engine.streaming.residency import Residency
 from primad.engine.streaming.scratch import LARGE_ROWS, Scratch
 from primad.engine.streaming.scratch import bind as bind_scratch
+from primad.engine.streaming.units import is_still_whole
 from primad.errors import EngineError, WeightsError
 from primad.gguf.architectures import SUPPORTED
 from primad.gguf.constants import GGMLQuantizationType
@@ -599,6 +600,8 @@ class TokenEmbedding:
     def _check(self) -> None:
         """A file that was cut short would end this process where it is read, one that was overwritten change the answer."""
         status = os.fstat(self._file)
+        if status.st_mtime_ns != self._changed_ns and is_still_whole(str(self._path)):
+            self._changed_ns = status.st_mtime_ns  # a layer file's header, for another window
         if status.st_size < self._end or status.st_mtime_ns != self._changed_ns:
             raise WeightsError(f"{self._path}: somebody wrote to the model file while it was used", str(self._path))
 

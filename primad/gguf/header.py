@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final, Protocol
 
 from primad.errors import ModelError
 from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
@@ -172,10 +172,17 @@ class Header:
         return self.values[key]
 
 
+class ReadsForward(Protocol):
+    """A file from which the next bytes are read."""
+
+    def read(self, size: int, /) -> bytes:
+        """The next ``size`` bytes, or fewer at the end."""
+
+
 class _Cursor:
     """Reads forward through a file of known size; a length that does not fit is one ``ModelError``."""
 
-    def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
+    def __init__(self, file: ReadsForward, path: Path, size: int) -> None:
         self.file, self.path, self.size, self.at = file, path, size, 0
 
     def take(self, count: int, what: str) -> bytes:
@@ -226,11 +233,16 @@ def read_header(path: Path, *, header_only: bool = False) -> Header:
             size = path.stat().st_size
             if size == 0:
                 raise ModelError(f"{path}: is empty; fetch the file again")
-            return _read(_Cursor(file, path, size), header_only=header_only)
+            return read_header_of(file, path, size, header_only=header_only)
     except FileNotFoundError as exc:
         raise ModelError(f"{path}: no such file; check the path") from exc
     except OSError as exc:
         raise ModelError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+
+
+def read_header_of(file: ReadsForward, path: Path, size: int, *, header_only: bool = False) -> Header:
+    """As ``read_header`` for a file of ``size`` bytes that is at its beginning; nothing behind the header is read."""
+    return _read(_Cursor(file, path, size), header_only=header_only)
 
 
 def _read(cursor: _Cursor, *, header_only: bool) -> Header:

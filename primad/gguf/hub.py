@@ -9,16 +9,20 @@ interrupted, and is compared with the hash that the hub states. What is in the f
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Final
+from urllib.parse import quote
 
 from primad.errors import ConfigError, DiskError, ModelError, printable
+from primad.gguf.hub_library import asked, endpoint, library, token
+from primad.gguf.hub_ranges import DEFAULT_HUB, HubError, HubRanges, own_hubs
 from primad.gguf.model import PART_NAME
+from primad.gguf.origins import RemoteFile
+from primad.gguf.ranged import HEADERS, RangedModel, keep_header, open_ranged
 from primad.system.disk import lacking_room
 
 PREFIX: Final = "hf:"
@@ -34,6 +38,8 @@ _BESIDE: Final = ("mmproj", "imatrix")
 ANSWER_TIMEOUT_S: Final = 30.0
 """A hub that takes longer to say what a repository has cannot be reached."""
 _CHUNK_BYTES: Final = 8 << 20
+UNKNOWN: Final = "unknown"
+"""The folder of a header whose quantisation its name does not say."""
 
 OnBytes = Callable[[str, int, int], None]
 """Told what is done (a verb and a file's name), and bytes of how many."""
@@ -72,11 +78,12 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptModel:
-    """A model in the folder: its parts in order, what they take, and what it is called."""
+    """A model in the folder: its parts in order, what they take, and what it is called; not ``whole``: its header alone."""
 
     name: HubName
     files: tuple[Path, ...]
     size_bytes: int
+    whole: bool = True
 
 
 def hub_name(text: str) -> HubName | None:
@@ -92,14 +99,18 @@ def hub_name(text: str) -> HubName | None:
 
 
 def kept_models(folder: Path) -> list[KeptModel]:
-    """The whole models in ``folder``, by name."""
-    return [model for place in sorted(folder.glob("*/*")) for model in _kept_in(place)]
+    """The models in ``folder``, by name: the whole ones, and those of which the header is there."""
+    return [model for place in sorted(folder.glob("*/*")) for model in (*_kept_in(place), *headers_in(place))]
 
 
 def _kept_in(place: Path) -> list[KeptModel]:
     """Those of the repository at ``place``."""
     found = []
-    files = {path.relative_to(place).as_posix(): path for path in place.rglob("*.gguf") if ".cache" not in path.parts}
+    files = {
+        path.relative_to(place).as_posix(): path
+        for path in place.rglob("*.gguf")
+        if not {".cache", HEADERS} & set(path.relative_to(place).parts)
+    }
     for quantisation, names in by_quantisation(files).items():
         if not _lacking(names):
             paths = tuple(files[name] for name in names)
@@ -123,9 +134,25 @@ def remove(name: HubName, folder: Path) -> list[KeptModel]:
     for each in own:
         for path in each.files:
             path.unlink()
+    headers = headers_in(place)
+    for each in [each for each in headers if name.quantisation.lower() in ("", each.name.quantisation.lower())]:
+        shutil.rmtree(each.files[0].parent, ignore_errors=True)
+        own.append(each)
     if own and not any(place.rglob("*.gguf")):
         shutil.rmtree(place, ignore_errors=True)
     return own
+
+
+def headers_in(place: Path) -> list[KeptModel]:
+    """The models of the repository at ``place`` of which the header is there, for devices that fetch their layers."""
+    found = []
+    for folder in sorted(place.glob(f"{HEADERS}/*")):
+        name = HubName(place.parent.name, place.name, "" if folder.name == UNKNOWN else folder.name)
+        files = tuple(sorted(folder.glob("*.gguf")))
+        if files:
+            size = sum(path.stat().st_size for path in files)
+            found.append(KeptModel(name=name, files=files, size_bytes=size, whole=False))
+    return found
 
 
 def by_quantisation(names: Iterable[str]) -> dict[str, list[str]]:
@@ -156,7 +183,58 @@ def fetch(name: HubName, folder: Path, advance: OnBytes) -> KeptModel:
     Raises ``ConfigError`` where the hub does not have it, or does not give it; ``DiskError`` where it does not fit;
     ``ModelError`` for a file that is not what the hub says.
     """
-    known = {file.name: file for file in repository(name)}
+    named, _, wanted = _wanted(name)
+    place = name.place(folder)
+    missing = [file for file in wanted if not _is_here(place, file)]
+    _check_room(place, missing, name)
+    for file in missing:
+        _download(name, file, place)
+        _verify(place / file.name, file, advance)
+    paths = tuple(place / file.name for file in wanted)
+    return KeptModel(name=named, files=paths, size_bytes=sum(file.size_bytes for file in wanted))
+
+
+def header_of(name: HubName, folder: Path) -> RangedModel:
+    """The header of ``name`` alone, out of ``folder`` or fetched into it.
+
+    A header that is there is used without asking anybody. Raises ``HubError`` where the hub gives no ranges of the model,
+    ``ConfigError`` and ``ModelError`` as ``fetch``, and ``DiskError``.
+    """
+    place = name.place(folder) / HEADERS
+    hub = (endpoint() or DEFAULT_HUB).rstrip("/")
+    found = kept_header(name, folder)
+    if found is not None and all(file.url.startswith(f"{hub}/") for file in found.files):
+        return found
+    named, commit, wanted = _wanted(name)
+    files = {
+        PurePosixPath(file.name).name: RemoteFile(
+            f"{hub}/{name.repository}/resolve/{commit}/{quote(file.name)}", file.size_bytes, file.sha256
+        )
+        for file in wanted
+    }
+    if not commit or not all(file.sha256 for file in wanted):
+        raise HubError(f"{hub} does not state the hashes of its files", again=False)
+    reader = HubRanges(own_hubs(), token(), silence_timeout_s=ANSWER_TIMEOUT_S)
+    try:
+        keep_header(files, place / (named.quantisation or UNKNOWN), reader)
+    finally:
+        reader.close()
+    found = open_ranged(place / (named.quantisation or UNKNOWN))
+    assert found is not None
+    return found
+
+
+def kept_header(name: HubName, folder: Path) -> RangedModel | None:
+    """The header of the model that is called so in ``folder``. Raises ``ModelError`` for a damaged one."""
+    place = name.place(folder) / HEADERS
+    chosen = choose(sorted(each.name for each in place.glob("*")), name.quantisation)
+    return None if chosen is None else open_ranged(place / chosen)
+
+
+def _wanted(name: HubName) -> tuple[HubName, str, list[HubFile]]:
+    """Which model is meant, the commit, and its files in order. Raises ``ConfigError``."""
+    commit, files = repository(name)
+    known = {file.name: file for file in files}
     kinds = by_quantisation(known)
     chosen = choose([kind for kind, files in kinds.items() if not _lacking(files)], name.quantisation)
     chosen = choose(list(kinds), name.quantisation) if chosen is None else chosen
@@ -169,24 +247,15 @@ def fetch(name: HubName, folder: Path, advance: OnBytes) -> KeptModel:
         raise ConfigError(
             f"{name}: the repository lacks part {lacking[0]} of {kinds[chosen][0]}; take another quantisation"
         )
-    wanted = [known[file] for file in kinds[chosen]]
-    place = name.place(folder)
-    missing = [file for file in wanted if not _is_here(place, file)]
-    _check_room(place, missing, name)
-    for file in missing:
-        _download(name, file, place)
-        _verify(place / file.name, file, advance)
-    paths = tuple(place / file.name for file in wanted)
-    named = HubName(name.owner, name.repo, chosen)
-    return KeptModel(name=named, files=paths, size_bytes=sum(file.size_bytes for file in wanted))
+    return HubName(name.owner, name.repo, chosen), commit, [known[file] for file in kinds[chosen]]
 
 
-def repository(name: HubName) -> list[HubFile]:
-    """The files of a repository, as the hub says. Raises ``ConfigError``."""
-    hub = _library()
-    api = hub.HfApi(endpoint=_endpoint())
-    info = _asked(name, lambda: api.model_info(name.repository, files_metadata=True, timeout=ANSWER_TIMEOUT_S))
-    return [
+def repository(name: HubName) -> tuple[str, list[HubFile]]:
+    """The latest commit of a repository and its files, as the hub says. Raises ``ConfigError``."""
+    hub = library()
+    api = hub.HfApi(endpoint=endpoint())
+    info = asked(name, lambda: api.model_info(name.repository, files_metadata=True, timeout=ANSWER_TIMEOUT_S))
+    return info.sha or "", [
         HubFile(name=each.rfilename, size_bytes=each.size or 0, sha256=each.lfs.sha256 if each.lfs is not None else "")
         for each in info.siblings or ()
         if not PurePosixPath(each.rfilename).is_absolute() and ".." not in PurePosixPath(each.rfilename).parts
@@ -194,60 +263,13 @@ def repository(name: HubName) -> list[HubFile]:
 
 
 def _download(name: HubName, file: HubFile, place: Path) -> None:
-    hub = _library()
-    _asked(
+    hub = library()
+    asked(
         name,
         lambda: hub.hf_hub_download(
-            name.repository, file.name, local_dir=place, endpoint=_endpoint(), library_name="primad"
+            name.repository, file.name, local_dir=place, endpoint=endpoint(), library_name="primad"
         ),
     )
-
-
-def _asked(name: HubName, ask: Callable[[], Any]) -> Any:
-    """What the hub's library answers; whatever it raises is one line of ours."""
-    from huggingface_hub import errors
-
-    try:
-        return ask()
-    except errors.GatedRepoError as exc:
-        raise ConfigError(
-            f"{name}: its makers ask for your consent; give it on the model's page, and a token in HF_TOKEN"
-        ) from exc
-    except errors.RepositoryNotFoundError as exc:
-        raise ConfigError(
-            f"{name}: the hub has no such repository, or not for everybody; look at the name, or set HF_TOKEN"
-        ) from exc
-    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled) as exc:
-        raise ConfigError(f"{name}: the hub does not give it: {_first_line(exc)}; try again later") from exc
-    except OSError as exc:
-        if exc.errno is not None and exc.filename is not None:
-            raise DiskError(
-                f"{exc.filename}: cannot be written: {exc.strerror}; make room or the folder writable"
-            ) from exc
-        raise ConfigError(f"{name}: {_unreachable(exc)}") from exc
-    except Exception as exc:  # what the library's own HTTP client raises has no common root with it
-        raise ConfigError(f"{name}: {_unreachable(exc)}") from exc
-
-
-def _unreachable(exc: BaseException) -> str:
-    return f"the hub cannot be reached ({_first_line(exc)}); go online, or name a GGUF file that is here"
-
-
-def _first_line(exc: BaseException) -> str:
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    return printable(lines[0] if lines else type(exc).__name__, 160).rstrip(".")
-
-
-def _library() -> Any:
-    try:
-        import huggingface_hub
-    except ModuleNotFoundError as exc:
-        raise ConfigError("models by name need primad's extra 'hub': install primad[hub], or name a GGUF file") from exc
-    return huggingface_hub
-
-
-def _endpoint() -> str | None:
-    return os.environ.get("HF_ENDPOINT") or None
 
 
 def _lacking(names: Sequence[str]) -> list[int]:

@@ -98,6 +98,7 @@ class HeadDaemon:
         self._rings = Rings(
             station,
             service,
+            context=self._context,
             own=own,
             devices=self._devices,
             planner=self._planner,

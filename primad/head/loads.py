@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from halda import Plan
+from primad.gguf.ranged_cutter import RangedCutter
 from primad.gguf.windows import WindowSpec, token_embedding
 from primad.head.ring_inputs import RingInputs
 from primad.head.ways import Ways
-from primad.layers.fetch import hash_in_thread
+from primad.layers.fetch import hash_in_thread, in_thread
 from primad.network.messages import Load
 from primad.planning.extra_buffers import as_planned, choose_extra_buffers
 
@@ -41,6 +43,8 @@ async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
     One window is the whole model, which is not cut. Stopping waits for no more than one chunk.
     """
     plan = inputs.promise.plan
+    if (ranged := inputs.service.model.ranged) is not None:
+        return await in_thread(_ranged_specs, ranged, plan)
     if len(plan.route) == 1:
         return {plan.head: [WindowSpec(window=0, first=0, last=plan.layer_count, metadata=b"", layers=())]}
     cutter = inputs.service.model.cutter
@@ -57,9 +61,19 @@ async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
     }
 
 
+def _ranged_specs(cutter: RangedCutter, plan: Plan) -> dict[str, list[WindowSpec]]:
+    """As ``_specs`` for a model on a hub: nothing is hashed, as nothing is here."""
+    if len(plan.route) == 1:
+        return {plan.head: [cutter.whole()]}
+    return {
+        name: [cutter.spec(index, window.first, window.last) for index, window in plan.windows_of(name)]
+        for name in plan.devices
+    }
+
+
 def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers: list[bool]) -> Load:
     """What ``name`` loads; a worker is told more."""
-    options, plan = inputs.service.options, inputs.promise.plan
+    options, plan, ranged = inputs.service.options, inputs.promise.plan, inputs.service.model.ranged
     return Load(
         ring=inputs.session,
         epoch=inputs.epoch,
@@ -78,6 +92,8 @@ def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers:
         kv_type=options.kv_type,
         flash=inputs.promise.flash,
         keeps=inputs.keep_rows is not None,
+        files=[] if ranged is None else list(ranged.files),
+        origins=[] if ranged is None else ranged.origins_of(spec.layers for spec in specs),
     )
 
 

@@ -13,7 +13,16 @@ from typing import Final, Protocol
 
 from primad.errors import ClusterError
 from primad.head.blame import DeviceLostError, ParticipationError
-from primad.network.messages import HeadMessage, Link, Load, ParticipationState, Progress, Release, WorkerStatus
+from primad.network.messages import (
+    DrawnLayer,
+    HeadMessage,
+    Link,
+    Load,
+    ParticipationState,
+    Progress,
+    Release,
+    WorkerStatus,
+)
 from primad.system.tasks import settle
 
 logger = logging.getLogger(__name__)
@@ -90,6 +99,8 @@ class Participation:
         self.broken: asyncio.Future[ClusterError] = loop.create_future()
         self.keeps = False
         """Whether its ring process keeps KV cells, once it is loaded."""
+        self.drawn: list[DrawnLayer] = []
+        """What it fetched of layers that had no digest, once it is loaded."""
         self.status: WorkerStatus | None = None
         self._status_news = asyncio.Event()
         worker.attend(self)
@@ -157,7 +168,7 @@ class Participation:
                 self._on_progress(self.name, message)
             case ParticipationState(loaded=loaded, linked=linked, broken=broken):
                 if loaded is not None:
-                    self.keeps = loaded.keeps
+                    self.keeps, self.drawn = loaded.keeps, loaded.drawn
                     settle(self.loaded, (loaded.port, loaded.key))
                 if linked:
                     settle(self.linked, None)

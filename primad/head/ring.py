@@ -20,6 +20,7 @@ from primad.daemon.layer_files import distrust, release_files
 from primad.daemon.loaded_process import LoadedProcess
 from primad.errors import ClusterError, NextDeviceError, PrimadError, RingError, WeightsError
 from primad.head.blame import ParticipationError, blamed
+from primad.head.drawn import learn_drawn
 from primad.head.load_own import load_own
 from primad.head.loads import loads_of
 from primad.head.participation import Participation
@@ -149,11 +150,12 @@ class HeadRing:
             self._workers[name] = participation
             self._start(self._watch(participation))
             await participation.load()
-        self._process = await load_own(self._inputs, own_load)
+        self._process = await load_own(self._inputs, own_load, self._ways.own_sources())
         self._start(self._attend_own(self._process, own_load))
         async with asyncio.timeout(LOAD_TIMEOUT_S):
             own = await self._own
             loaded = {name: await participation.loaded for name, participation in self._workers.items()}
+            learn_drawn(self._inputs.service.model.ranged, self._workers)
             await self._link(own, loaded)
             await self._serving
 
@@ -296,7 +298,7 @@ class HeadRing:
         try:
             await process.listen(lambda event: self._hear(event, len(load.windows)))
         except WeightsError as exc:
-            if load.route == 1 and exc.file is None:  # then there is but one file
+            if not any(spec.layers for spec in load.windows) and exc.file is None:  # then there is but one file
                 path = str(self._inputs.service.model.header.path)
                 raise WeightsError(f"{exc}: {path}", path) from exc
             # The next ring cuts what is not whole out of the model again.

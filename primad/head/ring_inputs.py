@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import zmq.asyncio
+
 from halda import DeviceProfile
 from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
@@ -56,6 +58,7 @@ class RingInputs:
     station: Station
     profile: DeviceProfile
     layer_port: int
+    context: zmq.asyncio.Context
     listener: RingListener
     reporter: Reporter
 

@@ -12,6 +12,7 @@ from collections.abc import Coroutine
 from typing import Any, Final
 
 import msgspec
+import zmq.asyncio
 
 from halda import DeviceProfile, Infeasible, LeftOut, Prediction
 from primad.api.backend import ServedModel
@@ -57,6 +58,7 @@ class Rings:
         station: Station,
         service: Service,
         *,
+        context: zmq.asyncio.Context,
         own: OwnDevice,
         devices: Devices,
         planner: Planner,
@@ -69,6 +71,7 @@ class Rings:
         self._station, self._service, self._model = station, service, service.model
         self._own, self._devices, self._planner, self._backend = own, devices, planner, backend
         self._learning, self._kv, self._core, self._reporter = learning, kv, core, reporter
+        self._context = context
         self.layer_port = 0
         self._candidates: dict[int, frozenset[str]] = {}
         self._plans: dict[int, Promise] = {}
@@ -179,6 +182,7 @@ class Rings:
             station=self._station,
             profile=profile,
             layer_port=self.layer_port,
+            context=self._context,
             listener=self,
             reporter=self._reporter,
         )

@@ -29,6 +29,7 @@ from primad.gguf.architectures import cuttable
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
+from primad.gguf.ranged import RangedModel
 from primad.head.backend import RingBackend
 from primad.head.daemon import HeadDaemon
 from primad.head.facts import facts_of
@@ -68,9 +69,12 @@ def check_embedding(path: Path) -> None:
         )
 
 
-def serve(config: Config, path: Path, options: ServeOptions, http_host: str, reporter: Reporter) -> None:
+def serve(
+    config: Config, source: Path | RangedModel, options: ServeOptions, http_host: str, reporter: Reporter
+) -> None:
     """Run the head until it is stopped. Everything that can be judged without the network is judged first."""
-    header = open_model(path)
+    ranged = source if isinstance(source, RangedModel) else None
+    header = open_model(source) if isinstance(source, Path) else source.header
     model = model_profile(header)
     check_options(options, config, header, model)
     if options.embedding is not None:
@@ -90,7 +94,7 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
             embedding = _embedding_of(options, config)
             head = HeadDaemon(
                 station,
-                service_of(station, header, model, options),
+                service_of(station, header, model, options, ranged),
                 profile=OwnProfile(config, reporter, backend.describe),
                 backend=backend,
                 reporter=reporter,

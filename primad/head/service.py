@@ -12,7 +12,11 @@ from primad.daemon.station import Station
 from primad.errors import ModelError, PrimadError, WeightsError
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header
+from primad.gguf.hub_library import token
+from primad.gguf.hub_ranges import own_hubs
 from primad.gguf.model import check_unchanged, stamps_of
+from primad.gguf.ranged import RangedModel
+from primad.gguf.ranged_cutter import RangedCutter
 from primad.gguf.windows import ModelCutter
 from primad.head.options import ServeOptions, model_id, workload_of
 from primad.head.vocabulary import ModelVocabulary
@@ -24,11 +28,14 @@ from primad.settings.config import digests_file
 class ModelSource:
     """The model file: its ``header``, its ``profile``, and its layers, of which is kept in ``home`` what was learnt.
 
-    A file that could not be read is tried again after ``again_s``.
+    ``ranged`` is where its weights are, if that is on a hub. A file that could not be read is tried again after ``again_s``.
     """
 
-    def __init__(self, header: Header, profile: ModelProfile, home: Path, *, again_s: float) -> None:
+    def __init__(
+        self, header: Header, profile: ModelProfile, home: Path, ranged: RangedModel | None = None, *, again_s: float
+    ) -> None:
         self._again_s = again_s
+        self._ranged = ranged
         self.header, self.profile = header, profile
         self._home = home
         self._stamps = stamps_of(header)
@@ -50,8 +57,24 @@ class ModelSource:
     def cutter(self) -> ModelCutter:
         """Cuts its layers out; made when one is needed for the first time."""
         if self._cutter is None:
-            self._cutter = ModelCutter(self.header, LayerDigests(self.header, digests_file(self._home)))
+            digests = LayerDigests(self.header, digests_file(self._home))
+            self._cutter = (
+                ModelCutter(self.header, digests)
+                if self._ranged is None
+                else RangedCutter(self.header, digests, self._ranged.files, self._ranged.parts, own_hubs(), token())
+            )
         return self._cutter
+
+    @property
+    def ranged(self) -> RangedCutter | None:
+        """The ``cutter`` of a model on a hub; None where the file is here. A model that cannot be cut has none."""
+        cutter = None if self._ranged is None else self.cutter
+        return cutter if isinstance(cutter, RangedCutter) else None
+
+    @property
+    def file(self) -> Path:
+        """The file here that has the vocabulary, and all else of the model where that is here."""
+        return self.header.path if self._ranged is None else self._ranged.vocabulary
 
     async def planned(self) -> ModelProfile:
         """Its profile with what is known by now of the use of its experts."""
@@ -64,7 +87,7 @@ class ModelSource:
     async def vocabulary(self) -> ModelVocabulary:
         """Its vocabulary. Read it only after a ring process has loaded the file."""
         if self._vocabulary is None:
-            self._vocabulary = await asyncio.to_thread(ModelVocabulary, self.header)
+            self._vocabulary = await asyncio.to_thread(ModelVocabulary, self.header, self.file)
         return self._vocabulary
 
     def check(self) -> None:
@@ -88,7 +111,9 @@ class Service:
     workload: Workload
 
 
-def service_of(station: Station, header: Header, model: ModelProfile, options: ServeOptions) -> Service:
+def service_of(
+    station: Station, header: Header, model: ModelProfile, options: ServeOptions, ranged: RangedModel | None = None
+) -> Service:
     """The model of ``header`` as ``options`` ask for it. Raises ``PlanError`` when no work can be planned so."""
-    source = ModelSource(header, model, station.config.home, again_s=station.timings.head.model_again_s)
+    source = ModelSource(header, model, station.config.home, ranged, again_s=station.timings.head.model_again_s)
     return Service(model=source, options=options, workload=workload_of(options, model))

@@ -5,6 +5,7 @@ Loaded only after the ring process has loaded the same file: whatever crashes ll
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final
 
 from primad.api.backend import FillInTokens, SamplingDefaults
@@ -46,10 +47,10 @@ def sampling_defaults(header: Header) -> SamplingDefaults:
 
 
 class ModelVocabulary(LlamaVocabulary):
-    """A ``LlamaVocabulary`` that also knows the chat template, and how to fill in."""
+    """A ``LlamaVocabulary`` that also knows the chat template, and how to fill in; ``path`` where it is not in the file."""
 
-    def __init__(self, header: Header) -> None:
-        super().__init__(header.path)
+    def __init__(self, header: Header, path: Path | None = None) -> None:
+        super().__init__(path or header.path)
         value = header.values.get(CHAT_TEMPLATE)
         before, after, middle, file = self.fill_in_ids
         self.fill_in = (

@@ -3,6 +3,7 @@
     <folder>/<digest>.gguf       a layer file; only its header changes when the layer moves to another window
     <folder>/<digest>-1.gguf     a second copy, where one device computes two layers of equal content
     <folder>/<digest>.tree       the digests of its chunks; its modification time is when the layer was last used
+    <folder>/origins.json        what layers of hubs turned out to be (``origin_book.py``)
     <folder>/in-use-<pid>.json   what a running process must not lose (``leases.py``)
     <folder>/partial/            files on their way (``partial.py``); chunks that arrived are kept for the next run
 
@@ -42,6 +43,7 @@ from primad.gguf.layers import (
 )
 from primad.layers.eviction import CachedLayer, Disk, oldest_first
 from primad.layers.leases import Leases
+from primad.layers.origin_book import OriginBook
 from primad.layers.partial import PartialLayer
 
 STALE_S: Final = 7 * 86_400.0
@@ -64,6 +66,8 @@ class LayerCache:
         self._verified: dict[str, Stamp] = {}
         self._active: set[str] = set()
         self._leases = Leases(folder)
+        self.origins = OriginBook(folder / "origins.json")
+        """What layers of hubs turned out to be."""
         self.turn = asyncio.Lock()
         """Held by whoever fills the cache: two writers of one layer would undo each other's work."""
         try:
@@ -196,13 +200,15 @@ class LayerCache:
             self.finish(part)
 
     @contextmanager
-    def part(self, ref: LayerRef) -> Iterator[PartialLayer]:
+    def part(self, ref: LayerRef, *, hashed: bool = True) -> Iterator[PartialLayer]:
         """The layer with what of it is here already, to add chunks to; safe from ``make_room`` while the block runs.
+
+        Where it is not ``hashed`` its name is that of its origin.
 
         What arrived stays for the next time, but not on a disk that refused: a ``DiskError`` of the block removes it.
         Raises ``DiskError`` when what is here cannot be read.
         """
-        part = PartialLayer(self._partial, ref)
+        part = PartialLayer(self._partial, ref, hashed=hashed)
         self._active.add(ref.digest)
         try:
             with self._write_errors(ref):
@@ -215,7 +221,7 @@ class LayerCache:
         finally:
             self._active.discard(ref.digest)
 
-    def begin(self, part: PartialLayer, tree: bytes) -> None:
+    def begin(self, part: PartialLayer, tree: bytes | None = None) -> None:
         """As ``part.begin``. Raises ``DiskError``."""
         with self._write_errors(part.ref):
             part.begin(tree)
@@ -226,10 +232,13 @@ class LayerCache:
             return part.write(number, chunk)
 
     def finish(self, part: PartialLayer) -> None:
-        """Give the complete ``part`` its name. Raises ``DiskError``."""
-        path = self.path(part.ref.digest)
+        """Give the complete ``part`` its name; what has that name already stays. Raises ``DiskError``."""
+        path = self.path(part.digest)
         with self._write_errors(part.ref):
-            part.finish(path, self._tree_path(part.ref.digest))
+            if part.digest != part.ref.digest and self._is_whole(path, part.digest, part.ref.size_bytes):
+                part.discard()  # a ring may be loading that file
+                return
+            part.finish(path, self._tree_path(part.digest))
             self._remember(path)
 
     def place(self, ref: LayerRef, *, number: int, split: int, copy: int = 0) -> Path:

@@ -93,6 +93,27 @@ async def missing_layers(
     return missing
 
 
+async def held_by_any(
+    context: zmq.asyncio.Context,
+    identity: Identity,
+    sources: Sequence[Contact],
+    digests: Sequence[str],
+    timings: LayerTimings = LayerTimings(),
+) -> set[str]:
+    """Those of the layers ``digests`` that one of ``sources`` at least holds; one that is not reached holds none."""
+
+    async def ask(source: Contact) -> list[str]:
+        try:
+            async with reach(context, identity, source, digests, timings.reach_timeout_s) as (_, held):
+                return held
+        except (SourceError, ProtocolError) as exc:
+            logger.info("%s is not asked for layers: %s", source.device, exc)
+            return []
+
+    answers = await asyncio.gather(*map(ask, sources[:MOST_SOURCES]))
+    return {digest for held in answers for digest in held}
+
+
 async def in_thread(function: Callable[..., _Answer], *arguments: object) -> _Answer:
     """Run ``function`` in a thread and wait for its end even when this task is cancelled meanwhile.
 
@@ -105,6 +126,13 @@ async def hash_in_thread(function: Callable[..., _Answer], *arguments: object) -
     """As ``in_thread`` for what hashes a layer and takes a ``Stop`` last: cancelled, it waits for one chunk and no more."""
     stop = threading.Event()
     return await _in_thread(function, (*arguments, stop.is_set), stop.set)
+
+
+async def in_thread_until(
+    cancelled: Callable[[], None], function: Callable[..., _Answer], *arguments: object
+) -> _Answer:
+    """As ``in_thread``; ``cancelled`` is called where this task is, and has ``function`` end soon."""
+    return await _in_thread(function, arguments, cancelled)
 
 
 async def _in_thread(

@@ -4,7 +4,8 @@
     <digest>.journal    the tree, and behind it a byte a chunk: 1 when the chunk was written
 
 The journal is believed where its tree hashes to the digest, and a chunk that it calls written is hashed before it counts:
-after a power cut the two files need not agree.
+after a power cut the two files need not agree. A layer that nobody has hashed yet is called by its origin, and its tree
+grows with the chunks that come.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from primad.gguf.layers import (
     DIGEST_BYTES,
     LayerRef,
     chunk_count,
+    chunk_digest,
     chunk_size,
     is_chunk_of,
     is_tree_of,
+    layer_digest,
     layer_header,
 )
 
@@ -30,11 +33,12 @@ from primad.gguf.layers import (
 class PartialLayer:
     """The part of layer ``ref`` that is here, in ``folder``. Its methods block and may be called from several threads.
 
-    All raise ``OSError`` as the disk does; ``LayerCache`` translates.
+    Not ``hashed``: its name is no digest. All raise ``OSError`` as the disk does; ``LayerCache`` translates.
     """
 
-    def __init__(self, folder: Path, ref: LayerRef) -> None:
+    def __init__(self, folder: Path, ref: LayerRef, *, hashed: bool = True) -> None:
         self.ref = ref
+        self._hashed = hashed
         self.path = folder / f"{ref.digest}.part"
         self._journal = folder / f"{ref.digest}.journal"
         self._written: set[int] = set()
@@ -50,7 +54,8 @@ class PartialLayer:
             content, whole = b"", False
         count = chunk_count(self.ref.size_bytes)
         tree, flags = content[: count * DIGEST_BYTES], content[count * DIGEST_BYTES :]
-        if not whole or len(flags) != count or not is_tree_of(tree, self.ref.digest, self.ref.size_bytes):
+        named = not self._hashed or is_tree_of(tree, self.ref.digest, self.ref.size_bytes)
+        if not whole or len(flags) != count or not named:
             self.discard()
             return
         self.tree = tree
@@ -60,9 +65,17 @@ class PartialLayer:
         with self._journal.open("r+b") as journal:
             journal.write(tree + bytes(number in self._written for number in range(count)))
 
-    def begin(self, tree: bytes) -> None:
-        """Start with the tree of the layer, which the caller has compared with its digest."""
-        assert is_tree_of(tree, self.ref.digest, self.ref.size_bytes)
+    @property
+    def digest(self) -> str:
+        """Of the layer, which is complete."""
+        if not self._hashed and self.tree is not None:
+            return layer_digest(self.ref.size_bytes, self.tree)
+        return self.ref.digest
+
+    def begin(self, tree: bytes | None = None) -> None:
+        """Start with the tree of the layer, which the caller has compared with its digest; None where it has none yet."""
+        tree = bytes(chunk_count(self.ref.size_bytes) * DIGEST_BYTES) if tree is None else tree
+        assert not self._hashed or is_tree_of(tree, self.ref.digest, self.ref.size_bytes)
         with self.path.open("wb") as file:
             file.write(layer_header(self.ref.tensors, number=0, split=1))
             file.truncate(self.ref.file_bytes)
@@ -84,11 +97,17 @@ class PartialLayer:
         """Write chunk ``number``, which the caller has compared with the tree; whether the layer is complete now."""
         assert self.tree is not None
         write_at(self.path, number * CHUNK_BYTES, chunk)
+        own = None if self._hashed else chunk_digest(chunk)
         with self._journal.open("r+b", buffering=0) as journal:
+            if own is not None:
+                journal.seek(number * DIGEST_BYTES)
+                journal.write(own)
             journal.seek(len(self.tree) + number)
             journal.write(b"\x01")
         with self._lock:
             self._written.add(number)
+            if own is not None:
+                self.tree = self.tree[: number * DIGEST_BYTES] + own + self.tree[(number + 1) * DIGEST_BYTES :]
             return len(self._written) == chunk_count(self.ref.size_bytes)
 
     def finish(self, path: Path, tree_path: Path) -> None:

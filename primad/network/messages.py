@@ -32,6 +32,7 @@ from halda import DeviceProfile, LinkProfile, MessageTime, WindowAssignment
 from primad.engine.protocol import KvType
 from primad.errors import ProtocolError, printable
 from primad.gguf.layers import check_ref
+from primad.gguf.origins import MAX_FILES, LayerOrigin, RemoteFile, check_origins
 from primad.gguf.windows import WindowSpec
 from primad.kv.cells import MAX_LAYERS, MAX_POSITIONS, is_block
 from primad.kv.cells import is_key as is_block_key
@@ -60,6 +61,7 @@ MAX_LINK_BYTES_PER_S: Final = 1e13
 MAX_MEMORY_BYTES: Final = 1 << 50
 MAX_BLOCKS: Final = 16_384
 MAX_HOLD_S: Final = 600.0
+MAX_TREE_BYTES: Final = 1 << 20
 
 Revision = Annotated[int, Meta(ge=0, le=MAX_REVISION)]
 MemoryBytes = Annotated[int, Meta(ge=0, le=MAX_MEMORY_BYTES)]
@@ -111,7 +113,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     in several epochs at a time: the next ring is loaded while the last one serves. ``assignments[i]`` says what of
     ``windows[i]`` is on the GPU, whether that helps with the rest and how much stays in memory, ``extra_buffers[i]`` whether
     llama.cpp may keep copies of its weights; of what streams ``ahead_bytes`` are held ahead. ``kv_type`` is that of the KV
-    cache, ``flash`` whether attention is flash attention. It ``keeps`` what the step log says of KV cells.
+    cache, ``flash`` whether attention is flash attention. It ``keeps`` what the step log says of KV cells. Layers of
+    ``origins`` may be fetched from the hub that has ``files``, or asked of the head, which is the first
+    of ``sources``, by the names of their origins.
     """
 
     ring: int
@@ -131,6 +135,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     kv_type: KvType
     flash: bool = True
     keeps: bool = False
+    files: Annotated[list[RemoteFile], Meta(max_length=MAX_FILES)] = []
+    origins: Annotated[list[LayerOrigin], Meta(max_length=MAX_LAYERS)] = []
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
@@ -275,15 +281,23 @@ class Remeasured(msgspec.Struct, frozen=True, tag="remeasured"):
     profile: DeviceProfile
 
 
+class DrawnLayer(msgspec.Struct, frozen=True, array_like=True):
+    """The layer of origin ``name`` has this tree, as it was fetched."""
+
+    name: str
+    tree: Annotated[bytes, Meta(max_length=MAX_TREE_BYTES)]
+
+
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     """All windows are loaded; steps are received on TCP port ``port`` by a ring process with key ``key``.
 
-    It ``keeps`` the KV cells that the step log names.
+    It ``keeps`` the KV cells that the step log names. ``drawn`` are the layers that had no digest before.
     """
 
     port: TcpPort
     key: str
     keeps: bool = False
+    drawn: Annotated[list[DrawnLayer], Meta(max_length=MAX_LAYERS)] = []
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True):
@@ -505,6 +519,7 @@ def _check_load(load: Load) -> None:
             raise ProtocolError(f"window {spec.window} of layers {spec.first} to {spec.last} is impossible")
         for ref in spec.layers:
             check_ref(ref)
+    check_origins(load.files, load.origins, [ref for spec in load.windows for ref in spec.layers])
     if any(not 0 < spec.window < load.route - 1 for spec in load.windows):
         raise ProtocolError("plan gives a worker the head's first or last window")
 

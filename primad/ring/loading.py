@@ -14,7 +14,7 @@ from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.engine.streaming.units import WindowUnits, units_of_model, units_of_window
 from primad.errors import EngineError
 from primad.gguf.architectures import embedding_scale
-from primad.gguf.header import Header
+from primad.gguf.header import Header, read_header
 from primad.gguf.model import open_model
 from primad.gguf.windows import control_tokens, token_embedding
 from primad.kv.shelf import KvShelf
@@ -133,14 +133,15 @@ def _open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:
     vocabulary.release()
     windows: dict[int, FirstWindow | MiddleWindow] = {}
     tail: TailWindow | WholeModel | None = None
-    streams = _streams(opening, header if opening.route == 1 else None)
+    streams = _streams(opening, header if opening.route == 1 and not opening.windows[0].layers else None)
     with streams.loading(), _released_on_error(windows.values()):
         for window in opening.windows:
             options = opening.options
             if opening.route == 1:
-                tail = WholeModel(window, options, ends, vocabulary=size)
+                tail = WholeModel(window, options, ends, vocabulary=size, file=header.path)
             elif window.window == 0:
-                embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
+                table = header if part.embedding is None else read_header(Path(part.embedding))
+                embedding = TokenEmbedding(token_embedding(table), embedding_scale(header))
                 windows[0] = FirstWindow(window, options, embedding)
             elif window.window == opening.route - 1:
                 tail = TailWindow(window, options, ends, vocabulary=size, file=header.path)

@@ -326,7 +326,7 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     It keeps at most ``depth`` steps in flight and runs so many generations ``at_once``, whose next tokens are computed
     together as ``batching`` says. A chunk of a prompt has at most ``chunk_rows``, and ``least_rows`` or more before a
     message; beside other answers it is computed in ``pieces``. Of an answer the cells of every ``keep_rows`` rows are kept,
-    or none.
+    or none. Where ``model`` has the vocabulary alone, the token embedding is in the layer file ``embedding``.
     """
 
     model: str
@@ -337,6 +337,7 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     batching: Batching = Batching()
     pieces: Pieces | None = None
     keep_rows: int | None = None
+    embedding: str | None = None
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):

@@ -69,6 +69,12 @@ class LayerTimings:
     silence_timeout_s: float = 30.0
     """A device that is silent for so long is left out, and the others are asked for what it owes. One that serves many
     others over a poor link may take as long for a chunk."""
+    hub_connect_timeout_s: float = 5.0
+    """A device without a way out finds so after so long."""
+    hub_silence_timeout_s: float = 30.0
+    """A hub of which nothing comes for so long is asked anew."""
+    hub_again_s: float = 1.0
+    """After so long a hub that failed is asked again, then after twice as long, and so on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ import psutil
 import zmq.asyncio
 
 from halda import DeviceProfile
+from primad.daemon.bring import bring_layers
 from primad.daemon.layer_files import check_layers, distrust
 from primad.daemon.loaded_process import LoadedProcess
 from primad.daemon.loading import WindowLoad
@@ -28,8 +29,9 @@ from primad.daemon.station import Station
 from primad.errors import ClusterError, DiskError, NextDeviceError, PrimadError, RingError, WeightsError
 from primad.gguf.layers import LayerRef
 from primad.layers.fetch import fetch_layers
+from primad.layers.givers import HubWays, own_token
 from primad.network import messages
-from primad.network.messages import Broken, Fault, Load, Loaded, Progress, WorkerMessage, WorkerStatus
+from primad.network.messages import Broken, DrawnLayer, Fault, Load, Loaded, Progress, WorkerMessage, WorkerStatus
 from primad.ring.messages import (
     Connect,
     Loading,
@@ -63,6 +65,7 @@ class _Participation:
 
     task: asyncio.Task[None]
     process: LoadedProcess | None = None
+    drawn: list[DrawnLayer] = field(default_factory=list)
 
 
 class Participations:
@@ -224,6 +227,17 @@ class Participations:
     async def _fetch(self, load: Load, windows: WindowLoad) -> None:
         async def fetch(missing: Sequence[LayerRef], arrived: Callable[[int], None]) -> None:
             await self._parking.unload_if_it_has(missing)
+            if load.origins:
+                ways = HubWays(
+                    files=load.files,
+                    token=own_token(),
+                    head=load.sources[0] if load.sources else None,
+                    context=self._context,
+                    identity=self._station.identity,
+                    timings=self._timings.layers,
+                )
+                await bring_layers(self._station, ways, load.sources, load.origins, missing, arrived, windows.named)
+                return
             if not load.sources:
                 raise ClusterError(f"{len(missing)} layers are missing and no device was named that has them")
             await fetch_layers(
@@ -238,6 +252,8 @@ class Participations:
             )
 
         await windows.prepare(fetch, self._fetched(load.epoch))
+        if (participation := self._own_participation(load)) is not None:
+            participation.drawn = [DrawnLayer(name, tree) for name, tree in windows.drawn.items()]
 
     def _fetched(self, epoch: int) -> Callable[[int, int], None]:
         """Takes how much was fetched, and of how much; the head is told now and then."""
@@ -271,7 +287,9 @@ class Participations:
                     participation.process = process
                 layers = ", ".join(f"{spec.first}-{spec.last - 1}" for spec in load.windows)
                 self._say(f"computing layers {layers}" + (f" for {self.head}" if self.head else ""))
-                await self._change(load, loaded=Loaded(port=int(address.rsplit(":", 1)[1]), key=key, keeps=keeps))
+                drawn = [] if participation is None else participation.drawn
+                port = int(address.rsplit(":", 1)[1])
+                await self._change(load, loaded=Loaded(port=port, key=key, keeps=keeps, drawn=drawn))
             case Status():
                 rss = psutil.Process().memory_info().rss
                 await self._tell(WorkerStatus(epoch=load.epoch, status=event, daemon_rss_bytes=rss))

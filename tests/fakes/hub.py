@@ -19,6 +19,8 @@ class FakeHub:
     """Repositories by name, each with its files by name. ``gated`` ones ask for consent; ``stated`` are false hashes.
 
     ``cut`` is how many bytes of a file are sent before the connection ends, once a file. ``asked`` is what was asked for.
+    ``ranges`` are given, or not; ``elsewhere`` is another hub, to which it sends those who ask for a file. ``statuses`` come
+    once each in place of files, and ``tokens`` are those that it saw.
     """
 
     repositories: dict[str, dict[str, bytes]]
@@ -26,6 +28,10 @@ class FakeHub:
     stated: dict[str, str] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
     asked: list[tuple[str, str, str]] = field(default_factory=list)
+    ranges: bool = True
+    elsewhere: str = ""
+    statuses: list[int] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)
     endpoint: str = ""
 
 
@@ -47,6 +53,7 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
 
         def _answer(self, *, has_body: bool) -> None:
             parts = unquote(urlparse(self.path).path).strip("/").split("/")
+            hub.tokens.append(self.headers.get("Authorization", ""))
             hub.asked.append((self.command, "/".join(parts), self.headers.get("Range", "")))
             if parts[:2] == ["api", "models"]:
                 self._tell("/".join(parts[2:4]))
@@ -88,16 +95,25 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
             if repo in hub.gated:
                 self._refuse(403, "GatedRepo")
                 return
+            if hub.statuses:
+                self._send(hub.statuses.pop(0), b"", {}, has_body=has_body)
+                return
             data = files[name]
-            first = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
+            asked = self.headers.get("Range") if hub.ranges else None
+            begin, _, end = (asked or "bytes=0-").removeprefix("bytes=").partition("-")
+            first, last = int(begin), min(int(end or len(data)), len(data) - 1)
             headers = {
                 "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
                 "X-Repo-Commit": COMMIT,
                 "Accept-Ranges": "bytes",
-                "Content-Range": f"bytes {first}-{len(data) - 1}/{len(data)}",
+                "Content-Range": f"bytes {first}-{last}/{len(data)}",
             }
-            cut = hub.cut.pop(name, None) if has_body and not first else None
-            self._send(206 if first else 200, data[first:], headers, has_body=has_body, cut=cut)
+            if hub.elsewhere:
+                headers |= {"X-Linked-ETag": headers["ETag"], "Location": hub.elsewhere + self.path}
+                self._send(302, b"", headers, has_body=has_body)
+                return
+            cut = hub.cut.pop(name, None) if has_body and (end or not first) else None
+            self._send(200 if asked is None else 206, data[first : last + 1], headers, has_body=has_body, cut=cut)
 
         def _send(
             self, status: int, body: bytes, headers: dict[str, str], *, has_body: bool, cut: int | None = None

@@ -246,7 +246,7 @@ def header(smollm2) -> Header:
 
 @pytest.fixture
 def lab(monkeypatch, tmp_path, header) -> Callable[[], AbstractAsyncContextManager[Lab]]:
-    monkeypatch.setattr(service_module, "ModelVocabulary", lambda _: object())
+    monkeypatch.setattr(service_module, "ModelVocabulary", lambda *_: object())
 
     @asynccontextmanager
     async def make() -> AsyncIterator[Lab]:

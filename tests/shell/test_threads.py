@@ -98,6 +98,7 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
             station=station,
             profile=DEVICE,
             layer_port=1,
+            context=None,
             listener=SimpleNamespace(broken=lambda *news: broken.append(news)),
             reporter=RichReporter(None),
         )

@@ -1,0 +1,95 @@
+"""Bring layers of a model on a hub into this device's cache: from whoever has them, as far as they are known, or the hub."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from primad.daemon.station import Station
+from primad.errors import ClusterError, DiskError
+from primad.gguf.layers import LayerRef
+from primad.gguf.origins import LayerOrigin
+from primad.layers.cache import LayerCache
+from primad.layers.draw import draw_layers
+from primad.layers.fetch import fetch_layers, hash_in_thread, held_by_any, in_thread, missing_layers
+from primad.layers.givers import HubWays, WantedLayer
+from primad.network.contacts import Contact
+
+logger = logging.getLogger(__name__)
+
+OnArrived = Callable[[int], None]
+OnNamed = Callable[[str, str, bytes], None]
+"""Hears of a layer the name of its origin, its digest and its tree."""
+
+
+async def bring_layers(
+    station: Station,
+    ways: HubWays,
+    sources: Sequence[Contact],
+    origins: Sequence[LayerOrigin],
+    missing: Sequence[LayerRef],
+    arrived: OnArrived,
+    named: OnNamed,
+) -> None:
+    """Have ``missing`` in the cache of ``station``; ``named`` hears what those turn out to be that had no digest.
+
+    ``sources`` are asked first for what has one. Raises ``ClusterError`` when nobody gives a layer, ``DiskError`` when this
+    device's disk does not take it.
+    """
+    cache, limit = station.workspace.cache, station.config.transfer_limit_bytes_per_s
+    known = {origin.layer: origin for origin in origins}
+    hashed = [ref for ref in missing if ref.digest not in known or known[ref.digest].name != ref.digest]
+    fresh = [WantedLayer(ref, known[ref.digest]) for ref in missing if ref not in hashed]
+    fresh = [layer for layer in fresh if not await _was_drawn(cache, layer, arrived, named)]
+    if hashed:
+        await _fetch(station, ways, sources, hashed, arrived)
+        left = await missing_layers(cache, hashed)
+        if foreign := [ref for ref in left if ref.digest not in known]:
+            raise ClusterError(f"layer {foreign[0].digest[:12]} cannot be fetched: no device has it")
+        fresh += [WantedLayer(ref, known[ref.digest]) for ref in left]
+
+    def drawn(name: str, digest: str, tree: bytes) -> None:
+        cache.origins.put(name, digest)
+        named(name, digest, tree)
+
+    if fresh:
+        await draw_layers(ways, fresh, cache, arrived, drawn, bytes_per_s=limit)
+
+
+async def _was_drawn(cache: LayerCache, layer: WantedLayer, arrived: OnArrived, named: OnNamed) -> bool:
+    """Whether this layer was drawn before and is still here; then it is told what it is."""
+    digest = cache.origins.get(layer.origin.name)
+    if digest is None:
+        return False
+    ref = LayerRef(digest, layer.ref.size_bytes, layer.ref.tensors)
+    if not await hash_in_thread(cache.has, ref):
+        return False
+    stored = cache.reader(digest)
+    if stored is None:
+        return False
+    named(layer.origin.name, digest, await in_thread(stored.tree))
+    arrived(ref.size_bytes)
+    return True
+
+
+async def _fetch(
+    station: Station, ways: HubWays, sources: Sequence[Contact], refs: Sequence[LayerRef], arrived: OnArrived
+) -> None:
+    """Those of ``refs`` that devices of the house have; what fails is left to be drawn."""
+    timings = station.timings.layers
+    held = await held_by_any(ways.context, station.identity, sources, [ref.digest for ref in refs], timings)
+    try:
+        await fetch_layers(
+            ways.context,
+            station.identity,
+            sources,
+            [ref for ref in refs if ref.digest in held],
+            station.workspace.cache,
+            arrived,
+            bytes_per_s=station.config.transfer_limit_bytes_per_s,
+            timings=timings,
+        )
+    except DiskError:
+        raise
+    except ClusterError as exc:
+        logger.warning("%s; the hub is asked", exc)

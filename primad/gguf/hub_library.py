@@ -1,0 +1,64 @@
+"""The hub's own library: whether it is here, whom it asks as whom, and what it raises, as one line of ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from primad.errors import ConfigError, DiskError, printable
+
+
+def token() -> str | None:
+    """The owner's token for the hub: that of HF_TOKEN, or what the hub's own library has kept."""
+    found: str | None = library().get_token()
+    return found
+
+
+def asked(name: object, ask: Callable[[], Any]) -> Any:
+    """What the hub's library answers; whatever it raises is one line of ours."""
+    from huggingface_hub import errors
+
+    try:
+        return ask()
+    except errors.GatedRepoError as exc:
+        raise ConfigError(
+            f"{name}: its makers ask for your consent; give it on the model's page, and a token in HF_TOKEN"
+        ) from exc
+    except errors.RepositoryNotFoundError as exc:
+        raise ConfigError(
+            f"{name}: the hub has no such repository, or not for everybody; look at the name, or set HF_TOKEN"
+        ) from exc
+    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled) as exc:
+        raise ConfigError(f"{name}: the hub does not give it: {_first_line(exc)}; try again later") from exc
+    except OSError as exc:
+        if exc.errno is not None and exc.filename is not None:
+            raise DiskError(
+                f"{exc.filename}: cannot be written: {exc.strerror}; make room or the folder writable"
+            ) from exc
+        raise ConfigError(f"{name}: {_unreachable(exc)}") from exc
+    except Exception as exc:  # what the library's own HTTP client raises has no common root with it
+        raise ConfigError(f"{name}: {_unreachable(exc)}") from exc
+
+
+def _unreachable(exc: BaseException) -> str:
+    return f"the hub cannot be reached ({_first_line(exc)}); go online, or name a GGUF file that is here"
+
+
+def _first_line(exc: BaseException) -> str:
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    return printable(lines[0] if lines else type(exc).__name__, 160).rstrip(".")
+
+
+def library() -> Any:
+    """The hub's own library, which is an extra. Raises ``ConfigError`` where it is not there."""
+    try:
+        import huggingface_hub
+    except ModuleNotFoundError as exc:
+        raise ConfigError("models by name need primad's extra 'hub': install primad[hub], or name a GGUF file") from exc
+    return huggingface_hub
+
+
+def endpoint() -> str | None:
+    """The hub that the owner names in place of Hugging Face's."""
+    return os.environ.get("HF_ENDPOINT") or None

@@ -1,0 +1,188 @@
+"""Say which bytes of a model on a hub each device is to fetch, and pass layers on to those that cannot fetch any."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+from msgspec.structs import astuple
+
+from primad.errors import ModelError
+from primad.gguf.architectures import block_count, layer_count, window_values
+from primad.gguf.hub_ranges import HubRanges
+from primad.gguf.layers import (
+    CHUNK_BYTES,
+    DIGEST_BYTES,
+    LayerCut,
+    LayerRef,
+    LayerTensor,
+    StopHashing,
+    chunk_count,
+    chunk_size,
+    cut,
+    layer_digest,
+    metadata_split,
+    never,
+)
+from primad.gguf.origins import LayerOrigin, RemoteFile, origin_name, runs_of_chunk
+from primad.gguf.windows import OUTPUT, TOKEN_EMBEDDING, ModelCutter, WindowSpec, token_embedding, vocabulary_size
+
+_READERS_KEPT: Final = 4
+
+
+def read_chunk(
+    reader: HubRanges, files: Sequence[RemoteFile], origin: LayerOrigin, ref: LayerRef, number: int
+) -> bytes:
+    """Chunk ``number`` of the layer ``ref`` as it is on the hub. Raises ``HubError``."""
+    chunk = bytearray(chunk_size(ref.size_bytes, number))
+    for run in runs_of_chunk(ref, origin.places, number):
+        data = memoryview(reader.read(files[run.file], run.offset, run.size))
+        for begin, size, at in run.pieces:
+            chunk[at : at + size] = data[begin : begin + size]
+    return bytes(chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteLayer:
+    """A layer that is passed on as it comes from the hub; of it nothing is kept here."""
+
+    size_bytes: int
+    _ref: LayerRef
+    _origin: LayerOrigin
+    _cutter: RangedCutter
+
+    def tree(self) -> bytes:
+        """Raises ``ModelError``: nobody has hashed it under this name."""
+        raise ModelError("nobody has fetched it yet")
+
+    def read(self, offset: int, size: int) -> bytes:
+        """``size`` bytes from ``offset``, which begin a chunk. Raises ``HubError``, ``ModelError`` where they begin none."""
+        if offset % CHUNK_BYTES:
+            raise ModelError("it is passed on in whole chunks")
+        with self._cutter.reader() as reader:
+            return read_chunk(reader, self._cutter.files, self._origin, self._ref, offset // CHUNK_BYTES)[:size]
+
+
+@dataclass(frozen=True)
+class RangedCutter(ModelCutter):
+    """Cuts a model whose weights are on a hub. A layer of unknown digest is called by its origin."""
+
+    files: tuple[RemoteFile, ...] = ()
+    parts: tuple[Path, ...] = ()
+    hubs: frozenset[str] = frozenset()
+    token: str | None = field(default=None, repr=False)
+
+    @cached_property
+    def _readers(self) -> queue.LifoQueue[HubRanges]:
+        return queue.LifoQueue(_READERS_KEPT)
+
+    @cached_property
+    def _origins(self) -> dict[str, tuple[int, LayerRef, LayerOrigin]]:
+        """Number, reference and origin of every layer, by the name of its origin."""
+        found = {}
+        for layer in [*range(layer_count(self.header) + 1), self.embedding_layer]:
+            layer_cut = self.cut(layer)
+            places = tuple((self.parts.index(tensor.path), tensor.offset) for tensor in layer_cut.sources)
+            ref = LayerRef("", layer_cut.size_bytes, layer_cut.tensors)
+            name = origin_name(self.files, places, ref)
+            ref = LayerRef(name, ref.size_bytes, ref.tensors)
+            found[name] = layer, ref, LayerOrigin(layer=name, name=name, places=places)
+        return found
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        return {layer: name for name, (layer, _, _) in self._origins.items()}
+
+    @property
+    def embedding_layer(self) -> int:
+        """The number of the layer file that has the token embedding: the output's where that has it, else one behind it."""
+        output, embedding = self._output(), token_embedding(self.header)
+        return layer_count(self.header) + (output[TOKEN_EMBEDDING].name != embedding.name)
+
+    def cut(self, layer: int) -> LayerCut:
+        """As that of the base, which does not know the layer file of the token embedding."""
+        if layer == layer_count(self.header) + 1:
+            return cut({TOKEN_EMBEDDING: token_embedding(self.header)})
+        return super().cut(layer)
+
+    def ref(self, layer: int, stop: StopHashing = never) -> LayerRef:
+        """The layer file of ``layer``: by its digest where that is known, else by its origin."""
+        name = self._names[layer]
+        _, ref, _ = self._origins[name]
+        tree = self.digests.get(layer) if self.digests is not None else None
+        if tree is None or len(tree) != chunk_count(ref.size_bytes) * DIGEST_BYTES:
+            return ref
+        return LayerRef(layer_digest(ref.size_bytes, tree), ref.size_bytes, ref.tensors)
+
+    def origins_of(self, windows: Iterable[Sequence[LayerRef]]) -> list[LayerOrigin]:
+        """Where the layers of ``windows`` come from, under the names that these give them."""
+        wanted = {ref.digest for refs in windows for ref in refs}
+        called = {self.ref(layer).digest: origin for layer, _, origin in self._origins.values()}
+        return [
+            LayerOrigin(layer=digest, name=origin.name, places=origin.places)
+            for digest, origin in called.items()
+            if digest in wanted
+        ]
+
+    def learn(self, name: str, tree: bytes) -> str | None:
+        """A layer of this origin was fetched, with this tree. The digest that it was known by, where that is another one:
+        then nothing is learnt. Raises ``ModelError`` for what is no layer of this model."""
+        if name not in self._origins or len(tree) != chunk_count(self._origins[name][1].size_bytes) * DIGEST_BYTES:
+            raise ModelError(f"{self.header.path}: has no layer of the origin {name[:12]!r}")
+        layer, ref, _ = self._origins[name]
+        known = self.ref(layer).digest
+        if known == name and self.digests is not None:
+            self.digests.put(layer, tree)
+            self.digests.save()
+            return None
+        return None if known == layer_digest(ref.size_bytes, tree) else known
+
+    def whole(self) -> WindowSpec:
+        """The whole model as one window that takes tokens, out of layer files: what a device that serves it alone needs."""
+        layers = layer_count(self.header)
+        output, embedding = self.ref(layers), self.embedding_layer
+        behind = [output]
+        if embedding != layers:
+            named = tuple(
+                LayerTensor(OUTPUT if each.name == TOKEN_EMBEDDING else each.name, *astuple(each)[1:])
+                for each in output.tensors
+            )
+            behind = [LayerRef(output.digest, output.size_bytes, named), self.ref(embedding)]
+        refs = (*(self.ref(layer) for layer in range(layers)), *behind)
+        small = self._small(0, layers)
+        values = {key: value for key, value in self.header.values.items() if not key.startswith("split.")}
+        if layers < block_count(self.header):  # those for multi-token prediction are left out
+            own = window_values(self.header, 0, layers, vocabulary=vocabulary_size(self.header))
+            values |= {key: value for key, value in own.items() if not key.startswith(("general.", "tokenizer."))}
+            values.pop(f"{self.header.text('general.architecture')}.nextn_predict_layers", None)
+        metadata = metadata_split(
+            values, small, splits=1 + len(refs), tensors=len(small) + sum(len(ref.tensors) for ref in refs)
+        )
+        return WindowSpec(window=0, first=0, last=layers, metadata=metadata, layers=refs)
+
+    def source(self, digest: str) -> RemoteLayer | None:  # type: ignore[override]
+        """The layer of this origin, to be passed on to a device that cannot fetch it."""
+        if digest not in self._origins:
+            return None
+        _, ref, origin = self._origins[digest]
+        return RemoteLayer(ref.size_bytes, ref, origin, self)
+
+    @contextmanager
+    def reader(self) -> Iterator[HubRanges]:
+        """A connection to the hub, kept for the next time."""
+        try:
+            reader = self._readers.get_nowait()
+        except queue.Empty:
+            reader = HubRanges(self.hubs, self.token)
+        try:
+            yield reader
+        finally:
+            try:
+                self._readers.put_nowait(reader)
+            except queue.Full:
+                reader.close()

@@ -1,0 +1,147 @@
+"""Who gives chunks of layers on a hub: the hub itself, or the head, which passes on what it reads and keeps nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import zmq.asyncio
+
+from primad.errors import ProtocolError
+from primad.gguf.hub_ranges import HubError, HubRanges, own_hubs
+from primad.gguf.layers import LayerRef, chunk_size
+from primad.gguf.origins import LayerOrigin, RemoteFile
+from primad.gguf.ranged_cutter import read_chunk
+from primad.layers.fetch import in_thread_until
+from primad.layers.source_link import SourceError, SourceLink, reach
+from primad.network.contacts import Contact
+from primad.network.layer_messages import CHUNK_BYTES, Chunk, FetchChunk, NoChunk
+from primad.settings.timings import LayerTimings
+from primad.trust.identity import Identity
+
+
+class WantedLayer(NamedTuple):
+    """A layer to draw: ``ref`` as windows call it, and where it comes from."""
+
+    ref: LayerRef
+    origin: LayerOrigin
+
+    @property
+    def is_hashed(self) -> bool:
+        """Whether somebody has fetched it before, so that its digest is known."""
+        return self.ref.digest != self.origin.name
+
+
+class Giver(Protocol):
+    """One connection to somebody who gives chunks."""
+
+    @property
+    def name(self) -> str:
+        """Who that is."""
+
+    async def chunk(self, layer: WantedLayer, number: int) -> bytes:
+        """Chunk ``number`` of ``layer``. Raises ``HubError``."""
+
+    async def close(self) -> None:
+        """Close it."""
+
+
+class HubGiver:
+    """The hub itself, over a connection of its own."""
+
+    def __init__(self, files: Sequence[RemoteFile], token: str | None, timings: LayerTimings) -> None:
+        self.name = "the hub"
+        self._files = files
+        self._ranges = HubRanges(
+            own_hubs(),
+            token,
+            connect_timeout_s=timings.hub_connect_timeout_s,
+            silence_timeout_s=timings.hub_silence_timeout_s,
+        )
+
+    async def chunk(self, layer: WantedLayer, number: int) -> bytes:
+        """As ``Giver``."""
+        return await in_thread_until(
+            self._ranges.abort, read_chunk, self._ranges, self._files, layer.origin, layer.ref, number
+        )
+
+    async def close(self) -> None:
+        """Close it."""
+        self._ranges.close()
+
+
+class HeadGiver:
+    """The head ``source``, which passes on what it reads from the hub; ``names`` are the origins that will be asked for."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        identity: Identity,
+        source: Contact,
+        names: Sequence[str],
+        timings: LayerTimings,
+    ) -> None:
+        self.name = source.device
+        self._reached = context, identity, source, names
+        self._timings = timings
+        self._stack = AsyncExitStack()
+        self._link: SourceLink | None = None
+
+    async def chunk(self, layer: WantedLayer, number: int) -> bytes:
+        """As ``Giver``."""
+        name, size = layer.origin.name, chunk_size(layer.ref.size_bytes, number)
+        try:
+            link = await self._connected()
+            await link.ask(FetchChunk(digest=name, offset=number * CHUNK_BYTES, size=size))
+            answer, data = await link.answer(self._timings.silence_timeout_s)
+        except (SourceError, ProtocolError) as exc:
+            await self.close()
+            raise HubError(str(exc), again=True) from exc
+        match answer:
+            case NoChunk(digest=digest, reason=reason) if digest == name:
+                raise HubError(f"cannot pass it on: {reason}", again=True)
+            case Chunk(digest=digest, offset=offset) if (digest, offset) == (name, number * CHUNK_BYTES) and data:
+                if len(data) == size:
+                    return bytes(data)
+        await self.close()
+        raise HubError("sent another piece than it was asked for", again=False)
+
+    async def _connected(self) -> SourceLink:
+        if self._link is not None:
+            return self._link
+        link, _ = await self._stack.enter_async_context(reach(*self._reached, self._timings.reach_timeout_s))
+        self._link = link
+        return link
+
+    async def close(self) -> None:
+        """Close it; what was asked for is not answered any more."""
+        self._link = None
+        await self._stack.aclose()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubWays:
+    """How chunks come here: from the hub's ``files``, or where that fails through the ``head``, unless this is the head."""
+
+    files: Sequence[RemoteFile]
+    token: str | None
+    head: Contact | None
+    context: zmq.asyncio.Context
+    identity: Identity
+    timings: LayerTimings
+
+    def makers(self, names: Sequence[str]) -> list[Callable[[], Giver]]:
+        """What makes connections, best first."""
+        found: list[Callable[[], Giver]] = [lambda: HubGiver(self.files, self.token, self.timings)]
+        head = self.head
+        if head is not None:
+            found.append(lambda: HeadGiver(self.context, self.identity, head, names, self.timings))
+        return found
+
+
+def own_token() -> str | None:
+    """This owner's token for the hub, where one is in the environment; a head's never travels."""
+    return os.environ.get("HF_TOKEN") or None

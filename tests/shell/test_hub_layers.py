@@ -1,0 +1,285 @@
+"""Layers drawn from a hub over loopback: the header alone, ranges that break off, files that change, hubs elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from primad.daemon.bring import bring_layers
+from primad.errors import ClusterError, DiskError
+from primad.gguf import hub as hub_module
+from primad.gguf import hub_ranges
+from primad.gguf.digests import LayerDigests
+from primad.gguf.hub import HubName, header_of, kept_models, remove
+from primad.gguf.hub_ranges import HubError, HubRanges, own_hubs
+from primad.gguf.layers import chunk_count, cut_layer
+from primad.gguf.model import open_model
+from primad.gguf.origins import RemoteFile
+from primad.gguf.ranged_cutter import RangedCutter
+from primad.head.blame import ParticipationError
+from primad.head.drawn import learn_drawn
+from primad.layers.cache import LayerCache
+from primad.layers.draw import draw_layers
+from primad.layers.givers import HubWays, WantedLayer
+from primad.layers.server import LayerServer
+from primad.network.gate import Gate
+from primad.network.messages import DrawnLayer
+from primad.settings.timings import LayerTimings
+from primad.trust.identity import new_identity
+from tests.fakes.hub import FakeHub, serving
+from tests.fakes.layers import here, missing
+from tools import synth
+
+REPO, FILE = "acme/Tiny-GGUF", "Tiny-Q8_0.gguf"
+NAME = HubName("acme", "Tiny-GGUF")
+PATIENCE_S = 180.0
+TIMINGS = LayerTimings(hub_connect_timeout_s=PATIENCE_S, hub_silence_timeout_s=PATIENCE_S, hub_again_s=0.0)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / FILE
+    synth.write_model(path, architecture="llama")
+    return path
+
+
+@pytest.fixture
+def hub(path, monkeypatch):
+    with serving(FakeHub({REPO: {FILE: path.read_bytes()}})) as fake:
+        monkeypatch.setenv("HF_ENDPOINT", fake.endpoint)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setattr(hub_module, "ANSWER_TIMEOUT_S", PATIENCE_S)
+        yield fake
+
+
+@pytest.fixture
+def cutter(hub, tmp_path):
+    model = header_of(NAME, tmp_path / "models")
+    digests = LayerDigests(model.header, tmp_path / "digests.json")
+    return RangedCutter(model.header, digests, model.files, model.parts, own_hubs())
+
+
+def wanted(cutter: RangedCutter, *layers: int) -> list[WantedLayer]:
+    """These layers, as windows of a plan of now name them."""
+    refs = [cutter.ref(layer) for layer in layers]
+    origins = {origin.layer: origin for origin in cutter.origins_of([refs])}
+    return [WantedLayer(ref, origins[ref.digest]) for ref in refs]
+
+
+def draw(cutter: RangedCutter, cache: LayerCache, layers: list[WantedLayer]) -> dict[str, tuple[str, bytes]]:
+    """Draw ``layers``; by the name of its origin the digest and the tree of each."""
+    found: dict[str, tuple[str, bytes]] = {}
+
+    async def once() -> None:
+        ways = HubWays(files=cutter.files, token=None, head=None, context=None, identity=None, timings=TIMINGS)
+        async with asyncio.timeout(PATIENCE_S):
+            await draw_layers(
+                ways, layers, cache, lambda _: None, lambda name, *rest: found.update({name: tuple(rest)})
+            )
+
+    asyncio.run(once())
+    return found
+
+
+def test_the_header_alone_is_that_of_the_file_and_is_asked_for_once(hub, path, tmp_path):
+    model, file = header_of(NAME, tmp_path), open_model(path)
+    assert model.header.values == file.values
+    where = {name: (each.type, each.shape, each.bytes) for name, each in file.tensors.items()}
+    assert {name: (each.type, each.shape, each.bytes) for name, each in model.header.tensors.items()} == where
+    asked = len(hub.asked)
+    assert header_of(NAME, tmp_path) == model
+    assert len(hub.asked) == asked
+    assert [(str(each.name), each.whole) for each in kept_models(tmp_path)] == [(f"hf:{REPO}:Q8_0", False)]
+    assert [str(each.name) for each in remove(NAME, tmp_path)] == [f"hf:{REPO}:Q8_0"]
+    assert not NAME.place(tmp_path).exists()
+
+
+def test_a_hub_without_ranges_or_with_another_file_than_it_says_gives_no_header_alone(hub, tmp_path):
+    hub.ranges = False
+    with pytest.raises(HubError, match="gives no byte ranges"):
+        header_of(NAME, tmp_path)
+    hub.ranges = True
+    hub.stated[FILE] = "0" * 64
+    with pytest.raises(HubError, match="has another file"):
+        header_of(NAME, tmp_path)
+    assert not kept_models(tmp_path)
+
+
+def test_what_is_drawn_is_what_would_be_cut_out_of_the_file(hub, path, cutter, tmp_path):
+    hub.cut[FILE] = 100
+    hub.statuses += [503, 429, 500]
+    found = draw(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, 0, 1, 5))
+    file = open_model(path)
+    assert {digest for digest, _ in found.values()} == {cut_layer(file, layer).ref().digest for layer in (0, 1, 5)}
+    assert not hub.cut
+    assert not hub.statuses
+
+
+def test_what_was_drawn_is_not_drawn_again_and_then_known_by_its_digest(hub, cutter, tmp_path):
+    cache = LayerCache(tmp_path / "cache")
+    (layer,) = wanted(cutter, 2)
+    assert not layer.is_hashed
+    found = draw(cutter, cache, [layer])
+    digest, tree = found[layer.origin.name]
+    assert cutter.learn(layer.origin.name, tree) is None
+    (layer,) = wanted(cutter, 2)
+    assert layer.is_hashed
+    assert layer.ref.digest == digest
+    assert cache.has(layer.ref)
+
+
+def test_a_layer_that_came_otherwise_before_is_refused_and_not_kept(cutter, tmp_path):
+    cache = LayerCache(tmp_path / "cache")
+    (layer,) = wanted(cutter, 3)
+    cutter.learn(layer.origin.name, bytes(32 * chunk_count(layer.ref.size_bytes)))
+    with pytest.raises(ClusterError, match="another device fetched other bytes"):
+        draw(cutter, cache, wanted(cutter, 3))
+    assert not cache.layers()
+    assert not cache.partial_bytes()
+
+
+def test_what_two_workers_say_otherwise_of_a_layer_ends_the_ring_by_name(cutter):
+    (layer,) = wanted(cutter, 4)
+    size = 32 * chunk_count(layer.ref.size_bytes)
+
+    def said(name: str, tree: bytes) -> None:
+        learn_drawn(cutter, {"lap": SimpleNamespace(drawn=[DrawnLayer(name, tree)])})
+
+    said(layer.origin.name, bytes(size))
+    said(layer.origin.name, bytes(size))
+    for name, tree, says in (
+        (layer.origin.name, b"\1" * size, "other bytes for layer"),
+        (layer.origin.name, bytes(size + 1), "has no layer of the origin"),
+        ("0" * 64, bytes(size), "has no layer of the origin"),
+    ):
+        with pytest.raises(ParticipationError, match=rf"^lap: .*{says}"):
+            said(name, tree)
+
+
+def bring(
+    cutter: RangedCutter, cache: LayerCache, layers: list[WantedLayer], *neighbours: LayerCache
+) -> dict[str, tuple[str, bytes]]:
+    """``layers``, brought to a worker that asks another hub: the head has none of them, ``neighbours`` may. As ``draw``."""
+    identity, found = new_identity(), dict[str, tuple[str, bytes]]()
+
+    async def once(context: zmq.asyncio.Context, stack: AsyncExitStack) -> None:
+        sources = []
+        for device, find in [("head", cutter.source), *(("lap", each.reader) for each in neighbours)]:
+            own = new_identity()
+            server = LayerServer(context, "127.0.0.1", own, find)
+            stack.callback(asyncio.create_task(server.run()).cancel)
+            sources.append(here(device, own.public, server.port))
+        files = [RemoteFile(f"https://{file.sha256}.test/", file.size_bytes, file.sha256) for file in cutter.files]
+        ways = HubWays(files=files, token=None, head=sources[0], context=context, identity=identity, timings=TIMINGS)
+        station = SimpleNamespace(
+            workspace=SimpleNamespace(cache=cache),
+            config=SimpleNamespace(transfer_limit_bytes_per_s=None),
+            timings=SimpleNamespace(layers=TIMINGS),
+            identity=identity,
+        )
+        refs, origins = [layer.ref for layer in layers], [layer.origin for layer in layers]
+        named = lambda name, *rest: found.update({name: tuple(rest)})  # noqa: E731
+        await bring_layers(station, ways, sources, origins, refs, lambda _: None, named)
+
+    async def bounded() -> None:
+        context = zmq.asyncio.Context()
+        try:
+            async with asyncio.timeout(PATIENCE_S), Gate(context, lambda _: True), AsyncExitStack() as stack:
+                await once(context, stack)
+        finally:
+            context.destroy(linger=0)
+
+    asyncio.run(bounded())
+    return found
+
+
+def test_where_no_hub_is_there_neighbours_give_the_layers_they_drew_and_the_head_passes_on_the_others(
+    hub, cutter, path, tmp_path
+):
+    neighbour, cache, file = LayerCache(tmp_path / "neighbour"), LayerCache(tmp_path / "own"), open_model(path)
+    for name, (_, tree) in draw(cutter, neighbour, wanted(cutter, 1)).items():
+        cutter.learn(name, tree)
+    asked = len(hub.asked)
+    assert not bring(cutter, cache, wanted(cutter, 1), neighbour)
+    assert len(hub.asked) == asked
+    found = bring(cutter, cache, wanted(cutter, 0, 1))
+    assert len(hub.asked) > asked
+    assert [digest for digest, _ in found.values()] == [cut_layer(file, 0).ref().digest]
+    assert not missing(cache, [cut_layer(file, layer).ref() for layer in (0, 1)])
+
+
+def test_where_nobody_gives_a_layer_everybody_is_named(hub, cutter, tmp_path):
+    hub.repositories[REPO].clear()
+    with pytest.raises(
+        ClusterError, match=r"^layers cannot be fetched: the hub: .* owner .*; head: cannot pass it on: "
+    ):
+        bring(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, 0))
+
+
+def test_a_file_that_changed_meanwhile_is_refused(hub, cutter, tmp_path):
+    hub.repositories[REPO][FILE] = hub.repositories[REPO][FILE][:-1] + b"?"
+    with pytest.raises(ClusterError, match=r"the hub: .* has another file there by now"):
+        draw(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, 0))
+
+
+def test_a_disk_without_room_is_told_before_anything_comes(hub, cutter, tmp_path):
+    asked = len(hub.asked)
+    with pytest.raises(DiskError, match="do not fit"):
+        draw(cutter, LayerCache(tmp_path / "cache", 1000), wanted(cutter, 0))
+    assert len(hub.asked) == asked
+
+
+def test_where_a_hub_sends_one_the_token_stays_behind(hub, cutter, path):
+    with serving(FakeHub(hub.repositories)) as other:
+        hub.elsewhere = other.endpoint
+        reader = HubRanges(own_hubs(), "secret", connect_timeout_s=PATIENCE_S, silence_timeout_s=PATIENCE_S)
+        data = path.read_bytes()
+        assert reader.read(cutter.files[0], 10, 90) == data[10:100]
+        assert reader.read(cutter.files[0], 0, 4) == data[:4]
+        assert hub.tokens[-1] == "Bearer secret"
+        assert other.tokens == ["", ""]
+        reader.close()
+
+
+def answering(monkeypatch, address: str) -> None:
+    """Every name has ``address``."""
+    monkeypatch.setattr(hub_ranges.socket, "getaddrinfo", lambda host, port, type: [(0, 0, 0, "", (address, port))])
+
+
+@pytest.mark.parametrize(
+    ("hub_url", "there", "address", "says"),
+    [
+        ("http://hub.test", "http://hub.test/f", "93.184.215.14", "without encryption"),
+        ("https://hub.test", "https://cdn.test/f", "10.0.0.1", "cdn.test, which is not public"),
+        ("https://hub.test", "https://cdn.test/f", "127.0.0.1", "which is not public"),
+        ("https://hub.test", "https://cdn.test/f", "169.254.169.254", "which is not public"),
+        ("https://hub.test", "https://cdn.test/f", "fd00::1", "which is not public"),
+    ],
+)
+def test_nobody_is_sent_to_private_addresses_or_asked_in_the_clear(monkeypatch, hub_url, there, address, says):
+    answering(monkeypatch, address)
+    monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("a connection was made"))
+    file = RemoteFile(f"{hub_url}/f", 10, "0" * 64)
+    reader = HubRanges({hub_url})
+    reader._moved[file.url] = there
+    with pytest.raises(HubError, match=says) as caught:
+        reader.read(file, 0, 1)
+    assert not caught.value.again
+
+
+def test_a_hub_sends_nobody_where_nothing_is_encrypted(monkeypatch):
+    file = RemoteFile("https://hub.test/f", 10, "0" * 64)
+    with pytest.raises(HubError, match="not encrypted"):
+        HubRanges({"https://hub.test"})._judge(file, "http://cdn.test/f")
+
+
+def test_only_hubs_of_the_owner_are_asked(hub):
+    with pytest.raises(HubError, match="no hub of this device's owner"):
+        HubRanges(own_hubs()).read(RemoteFile("https://elsewhere.test/f", 10, "0" * 64), 0, 1)
+    assert not hub.asked
