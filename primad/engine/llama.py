@@ -389,7 +389,7 @@ class _Model:
         params.devices = ctypes.cast(devices, ctypes.c_void_p)
         experts = _experts_on_cpu(source.assignment)
         if source.assignment.cpu_experts:
-            params.tensor_buft_overrides = ctypes.cast(experts, type(params.tensor_buft_overrides))
+            params.tensor_buft_overrides = ctypes.cast(experts, ctypes.c_void_p)
         params.use_extra_bufts = source.extra_buffers
         params.no_host = True  # else a GPU's buffers in RAM come before them; files are mapped, so no weights lie there
         paths = (source.metadata, *source.layers)

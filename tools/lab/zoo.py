@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from gguf import GGUFValueType
-from llama_cpp import llama_cpp as llama
 
 from primad.gguf.header import Value, scalar_value
 from primad.gguf.layers import metadata_split
+from primad.system.allocator import without_top
+
+with without_top("llama_cpp"):  # which would take over what llama.cpp logs
+    from llama_cpp import llama_cpp as llama
 
 Content = float | int | bool | str | list[int] | list[float] | list[bool]
 
