@@ -47,7 +47,7 @@ from primad.engine.streaming.scratch import LARGE_ROWS, Scratch
 from primad.engine.streaming.scratch import bind as bind_scratch
 from primad.engine.streaming.units import EXPERT_TENSORS
 from primad.errors import EngineError, WeightsError
-from primad.gguf.architectures import SUPPORTED
+from primad.gguf.architectures import SUPPORTED, Architecture
 from primad.gguf.constants import GGMLQuantizationType
 from primad.gguf.header import TensorInfo
 from primad.kv.cells import LayerCells
@@ -66,7 +66,9 @@ _KV_TYPES: Final[dict[KvType, int]] = {
     "q8_0": llama.GGML_TYPE_Q8_0,
     "q4_0": llama.GGML_TYPE_Q4_0,
 }
-_ENTRIES: Final = frozenset((b"embd", b"inp_scaled", b"inp_embd_scaled", b"model.input_embed", b"model.embed_tokens"))
+_ENTRIES: Final = frozenset(
+    (b"embd", b"attn_norm_in-0", b"inp_scaled", b"inp_embd_scaled", b"model.input_embed", b"model.embed_tokens")
+)
 """What llama.cpp's graphs call the first hidden state: the rows of the embedding, and those of them that are scaled."""
 
 _recent_log: deque[str] = deque(maxlen=8)
@@ -174,12 +176,13 @@ class _Tap(dict[int, bool]):
         self.shares_scratch = False
         self.stream: WindowStream | None = None
         self.error: EngineError | None = None
-        self.find("l_out")
+        self.find(SUPPORTED["llama"], 0)
 
-    def find(self, exit_name: str) -> None:
-        """The graph calls a layer's output so."""
-        self._exit = exit_name
-        self._wanted = None if self._last is None else f"{exit_name}-{self._last}".encode()
+    def find(self, architecture: Architecture, layers: int) -> None:
+        """The graph is this one's, of so many ``layers``."""
+        self._architecture, self._layers = architecture, layers
+        last = self._last
+        self._wanted = None if last is None else architecture.exit_of(last, is_last=True).encode()
 
     def begin(self, rows: int, feed: Hidden | None) -> None:
         """``rows`` rows are about to be computed, of ``feed`` unless the batch says of what.
@@ -198,7 +201,10 @@ class _Tap(dict[int, bool]):
             self.stream.streamer.settle()
         if self._residency is not self.stream.streamer.residency or before != rows:
             self._residency = self.stream.streamer.residency
-            self._borders = {f"{self._exit}-{layer}".encode(): unit for layer, unit in self.stream.borders().items()}
+            self._borders = {
+                self._architecture.exit_of(layer, is_last=layer == self._layers - 1).encode(): unit
+                for layer, unit in self.stream.borders().items()
+            }
             self._routers = {f"ffn_moe_topk-{layer}".encode(): each for layer, each in self.stream.routers.items()}
             self.clear()
         self.stream.arrive()
@@ -414,7 +420,7 @@ class _Model:
             llama.llama_model_is_recurrent(self._model) or llama.llama_model_is_hybrid(self._model)
         )
         if known is not None:
-            tap.find(known.exit)
+            tap.find(known, source.assignment.layers)
         first = source.assignment.first
         self.layers: Final = range(first, first + source.assignment.layers)
         self._is_copying = False
