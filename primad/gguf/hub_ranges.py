@@ -78,7 +78,7 @@ class HubRanges:
             return self._read(file, file.url, offset, size)
         except (OSError, http.client.HTTPException) as exc:
             self.close()
-            what = "nothing came for too long" if isinstance(exc, TimeoutError) else _text(exc)
+            what = "it takes too long" if isinstance(exc, TimeoutError) else _text(exc)
             again = not self._aborted and not isinstance(exc, ssl.SSLCertVerificationError)
             raise HubError(f"{_host(file.url)} cannot be reached: {what}", again=again) from exc
         except BaseException:
