@@ -125,6 +125,8 @@ _SECTIONS: Final = frozenset(("rope.dimension_sections",))
 """Positions of several parts, which are equal for text."""
 _DEEPSTACK: Final = frozenset(("n_deepstack_layers",))
 """Layers that take image features."""
+_DENSE: Final = frozenset(("leading_dense_block_count",))
+"""Which layers have no experts, where tensors say it and the key is not looked at."""
 _HEADS: Final = "attention.head_count_kv"
 _KV_HEADS: Final = frozenset((_HEADS,))
 _RECURRENT: Final = "attention.recurrent_layers"
@@ -203,7 +205,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         Architecture(name="glm4moe", knows=_SECTIONS, is_fed=True, predicts=True),
         Architecture(name="grovemoe"),
         Architecture(name="hunyuan-dense"),
-        Architecture(name="hy_v3", predicts=True),
+        Architecture(name="hy_v3", predicts=True, drops=_DENSE),
         Architecture(
             name="llama4", sliding=Sliding.FIXED, cut_multiple=4, step="interleave_moe_layer_step", is_fed=True
         ),
@@ -222,7 +224,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         Architecture(name="qwen3vl", knows=_SECTIONS, is_fed=True, drops=_DEEPSTACK),
         Architecture(name="qwen3vlmoe", knows=_SECTIONS, is_fed=True, drops=_DEEPSTACK),
         Architecture(name="arctic"),
-        Architecture(name="bailingmoe", tied_output_fallback=False),
+        Architecture(name="bailingmoe", tied_output_fallback=False, drops=_DENSE),
         Architecture(name="bailingmoe3", recurrent=Recurrent.HEADS, by_layer=_KV_HEADS, is_fed=True, predicts=True),
         Architecture(name="bitnet"),
         Architecture(name="codeshell", tied_output_fallback=False),
@@ -579,7 +581,7 @@ def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> 
     if f"{prefix}leading_dense_block_count" in values:
         dense = header.count(f"{prefix}leading_dense_block_count")
         values[f"{prefix}leading_dense_block_count"] = _uint32(min(max(dense - first, 0), last - first))
-    if architecture.embedding is Embedding.KEY:
+    if architecture.embedding is Embedding.KEY and not architecture.is_fed:
         values[f"{prefix}embedding_scale"] = _float32(0.0)
     if architecture.sliding not in (Sliding.NEVER, Sliding.FIXED):
         values.update(_sliding_values(header, architecture, first, last))
@@ -600,9 +602,10 @@ def _sliding_values(header: Header, architecture: Architecture, first: int, last
     values = {
         f"{prefix}attention.sliding_window": _uint32(_ENDLESS_WINDOW),
         f"{prefix}attention.sliding_window_pattern": array_value(GGUFValueType.BOOL, [True] * (last - first)),
-        f"{prefix}rope.freq_base_swa": _float32(header.number(f"{prefix}rope.freq_base", 10_000.0)),
     }
-    if architecture.name == "cohere2":
+    if architecture.name != "cohere2":
+        values[f"{prefix}rope.freq_base_swa"] = _float32(header.number(f"{prefix}rope.freq_base", 10_000.0))
+    else:
         values[f"{prefix}rope.scaling.type"] = scalar_value(GGUFValueType.STRING, "linear")
         values[f"{prefix}rope.scaling.factor"] = _float32(float("inf"))
     return values
@@ -645,6 +648,11 @@ def _check_count(header: Header, architecture: Architecture, count: int) -> None
 def _deepseek2_lite(header: Header, layers: int) -> bool:
     """Whether llama.cpp takes that many layers for DeepSeek V2 Lite or a like model, whose queries are one matrix."""
     return layers in (26, 27) or (layers == 48 and _vocabulary(header) == 128_256)
+
+
+def counts_vocabulary(header: Header) -> bool:
+    """Whether llama.cpp tells the model from others by the size of its vocabulary."""
+    return header.text("general.architecture") in _DEEPSEEK2 and _vocabulary(header) in (128_256, 154_880)
 
 
 def _vocabulary(header: Header) -> int:
