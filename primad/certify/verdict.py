@@ -7,17 +7,20 @@ counts as none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
+from halda import ModelProfile
 from primad.certify.keys import is_own
 from primad.engine.build import build_id
 from primad.engine.protocol import KvType
 from primad.errors import printable
+from primad.gguf.architectures import SUPPORTED, cut_multiple
 from primad.gguf.header import Header
 from primad.gguf.windows import vocabulary_size
 from primad.settings.config import checks_folder
@@ -96,6 +99,8 @@ def verdict_key(header: Header, cuts: Sequence[int] = ()) -> str:
 
 def load_verdict(home: Path, header: Header, cuts: Sequence[int] = ()) -> CheckVerdict | None:
     """What was found for windows between these ``cuts``, or else everywhere; None where they were not checked."""
+    if header.text("general.architecture") not in SUPPORTED:
+        return None
     for asked in dict.fromkeys((tuple(cuts), ())):
         try:
             data = (checks_folder(home) / f"{verdict_key(header, asked)}.json").read_bytes()
@@ -117,8 +122,14 @@ def save_verdict(home: Path, header: Header, verdict: CheckVerdict) -> None:
         path.unlink(missing_ok=True)
 
 
+def windows_line(home: Path, header: Header, firsts: Iterable[int]) -> str | None:
+    """In one line what is known of windows that begin at the layers ``firsts``; None for the whole model alone."""
+    cuts = sorted({*firsts} - {0})
+    return f"windows of this model: {verdict_line(load_verdict(home, header, cuts), header.path)}" if cuts else None
+
+
 def verdict_line(verdict: CheckVerdict | None, model: Path) -> str:
-    """In one line what is known of the windows of ``model``."""
+    """The same of ``model``."""
     if verdict is None:
         return f"not checked: primad check {printable(model)}"
     if verdict.result == "certified":
@@ -127,6 +138,14 @@ def verdict_line(verdict: CheckVerdict | None, model: Path) -> str:
     if verdict.result == "not finished":
         return f"checked in part on {verdict.day}; primad check {printable(model)} goes on with more --time-limit"
     return f"not certified on {verdict.day}: {printable(verdict.why)}"
+
+
+def with_verdict(profile: ModelProfile, header: Header, home: Path) -> ModelProfile:
+    """``profile``, which ``header`` is of, without the cuts that the verdict in ``home`` forbids, if there is one."""
+    verdict = load_verdict(home, header)
+    if verdict is None or not verdict.forbidden:
+        return profile
+    return replace(profile, cut_multiple=allowed_multiple(verdict, cut_multiple(header), len(profile.layers)))
 
 
 def allowed_multiple(verdict: CheckVerdict | None, multiple: int, layers: int) -> int:
