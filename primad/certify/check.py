@@ -63,7 +63,7 @@ def check(header: Header, wanted: Wanted, advance: TellNext) -> CheckVerdict:
                 "primad.certify.child", "the child", environment(os.environ, 1, 0), timeout_s=wanted.time_limit_s
             )
             try:
-                found = _Check(header, wanted, advance, child, Path(folder) / "tiny.gguf")
+                found = _Check(header, wanted, advance, child, Path(folder) / "tiny.gguf", time.monotonic())
                 found.run()
                 return found.verdict()
             finally:
@@ -85,7 +85,7 @@ class _Check:
     advance: TellNext
     child: TaskChild
     tiny: Path
-    began: float = field(default_factory=time.monotonic)
+    began: float
     routes: list[TriedRoute] = field(default_factory=list)
     keys: list[TriedKey] = field(default_factory=list)
     forbidden: list[ForbiddenCut] = field(default_factory=list)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from primad.gguf.architectures import SUPPORTED, layer_count, window_values
-from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header, Scalar, Value, array_value, scalar_value
 from primad.gguf.windows import vocabulary_size
 
@@ -71,11 +70,11 @@ def made_wrong(header: Header, key: str) -> KeyChange:
 def _other(value: Value) -> Value:
     """A value of the same kind, and of as many items, each of them another one."""
     if value.is_array:
-        return array_value(value.item_type, [_other_item(item, value.item_type) for item in value.items()])
-    return scalar_value(value.type, _other_item(value.scalar(), value.type))
+        return array_value(value.item_type, [_other_item(item) for item in value.items()])
+    return scalar_value(value.type, _other_item(value.scalar()))
 
 
-def _other_item(item: Scalar, kind: GGUFValueType) -> Scalar:
+def _other_item(item: Scalar) -> Scalar:
     match item:
         case bool():
             return not item
@@ -84,4 +83,4 @@ def _other_item(item: Scalar, kind: GGUFValueType) -> Scalar:
         case float():
             return 1.5 * item + 0.25 if abs(item) < 1e30 else 1.0
         case _:
-            return item + 1 if item < 100 or kind in (GGUFValueType.UINT32, GGUFValueType.UINT64) else item - 1
+            return item + 1 if item < 100 else item - 1

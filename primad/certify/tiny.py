@@ -12,6 +12,7 @@ narrow as can be, ``WAYS[1]`` keeps its proportion to the heads. llama.cpp itsel
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -167,13 +168,16 @@ def _in_order(numbers: list[int], most: int) -> _Change:
 
 
 def _changed(value: Value, change: _Change) -> Value:
-    """``value`` with each of its whole numbers changed."""
+    """``value`` with each of its whole numbers changed; as it is where it is of a type that does not hold them."""
 
     def changed(item: Scalar) -> Scalar:
         return change(item) if isinstance(item, int) and not isinstance(item, bool) else item
 
-    if value.is_array:
-        if value.item_type == GGUFValueType.STRING:
-            return value
-        return array_value(value.item_type, [changed(item) for item in value.items()])
-    return scalar_value(value.type, changed(value.scalar()))
+    if value.item_type == GGUFValueType.STRING:
+        return value
+    try:
+        if value.is_array:
+            return array_value(value.item_type, [changed(item) for item in value.items()])
+        return scalar_value(value.type, changed(value.scalar()))
+    except struct.error:
+        return value

@@ -57,13 +57,13 @@ def check(
     from primad.gguf.model import open_model
 
     config = load_config({"home": home})
+    open_home(config)
     layers = tuple(parse_whole(part, "--cuts", least=1, most=100_000) for part in (cuts or "").split(",") if cuts)
     header = open_model(model_path(model, lambda: config, fetches=False), header_only=True)
     wanted = Wanted(cuts=layers, every=every, time_limit_s=time_limit)
     with err.status("trying") as shown:
         verdict = try_windows(header, wanted, lambda what: shown.update(f"trying {printable(what)}"))
     try:
-        open_home(config)
         save_verdict(config.home, header, verdict)
     except OSError as exc:
         err.print(f"{config.home}: the verdict cannot be kept: {exc.strerror or exc}")

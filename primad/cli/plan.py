@@ -142,7 +142,8 @@ def _ask(
 
     path = model.model
     if path is not None:
-        path = model_path(path, lambda: load_config({"home": live.home}), fetches=False)
+        otherwise = ", and --model-shape plans without"
+        path = model_path(path, lambda: load_config({"home": live.home}), fetches=False, otherwise=otherwise)
     profile = read_model(path, model.model_shape)
     check(wishes, profile)
     found = found_devices(fleet, files, live)

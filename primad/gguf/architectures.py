@@ -667,11 +667,12 @@ def _check_arrays(header: Header, architecture: Architecture) -> None:
         if not value.is_array or not (key.startswith(f"{name}.") or key in architecture.by_layer):
             continue
         short = key.removeprefix(f"{name}.")
+        is_text = value.item_type == GGUFValueType.STRING
         if short in architecture.by_layer:
-            if len(value) != layers:
+            if len(value) != layers or is_text:
                 raise _refusal(header, f"key '{key}'", f"one value for each of {layers} layers is expected")
         elif short in _PER_LAYER:
-            if len(value) != layers or len(set(value.items())) != 1:
+            if len(value) != layers or is_text or len(set(value.items())) != 1:
                 raise _refusal(header, f"key '{key}'", f"the same value for each of {layers} layers is expected")
         elif short != "attention.sliding_window_pattern" and len(value) == layers:
             raise _refusal(header, f"key '{key}'", "it has one value a layer and its use is not known")
