@@ -13,6 +13,7 @@ import pytest
 from primad.certify.check import Wanted, check
 from primad.certify.child import MakeTiny, Tried, TryCuts
 from primad.certify.verdict import CheckVerdict, ForbiddenCut, load_verdict, save_verdict
+from primad.gguf.architectures import SUPPORTED
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.profiler.store import save_profile
@@ -20,6 +21,7 @@ from primad.ring.spawn import environment
 from primad.ring.task_child import TaskChild
 from tests.fakes.planning import GB, device
 from tools import synth
+from tools.lab import zoo
 
 
 @pytest.fixture
@@ -58,6 +60,16 @@ def test_mixtures_and_hybrids_are_certified(checks, architecture, tmp_path):
     verdict = msgspec.json.decode(out, type=CheckVerdict)
     assert (code, verdict.result) == (0, "certified")
     assert verdict.routes[0].cuts == (*range(0, verdict.layers, verdict.cut_multiple), verdict.layers)
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize("architecture", sorted({*SUPPORTED, *zoo.MODELS}))
+def test_every_architecture_is_certified(checks, architecture, tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture=architecture)
+    code, out, _ = checks(path, "--all", "--time-limit", 600)
+    assert code == 0, out
 
 
 def test_an_abort_of_llama_cpp_is_an_answer_and_the_next_task_is_tried(child, gemma3, tmp_path):
