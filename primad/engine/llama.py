@@ -45,8 +45,9 @@ from primad.engine.streaming.prefetch import WindowStream
 from primad.engine.streaming.residency import Residency
 from primad.engine.streaming.scratch import LARGE_ROWS, Scratch
 from primad.engine.streaming.scratch import bind as bind_scratch
+from primad.engine.streaming.units import EXPERT_TENSORS
 from primad.errors import EngineError, WeightsError
-from primad.gguf.architectures import SUPPORTED
+from primad.gguf.architectures import SUPPORTED, Architecture
 from primad.gguf.constants import GGMLQuantizationType
 from primad.gguf.header import TensorInfo
 from primad.kv.cells import LayerCells
@@ -65,7 +66,9 @@ _KV_TYPES: Final[dict[KvType, int]] = {
     "q8_0": llama.GGML_TYPE_Q8_0,
     "q4_0": llama.GGML_TYPE_Q4_0,
 }
-_ENTRIES: Final = frozenset((b"embd", b"inp_scaled", b"inp_embd_scaled", b"model.input_embed", b"model.embed_tokens"))
+_ENTRIES: Final = frozenset(
+    (b"embd", b"attn_norm_in-0", b"inp_scaled", b"inp_embd_scaled", b"model.input_embed", b"model.embed_tokens")
+)
 """What llama.cpp's graphs call the first hidden state: the rows of the embedding, and those of them that are scaled."""
 
 _recent_log: deque[str] = deque(maxlen=8)
@@ -100,6 +103,8 @@ def _ggml() -> ctypes.CDLL:
     library.ggml_nelements.argtypes = [ctypes.c_void_p]
     library.ggml_nrows.restype = ctypes.c_int64
     library.ggml_nrows.argtypes = [ctypes.c_void_p]
+    library.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
+    library.ggml_backend_cpu_buffer_type.argtypes = []
     library.ggml_get_type_traits.restype = ctypes.POINTER(_TypeTraits)
     library.ggml_get_type_traits.argtypes = [ctypes.c_int]
     bind_scratch(library)
@@ -172,12 +177,13 @@ class _Tap(dict[int, bool]):
         self.shares_scratch = False
         self.stream: WindowStream | None = None
         self.error: EngineError | None = None
-        self.find("l_out")
+        self.find(SUPPORTED["llama"], 0)
 
-    def find(self, exit_name: str) -> None:
-        """The graph calls a layer's output so."""
-        self._exit = exit_name
-        self._wanted = None if self._last is None else f"{exit_name}-{self._last}".encode()
+    def find(self, architecture: Architecture, layers: int) -> None:
+        """The graph is this one's, of so many ``layers``."""
+        self._architecture, self._layers = architecture, layers
+        last = self._last
+        self._wanted = None if last is None else architecture.exit_of(last, is_last=True).encode()
 
     def begin(self, rows: int, feed: Hidden | None) -> None:
         """``rows`` rows are about to be computed, of ``feed`` unless the batch says of what.
@@ -196,7 +202,10 @@ class _Tap(dict[int, bool]):
             self.stream.streamer.settle()
         if self._residency is not self.stream.streamer.residency or before != rows:
             self._residency = self.stream.streamer.residency
-            self._borders = {f"{self._exit}-{layer}".encode(): unit for layer, unit in self.stream.borders().items()}
+            self._borders = {
+                self._architecture.exit_of(layer, is_last=layer == self._layers - 1).encode(): unit
+                for layer, unit in self.stream.borders().items()
+            }
             self._routers = {f"ffn_moe_topk-{layer}".encode(): each for layer, each in self.stream.routers.items()}
             self.clear()
         self.stream.arrive()
@@ -349,6 +358,20 @@ def n_gpu_layers(assignment: WindowAssignment) -> int:
     return assignment.gpu_layers + 1 if assignment.gpu_layers or assignment.output == "gpu" else 0
 
 
+class _TensorPlace(ctypes.Structure):
+    """``struct llama_model_tensor_buft_override`` (llama.h)."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+def _experts_on_cpu(assignment: WindowAssignment) -> Any:
+    """Where llama.cpp is to put the tensors of layers on the GPU that are to be in RAM; the last entry is empty."""
+    layers = range(assignment.cpu_layers, assignment.ram_layers)
+    cpu = _ggml_base.ggml_backend_cpu_buffer_type()
+    places = [_TensorPlace(rf"^blk\.{layer}\.{EXPERT_TENSORS}".encode(), cpu) for layer in layers]
+    return (_TensorPlace * (len(places) + 1))(*places)
+
+
 def _text_of(model: Any, key: bytes) -> str:
     """The value of a key of text in the metadata of ``model``; empty for none."""
     buffer = ctypes.create_string_buffer(128)
@@ -371,7 +394,11 @@ class _Model:
         named = [find_gpu(options.gpu)] if source.assignment.uses_gpu else []
         devices = (ctypes.c_void_p * (len(named) + 1))(*named, None)
         params.devices = ctypes.cast(devices, ctypes.c_void_p)
+        experts = _experts_on_cpu(source.assignment)
+        if source.assignment.cpu_experts:
+            params.tensor_buft_overrides = ctypes.cast(experts, ctypes.c_void_p)
         params.use_extra_bufts = source.extra_buffers
+        params.no_host = True  # else a GPU's buffers in RAM come before them; files are mapped, so no weights lie there
         paths = (source.metadata, *source.layers)
         names = (ctypes.c_char_p * len(paths))(*(path.encode() for path in paths))
         self._model = (
@@ -394,7 +421,7 @@ class _Model:
             llama.llama_model_is_recurrent(self._model) or llama.llama_model_is_hybrid(self._model)
         )
         if known is not None:
-            tap.find(known.exit)
+            tap.find(known, source.assignment.layers)
         first = source.assignment.first
         self.layers: Final = range(first, first + source.assignment.layers)
         self._is_copying = False

@@ -98,6 +98,8 @@ class Architecture:
     sliding: Sliding = Sliding.NEVER
     sliding_period: int = 0
     """llama.cpp's default pattern: in each ``sliding_period`` layers the last one does not slide."""
+    slides_last: bool = False
+    """It is the first one that does not."""
     cut_multiple: int = 1
     """The first layer of every window has to be a multiple of this, and of the key ``step``."""
     step: str = ""
@@ -113,12 +115,18 @@ class Architecture:
     """Keys that windows do without."""
     recurrent: Recurrent = Recurrent.NEVER
     output_norm: str = "output_norm"
-    exit: str = "l_out"
-    """What the graph calls a layer's output."""
+    exit: str = "l_out-{layer}"
+    """What the graph calls a layer's output, by the ``layer`` or the one ``after`` it."""
+    last_exit: str = ""
+    """What it calls the last one's, if otherwise."""
     predicts: bool = False
     """Its last layers may be for multi-token prediction, which the graph leaves out."""
     shares_where_full: bool = False
     """What every window shares is used only by layers that do not slide."""
+
+    def exit_of(self, layer: int, *, is_last: bool) -> str:
+        """What the graph calls the output of ``layer``, counted from the window's first."""
+        return ((is_last and self.last_exit) or self.exit).format(layer=layer, after=layer + 1)
 
 
 _SECTIONS: Final = frozenset(("rope.dimension_sections",))
@@ -216,10 +224,27 @@ SUPPORTED: Final[dict[str, Architecture]] = {
             sliding=Sliding.NEEDED,
             by_layer=_KV_HEADS,
         ),
+        Architecture(
+            name="laguna",
+            sliding=Sliding.OPTIONAL,
+            sliding_period=4,
+            slides_last=True,
+            knows=frozenset(("rope.dimension_count_swa",)),
+        ),
         Architecture(name="mistral4", predicts=True),
         Architecture(name="nemotron", tied_output_fallback=False),
         Architecture(name="phi2", tied_output_fallback=False),
         Architecture(name="phimoe", tied_output_fallback=False),
+        Architecture(
+            name="step35",
+            tied_output_fallback=False,
+            sliding=Sliding.NEEDED,
+            knows=frozenset(("rope.dimension_count_swa",)),
+            by_layer=frozenset((*_KV_HEADS, "attention.head_count", "swiglu_clamp_exp", "swiglu_clamp_shexp")),
+            exit="attn_norm_in-{after}",
+            last_exit="h_nextn",
+            predicts=True,
+        ),
         Architecture(name="qwen2vl", knows=_SECTIONS, is_fed=True),
         Architecture(name="qwen3vl", knows=_SECTIONS, is_fed=True, drops=_DEEPSTACK),
         Architecture(name="qwen3vlmoe", knows=_SECTIONS, is_fed=True, drops=_DEEPSTACK),
@@ -269,7 +294,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
                 name=name,
                 tied_output_fallback=False,
                 recurrent=Recurrent.HEADS,
-                exit="nemotron_h_block_out",
+                exit="nemotron_h_block_out-{layer}",
                 by_layer=_KV_HEADS | {"feed_forward_length"},
                 is_fed=True,
                 predicts=True,
@@ -537,7 +562,8 @@ def sliding_layers(header: Header) -> tuple[bool, ...]:
         slides = tuple(bool(flag) for flag in pattern.items()[:layers])
     else:
         period = header.count(pattern_key, architecture.sliding_period)
-        slides = tuple(period == 0 or layer % period < period - 1 for layer in range(layers))
+        full = 0 if architecture.slides_last else period - 1
+        slides = tuple(period == 0 or layer % period != full for layer in range(layers))
     if not any(slides):
         raise _refusal(header, f"key '{pattern_key}'", "no layer slides although the model has a sliding window")
     return slides

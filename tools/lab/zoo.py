@@ -129,6 +129,8 @@ MODELS: Final[dict[str, dict[str, Content]]] = {
     },
     "hunyuan-dense": {},
     "hy_v3": {**_LEAD, **_MOE},
+    "laguna": {**_LEAD, **_MOE, **_HALF, "attention.sliding_window": 24, "rope.dimension_count_swa": 16},
+    "laguna-full": {**_LEAD, **_MOE, **_HALF},
     "llama4": {**_MOE, "interleave_moe_layer_step": 2},
     "mimo2": {
         **_MOE,
@@ -168,6 +170,18 @@ MODELS: Final[dict[str, dict[str, Content]]] = {
     "qwen35-array": {**_SECTIONS, **_SSM, "attention.recurrent_layers": _SLIDES},
     "qwen35moe": {**_SECTIONS, **_SSM, **_MOE, "full_attention_interval": 4},
     "qwen3next": {**_HALF, **_SSM, **_MOE, "full_attention_interval": 4},
+    "step35": {
+        **_MOE,
+        "attention.sliding_window": 24,
+        "attention.sliding_window_pattern": [False, True, True, True] * 2,
+        "attention.head_count": [4, 6, 6, 6] * 2,
+        "attention.head_count_kv": [2] * LAYERS,
+        "rope.dimension_count": 16,
+        "rope.dimension_count_swa": 16,
+        "rope.freq_base_swa": 5000.0,
+        "swiglu_clamp_exp": [0.0, 0.0, 0.0, 0.0, 0.3, 0.2, 0.3, 0.2],
+        "swiglu_clamp_shexp": [0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.1],
+    },
     "qwen2vl": _SECTIONS,
     "qwen3vl": {**_SECTIONS, "n_deepstack_layers": 3},
     "qwen3vlmoe": {**_SECTIONS, **_MOE, "n_deepstack_layers": 3},
@@ -180,7 +194,7 @@ _WIDER: Final = frozenset(
         *("ssm.inner_size", "ssm.time_step_rank", "ssm.group_count"),
     )
 )
-VARIANTS: Final = {"gemma4-moe": "gemma4", "qwen35-array": "qwen35"}
+VARIANTS: Final = {"gemma4-moe": "gemma4", "laguna-full": "laguna", "qwen35-array": "qwen35"}
 HAS_BOTH: Final = frozenset(("arctic", "gemma4-moe"))
 """With a dense feed-forward beside the experts of a layer."""
 
