@@ -367,7 +367,7 @@ class _TensorPlace(ctypes.Structure):
 def _experts_on_cpu(assignment: WindowAssignment) -> Any:
     """Where llama.cpp is to put the tensors of layers on the GPU that are to be in RAM; the last entry is empty."""
     layers = range(assignment.cpu_layers, assignment.ram_layers)
-    cpu = _ggml_base.ggml_backend_cpu_buffer_type()
+    cpu = ggml_base.ggml_backend_cpu_buffer_type()
     places = [_TensorPlace(rf"^blk\.{layer}\.{EXPERT_TENSORS}".encode(), cpu) for layer in layers]
     return (_TensorPlace * (len(places) + 1))(*places)
 
