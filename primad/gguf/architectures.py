@@ -229,6 +229,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
             sliding=Sliding.OPTIONAL,
             sliding_period=4,
             slides_last=True,
+            cut_multiple=4,
             knows=frozenset(("rope.dimension_count_swa",)),
         ),
         Architecture(name="mistral4", predicts=True),
@@ -375,7 +376,10 @@ def cuttable(header: Header) -> Architecture:
         raise _refusal(header, "key 'general.tensor_extra.name'", "it sets the precision of tensors by layer number")
     _check_arrays(header, architecture)
     _check_count(header, architecture, layers)
-    sliding_layers(header)
+    slides = sliding_layers(header)
+    if name == "laguna" and any(slides) and slides != tuple(layer % 4 > 0 for layer in range(layers)):
+        reason = "llama.cpp rotates layers that do not slide as a window's first layer does"
+        raise _refusal(header, f"key '{name}.{_SLIDING}_pattern'", reason)
     present = set()
     for tensor in header.tensors:
         role = tensor_role(header, tensor)

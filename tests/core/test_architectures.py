@@ -303,6 +303,17 @@ def test_counts_that_change_llama_cpps_graph_are_refused():
         window_values(model("gemma3", 70, attention__key_length=128), 0, 62, vocabulary=1)
 
 
+def test_laguna_slides_but_for_every_fourth_layer_from_the_first_on():
+    """Its graph rotates layers that do not slide as a window's first layer, which then must not slide either."""
+    slides = [False, True, True, True] * 2
+    default, told = model("laguna", 8, attention__sliding_window=24), {"attention.sliding_window_pattern": slides}
+    assert list(sliding_layers(default)) == slides
+    assert cut_multiple(model("laguna", 8, attention__sliding_window=24, **told)) == 4
+    assert not any(sliding_layers(model("laguna", 8)))
+    other = {"attention.sliding_window_pattern": slides[::-1]}
+    refuses(model("laguna", 8, attention__sliding_window=24, **other), "sliding_window_pattern")
+
+
 def test_smollm3_is_cut_at_every_fourth_layer():
     header = model("smollm3", 12)
     assert window(header, 4, 11)["block_count"] == 7
