@@ -148,6 +148,7 @@ def _notes(status: StatusBody) -> list[str]:
     measured = status.measured
     wrong = [wrong_line(measured)] if measured is not None and measured.wrong is not None else []
     kept = [] if status.kv is None else _kept(status.kv)
+    kept += [] if status.checked is None else [printable(status.checked)]
     return silent + others + wrong + kept + ([] if status.embedding is None else [_embedding(status.embedding)])
 
 

@@ -133,6 +133,8 @@ _SECTIONS: Final = frozenset(("rope.dimension_sections",))
 """Positions of several parts, which are equal for text."""
 _DEEPSTACK: Final = frozenset(("n_deepstack_layers",))
 """Layers that take image features."""
+_DENSE: Final = frozenset(("leading_dense_block_count",))
+"""Which layers have no experts, where tensors say it and the key is not looked at."""
 _HEADS: Final = "attention.head_count_kv"
 _KV_HEADS: Final = frozenset((_HEADS,))
 _RECURRENT: Final = "attention.recurrent_layers"
@@ -211,7 +213,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         Architecture(name="glm4moe", knows=_SECTIONS, is_fed=True, predicts=True),
         Architecture(name="grovemoe"),
         Architecture(name="hunyuan-dense"),
-        Architecture(name="hy_v3", predicts=True),
+        Architecture(name="hy_v3", predicts=True, drops=_DENSE),
         Architecture(
             name="llama4", sliding=Sliding.FIXED, cut_multiple=4, step="interleave_moe_layer_step", is_fed=True
         ),
@@ -227,6 +229,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
             sliding=Sliding.OPTIONAL,
             sliding_period=4,
             slides_last=True,
+            cut_multiple=4,
             knows=frozenset(("rope.dimension_count_swa",)),
         ),
         Architecture(name="mistral4", predicts=True),
@@ -247,7 +250,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         Architecture(name="qwen3vl", knows=_SECTIONS, is_fed=True, drops=_DEEPSTACK),
         Architecture(name="qwen3vlmoe", knows=_SECTIONS, is_fed=True, drops=_DEEPSTACK),
         Architecture(name="arctic"),
-        Architecture(name="bailingmoe", tied_output_fallback=False),
+        Architecture(name="bailingmoe", tied_output_fallback=False, drops=_DENSE),
         Architecture(name="bailingmoe3", recurrent=Recurrent.HEADS, by_layer=_KV_HEADS, is_fed=True, predicts=True),
         Architecture(name="bitnet"),
         Architecture(name="codeshell", tied_output_fallback=False),
@@ -373,7 +376,10 @@ def cuttable(header: Header) -> Architecture:
         raise _refusal(header, "key 'general.tensor_extra.name'", "it sets the precision of tensors by layer number")
     _check_arrays(header, architecture)
     _check_count(header, architecture, layers)
-    sliding_layers(header)
+    slides = sliding_layers(header)
+    if name == "laguna" and any(slides) and slides != tuple(layer % 4 > 0 for layer in range(layers)):
+        reason = "llama.cpp rotates layers that do not slide as a window's first layer does"
+        raise _refusal(header, f"key '{name}.{_SLIDING}_pattern'", reason)
     present = set()
     for tensor in header.tensors:
         role = tensor_role(header, tensor)
@@ -605,7 +611,7 @@ def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> 
     if f"{prefix}leading_dense_block_count" in values:
         dense = header.count(f"{prefix}leading_dense_block_count")
         values[f"{prefix}leading_dense_block_count"] = _uint32(min(max(dense - first, 0), last - first))
-    if architecture.embedding is Embedding.KEY:
+    if architecture.embedding is Embedding.KEY and not architecture.is_fed:
         values[f"{prefix}embedding_scale"] = _float32(0.0)
     if architecture.sliding not in (Sliding.NEVER, Sliding.FIXED):
         values.update(_sliding_values(header, architecture, first, last))
@@ -626,9 +632,10 @@ def _sliding_values(header: Header, architecture: Architecture, first: int, last
     values = {
         f"{prefix}attention.sliding_window": _uint32(_ENDLESS_WINDOW),
         f"{prefix}attention.sliding_window_pattern": array_value(GGUFValueType.BOOL, [True] * (last - first)),
-        f"{prefix}rope.freq_base_swa": _float32(header.number(f"{prefix}rope.freq_base", 10_000.0)),
     }
-    if architecture.name == "cohere2":
+    if architecture.name != "cohere2":
+        values[f"{prefix}rope.freq_base_swa"] = _float32(header.number(f"{prefix}rope.freq_base", 10_000.0))
+    else:
         values[f"{prefix}rope.scaling.type"] = scalar_value(GGUFValueType.STRING, "linear")
         values[f"{prefix}rope.scaling.factor"] = _float32(float("inf"))
     return values
@@ -673,6 +680,11 @@ def _deepseek2_lite(header: Header, layers: int) -> bool:
     return layers in (26, 27) or (layers == 48 and _vocabulary(header) == 128_256)
 
 
+def counts_vocabulary(header: Header) -> bool:
+    """Whether llama.cpp tells the model from others by the size of its vocabulary."""
+    return header.text("general.architecture") in _DEEPSEEK2 and _vocabulary(header) in (128_256, 154_880)
+
+
 def _vocabulary(header: Header) -> int:
     tokens = header.values.get("tokenizer.ggml.tokens")
     name = header.text("general.architecture")
@@ -685,11 +697,12 @@ def _check_arrays(header: Header, architecture: Architecture) -> None:
         if not value.is_array or not (key.startswith(f"{name}.") or key in architecture.by_layer):
             continue
         short = key.removeprefix(f"{name}.")
+        is_text = value.item_type == GGUFValueType.STRING
         if short in architecture.by_layer:
-            if len(value) != layers:
+            if len(value) != layers or is_text:
                 raise _refusal(header, f"key '{key}'", f"one value for each of {layers} layers is expected")
         elif short in _PER_LAYER:
-            if len(value) != layers or len(set(value.items())) != 1:
+            if len(value) != layers or is_text or len(set(value.items())) != 1:
                 raise _refusal(header, f"key '{key}'", f"the same value for each of {layers} layers is expected")
         elif short != "attention.sliding_window_pattern" and len(value) == layers:
             raise _refusal(header, f"key '{key}'", "it has one value a layer and its use is not known")

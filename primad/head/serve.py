@@ -19,6 +19,7 @@ from primad.api.backend import ModelNames
 from primad.api.key_file import KeyFile
 from primad.api.keys import ApiKey, digest_of, new_key
 from primad.api.patience import Silent
+from primad.certify.verdict import with_verdict
 from primad.daemon.measuring import OwnProfile
 from primad.daemon.owner import apply_nice
 from primad.daemon.reporter import Reporter
@@ -75,7 +76,7 @@ def serve(
     """Run the head until it is stopped. Everything that can be judged without the network is judged first."""
     ranged = source if isinstance(source, RangedModel) else None
     header = open_model(source) if isinstance(source, Path) else source.header
-    model = model_profile(header)
+    model = with_verdict(model_profile(header), header, config.home)
     check_options(options, config, header, model)
     if options.embedding is not None:
         check_embedding(options.embedding)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from halda import ModelProfile, Workload
+from primad.certify.verdict import windows_line
 from primad.daemon.station import Station
 from primad.errors import ModelError, PrimadError, WeightsError
 from primad.gguf.digests import LayerDigests
@@ -57,11 +59,13 @@ class ModelSource:
     def cutter(self) -> ModelCutter:
         """Cuts its layers out; made when one is needed for the first time."""
         if self._cutter is None:
-            digests = LayerDigests(self.header, digests_file(self._home))
+            digests, ranged = LayerDigests(self.header, digests_file(self._home)), self._ranged
             self._cutter = (
                 ModelCutter(self.header, digests)
-                if self._ranged is None
-                else RangedCutter(self.header, digests, self._ranged.files, self._ranged.parts, own_hubs(), token())
+                if ranged is None
+                else RangedCutter(
+                    self.header, digests, files=ranged.files, parts=ranged.parts, hubs=own_hubs(), token=token()
+                )
             )
         return self._cutter
 
@@ -75,6 +79,10 @@ class ModelSource:
     def file(self) -> Path:
         """The file here that has the vocabulary, and all else of the model where that is here."""
         return self.header.path if self._ranged is None else self._ranged.vocabulary
+
+    async def checked(self, firsts: Iterable[int]) -> str | None:
+        """What is known by now of its windows that begin at these layers; None for the whole model alone."""
+        return await asyncio.to_thread(windows_line, self._home, self.header, firsts)
 
     async def planned(self) -> ModelProfile:
         """Its profile with what is known by now of the use of its experts."""

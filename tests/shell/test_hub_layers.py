@@ -62,7 +62,7 @@ def hub(path, monkeypatch):
 def cutter(hub, tmp_path):
     model = header_of(NAME, tmp_path / "models")
     digests = LayerDigests(model.header, tmp_path / "digests.json")
-    return RangedCutter(model.header, digests, model.files, model.parts, own_hubs())
+    return RangedCutter(model.header, digests, files=model.files, parts=model.parts, hubs=own_hubs())
 
 
 def wanted(cutter: RangedCutter, *layers: int) -> list[WantedLayer]:
