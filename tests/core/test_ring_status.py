@@ -229,6 +229,7 @@ def test_the_body_without_a_ring():
         "links": [],
         "kv": None,
         "cluster": [],
+        "checked": None,
         "embedding": None,
     }
 
