@@ -168,6 +168,7 @@ def _open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:
             at_once=part.at_once,
             batching=part.batching,
             keep_rows=part.keep_rows if shelf is not None else None,
+            drafting=part.drafting,
         ),
         step_timeout_s=opening.step_timeout_s,
         clock=time.monotonic,

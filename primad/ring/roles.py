@@ -8,18 +8,19 @@ for by the loop, which hears the daemon meanwhile.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Final, Protocol, cast
 
 import zmq
 
-from primad.engine.protocol import EngineOptions, HiddenWindow
+from primad.engine.protocol import EngineOptions, Hidden, HiddenWindow
 from primad.engine.streaming.streams import Streamable, Streams
 from primad.errors import NextDeviceError, ProtocolError, RingError
 from primad.ring.channel import RingChannel
 from primad.ring.head import Send, Tell
-from primad.ring.links import Links
+from primad.ring.links import HIGH_WATER_STEPS, Links
 from primad.ring.loading import limits_of, limits_of_open, open_head, open_shelf, open_worker
 from primad.ring.messages import (
     Cancel,
@@ -33,6 +34,8 @@ from primad.ring.messages import (
     Reopen,
     Report,
     Sampled,
+    Skip,
+    Step,
 )
 from primad.ring.meter import Meter
 from primad.ring.worker import Worker
@@ -70,7 +73,7 @@ class Role(Protocol):
 
 
 class WorkerRole:
-    """Computes what arrives.
+    """Computes what arrives. All that has come is taken before a step is computed, so that what is to be skipped is known.
 
     A next device that takes nothing is told as ``Overdue`` and waited for: what this process has loaded is worth more than
     the ring, and the daemon can reopen it for another one.
@@ -90,6 +93,7 @@ class WorkerRole:
         self._meter = Meter()
         self._is_connected = False
         self._received_s: float | None = None
+        self._arrived: deque[tuple[Step, Hidden]] = deque()
 
     def opened(self) -> Opened:
         return Opened(self._links.endpoint, self._links.key, self._shelf is not None)
@@ -135,10 +139,10 @@ class WorkerRole:
             if overdue is not None:
                 self._channel.tell(overdue)
             return False
-        message = self._links.receive()
-        if message is None:
+        self._receive()
+        if not self._arrived:
             return False
-        step, hidden = message
+        step, hidden = self._arrived.popleft()
         start = time.perf_counter()
         received = self._received_s if self._received_s is not None else start
         self._received_s = None
@@ -150,6 +154,14 @@ class WorkerRole:
         if step.rows == 1:
             self._meter.hop_s.append(start - received + sent - end)
         return True
+
+    def _receive(self) -> None:
+        while len(self._arrived) < HIGH_WATER_STEPS and (message := self._links.receive()) is not None:
+            if isinstance(message, Skip):
+                self._worker.skip(message)
+                self._links.overtake(message)
+            else:
+                self._arrived.append(message)
 
     def watched(self) -> Watched:
         return self._links.watched(receiving=self._is_connected and not self._links.is_waiting)
@@ -222,6 +234,10 @@ class HeadRole:
                 assert self._links is not None
                 self._links.send(step, hidden)
                 visit, rows = step.window, step.rows
+            case Skip():
+                assert self._links is not None
+                self._links.overtake(outcome)
+                return True
             case Tell(events, rows):
                 self._channel.tell(*events)
                 for event in events:
@@ -232,6 +248,8 @@ class HeadRole:
 
     def _receive(self) -> None:
         while self._links is not None and (message := self._links.receive()) is not None:
+            if isinstance(message, Skip):  # it was everywhere
+                continue
             try:
                 self._head.receive(*message)
             except ProtocolError as exc:

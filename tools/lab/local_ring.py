@@ -27,6 +27,7 @@ from primad.layers.cache import LayerCache
 from primad.planning.extra_buffers import is_faster
 from primad.profiler.effort import TYPES
 from primad.ring.chunks import Pieces
+from primad.ring.drafting.drafter import Drafting
 from primad.ring.grouping import Batching
 from primad.ring.messages import (
     Cancel,
@@ -90,6 +91,7 @@ class LocalRing:
         sequences: int = 1,
         batching: Batching | None = None,
         pieces: Pieces | None = None,
+        drafting: Drafting | None = None,
         least_rows: int | None = None,
         kv_type: KvType = "f16",
         flash: bool = True,
@@ -113,6 +115,7 @@ class LocalRing:
         self._sequences = sequences
         self._batching = batching or Batching()
         self._pieces = pieces
+        self._drafting = drafting
         self._least_rows = rows if least_rows is None else least_rows
         self._kv_type = kv_type
         self._flash = flash
@@ -191,6 +194,7 @@ class LocalRing:
                     least_rows=self._least_rows,
                     batching=self._batching,
                     pieces=self._pieces,
+                    drafting=self._drafting,
                 ),
                 step_timeout_s=self._step_timeout_s,
                 options=options,
