@@ -197,6 +197,13 @@ class ComputeOptions:
 
     PANEL: ClassVar[str] = "Ring"
 
+    speculate: Annotated[
+        str,
+        typer.Option(
+            help="Guess the next tokens from prompt and answer, and compute them ahead where the ring is idle: auto (if it "
+            "has room for that), lookup (anyway) or off."
+        ),
+    ] = "auto"
     extra_buffers: Annotated[
         str, typer.Option(help="Repacked or AMX copies of weights: auto (try and time them), on or off.")
     ] = "auto"
@@ -288,6 +295,7 @@ def _serve_options(
     from primad.api.reading import PARSERS
     from primad.head.options import ServeOptions
     from primad.planning.batching import BATCHING_MODES
+    from primad.planning.drafting import SPECULATE_MODES
 
     return ServeOptions(
         kv_backup=_backup(kept.kv_backup),
@@ -310,6 +318,7 @@ def _serve_options(
         use_all=plan.use_all,
         sequences=parse_count(plan.sequences, MAX_SEQUENCES, "--sequences"),
         batching=parse_choice(plan.batching, BATCHING_MODES, "--batching"),
+        speculate=parse_choice(compute.speculate, SPECULATE_MODES, "--speculate"),
         aliases=() if endpoint.alias is None else _aliases(endpoint.alias),
         any_model=endpoint.any_model,
         context_shift=endpoint.context_shift,

@@ -29,6 +29,7 @@ async def load_own(inputs: RingInputs, load: Load) -> LoadedProcess:
         batching=batching,
         pieces=inputs.promise.pieces,
         keep_rows=inputs.keep_rows,
+        drafting=inputs.promise.drafting,
     )
     windows = WindowLoad(
         load,

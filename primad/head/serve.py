@@ -35,6 +35,7 @@ from primad.head.facts import facts_of
 from primad.head.options import ServeOptions, bind_http, model_id, plan_by_hand, workload_of
 from primad.head.service import service_of
 from primad.network.local_heads import announced_head
+from primad.planning.drafting import SpeculateMode
 from primad.settings.config import LOOPBACK, Config
 from primad.settings.quantities import show_bytes
 from primad.settings.timings import ApiTimings
@@ -51,11 +52,21 @@ OWN_COMMANDS: Final = "--own-commands"
 def check_options(options: ServeOptions, config: Config, header: Header, model: ModelProfile) -> None:
     """Judge all that can be judged before the network is touched. Raises ``ConfigError``, ``PlanError``, ``ModelError``."""
     workload_of(options, model)
+    check_speculate(options.speculate, model)
     windows = options.windows
     if windows is not None:
         plan_by_hand([f"device {i}" for i in range(len(windows))], windows, options.rounds, model)
     if (windows is not None and len(windows) > 1) or options.wait or config.devices:
         cuttable(header)
+
+
+def check_speculate(mode: SpeculateMode, model: ModelProfile) -> None:
+    """Raises ``ConfigError`` where drafts were asked for and ``model`` cannot take back what was computed of them."""
+    if mode not in ("auto", "off") and model.is_recurrent:
+        raise ConfigError(
+            f"--speculate {mode}: layers of {model.name} keep a state that cannot be cut back to the tokens that held; "
+            "leave it out"
+        )
 
 
 def check_embedding(path: Path) -> None:

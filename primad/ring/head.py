@@ -23,6 +23,7 @@ from primad.ring.messages import (
     MAX_SKIPPED,
     PROTOCOL,
     Cancel,
+    DraftStatus,
     Drained,
     Finished,
     Generate,
@@ -106,6 +107,21 @@ class Head:
     def runs_one(self) -> bool:
         """Whether at most one generation runs."""
         return self._scheduler.running <= 1
+
+    @property
+    def drafts(self) -> DraftStatus | None:
+        """What became of drafts; None where there are none."""
+        tally = self._scheduler.tally
+        if not self._scheduler.drafts_anything:
+            return None
+        return DraftStatus(
+            drafted=tally.drafted, accepted=tally.accepted, skipped=tally.skipped, tokens_a_lap=tally.tokens_a_lap
+        )
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether drafts are on their way."""
+        return self._scheduler.is_ahead
 
     def warm_up(self) -> None:
         """Send one row around before anything else; ``Serving`` is told when it is back and forgotten everywhere."""

@@ -545,6 +545,17 @@ class PromptStatus(msgspec.Struct, frozen=True, kw_only=True):
     row_s: float
 
 
+class DraftStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of drafts: of so many ``drafted`` rows ``accepted`` were the next token, and ``skipped`` were not computed
+    to the end. An answer had ``tokens_a_lap`` tokens in the time in which a row goes round once: one without drafts.
+    """
+
+    drafted: int
+    accepted: int
+    skipped: int
+    tokens_a_lap: float
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """What this ring process did and holds since it was opened, or reopened, last.
 
@@ -562,6 +573,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     memory: MemoryStatus | None = None
     decode: DecodeStatus | None = None
     prompt: PromptStatus | None = None
+    drafts: DraftStatus | None = None
 
 
 RingCommand = Open | Reopen | Connect | Generate | Cancel | Drain | Report

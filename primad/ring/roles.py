@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Final, Protocol, cast
 
@@ -19,7 +19,7 @@ from primad.engine.protocol import EngineOptions, Hidden, HiddenWindow
 from primad.engine.streaming.streams import Streamable, Streams
 from primad.errors import NextDeviceError, ProtocolError, RingError
 from primad.ring.channel import RingChannel
-from primad.ring.head import Send, Tell
+from primad.ring.head import HeadEvent, Send, Tell
 from primad.ring.links import HIGH_WATER_STEPS, Links
 from primad.ring.loading import limits_of, limits_of_open, open_head, open_shelf, open_worker
 from primad.ring.messages import (
@@ -182,6 +182,7 @@ class HeadRole:
     def __init__(self, opening: Open, channel: RingChannel, timings: RingTimings) -> None:
         self._channel = channel
         self._meter = Meter()
+        self._drafted = 0
         self._links: Links | None = None
         if opening.route > 1:
             within = _within(timings, opening.step_timeout_s)
@@ -209,7 +210,7 @@ class HeadRole:
                 self._head.drain()
             case Report():
                 refused = self._links.refused if self._links is not None else 0
-                self._channel.tell(self._meter.status(refused, self._streams))
+                self._channel.tell(self._meter.status(refused, self._streams, self._head.drafts))
             case Reopen():
                 raise RingError("the head's ring process was given Reopen, which is a worker's")
 
@@ -240,11 +241,19 @@ class HeadRole:
                 return True
             case Tell(events, rows):
                 self._channel.tell(*events)
-                for event in events:
-                    if isinstance(event, Sampled):
-                        self._meter.drew(event.request, start, alone=self._head.runs_one)
+                self._count(events, start)
         self._meter.computed(visit, rows, time.perf_counter() - start, self._streams)
         return True
+
+    def _count(self, events: Sequence[HeadEvent], now: float) -> None:
+        """The tokens among ``events``. Where drafts were computed since the last one they are no measure of a lap."""
+        drafts = self._head.drafts
+        drafted = drafts.drafted if drafts is not None else 0
+        for event in events:
+            if isinstance(event, Sampled):
+                alone = self._head.runs_one and not self._head.is_ahead and drafted == self._drafted
+                self._meter.drew(event.request, now, alone=alone)
+                self._drafted = drafted
 
     def _receive(self) -> None:
         while self._links is not None and (message := self._links.receive()) is not None:

@@ -171,6 +171,16 @@ class Scheduler:
         """How many generations hold a sequence."""
         return len(self._running)
 
+    @property
+    def drafts_anything(self) -> bool:
+        """Whether drafts are computed here."""
+        return self._drafting is not None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a draft is on its way."""
+        return any(step.is_draft or step.drafts for step in self._in_flight.values())
+
     def runs(self, request: int) -> bool:
         """Whether generation ``request`` holds a sequence."""
         return request in self._running

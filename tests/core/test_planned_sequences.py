@@ -58,7 +58,14 @@ class House:
         self._profiles = [helping(desk) if vram else desk, device("lap", ram=int(lap))]
         wished = {"sequences": None, "context_tokens": None, "windows": None, "rounds": None} | wishes
         options = SimpleNamespace(
-            **{"objective": "balanced", "use_all": False, "batching": "auto", "extra_buffers": "auto"} | wished
+            **{
+                "objective": "balanced",
+                "use_all": False,
+                "batching": "auto",
+                "extra_buffers": "auto",
+                "speculate": "auto",
+            }
+            | wished
         )
         toy = model(context_tokens=4096)
         work = default_workload(4096, 512, "f16", sequences=options.sequences or 1)

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from primad.ring.drafting.drafter import Drafter, Drafting, Guess
 from primad.ring.drafting.pace import Pace
+
+WORTH_IT: Final = 1.1
+"""Steps of several rows must promise so much: what they cost is predicted, not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class Speculation:
             return []
         found: list[Guess] = []
         sure, expected = 1.0, 1.0
-        best, best_rate = 0, 1.0
+        best, best_rate = 0, WORTH_IT
         while len(found) < most:
             guess = self._drafter.guess([each.token for each in found])
             if guess is None:
