@@ -46,6 +46,13 @@ Context = Annotated[
         show_default=False,
     ),
 ]
+Experts = Annotated[
+    str,
+    typer.Option(
+        help="Where a mixture's experts are of layers on a GPU: cpu (in RAM, computed by the processor), gpu, or auto: "
+        "where the plan has them."
+    ),
+]
 KvCacheType = Annotated[
     str,
     typer.Option(

@@ -13,7 +13,7 @@ import typer
 from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devices, wishes_of
 from primad.cli.grouped import grouped
 from primad.cli.hub import model_path
-from primad.cli.options import Context, KvCacheType
+from primad.cli.options import Context, Experts, KvCacheType
 from primad.cli.output import tables
 from primad.settings.config import load_config
 
@@ -42,6 +42,7 @@ class WorkOptions:
     objective: Annotated[
         str, typer.Option(help="What to make small: latency, ttft, throughput (of all sequences) or balanced.")
     ] = "balanced"
+    experts: Experts = "auto"
     context: Context = None
     kv_type: KvCacheType = "f16"
     sequences: Annotated[int, typer.Option(help="Generations at once.", min=1, max=256)] = 1
@@ -115,6 +116,7 @@ def _wishes(fleet: FleetOptions, work: WorkOptions, answer: AnswerOptions) -> Wi
     return Wishes(
         solver=answer.solver,
         objective=work.objective,
+        experts=work.experts,
         context=work.context,
         kv_type=work.kv_type,
         sequences=work.sequences,

@@ -15,6 +15,7 @@ from primad.cli.hub import model_path
 from primad.cli.options import (
     Context,
     DeviceOptions,
+    Experts,
     KvCacheType,
     NamedDevices,
     OnInterface,
@@ -150,6 +151,7 @@ class ServedPlanOptions:
     objective: Annotated[
         str, typer.Option(help="What the plan makes small: latency, ttft, throughput or balanced.")
     ] = "balanced"
+    experts: Experts = "auto"
     use_all: Annotated[
         bool,
         typer.Option("--use-all", help="Every device found gets layers, even where fewer devices would be faster."),
@@ -291,7 +293,7 @@ def _serve_options(
     compute: ComputeOptions,
     kept: KeptOptions,
 ) -> ServeOptions:
-    from halda import KV_TYPES, OBJECTIVES
+    from halda import EXPERT_PLACES, KV_TYPES, OBJECTIVES
     from primad.api.reading import PARSERS
     from primad.head.options import ServeOptions
     from primad.planning.batching import BATCHING_MODES
@@ -315,6 +317,7 @@ def _serve_options(
         http_port=endpoint.port,
         alone=others.alone,
         objective=parse_choice(plan.objective, OBJECTIVES, "--objective"),
+        experts=parse_choice(plan.experts, EXPERT_PLACES, "--experts"),
         use_all=plan.use_all,
         sequences=parse_count(plan.sequences, MAX_SEQUENCES, "--sequences"),
         batching=parse_choice(plan.batching, BATCHING_MODES, "--batching"),

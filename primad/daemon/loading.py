@@ -85,6 +85,7 @@ class WindowLoad:
                     spec.last,
                     tuple(ref.digest for ref in spec.layers),
                     assignment.gpu_layers,
+                    assignment.cpu_experts,
                     assignment.helped,
                 )
                 for spec, assignment in zip(load.windows, load.assignments, strict=True)

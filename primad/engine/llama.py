@@ -45,6 +45,7 @@ from primad.engine.streaming.prefetch import WindowStream
 from primad.engine.streaming.residency import Residency
 from primad.engine.streaming.scratch import LARGE_ROWS, Scratch
 from primad.engine.streaming.scratch import bind as bind_scratch
+from primad.engine.streaming.units import EXPERT_TENSORS
 from primad.errors import EngineError, WeightsError
 from primad.gguf.architectures import SUPPORTED
 from primad.gguf.constants import GGMLQuantizationType
@@ -100,6 +101,8 @@ def _ggml() -> ctypes.CDLL:
     library.ggml_nelements.argtypes = [ctypes.c_void_p]
     library.ggml_nrows.restype = ctypes.c_int64
     library.ggml_nrows.argtypes = [ctypes.c_void_p]
+    library.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
+    library.ggml_backend_cpu_buffer_type.argtypes = []
     library.ggml_get_type_traits.restype = ctypes.POINTER(_TypeTraits)
     library.ggml_get_type_traits.argtypes = [ctypes.c_int]
     bind_scratch(library)
@@ -348,6 +351,20 @@ def n_gpu_layers(assignment: WindowAssignment) -> int:
     return assignment.gpu_layers + 1 if assignment.gpu_layers or assignment.output == "gpu" else 0
 
 
+class _TensorPlace(ctypes.Structure):
+    """``struct llama_model_tensor_buft_override`` (llama.h)."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+def _experts_on_cpu(assignment: WindowAssignment) -> Any:
+    """Where llama.cpp is to put the tensors of layers on the GPU that are to be in RAM; the last entry is empty."""
+    layers = range(assignment.cpu_layers, assignment.ram_layers)
+    cpu = _ggml_base.ggml_backend_cpu_buffer_type()
+    places = [_TensorPlace(rf"^blk\.{layer}\.{EXPERT_TENSORS}".encode(), cpu) for layer in layers]
+    return (_TensorPlace * (len(places) + 1))(*places)
+
+
 def _text_of(model: Any, key: bytes) -> str:
     """The value of a key of text in the metadata of ``model``; empty for none."""
     buffer = ctypes.create_string_buffer(128)
@@ -370,7 +387,11 @@ class _Model:
         named = [find_gpu(options.gpu)] if source.assignment.uses_gpu else []
         devices = (ctypes.c_void_p * (len(named) + 1))(*named, None)
         params.devices = ctypes.cast(devices, ctypes.c_void_p)
+        experts = _experts_on_cpu(source.assignment)
+        if source.assignment.cpu_experts:
+            params.tensor_buft_overrides = ctypes.cast(experts, type(params.tensor_buft_overrides))
         params.use_extra_bufts = source.extra_buffers
+        params.no_host = True  # else a GPU's buffers in RAM come before them; files are mapped, so no weights lie there
         paths = (source.metadata, *source.layers)
         names = (ctypes.c_char_p * len(paths))(*(path.encode() for path in paths))
         self._model = (

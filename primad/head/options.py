@@ -12,6 +12,7 @@ from typing import Final
 
 from halda import (
     DeviceProfile,
+    ExpertPlace,
     Infeasible,
     ModelProfile,
     Objective,
@@ -41,7 +42,8 @@ class ServeOptions:
 
     ``wait`` is the number of workers to wait for (None: take who is there), at most ``wait_timeout_s`` (None: as long as it
     takes). ``windows`` and ``rounds`` set the plan by hand; otherwise it makes ``objective`` small, with every device in it
-    if ``use_all``. The HTTP server listens at ``http_host`` and ``http_port``.
+    if ``use_all``; ``experts`` says where those of layers on a GPU are. The HTTP server listens at ``http_host`` and
+    ``http_port``.
     Clients may also call the model by its ``aliases``, or with ``any_model`` whatever they like.
     ``tool_parser`` names the form of its calls. With ``context_shift`` the oldest messages of a conversation that is too
     long for the context are left out.
@@ -72,6 +74,7 @@ class ServeOptions:
     alone: bool
     objective: Objective
     use_all: bool
+    experts: ExpertPlace = "auto"
     sequences: int | None = None
     batching: BatchingMode = "auto"
     speculate: SpeculateMode = "auto"

@@ -157,6 +157,7 @@ class Planner:
             objective=options.objective,
             require=frozenset(names) if options.use_all else require,
             time_limit_s=SOLVE_S,
+            experts=options.experts,
             helps=options.batching != "exact" and options.extra_buffers != "on",
         )
         try:

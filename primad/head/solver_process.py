@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from halda import DeviceProfile, Infeasible, LinkProfile, ModelProfile, Objective, Solution, Workload
+from halda import DeviceProfile, ExpertPlace, Infeasible, LinkProfile, ModelProfile, Objective, Solution, Workload
 from primad.daemon.owner import apply_nice
 from primad.errors import PlanError
 from primad.ring.spawn import how_it_ended
@@ -36,6 +36,7 @@ class SolverRequest(msgspec.Struct, frozen=True, kw_only=True):
     require: frozenset[str]
     time_limit_s: float
     helps: bool = False
+    experts: ExpertPlace = "auto"
 
 
 class _Solved(msgspec.Struct, frozen=True, tag="solved"):
@@ -100,6 +101,7 @@ def _answer(question: SolverRequest) -> _Solved | _Unsolvable:
             chunks=CHUNKS,
             time_limit_s=question.time_limit_s,
             helps=question.helps,
+            experts=question.experts,
         )
     except Infeasible as exc:
         return _Unsolvable(str(exc), exc.short_bytes)

@@ -71,6 +71,8 @@ def plan_lines(plan: Plan, assignments: Mapping[str, Assignment]) -> list[str]:
         kept = assignments[name]
         streams = f", {kept.streamed_layers} of them streamed" if kept.streamed_layers else ""
         on_gpu = f", {kept.gpu_layers} of them on the GPU" if kept.gpu_layers else ""
+        apart = sum(window.cpu_experts for window in kept.windows)
+        on_gpu += f" (the experts of {apart} in RAM)" if apart else ""
         helped = ", prompts with the help of the GPU" if name in plan.helped else ""
         lines.append(f"{name}: {kept.layers} layers ({windows}){on_gpu}{streams}{helped}")
     return lines

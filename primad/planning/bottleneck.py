@@ -56,6 +56,7 @@ def _where(device: DevicePrediction) -> str:
     parts += [f"{device.gpu_layers} on the GPU" if on_cpu else f"{device.gpu_layers} layers on the GPU"] * bool(
         device.gpu_layers
     )
+    parts += [f"the experts of {device.cpu_experts} of these on the CPU"] * bool(device.cpu_experts)
     return ", ".join(parts)
 
 

@@ -103,6 +103,7 @@ def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) ->
             last=window.last,
             layers=len(window.layers),
             gpu_layers=window.gpu_layers,
+            cpu_experts=window.cpu_experts,
             streamed_bytes=kept.windows[place].streamed_bytes,
         )
         for place, (i, window) in enumerate(plan.windows_of(name))
@@ -114,6 +115,7 @@ def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) ->
         windows=windows,
         layers=found.layers,
         gpu_layers=found.gpu_layers,
+        cpu_experts=found.cpu_experts,
         helped=name in plan.helped,
         resident_layers=kept.resident_layers,
         streamed_layers=kept.streamed_layers,

@@ -119,6 +119,7 @@ def _solve(
             chunks=CHUNKS,
             time_limit_s=time_limit_s,
             helps=True,
+            experts=question.experts,
         )
         others = without_copies(solution.plan, devices, question.model, "auto")
         if others is None:

@@ -75,7 +75,8 @@ def is_faster(window: WindowAssignment, model: ModelProfile, cpu: CpuProfile) ->
     """Whether most weights that ``cpu`` computes of ``window`` are of types that it computes faster with extra buffers."""
     faster = {speed.type for speed in cpu.speeds if speed.extra_buffers}
     weights = Counter[str](model.output_bytes_by_type if window.output == "cpu" else {})
-    for layer in model.layers[window.first : window.last - window.gpu_layers]:
+    for layer in model.layers[window.first : window.first + window.cpu_layers]:
         weights.update(layer.bytes_by_type)
+    for layer in model.layers[window.first : window.first + window.ram_layers]:
         weights.update(layer.expert_bytes_by_type)
     return 2 * sum(weights[kind] for kind in faster) > weights.total()

@@ -11,7 +11,7 @@ from typing import Final, Literal, get_args
 
 from halda import KV_BLOCK, KV_TYPES, CacheType, DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
 from halda.evaluate import OBJECTIVES, Objective
-from halda.instance import DEFAULT_LINK_BYTES_PER_S, DEFAULT_ROUND_TRIP_S
+from halda.instance import DEFAULT_LINK_BYTES_PER_S, DEFAULT_ROUND_TRIP_S, EXPERT_PLACES, ExpertPlace
 from primad.errors import ConfigError
 from primad.settings.quantities import parse_bytes, parse_choice, parse_rate, parse_seconds
 
@@ -47,6 +47,7 @@ class Wishes:
 
     solver: str = "halda"
     objective: str = "balanced"
+    experts: str = "auto"
     context: int | None = None
     kv_type: str = "f16"
     sequences: int = 1
@@ -78,6 +79,7 @@ class Question:
     solver: Solver
     objective: Objective
     time_limit_s: float
+    experts: ExpertPlace = "auto"
     widens: bool = False
 
     @property
@@ -111,6 +113,7 @@ def ask(
         head=None if wishes.head is None else check_name(wishes.head, names, "--head"),
         solver=parse_choice(wishes.solver, SOLVERS, "--solver"),
         objective=parse_choice(wishes.objective, OBJECTIVES, "--objective"),
+        experts=parse_choice(wishes.experts, EXPERT_PLACES, "--experts"),
         time_limit_s=wishes.time_limit_s,
         widens=wishes.context is None,
     )
@@ -120,6 +123,7 @@ def check(wishes: Wishes, model: ModelProfile) -> None:
     """Judge what can be judged before devices are looked for. Raises ``ConfigError``."""
     parse_choice(wishes.solver, SOLVERS, "--solver")
     parse_choice(wishes.objective, OBJECTIVES, "--objective")
+    parse_choice(wishes.experts, EXPERT_PLACES, "--experts")
     workload(wishes, model)
     for text in wishes.links:
         _split_link(text)

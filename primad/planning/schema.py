@@ -14,13 +14,17 @@ SCHEMA: Final = 3
 
 
 class WindowJson(msgspec.Struct, frozen=True, kw_only=True):
-    """One window, the ``index``-th of the route: layers ``first <= layer < last``, the last ``gpu_layers`` on the GPU."""
+    """One window, the ``index``-th of the route: layers ``first <= layer < last``, the last ``gpu_layers`` on the GPU.
+
+    Of the first ``cpu_experts`` of these the processor computes the experts.
+    """
 
     index: int
     first: int
     last: int
     layers: int
     gpu_layers: int
+    cpu_experts: int
     streamed_bytes: int
 
 
@@ -40,6 +44,7 @@ class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
     windows: list[WindowJson]
     layers: int
     gpu_layers: int
+    cpu_experts: int
     helped: bool
     resident_layers: int
     streamed_layers: int

@@ -12,7 +12,7 @@ import msgspec
 
 from halda import WindowAssignment
 from primad.engine.protocol import WindowSource
-from primad.engine.streaming.units import units_of_model, units_of_window
+from primad.engine.streaming.units import WindowUnits, units_of_model, units_of_window
 from primad.errors import EngineError
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
@@ -74,9 +74,9 @@ def _uses_gpu(opening: Open) -> bool:
 
 def fewer_on_gpu(opening: Open) -> Open:
     """``opening`` with three quarters of each window's GPU layers, one less at least; an output matrix leaves last."""
-    header = open_model(Path(opening.head.model)) if opening.head is not None and opening.route == 1 else None
+    whole = open_model(Path(opening.head.model)) if opening.head is not None and opening.route == 1 else None
     windows = [
-        msgspec.structs.replace(window, assignment=_fewer(window, header)) if window.assignment.uses_gpu else window
+        msgspec.structs.replace(window, assignment=_fewer(window, whole)) if window.assignment.uses_gpu else window
         for window in opening.windows
     ]
     return msgspec.structs.replace(opening, windows=windows)
@@ -91,18 +91,26 @@ def _count(assignment: WindowAssignment) -> int:
     return assignment.gpu_layers + (assignment.output == "gpu")
 
 
-def _fewer(source: WindowSource, header: Header | None) -> WindowAssignment:
+def _fewer(source: WindowSource, whole: Header | None) -> WindowAssignment:
+    def units(assignment: WindowAssignment) -> WindowUnits:
+        asked = msgspec.structs.replace(source, assignment=assignment)
+        return units_of_window(asked) if whole is None else units_of_model(whole, asked)
+
     before = source.assignment
     left = _count(before) * 3 // 4
     output = "cpu" if before.output == "gpu" and not left else before.output
-    fewer = replace(before, gpu_layers=max(0, left - (output == "gpu")), output=output)
-    now = msgspec.structs.replace(source, assignment=fewer)
-    units = units_of_window(now) if header is None else units_of_model(header, now)
-    moved = sum(part.size for layer in units.layers[before.cpu_layers :] for part in layer)
-    matrix = sum(part.size for part in units.output) if output != before.output else 0
+    layers = max(0, left - (output == "gpu"))
+    fewer = replace(before, gpu_layers=layers, cpu_experts=min(before.cpu_experts, layers), output=output)
+    now = units(fewer)
+    moved = _size(now) - _size(units(before))
+    matrix = sum(part.size for part in now.output) if output != before.output else 0
     return replace(
         fewer,
         layer_bytes=before.layer_bytes + moved,
         output_bytes=before.output_bytes + matrix,
         resident_bytes=before.resident_bytes + moved + matrix,
     )
+
+
+def _size(units: WindowUnits) -> int:
+    return sum(part.size for layer in units.layers for part in layer)

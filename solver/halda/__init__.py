@@ -18,7 +18,7 @@ from halda.evaluate import (
     prompt_row_s,
     residency,
 )
-from halda.instance import Instance, instance
+from halda.instance import EXPERT_PLACES, ExpertPlace, Instance, instance
 from halda.plan import Infeasible, LeftOut, Plan, Streaming, Window
 from halda.profile import (
     BATCH_ROWS,
@@ -64,6 +64,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "BATCH_ROWS",
     "CHUNKS",
+    "EXPERT_PLACES",
     "HELPED_ROWS",
     "KV_BLOCK",
     "KV_TYPES",
@@ -77,6 +78,7 @@ __all__ = [
     "DevicePrediction",
     "DeviceProfile",
     "DiskProfile",
+    "ExpertPlace",
     "GpuProfile",
     "HelpedSpeed",
     "Infeasible",

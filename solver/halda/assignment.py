@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halda.evaluate import cpu_layers
-from halda.plan import OutputPlace, Plan
+from halda.plan import OutputPlace, Plan, Window
 from halda.profile import ModelProfile
 from halda.streaming import smallest_ahead_bytes
 
@@ -19,9 +18,10 @@ from halda.streaming import smallest_ahead_bytes
 class WindowAssignment:
     """The layers ``first <= layer < last``, of which the last ``gpu_layers`` are on the GPU, and the place of the output.
 
-    ``layer_bytes`` are the weights of the layers that the CPU computes, ``output_bytes`` those of an output matrix there (0
-    without). Of both together ``resident_bytes`` stay in memory; the rest is read each time it is used. Where ``helped`` the
-    GPU computes prompts through these layers too.
+    Of the first ``cpu_experts`` of those on the GPU the experts are in RAM. ``layer_bytes`` are the weights that the CPU
+    computes, such experts among them, ``output_bytes`` those of an output matrix there (0 without). Of both together
+    ``resident_bytes`` stay in memory; the rest is read each time it is used. Where ``helped`` the GPU computes prompts
+    through these layers too.
     """
 
     first: int
@@ -32,6 +32,7 @@ class WindowAssignment:
     output_bytes: int
     resident_bytes: int
     helped: bool = False
+    cpu_experts: int = 0
 
     @property
     def layers(self) -> int:
@@ -44,6 +45,11 @@ class WindowAssignment:
         return self.layers - self.gpu_layers
 
     @property
+    def ram_layers(self) -> int:
+        """Of how many of them the CPU computes something, the first ones."""
+        return self.cpu_layers + self.cpu_experts
+
+    @property
     def uses_gpu(self) -> bool:
         """Whether a GPU computes anything of it."""
         return self.gpu_layers > 0 or self.output == "gpu" or self.helped
@@ -54,10 +60,19 @@ class WindowAssignment:
         return self.layer_bytes + self.output_bytes - self.resident_bytes
 
 
-def in_memory(first: int, last: int, *, gpu_layers: int = 0, output: OutputPlace = "none") -> WindowAssignment:
+def in_memory(
+    first: int, last: int, *, gpu_layers: int = 0, cpu_experts: int = 0, output: OutputPlace = "none"
+) -> WindowAssignment:
     """A window of which nothing streams, for who does not ask how large it is."""
     return WindowAssignment(
-        first=first, last=last, gpu_layers=gpu_layers, output=output, layer_bytes=0, output_bytes=0, resident_bytes=0
+        first=first,
+        last=last,
+        gpu_layers=gpu_layers,
+        cpu_experts=cpu_experts,
+        output=output,
+        layer_bytes=0,
+        output_bytes=0,
+        resident_bytes=0,
     )
 
 
@@ -84,7 +99,7 @@ class Assignment:
 
     @property
     def layer_bytes(self) -> int:
-        """Weights of the layers that the CPU computes."""
+        """Weights that the CPU computes."""
         return sum(window.layer_bytes for window in self.windows)
 
     @property
@@ -100,7 +115,7 @@ class Assignment:
     @property
     def streamed_layers(self) -> int:
         """How many layers' worth streams."""
-        return layers_worth(self.streamed_bytes, self.layer_bytes, sum(window.cpu_layers for window in self.windows))
+        return layers_worth(self.streamed_bytes, self.layer_bytes, sum(window.ram_layers for window in self.windows))
 
     @property
     def resident_layers(self) -> int:
@@ -122,7 +137,7 @@ def assignments(plan: Plan, model: ModelProfile) -> dict[str, Assignment]:
 
 def _assignment(plan: Plan, model: ModelProfile, name: str) -> Assignment:
     windows = [window for _, window in plan.windows_of(name)]
-    sizes = [sum(model.layers[layer].size_bytes for layer in cpu_layers(window)) for window in windows]
+    sizes = [_ram_bytes(window, model) for window in windows]
     output, streaming = plan.output_place(name), plan.streaming_of(name)
     layer_bytes, before, found = sum(sizes), 0, []
     for i, (window, size) in enumerate(zip(windows, sizes, strict=True)):
@@ -136,6 +151,7 @@ def _assignment(plan: Plan, model: ModelProfile, name: str) -> Assignment:
                 first=window.first,
                 last=window.last,
                 gpu_layers=window.gpu_layers,
+                cpu_experts=window.cpu_experts,
                 output=output if is_last else "none",
                 layer_bytes=size,
                 output_bytes=beside,
@@ -146,3 +162,9 @@ def _assignment(plan: Plan, model: ModelProfile, name: str) -> Assignment:
     # A device of which nothing streams may have to, when memory gets short.
     ahead = streaming.ahead_bytes if streaming.streamed_bytes else smallest_ahead_bytes(model)
     return Assignment(windows=tuple(found), ahead_bytes=ahead)
+
+
+def _ram_bytes(window: Window, model: ModelProfile) -> int:
+    """Weights of a window that the CPU computes."""
+    experts = sum(model.layers[layer].expert_bytes for layer in window.apart)
+    return experts + sum(model.layers[layer].size_bytes for layer in window.on_cpu)

@@ -265,6 +265,20 @@ def layer_s(
     )
 
 
+def apart_s(
+    cpu: CpuProfile, gpu: GpuProfile, layer: LayerProfile, model: ModelProfile, rows: float, *, helped: bool = False
+) -> float:
+    """What a layer on the GPU takes more where its experts are in RAM; below 0 where that is quicker.
+
+    The CPU computes them, or for a chunk the GPU that is ``helped``. The hidden states go there and back, as those of a
+    window do that has layers on the GPU.
+    """
+    if not layer.expert_bytes:
+        return 0.0
+    in_ram_s = helped_experts_s(gpu, layer, model, rows) if helped else experts_s(cpu.speeds, layer, model, rows)
+    return gpu.step_s + in_ram_s - experts_s(gpu.speeds, layer, model, rows)
+
+
 def helped_layer_s(
     gpu: GpuProfile, layer: LayerProfile, model: ModelProfile, rows: float, kv: float, kv_type: CacheType
 ) -> float:
@@ -276,14 +290,20 @@ def helped_layer_s(
     total = gpu.layer_s + sum(
         size * _helped_s_per_byte(speed_of(gpu.helped, kind), rows) for kind, size in layer.bytes_by_type.items()
     )
-    if layer.expert_bytes_by_type:
-        touched, rows_each = _picked(model, rows)
-        total += touched * sum(
-            size * _helped_s_per_byte(speed_of(gpu.helped, kind), rows_each)
-            for kind, size in layer.expert_bytes_by_type.items()
-        )
+    total += helped_experts_s(gpu, layer, model, rows)
     copied_s = kv * kv_bytes_per_token(layer, kv_type) / speed_of(gpu.helped, "F16").few_bytes_per_s
     return total + copied_s + _products_s(gpu, rows * kv * model.attention_width)
+
+
+def helped_experts_s(gpu: GpuProfile, layer: LayerProfile, model: ModelProfile, rows: float) -> float:
+    """Seconds of the experts of a layer in RAM that the GPU computes for a chunk of ``rows`` rows."""
+    if not layer.expert_bytes_by_type:
+        return 0.0
+    touched, rows_each = _picked(model, rows)
+    return touched * sum(
+        size * _helped_s_per_byte(speed_of(gpu.helped, kind), rows_each)
+        for kind, size in layer.expert_bytes_by_type.items()
+    )
 
 
 def _helped_s_per_byte(speed: HelpedSpeed, rows: float) -> float:

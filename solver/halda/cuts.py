@@ -3,10 +3,10 @@
 Every search begins with such plans. Where layers differ they also stand in for the integer program of the even layout: it
 knows how many layers a device should have, but not which, and a real window may then not fit.
 
-The devices stand in a fixed order, and each window range is priced by itself: as many layers on the GPU as fit, or none;
-what overflows the RAM streams with as little held ahead as can be, or so much that nothing waits; the hops are shared
-out among the devices. The cheapest chain of windows is found exactly under these prices, and it leaves out whom it does
-without. How much is then held ahead is left to a program.
+The devices stand in a fixed order, and each window range is priced by itself: as many layers on the GPU as fit, or none, or
+as many as fit without their experts, and then as many experts as fit; what overflows the RAM streams with as little held
+ahead as can be, or so much that nothing waits; the hops are shared out among the devices. The cheapest chain of windows is
+found exactly under these prices, and it leaves out whom it does without. How much is then held ahead is left to a program.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +63,7 @@ def good_cuts(
     for columns, tail in _shapes(instance, max(2, 1 + len(required - {0})), rounds):
         pricing = _Pricing(instance, rounds, columns, tail, _weights(objective, instance))
         cut = pricing.cheapest(order, required)
-        if cut is not None and sum(end > first for first, end in pairwise([0, *(end for end, _, _ in cut[1])])) > 1:
+        if cut is not None and sum(end > first for first, end in pairwise([0, *(each.end for each in cut[1])])) > 1:
             found.append((cut[0], _route(instance, order, rounds, columns, tail, cut[1])))
     return sorted(found, key=lambda pair: pair[0])
 
@@ -81,28 +81,55 @@ def _shapes(instance: Instance, devices: int, rounds: int) -> Iterator[tuple[int
 
 
 def _route(
-    instance: Instance, order: Sequence[int], rounds: int, columns: int, tail: int, cuts: Sequence[tuple[int, int, int]]
+    instance: Instance, order: Sequence[int], rounds: int, columns: int, tail: int, cuts: Sequence[_Cut]
 ) -> tuple[Window, ...]:
-    """``cuts`` are (end, GPU layers of the window, GPU layers of the tail) of each member."""
     names = [instance.devices[m].device for m in order]
-    windows, firsts = [], [0, *(end for end, _, _ in cuts[:-1])]
+    windows, firsts = [], [0, *(cut.end for cut in cuts[:-1])]
     for r in range(rounds):
-        for name, first, (end, gpu, _) in zip(names, firsts, cuts, strict=True):
-            at = r * columns
-            if end > first:
-                windows.append(Window(device=name, first=at + first, last=at + end, gpu_layers=gpu))
+        for name, first, cut in zip(names, firsts, cuts, strict=True):
+            at, on_gpu = r * columns, cut.on_gpu
+            if cut.end > first:
+                windows.append(Window(device=name, first=at + first, last=at + cut.end, **on_gpu))
     total = len(instance.model.layers)
-    return (*windows, Window(device=names[0], first=tail, last=total, gpu_layers=cuts[0][2]))
+    return (*windows, Window(device=names[0], first=tail, last=total, **cuts[0].tail_on_gpu))
+
+
+class _Cut(NamedTuple):
+    """Where a member's window ends, its layers on the GPU and those of them apart; the same of the tail."""
+
+    end: int
+    gpu: int
+    apart: int
+    tail_gpu: int
+    tail_apart: int
+
+    @property
+    def on_gpu(self) -> dict[str, int]:
+        """As a ``Window`` has it."""
+        return {"gpu_layers": self.gpu, "cpu_experts": self.apart}
+
+    @property
+    def tail_on_gpu(self) -> dict[str, int]:
+        """As the last ``Window`` has it."""
+        return {"gpu_layers": self.tail_gpu, "cpu_experts": self.tail_apart}
 
 
 @dataclass(frozen=True, slots=True)
 class _Priced:
-    """For every first column i and end j of one member: price, seconds of its disk, GPU layers, GPU layers of the tail."""
+    """For every first column i and end j of one member: price, seconds of its disk, layers on the GPU and those apart, of
+    the window and of the tail."""
 
     price: Floats
     disk_s: Floats
     gpu: Any
+    apart: Any
     tail_gpu: Any
+    tail_apart: Any
+
+    def cut(self, first: int, end: int) -> _Cut:
+        """The window from ``first`` to ``end``."""
+        found = (int(each[first, end]) for each in (self.gpu, self.apart, self.tail_gpu, self.tail_apart))
+        return _Cut(end, *found)
 
 
 class _Pricing:
@@ -119,12 +146,11 @@ class _Pricing:
         self._held = self._sizes + np.array(instance.kv_bytes, np.float64)
         self._by_column, self._tail = by_column, kinds[tail:]
         self._streamable = np.array(instance.streamable, np.float64)
+        self._experts = np.array(instance.expert_bytes, np.float64)
         self._at = np.arange(columns + 1)
 
-    def cheapest(
-        self, order: Sequence[int], required: frozenset[int]
-    ) -> tuple[float, list[tuple[int, int, int]]] | None:
-        """The cheapest chain for the members ``order``: its price and for each (end, GPU layers, GPU layers of the tail).
+    def cheapest(self, order: Sequence[int], required: frozenset[int]) -> tuple[float, list[_Cut]] | None:
+        """The cheapest chain for the members ``order``, with its price.
 
         One that is left out ends where the one before it does.
         """
@@ -158,7 +184,7 @@ class _Pricing:
         count = sum(other in order for other in here)
         return replace(member, ram_limit=member.ram_limit // count, vram_limit=member.vram_limit // count)
 
-    def _chain(self, priced: Sequence[_Priced], disk_s: float) -> tuple[float, list[tuple[int, int, int]]] | None:
+    def _chain(self, priced: Sequence[_Priced], disk_s: float) -> tuple[float, list[_Cut]] | None:
         cut, size = self._instance.model.cut_multiple, self._columns + 1
         allowed = (
             (self._at % cut == 0)[:, None] & (self._at % cut == 0)[None, :] & (self._at[:, None] <= self._at[None, :])
@@ -173,30 +199,30 @@ class _Pricing:
             costs = total.min(axis=0)
         if not math.isfinite(costs[-1]):
             return None
-        ends, at = [], self._columns
+        cuts, at = [], self._columns
         for member, froms in zip(reversed(priced), reversed(came), strict=True):
             first = int(froms[at])
-            ends.append((at, int(member.gpu[first, at]), int(member.tail_gpu[first, at])))
+            cuts.append(member.cut(first, at))
             at = first
-        return float(costs[-1]), ends[::-1]
+        return float(costs[-1]), cuts[::-1]
 
-    def _slowest_disk(self, priced: Sequence[_Priced], cuts: Sequence[tuple[int, int, int]]) -> float:
-        firsts = [0, *(end for end, _, _ in cuts[:-1])]
+    def _slowest_disk(self, priced: Sequence[_Priced], cuts: Sequence[_Cut]) -> float:
+        firsts = [0, *(cut.end for cut in cuts[:-1])]
         return max(
-            float(member.disk_s[first, end]) for member, first, (end, _, _) in zip(priced, firsts, cuts, strict=True)
+            float(member.disk_s[first, cut.end]) for member, first, cut in zip(priced, firsts, cuts, strict=True)
         )
 
     def _member(self, member: Member, *, is_head: bool) -> _Priced:
         """The cheapest way to hold each range: with the GPU as full as it gets, or without it; the tail on it or not."""
-        ways = [self._way(member, is_head=is_head, use_gpu=False, tail_on_gpu=False)]
-        if member.has_gpu:
-            ways.append(self._way(member, is_head=is_head, use_gpu=True, tail_on_gpu=False))
-            if is_head:
-                ways.append(self._way(member, is_head=True, use_gpu=True, tail_on_gpu=True))
+        ways = [self._way(member, is_head=is_head, use_gpu=False, tail_on_gpu=False, parts=False)]
+        place = self._instance.experts if self._instance.by_expert else "gpu"
+        for parts in {"auto": (False, True), "cpu": (True,), "gpu": (False,)}[place] if member.has_gpu else ():
+            for tail_on_gpu in (False, True) if is_head else (False,):
+                ways.append(self._way(member, is_head=is_head, use_gpu=True, tail_on_gpu=tail_on_gpu, parts=parts))
         best = np.stack([way.price for way in ways]).argmin(axis=0)
         return _Priced(*(np.choose(best, [getattr(way, name) for way in ways]) for name in _Priced.__slots__))
 
-    def _way(self, member: Member, *, is_head: bool, use_gpu: bool, tail_on_gpu: bool) -> _Priced:
+    def _way(self, member: Member, *, is_head: bool, use_gpu: bool, tail_on_gpu: bool, parts: bool) -> _Priced:
         instance, model = self._instance, self._instance.model
         tail = self._tail if is_head else self._tail[:0]
         tail_gpu = len(tail) if tail_on_gpu else 0
@@ -206,25 +232,33 @@ class _Pricing:
         if helps and is_head and not tail_on_gpu:
             besides += instance.output_copy_bytes
         vram = float(member.vram_limit - besides)
+        experts = self._experts if parts else 0 * self._experts
+        of_tail = self._held[tail].sum() - experts[tail].sum() if tail_on_gpu else 0.0
         if tail_on_gpu:
-            vram -= model.output_bytes + float(self._held[tail].sum())
+            vram -= model.output_bytes + float(of_tail)
         size = self._columns + 1
-        nowhere = _Priced(*(np.full((size, size), value) for value in (math.inf, 0.0, 0, 0)))
+        nowhere = _Priced(*(np.full((size, size), value) for value in (math.inf, 0.0, 0, 0, 0, 0)))
         if (use_gpu or helps) and vram < 0:
             return nowhere
-        starts = self._gpu_starts(vram) if use_gpu else self._at
+        starts = self._gpu_starts(vram, self._held - experts) if use_gpu else self._at
         start = np.maximum(self._at[:, None], starts[None, :])
         start = np.minimum(start, self._at[None, :])
         gpu = self._at[None, :] - start
+        whole = self._whole_from(start, vram, experts) if use_gpu and parts else start
+        apart, tail_apart = whole - start, tail_gpu if parts else 0
         uses_gpu = (gpu > 0) | tail_on_gpu
         fixed = instance.runtime_bytes(windows)
         fixed += (instance.head_bytes(windows) + (0 if tail_on_gpu else model.output_bytes)) * is_head
-        on_cpu = self._sum(self._held, self._at[:, None], start) + (0 if tail_on_gpu else self._held[tail].sum())
-        in_vram = self._sum(self._held, start, self._at[None, :]) + besides * (uses_gpu | helps)
+        in_ram = self._sum(experts, start, whole) + (experts[tail].sum() if tail_on_gpu else 0)
+        on_cpu = (
+            self._sum(self._held, self._at[:, None], start) + (0 if tail_on_gpu else self._held[tail].sum()) + in_ram
+        )
+        in_vram = self._sum(self._held, start, self._at[None, :]) - self._sum(experts, start, whole)
+        in_vram = in_vram + besides * (uses_gpu | helps)
         if tail_on_gpu:
-            in_vram = in_vram + model.output_bytes + self._held[tail].sum()
+            in_vram = in_vram + model.output_bytes + of_tail
         overflow = fixed + on_cpu + (in_vram if member.shares_memory else 0) - member.ram_limit
-        streamable = self._sum(self._streamable, self._at[:, None], start)
+        streamable = self._sum(self._streamable, self._at[:, None], start) + in_ram
         streamable = streamable + (0 if tail_on_gpu else self._streamable[tail].sum())
         price, disk_s = np.zeros((size, size)), np.zeros((size, size))
         for weight, phase, output in (
@@ -233,12 +267,13 @@ class _Pricing:
         ):
             if weight:
                 rest = self._sum(np.array(phase.gpu), start, self._at[None, :])
+                rest = rest + self._sum(np.array(phase.apart), start, whole)
                 rest = rest + windows * (member.step_s + member.gpu_step_s * uses_gpu)
                 compute = self._sum(np.array(phase.cpu), self._at[:, None], start)
                 if is_head:
-                    of_tail = np.array(phase.gpu if tail_on_gpu else phase.cpu)[tail].sum()
+                    tail_s = np.array(phase.gpu if tail_on_gpu else phase.cpu)[tail].sum()
                     rest = rest + (member.gpu_output_s if tail_on_gpu else member.cpu_output_s) * output
-                    compute = compute + of_tail
+                    compute = compute + tail_s + np.array(phase.apart)[tail].sum() * bool(tail_apart)
                 may = streamable
                 if is_head and self._rounds > 1 and not instance.by_expert:
                     least, most = regular_tails(self._rounds)
@@ -248,7 +283,7 @@ class _Pricing:
                 seconds, reading_s = self._streamed(member, phase, compute, rest, overflow, may, layers)
                 price = price + weight * seconds
                 disk_s = reading_s if output else disk_s
-        return _Priced(price, disk_s, gpu, np.full((size, size), tail_gpu))
+        return _Priced(price, disk_s, gpu, apart, *(np.full((size, size), count) for count in (tail_gpu, tail_apart)))
 
     def _streamed(
         self,
@@ -294,10 +329,19 @@ class _Pricing:
             best = np.full(compute.shape, math.inf)
         return np.where(fits, compute + rest, best), np.where(fits, 0.0, best_disk)
 
-    def _gpu_starts(self, vram: float) -> Any:
-        """For each end j the first column from which on all up to j fit into ``vram`` bytes."""
-        sums = self._sum(self._held, np.zeros(1, int), self._at)
+    def _gpu_starts(self, vram: float, held: Floats) -> Any:
+        """For each end j the first column from which on all up to j, of what is ``held``, fit into ``vram`` bytes."""
+        sums = self._sum(held, np.zeros(1, int), self._at)
         return np.searchsorted(sums, sums - vram, side="left")
+
+    def _whole_from(self, start: Any, vram: float, experts: Floats) -> Any:
+        """For each end j the first column from which on experts fit too, beside the rest of the layers from ``start`` on."""
+        ends = self._at[None, :]
+        if self._instance.experts == "cpu":
+            return np.broadcast_to(ends, start.shape)
+        sums = self._sum(experts, np.zeros(1, int), self._at)
+        left = vram - self._sum(self._held - experts, start, ends)
+        return np.clip(np.searchsorted(sums, sums[None, :] - left, side="left"), start, np.maximum(start, ends))
 
     def _sum(self, values: Floats, first: Any, end: Any) -> Floats:
         """The sum of ``values`` by kind over all layers of the columns from ``first`` to ``end``."""

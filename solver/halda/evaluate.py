@@ -42,6 +42,7 @@ class DevicePrediction:
     windows: int
     layers: int
     gpu_layers: int
+    cpu_experts: int
     streamed_bytes: int
     ahead_bytes: int
     ram_bytes: int
@@ -130,6 +131,9 @@ class _Share:
     ahead_bytes: int
     tail_cpu: tuple[int, ...]
     tail_gpu: tuple[int, ...]
+    apart: tuple[int, ...]
+    """Layers among those on the GPU whose experts are on the CPU."""
+    tail_apart: tuple[int, ...]
 
     def uses_gpu(self, plan: Plan) -> bool:
         """Whether anything of this device is on its GPU."""
@@ -147,7 +151,8 @@ class _Share:
 
     def compute_s(self, phase: Phase, plan: Plan) -> float:
         """Seconds of all windows, the output matrix aside."""
-        return _dot(self.cpu, phase.cpu) + _dot(self.gpu, phase.gpu) + self.windows * self.step_s(plan)
+        layers_s = _dot(self.cpu, phase.cpu) + _dot(self.gpu, phase.gpu) + _dot(self.apart, phase.apart)
+        return layers_s + self.windows * self.step_s(plan)
 
     def read_bytes(self, phase: Phase) -> float:
         """What is read for a token or a chunk."""
@@ -201,15 +206,14 @@ class _Share:
 
     def picking_s(self, window: Window, plan: Plan, instance: Instance) -> float:
         """Seconds of a window for a chunk where layers stream by expert: computing, and reading what is picked."""
-        phase, cpu = self.member.prefill, _by_kind(cpu_layers(window), instance)
-        read = self.read_bytes(phase) * _total(cpu, instance.streamable) / max(1, self.streamable_bytes)
+        phase, in_ram = self.member.prefill, _by_kind(window.in_ram, instance)
+        read = self.read_bytes(phase) * _total(in_ram, instance.streamable) / max(1, self.streamable_bytes)
         return self.window_s(window, phase, plan, instance) + read / self.member.disk_bytes_per_s
 
     def window_s(self, window: Window, phase: Phase, plan: Plan, instance: Instance) -> float:
         """Seconds that a window computes."""
-        on_cpu = cpu_layers(window)
-        cpu, gpu = _by_kind(on_cpu, instance), _by_kind(range(on_cpu.stop, window.last), instance)
-        return _dot(cpu, phase.cpu) + _dot(gpu, phase.gpu) + self.step_s(plan)
+        parts = (window.on_cpu, phase.cpu), (window.on_gpu, phase.gpu), (window.apart, phase.apart)
+        return sum(_dot(_by_kind(layers, instance), seconds) for layers, seconds in parts) + self.step_s(plan)
 
     def has_long_stop(self, plan: Plan) -> bool:
         """Whether one of a token's stops here has the tail besides a window."""
@@ -250,7 +254,8 @@ class _Share:
         """Seconds of the head's last window, if that is not its only one."""
         if len(plan.route) == 1:
             return 0.0
-        return _dot(self.tail_cpu, phase.cpu) + _dot(self.tail_gpu, phase.gpu) + self.step_s(plan)
+        layers_s = _dot(self.tail_cpu, phase.cpu) + _dot(self.tail_gpu, phase.gpu) + _dot(self.tail_apart, phase.apart)
+        return layers_s + self.step_s(plan)
 
 
 def evaluate(plan: Plan, instance: Instance) -> Prediction:
@@ -297,6 +302,7 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
                 windows=share.windows,
                 layers=sum(share.cpu) + sum(share.gpu),
                 gpu_layers=sum(share.gpu),
+                cpu_experts=sum(share.apart),
                 streamed_bytes=share.streamed_bytes,
                 ahead_bytes=share.ahead_bytes,
                 ram_bytes=ram[i],
@@ -468,11 +474,6 @@ def stream(
     return replace(plan, streaming=tuple(found))
 
 
-def cpu_layers(window: Window) -> range:
-    """The layers of a window that the CPU computes: all but the last ``gpu_layers``."""
-    return range(window.first, window.last - window.gpu_layers)
-
-
 def regular_tails(rounds: int) -> tuple[int, int]:
     """By how many layers the tail of a head that streams may be longer than its other windows: at least, at most.
 
@@ -496,7 +497,7 @@ def is_regular(plan: Plan, instance: Instance) -> bool:
     if plan.rounds == 1 or not plan.streaming_of(plan.head).streamed_bytes:
         return True
     least, most = regular_tails(plan.rounds)
-    return least <= len(cpu_layers(plan.route[-1])) - len(cpu_layers(plan.route[0])) <= most
+    return least <= len(plan.route[-1].on_cpu) - len(plan.route[0].on_cpu) <= most
 
 
 def route_s(plan: Plan, instance: Instance) -> list[float]:
@@ -517,12 +518,14 @@ def _shares(plan: Plan, instance: Instance) -> list[_Share]:
 def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
     windows = [window for _, window in plan.windows_of(member.name)]
     streaming = plan.streaming_of(member.name)
-    on_cpu = [layer for window in windows for layer in cpu_layers(window)]
-    on_gpu = [layer for window in windows for layer in window.layers[len(cpu_layers(window)) :]]
-    cpu = _by_kind(on_cpu, instance)
-    streamable = _total(cpu, instance.streamable)
+
+    def counted(layers: Callable[[Window], range]) -> tuple[int, ...]:
+        return _by_kind([layer for window in windows for layer in layers(window)], instance)
+
+    gpu = counted(lambda window: window.on_gpu)
+    streamable = _total(counted(lambda window: window.in_ram), instance.streamable)
     assert streaming.streamed_bytes <= max(0, streamable - instance.pool_bytes)
-    assert not on_gpu or member.has_gpu
+    assert not any(gpu) or member.has_gpu
     assert member.has_gpu or member.name != plan.head or not plan.output_on_gpu
     assert plan.output_on_gpu or member.name != plan.head or not windows[-1].gpu_layers, (
         "llama.cpp puts the output there too"
@@ -531,13 +534,15 @@ def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
         member=member,
         is_head=member.name == plan.head,
         windows=len(windows),
-        cpu=cpu,
-        gpu=_by_kind(on_gpu, instance),
+        cpu=counted(lambda window: window.on_cpu),
+        gpu=gpu,
         streamable_bytes=streamable,
         streamed_bytes=streaming.streamed_bytes,
         ahead_bytes=streaming.ahead_bytes,
-        tail_cpu=_by_kind(cpu_layers(windows[-1]), instance),
-        tail_gpu=_by_kind(windows[-1].layers[len(cpu_layers(windows[-1])) :], instance),
+        tail_cpu=_by_kind(windows[-1].on_cpu, instance),
+        tail_gpu=_by_kind(windows[-1].on_gpu, instance),
+        apart=counted(lambda window: window.apart),
+        tail_apart=_by_kind(windows[-1].apart, instance),
     )
 
 
@@ -586,7 +591,7 @@ def _kv(counts: Sequence[int], instance: Instance) -> int:
 
 
 def _ram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
-    total = _weights(share.cpu, instance) + _kv(share.cpu, instance)
+    total = _weights(share.cpu, instance) + _kv(share.cpu, instance) + _total(share.apart, instance.expert_bytes)
     if share.streamed_bytes:
         total += share.ahead_bytes + instance.reserve_bytes - share.streamed_bytes
     total += instance.runtime_bytes(share.windows)
@@ -606,7 +611,8 @@ def _vram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
         besides += instance.model.output_bytes
     elif share.is_head and helps:
         besides += instance.output_copy_bytes
-    return _weights(share.gpu, instance) + _kv(share.gpu, instance) + besides
+    weights = _weights(share.gpu, instance) - _total(share.apart, instance.expert_bytes)
+    return weights + _kv(share.gpu, instance) + besides
 
 
 def _shard_bytes(plan: Plan, instance: Instance, share: _Share) -> int:

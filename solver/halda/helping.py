@@ -52,7 +52,7 @@ def with_help(found: Solution, question: Instance, able: frozenset[str]) -> Solu
         return prediction.objective_s(found.objective, question.workload.answer_tokens)
 
     for device in plan.devices:
-        is_helped, is_of_use = device in plan.helped, plan.cpu_layers_of(device) > 0
+        is_helped, is_of_use = device in plan.helped, plan.ram_layers_of(device) > 0
         if device not in able or plan.streaming_of(device).streamed_bytes or not (is_helped or is_of_use):
             continue
         trial = plan.with_help({*plan.helped} ^ {device})

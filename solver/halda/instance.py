@@ -9,12 +9,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from typing import Final, Literal, get_args
 
 from halda import cost, streaming
 from halda.plan import Plan
 from halda.profile import CpuProfile, DeviceProfile, LayerProfile, Limits, LinkProfile, ModelProfile, Workload
 
+ExpertPlace = Literal["auto", "cpu", "gpu"]
+"""Where the experts of layers on a GPU are: in RAM, in its memory, or where the plan has them."""
+EXPERT_PLACES: Final[tuple[ExpertPlace, ...]] = get_args(ExpertPlace)
 DEFAULT_ROUND_TRIP_S: Final = 0.002
 DEFAULT_LINK_BYTES_PER_S: Final = 100e6
 """What a link is taken for that was not measured: a home network of 1 Gbit/s."""
@@ -30,6 +33,8 @@ class Phase:
     """One layer of each kind on the CPU."""
     gpu: tuple[float, ...]
     """One layer of each kind on the GPU."""
+    apart: tuple[float, ...]
+    """What that takes more where its experts are on the CPU; below 0 where it takes less."""
     spare_bytes: int
     """So much less streams than the plan says: room that is free meanwhile keeps it."""
     read_lines: tuple[streaming.ReadLine, ...]
@@ -109,7 +114,7 @@ class Instance:
     ``crowded`` are the machines of which a part of a question does not have every device. A step of decode has
     ``decode_rows`` rows, each of another sequence. Of devices that are ``helped`` the GPU computes prompts through layers in
     RAM: these have no extra buffers, since what is in them cannot be copied, and do not stream, since they would travel
-    twice.
+    twice. ``experts`` says where those of layers on a GPU are.
     """
 
     devices: tuple[DeviceProfile, ...]
@@ -120,6 +125,7 @@ class Instance:
     crowded: frozenset[str] = frozenset()
     decode_rows: int = 1
     helped: frozenset[str] = frozenset()
+    experts: ExpertPlace = "auto"
 
     @cached_property
     def kinds(self) -> tuple[LayerProfile, ...]:
@@ -149,6 +155,16 @@ class Instance:
     def by_expert(self) -> bool:
         """Whether what streams are experts, one by one."""
         return streaming.by_expert(self.model)
+
+    @property
+    def parts(self) -> bool:
+        """Whether experts may be on the CPU where their layer is on a GPU."""
+        return self.by_expert and self.experts != "gpu"
+
+    @cached_property
+    def expert_bytes(self) -> tuple[int, ...]:
+        """The experts of a layer of each kind."""
+        return tuple(kind.expert_bytes for kind in self.kinds)
 
     @cached_property
     def streamable(self) -> tuple[int, ...]:
@@ -203,7 +219,8 @@ class Instance:
 
     def gpu_room(self, member: int, windows: int) -> int:
         """How many layers the GPU of a member with so many windows, or more, can hold at most."""
-        smallest = min(kind.size_bytes + kv for kind, kv in zip(self.kinds, self.kv_bytes, strict=True))
+        sizes = zip(self.kinds, self.kv_bytes, strict=True)
+        smallest = max(1, min(kind.size_bytes + kv - kind.expert_bytes * self.parts for kind, kv in sizes))
         found = self.members[member]
         free = found.vram_limit - self.gpu_runtime_bytes(windows, helps=found.is_helped)
         return max(0, min(len(self.model.layers), free // smallest)) if found.has_gpu else 0
@@ -351,6 +368,9 @@ class Instance:
                     else 0.0
                     for kind in self.kinds
                 ),
+                apart=tuple(
+                    cost.apart_s(cpu, gpu, kind, model, rows) if gpu is not None else 0.0 for kind in self.kinds
+                ),
                 spare_bytes=spare_bytes,
                 read_lines=streaming.read_lines(model, rows),
             )
@@ -363,7 +383,8 @@ class Instance:
                 cost.helped_layer_s(gpu, kind, model, chunk, work.prompt_tokens / 2, work.kv_type)
                 for kind in self.kinds
             )
-            prefill = replace(prefill, cpu=tuple(helped))
+            apart = (cost.apart_s(device.cpu, gpu, kind, model, chunk, helped=True) for kind in self.kinds)
+            prefill = replace(prefill, cpu=tuple(helped), apart=tuple(apart))
         return Member(
             profile=device,
             decode=decode,

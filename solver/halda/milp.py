@@ -1,9 +1,10 @@
 """The integer program: which device computes how many layers a round, on what, which stream, and who takes part.
 
 One program for one number of rounds k. Per device m and kind of layer g it has layers on the CPU ``C[m,g]`` and on the GPU
-``G[m,g]`` (paper: k*w = C + G, k*n = G). Per device it has the bytes that stream and those that are held ahead of them,
-which are no whole numbers (``streaming.py``), and whether it streams and uses its GPU at all; ``z`` picks one ring order of
-one set of devices, so who takes part and in which order is decided with the rest. A layout says how C and G come about:
+``G[m,g]`` (paper: k*w = C + G, k*n = G), of some of which the experts are on the CPU. Per device it has the bytes that
+stream and those that are held ahead of them, which are no whole numbers (``streaming.py``), and whether it streams and uses
+its GPU at all; ``z`` picks one ring order of one set of devices, so who takes part and in which order is decided with the
+rest. A layout says how C and G come about:
 
 - ``even_layout``: w layers a round for each device, the tail takes the rest. Exact where all layers are alike; where
   they are not it does not know which layers a device gets, so its optimum is a lower bound. ``loose`` lets go of the
@@ -24,7 +25,7 @@ from typing import Any, Final
 
 import pulp
 
-from halda.evaluate import Objective, cpu_layers, regular_tails
+from halda.evaluate import Objective, regular_tails
 from halda.instance import Instance, Phase
 from halda.orders import HopShare, RingOrder, ring_order
 from halda.picking import Column, Columns, PickedPrompt, columns_between, fixed_columns
@@ -39,14 +40,19 @@ EVEN_MS: Final = 2e-6
 """Of plans that take the same time, the one that leaves the fullest device the most memory is better."""
 
 
+_Tail = tuple[list[Expression], list[Expression], list[Expression]]
+
+
 @dataclass(slots=True)
 class Layout:
     """How many layers each member has, as expressions. Lists run over members, inner lists over kinds of layers.
 
     ``used[m]`` is 1 for a member that takes part; ``windows[m]`` is its number of windows a token, where ``loose`` the least
-    that it may be. ``tail_on_gpu`` counts the layers of the head's last window that are on its GPU. ``tail`` are its layers
-    on the CPU and on the GPU, by kind, or one count where it is not known of which kinds they are; None without a ring.
-    ``window_on_cpu`` counts those of each of its other windows on the CPU, None where that is not asked.
+    that it may be. ``apart`` are those of the layers on the GPU whose experts are on the CPU. ``tail_on_gpu`` counts the
+    layers of the head's last window that are on its GPU. ``tail`` are its layers on the CPU, on the GPU and of these the
+    ones apart, by kind, or one count where it is not known of which kinds they are; None without a ring.
+    ``window_in_ram`` counts those of each of its other windows of which the CPU computes something, None where that is not
+    asked.
     ``orders`` with ``picked``: which ring. ``columns`` is None where it is not known which layers a window has.
     """
 
@@ -54,16 +60,27 @@ class Layout:
     loose: bool
     cpu: list[list[Expression]]
     gpu: list[list[Expression]]
+    apart: list[list[Expression]]
     used: list[Expression]
     windows: list[int]
     tail_on_gpu: Expression
-    tail: tuple[list[Expression], list[Expression]] | None
-    window_on_cpu: Expression | None
+    tail: _Tail | None
+    window_in_ram: Expression | None
     orders: Sequence[RingOrder]
     picked: list[Expression]
     shares: Sequence[HopShare] = ()
     columns: Columns | None = None
     variables: dict[str, Any] = field(default_factory=dict)
+
+    def in_ram(self, m: int) -> list[Expression]:
+        """Layers of ``m`` of which its CPU computes something, by kind."""
+        return [cpu + apart for cpu, apart in zip(self.cpu[m], self.apart[m], strict=True)]
+
+    @property
+    def tail_in_ram(self) -> Expression:
+        """Those of the tail."""
+        assert self.tail is not None
+        return pulp.lpSum(self.tail[0]) + pulp.lpSum(self.tail[2])
 
 
 @dataclass(slots=True)
@@ -146,21 +163,54 @@ def even_layout(
         problem += n[m] <= cut * w[m], f"GPU layers of {m}"
     on_gpu: list[Expression] = [k * n[m] + (tail_gpu if m == 0 else 0) for m in members]
     cpu, gpu = _by_kind(problem, instance, layers, on_gpu)
+    a: list[Expression] = [_number_apart(problem, instance, f"apart_{m}", n[m]) for m in members]
+    tail_apart = _number_apart(problem, instance, "apart_tail", tail_gpu)
+    apart = [
+        _apart_by_kind(problem, instance, f"apart_{m}", k * a[m] + (tail_apart if m == 0 else 0), gpu[m])
+        for m in members
+    ]
     return Layout(
         rounds=rounds,
         loose=loose,
         cpu=cpu,
         gpu=gpu,
+        apart=apart,
         used=used,
         windows=windows,
         tail_on_gpu=tail_gpu,
-        tail=([tail - tail_gpu], [tail_gpu]),
-        window_on_cpu=None if loose else cut * w[0] - n[0],
+        tail=([tail - tail_gpu], [tail_gpu], [tail_apart]),
+        window_in_ram=None if loose else cut * w[0] - n[0] + a[0],
         orders=orders or (),
         picked=picked,
         shares=shares or (),
-        variables={"w": w, "n": n, "tail": tail, "tail_gpu": tail_gpu},
+        variables={"w": w, "n": n, "a": a, "tail": tail, "tail_gpu": tail_gpu, "tail_apart": tail_apart},
     )
+
+
+def _number_apart(problem: Any, instance: Instance, name: str, on_gpu: Any) -> Expression:
+    """How many of so many layers on a GPU have their experts on the CPU."""
+    if not instance.parts:
+        return pulp.lpSum(0)
+    if instance.experts == "cpu":
+        return pulp.lpSum(on_gpu)
+    found = integer(problem, name, 0, on_gpu.upBound)
+    problem += found <= on_gpu, f"{name} are on the GPU"
+    return found
+
+
+def _apart_by_kind(
+    problem: Any, instance: Instance, name: str, count: Expression, gpu: Sequence[Expression]
+) -> list[Expression]:
+    """Which kinds they are of: any of those on the GPU."""
+    if len(gpu) == 1:
+        return [count]
+    if not instance.parts:
+        return [pulp.lpSum(0) for _ in gpu]
+    found = [integer(problem, f"{name}_{g}", 0, instance.kind_totals[g]) for g in range(len(gpu))]
+    problem += pulp.lpSum(found) == count, f"{name} by kind"
+    for g, (apart, all_of_kind) in enumerate(zip(found, gpu, strict=True)):
+        problem += apart <= all_of_kind, f"{name}: no more of kind {g} than on the GPU"
+    return found
 
 
 def _by_kind(
@@ -200,113 +250,138 @@ def cut_layout(
     in_columns = [[instance.kind_of[r * columns + i] for r in range(rounds)] for i in range(columns)]
     cpu: list[list[Expression]] = [[] for _ in sequence]
     gpu: list[list[Expression]] = [[] for _ in sequence]
+    apart: list[list[Expression]] = [[] for _ in sequence]
     placed: list[list[Column]] = [[] for _ in sequence]
     before: list[Expression] = [0] * columns
-    ends, starts = {}, {}
+    ends, starts, parted = {}, {}, {}
     for place, m in enumerate(sequence):
         open_end = place < len(sequence) - 1 or rounds == 1
         end = _staircase(problem, f"end_{m}", columns, cut, before) if open_end else [1] * columns
-        start = _staircase(problem, f"gpu_{m}", columns, 1, before, end) if instance.members[m].has_gpu else end
+        start, whole = _gpu_stairs(problem, instance, m, str(m), before, end)
         cpu[m] = _counts(instance, in_columns, before, start)
         gpu[m] = _counts(instance, in_columns, start, end)
-        placed[m] = columns_between(in_columns, before, start, end)
+        apart[m] = _counts(instance, in_columns, start, whole)
+        placed[m] = columns_between(in_columns, before, start, whole, end)
         width = pulp.lpSum(end) - pulp.lpSum(before)
         problem += width >= cut * used[m], f"{m} has a window if it takes part"
         problem += width <= columns * used[m], f"{m} has none if it does not"
-        ends[m], starts[m], before = end, start, end
+        ends[m], starts[m], parted[m], before = end, start, whole, end
     # The tail: what is left in one round, a fixed range in several.
     rest = [[instance.kind_of[layer]] for layer in range(rounds * columns, total)]
     tail_columns = in_columns + rest if rounds == 1 else rest
     tail_before = [*before, *([0] * len(rest))] if rounds == 1 else [0] * len(rest)
     if rounds == 1:
         problem += pulp.lpSum(before) <= total - 1, "the tail has a layer"
-    has_gpu = instance.members[0].has_gpu
     every = [1] * len(tail_columns)
-    tail_start = _staircase(problem, "gpu_tail", len(every), 1, tail_before, every) if has_gpu else every
+    tail_start, tail_whole = _gpu_stairs(problem, instance, 0, "tail", tail_before, every)
     tail = (
         _counts(instance, tail_columns, tail_before, tail_start),
         _counts(instance, tail_columns, tail_start, every),
+        _counts(instance, tail_columns, tail_start, tail_whole),
     )
-    for g, (on_cpu, on_gpu) in enumerate(zip(*tail, strict=True)):
-        cpu[0][g] += on_cpu
-        gpu[0][g] += on_gpu
+    for counts, of_tail in zip((cpu[0], gpu[0], apart[0]), tail, strict=True):
+        for g, count in enumerate(of_tail):
+            counts[g] += count
     return Layout(
         rounds=rounds,
         loose=False,
         cpu=cpu,
         gpu=gpu,
+        apart=apart,
         used=used,
         windows=[rounds + (m == 0) for m in range(len(sequence))],
         tail_on_gpu=len(every) - pulp.lpSum(tail_start),
         tail=tail,
-        window_on_cpu=pulp.lpSum(starts[sequence[0]]),
+        window_in_ram=pulp.lpSum(parted[sequence[0]]),
         orders=orders,
         picked=picked,
-        columns=Columns(placed, columns_between(tail_columns, tail_before, tail_start, every), sequence),
-        variables={"end": ends, "start": starts, "tail_start": tail_start, "columns": columns},
+        columns=Columns(placed, columns_between(tail_columns, tail_before, tail_start, tail_whole, every), sequence),
+        variables={
+            "end": ends,
+            "start": starts,
+            "whole": parted,
+            "tail_start": tail_start,
+            "tail_whole": tail_whole,
+            "columns": columns,
+        },
     )
+
+
+def _gpu_stairs(
+    problem: Any, instance: Instance, m: int, name: str, before: Sequence[Expression], end: Sequence[Expression]
+) -> tuple[Sequence[Expression], Sequence[Expression]]:
+    """Where between two boundaries the layers on the GPU of ``m`` begin, and those that are on it with their experts."""
+    if not instance.members[m].has_gpu:
+        return end, end
+    start = _staircase(problem, f"gpu_{name}", len(end), 1, before, end)
+    if not instance.parts:
+        return start, start
+    if instance.experts == "cpu":
+        return start, end
+    return start, _staircase(problem, f"whole_{name}", len(end), 1, start, end)
 
 
 def fixed_layout(instance: Instance, plan: Plan) -> Layout:
     """The layers of ``plan`` as they are: only who streams what is open. The members are those of ``instance``, all used."""
-    cpu = [[0] * len(instance.kinds) for _ in instance.devices]
-    gpu = [[0] * len(instance.kinds) for _ in instance.devices]
+    cpu, gpu, apart = ([[0] * len(instance.kinds) for _ in instance.devices] for _ in range(3))
     windows = [0] * len(instance.devices)
     index = {device.device: m for m, device in enumerate(instance.devices)}
     for window in plan.route:
         m = index[window.device]
         windows[m] += 1
-        for layer in window.layers:
-            counts = cpu if layer < window.last - window.gpu_layers else gpu
-            counts[m][instance.kind_of[layer]] += 1
+        for counts, layers in ((cpu, window.on_cpu), (gpu, window.on_gpu), (apart, window.apart)):
+            for layer in layers:
+                counts[m][instance.kind_of[layer]] += 1
     order = ring_order(instance, [index[name] for name in plan.devices])
     return Layout(
         rounds=plan.rounds,
         loose=False,
         cpu=[[pulp.lpSum([n]) for n in counts] for counts in cpu],
         gpu=[[pulp.lpSum([n]) for n in counts] for counts in gpu],
+        apart=[[pulp.lpSum([n]) for n in counts] for counts in apart],
         used=[pulp.lpSum([int(n > 0)]) for n in windows],
         windows=windows,
         tail_on_gpu=pulp.lpSum([plan.route[-1].gpu_layers]),
         tail=_tail(instance, plan),
-        window_on_cpu=pulp.lpSum([len(cpu_layers(plan.route[0]))]),
+        window_in_ram=pulp.lpSum([len(plan.route[0].in_ram)]),
         orders=(order,),
         picked=[pulp.lpSum([1])],
         columns=fixed_columns(instance, plan, order.members) if len(plan.route) > 1 else None,
     )
 
 
-def _tail(instance: Instance, plan: Plan) -> tuple[list[Expression], list[Expression]] | None:
+def _tail(instance: Instance, plan: Plan) -> _Tail | None:
     """The layers of the last window of ``plan`` by kind."""
     if len(plan.route) == 1:
         return None
-    on_cpu = cpu_layers(plan.route[-1])
-    on_gpu = plan.route[-1].layers[len(on_cpu) :]
-    one, zero = [1] * len(on_cpu), [0] * len(on_cpu)
-    more, none = [1] * len(on_gpu), [0] * len(on_gpu)
-    kinds = [[instance.kind_of[layer]] for layer in on_cpu], [[instance.kind_of[layer]] for layer in on_gpu]
-    return _counts(instance, kinds[0], zero, one), _counts(instance, kinds[1], none, more)
+
+    def counted(layers: range) -> list[Expression]:
+        return _counts(instance, [[instance.kind_of[layer]] for layer in layers], [0] * len(layers), [1] * len(layers))
+
+    tail = plan.route[-1]
+    return counted(tail.on_cpu), counted(tail.on_gpu), counted(tail.apart)
 
 
 def alone_layout(problem: Any, instance: Instance) -> Layout:
     """The only device computes the model in one window; the last layers on its GPU."""
     total = len(instance.model.layers)
     every = [1] * total
-    start = _staircase(problem, "gpu", total, 1, [0] * total, every) if instance.members[0].has_gpu else every
+    start, whole = _gpu_stairs(problem, instance, 0, "alone", [0] * total, every)
     columns = [[kind] for kind in instance.kind_of]
     return Layout(
         rounds=1,
         loose=False,
         cpu=[_counts(instance, columns, [0] * total, start)],
         gpu=[_counts(instance, columns, start, every)],
+        apart=[_counts(instance, columns, start, whole)],
         used=[1],
         windows=[1],
         tail_on_gpu=total - pulp.lpSum(start),
         tail=None,
-        window_on_cpu=None,
+        window_in_ram=None,
         orders=(),
         picked=[],
-        variables={"start": start},
+        variables={"start": start, "whole": whole},
     )
 
 
@@ -384,7 +459,7 @@ def _streaming(problem: Any, instance: Instance, layout: Layout) -> StreamVariab
         first, *further = member.ahead_steps
         streams = integer(problem, f"streams_{m}", 0, int(not member.is_helped))
         size, ahead, decode = (positive(problem, f"{name}_{m}") for name in ("streamed", "ahead", "in_decode"))
-        most = _dot(layout.cpu[m], streamable)
+        most = _dot(layout.in_ram(m), streamable)
         problem += size <= most - streams * (instance.pool_bytes / unit), f"{m} streams what its CPU computes"
         problem += size <= total * streams, f"{m} streams"
         least: Expression = streams * (first.ahead_bytes / unit)
@@ -436,12 +511,14 @@ def _memory(
     unit = instance.model.largest_layer_bytes
     sizes = [kind.size_bytes / unit for kind in instance.kinds]
     with_kv = [size + kv / unit for size, kv in zip(sizes, instance.kv_bytes, strict=True)]
+    experts = [size / unit for size in instance.expert_bytes]
     output, ram, vram, disk = instance.model.output_bytes / unit, [], [], []
     for m, member in enumerate(instance.members):
         windows = layout.windows[m]
         besides = instance.gpu_runtime_bytes(windows, helps=member.is_helped) / unit
-        on_gpu = _dot(layout.gpu[m], with_kv) + (layout.used[m] if member.is_helped else uses_gpu[m]) * besides
-        on_cpu = _dot(layout.cpu[m], with_kv) - streams.bytes[m] + streams.ahead[m]
+        apart = _dot(layout.apart[m], experts)
+        on_gpu = _dot(layout.gpu[m], with_kv) - apart + (layout.used[m] if member.is_helped else uses_gpu[m]) * besides
+        on_cpu = _dot(layout.cpu[m], with_kv) + apart - streams.bytes[m] + streams.ahead[m]
         on_cpu += streams.streams[m] * (instance.reserve_bytes / unit)
         on_cpu += layout.used[m] * (instance.runtime_bytes(windows) / unit)
         if m == 0:
@@ -652,17 +729,16 @@ class _Time:
 
     def _most_of_tail(self) -> Expression:
         """What the head's tail reads for a chunk at the most."""
-        assert self._layout.tail is not None
         largest = max(self._instance.streamable) / self._unit
-        return pulp.lpSum(self._layout.tail[0]) * (largest * self._unit_ms(0))
+        return self._layout.tail_in_ram * (largest * self._unit_ms(0))
 
     def _least_stops(self) -> list[Expression]:
         """What a window of each member takes at the least, whichever layers it has."""
-        found, cut = self._layout.variables, self._instance.model.cut_multiple
-        return [
-            (cut * w - n) * (min(phase.cpu) * MS) + n * (min(phase.gpu) * MS) + self._steps(m, 1)
-            for m, (phase, w, n) in enumerate(zip(self._prefill, found["w"], found["n"], strict=True))
-        ]
+        found, cut, least = self._layout.variables, self._instance.model.cut_multiple, []
+        for m, (phase, w, n, a) in enumerate(zip(self._prefill, found["w"], found["n"], found["a"], strict=True)):
+            layers = (cut * w - n) * min(phase.cpu) + n * min(phase.gpu) + a * min(phase.apart)
+            least.append(layers * MS + self._steps(m, 1))
+        return least
 
     def _read_all(self, m: int, prompt: Any, around: Expression, chunks: int) -> None:
         """From the beginning of its first stop to the end of its last one ``m`` reads what was not there."""
@@ -683,7 +759,7 @@ class _Time:
         if self._layout.tail is None:
             return 0
         found, least, most = self._steps(0, 1), [], []
-        for counts, seconds in zip(self._layout.tail, (phase.cpu, phase.gpu), strict=True):
+        for counts, seconds in zip(self._layout.tail, (phase.cpu, phase.gpu, phase.apart), strict=True):
             if len(counts) == len(seconds):
                 found += _dot(counts, [s * MS for s in seconds])
             else:
@@ -847,10 +923,9 @@ class _Time:
         Lengths of windows times what of a layer streams, which are products; so a binary stands for each length.
         """
         if self._lengths is None:
-            layout, window = self._layout, self._layout.window_on_cpu
+            layout, window = self._layout, self._layout.window_in_ram
             assert window is not None
-            assert layout.tail is not None
-            total, in_tail = len(self._instance.model.layers), pulp.lpSum(layout.tail[0])
+            total, in_tail = len(self._instance.model.layers), layout.tail_in_ram
             least, most = regular_tails(layout.rounds)
             longest, longer = (total - least) // (layout.rounds + 1), in_tail - window
             if self._instance.by_expert:  # any tail will do
@@ -886,6 +961,7 @@ class _Time:
     def _computing(self, m: int, phase: Phase) -> tuple[Expression, Expression]:
         """Milliseconds of computing: the layers on the CPU, and the rest without the output matrix."""
         rest = _dot(self._layout.gpu[m], [s * MS for s in phase.gpu]) + self._steps(m, self._layout.windows[m])
+        rest += _dot(self._layout.apart[m], [s * MS for s in phase.apart])
         return _dot(self._layout.cpu[m], [s * MS for s in phase.cpu]), rest
 
     def _size(self, m: int, phase: Phase) -> Expression:
@@ -907,7 +983,7 @@ class _Time:
 
     def _picked(self, m: int, phase: Phase, streamed: Expression) -> list[Expression]:
         """What ``m`` reads of what is ``streamed``, in units of memory: at least each of these."""
-        streamable = _dot(self._layout.cpu[m], [size / self._unit for size in self._instance.streamable])
+        streamable = _dot(self._layout.in_ram(m), [size / self._unit for size in self._instance.streamable])
         return [streamed * line.of_streamed + streamable * line.of_streamable for line in phase.read_lines]
 
     def _unit_ms(self, m: int) -> float:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pulp
 
-from halda.evaluate import cpu_layers
 from halda.instance import Instance
 from halda.laps import Hop, Stop, all_chunks
 from halda.orders import RingOrder
@@ -23,11 +22,17 @@ from halda.variables import MS, Expression, positive
 @dataclass(frozen=True, slots=True)
 class Column:
     """A place in the windows of a member, or in the tail: its kind of layer in each round, and whether it is the member's,
-    on the CPU or on the GPU (0, 1 or an expression)."""
+    on the CPU or on the GPU, there with its experts on the CPU (0, 1 or an expression)."""
 
     kinds: Sequence[int]
     cpu: Expression
     gpu: Expression
+    apart: Expression
+
+    @property
+    def in_ram(self) -> Expression:
+        """Whether the CPU computes something of it."""
+        return self.cpu + self.apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +45,29 @@ class Columns:
 
 
 def columns_between(
-    kinds: Sequence[Sequence[int]], before: Sequence[Expression], start: Sequence[Expression], end: Sequence[Expression]
+    kinds: Sequence[Sequence[int]],
+    before: Sequence[Expression],
+    start: Sequence[Expression],
+    whole: Sequence[Expression],
+    end: Sequence[Expression],
 ) -> list[Column]:
-    """The columns from boundary ``before`` on, those from ``start`` to ``end`` on the GPU."""
-    return [Column(of, b - a, c - b) for of, a, b, c in zip(kinds, before, start, end, strict=True)]
+    """The columns from boundary ``before`` on, from ``start`` to ``end`` on the GPU, with experts from ``whole`` on."""
+    bounds = zip(kinds, before, start, whole, end, strict=True)
+    return [Column(of, b - a, d - b, c - b) for of, a, b, c, d in bounds]
 
 
 def fixed_columns(instance: Instance, plan: Plan, sequence: Sequence[int]) -> Columns:
     """The columns of ``plan``, whose windows are the same in each round."""
 
     def columns(windows: Sequence[Window]) -> list[Column]:
-        on_cpu = len(cpu_layers(windows[0]))
+        on_cpu, in_ram = len(windows[0].on_cpu), len(windows[0].in_ram)
         return [
-            Column([instance.kind_of[layer] for layer in layers], int(i < on_cpu), int(i >= on_cpu))
+            Column(
+                [instance.kind_of[layer] for layer in layers],
+                int(i < on_cpu),
+                int(i >= on_cpu),
+                int(on_cpu <= i < in_ram),
+            )
             for i, layers in enumerate(zip(*(window.layers for window in windows), strict=True))
         ]
 
@@ -114,18 +129,20 @@ class PickedPrompt:
             for r, kind in zip(stops, column.kinds, strict=True):
                 read = part * (self.instance.streamable[kind] * unit_ms)
                 found[r] += [column.cpu * (phase.cpu[kind] * MS), column.gpu * (phase.gpu[kind] * MS), read]
+                found[r].append(column.apart * (phase.apart[kind] * MS))
                 reads.append(read)
         self.problem.addConstraint(pulp.lpSum(reads) == self.read_ms[m], f"what {m} reads for a prompt")
         return [pulp.lpSum(terms) for terms in found]
 
     def _part(self, name: str, share: Any, column: Column) -> Expression:
-        """``share`` of a layer where it is read: on the CPU, and of experts."""
-        if isinstance(column.cpu, int) or not any(self.instance.streamable[kind] for kind in column.kinds):
-            return share * column.cpu if isinstance(column.cpu, int) else 0 * share
+        """``share`` of a layer where it is read: of experts on the CPU."""
+        in_ram = column.in_ram
+        if isinstance(in_ram, int) or not any(self.instance.streamable[kind] for kind in column.kinds):
+            return share * in_ram if isinstance(in_ram, int) else 0 * share
         part = positive(self.problem, f"part_{name}")
-        self.problem.addConstraint(part <= column.cpu, f"{name} is read where it is computed")
+        self.problem.addConstraint(part <= in_ram, f"{name} is read where it is computed")
         self.problem.addConstraint(part <= share, f"{name} is read as far as the others")
-        self.problem.addConstraint(part >= share + column.cpu - 1, f"{name} is read as the others")
+        self.problem.addConstraint(part >= share + in_ram - 1, f"{name} is read as the others")
         return part
 
     def _of_machine(self, m: int, r: int, stops: Sequence[Sequence[Expression]]) -> Expression:
@@ -146,7 +163,8 @@ class PickedPrompt:
         member, instance = self.instance.members[m], self.instance
         phase = member.prefill
         layers = sum(
-            max(phase.cpu[kind], phase.gpu[kind]) + instance.streamable[kind] / member.disk_bytes_per_s
+            max(phase.cpu[kind], phase.gpu[kind] + max(0.0, phase.apart[kind]))
+            + instance.streamable[kind] / member.disk_bytes_per_s
             for kind in instance.kind_of
         )
         return layers + member.step_s + member.gpu_step_s

@@ -22,18 +22,40 @@ class Infeasible(Exception):  # noqa: N818  (the solver's word for it)
 class Window:
     """The layers ``first <= layer < last`` that ``device`` computes when a step reaches it once.
 
-    The last ``gpu_layers`` of them on its GPU (paper: n of w).
+    The last ``gpu_layers`` of them on its GPU (paper: n of w); of the first ``cpu_experts`` of these the experts are in RAM,
+    and the processor computes them.
     """
 
     device: str
     first: int
     last: int
     gpu_layers: int
+    cpu_experts: int = 0
 
     @property
     def layers(self) -> range:
         """The layers of the window."""
         return range(self.first, self.last)
+
+    @property
+    def on_cpu(self) -> range:
+        """Those that the CPU computes."""
+        return range(self.first, self.last - self.gpu_layers)
+
+    @property
+    def on_gpu(self) -> range:
+        """Those that the GPU computes, the ones without their experts among them."""
+        return range(self.last - self.gpu_layers, self.last)
+
+    @property
+    def apart(self) -> range:
+        """Those on the GPU whose experts are on the CPU."""
+        return self.on_gpu[: self.cpu_experts]
+
+    @property
+    def in_ram(self) -> range:
+        """Those of which the CPU computes something: weights of theirs are in RAM, or stream."""
+        return range(self.first, self.apart.stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +106,7 @@ class Plan:
         for before, after in zip(self.route, self.route[1:], strict=False):
             assert before.last == after.first
         assert all(window.first < window.last for window in self.route)
+        assert all(0 <= window.cpu_experts <= window.gpu_layers for window in self.route)
         assert len({streaming.device for streaming in self.streaming}) == len(self.streaming)
         for streaming in self.streaming:
             assert streaming.streamed_bytes > 0
@@ -105,6 +128,11 @@ class Plan:
     def gpu_layers(self) -> int:
         """How many layers GPUs compute."""
         return sum(window.gpu_layers for window in self.route)
+
+    @property
+    def cpu_experts(self) -> int:
+        """Of how many of them processors compute the experts."""
+        return sum(window.cpu_experts for window in self.route)
 
     @property
     def uses_gpu(self) -> bool:
@@ -137,9 +165,9 @@ class Plan:
                 return streaming
         return Streaming(device=device, streamed_bytes=0, ahead_bytes=0)
 
-    def cpu_layers_of(self, device: str) -> int:
-        """How many of them its processor computes, or its GPU from RAM."""
-        return sum(len(window.layers) - window.gpu_layers for _, window in self.windows_of(device))
+    def ram_layers_of(self, device: str) -> int:
+        """Of how many of them its processor computes something, or its GPU from RAM."""
+        return sum(len(window.in_ram) for _, window in self.windows_of(device))
 
     def with_help(self, devices: Iterable[str]) -> Plan:
         """The plan in which exactly these devices are helped."""

@@ -22,9 +22,9 @@ import pulp
 
 from halda import milp
 from halda.cuts import good_cuts
-from halda.evaluate import Objective, Prediction, cpu_layers, evaluate, is_regular, residency, stream
+from halda.evaluate import Objective, Prediction, evaluate, is_regular, residency, stream
 from halda.helping import OF_FIRST_TOKEN, able_to_help, others_to_try, with_help
-from halda.instance import Instance, instance
+from halda.instance import ExpertPlace, Instance, instance
 from halda.orders import (
     EXACT_DEVICES,
     RingOrder,
@@ -92,15 +92,17 @@ def solve(
     chunks: Sequence[int] = (),
     time_limit_s: float = 10.0,
     helps: bool = False,
+    experts: ExpertPlace = "auto",
 ) -> Solution:
     """The plan that makes ``objective`` smallest, with the best of ``heads`` (none: the first device) as head.
 
     They share the time limit. ``require`` names devices that must take part. Where layers stream, a chunk of the prompt may
     have as many rows as one of ``chunks`` says instead of ``workload.chunk_rows``; where there is no plan, those with the
-    fewest rows come first. With ``helps`` GPUs may help with prompts, as in ``helping.py``. Raises ``Infeasible``, which
-    says which limit is short and by how much.
+    fewest rows come first. With ``helps`` GPUs may help with prompts, as in ``helping.py``; ``experts`` of layers on a GPU
+    are where the plan has them, or all in its memory, or all in RAM. Raises ``Infeasible``, which says which limit is short
+    and by how much.
     """
-    question = instance(devices, links, model, workload, limits or {})
+    question = replace(instance(devices, links, model, workload, limits or {}), experts=experts)
     able = able_to_help(question) if helps else frozenset[str]()
     heads = heads or [devices[0].device]
 
@@ -178,7 +180,7 @@ def _with_head(
 def _is_short(plan: Plan, question: Instance) -> bool:
     """Whether more memory would be of use: something streams, or is computed beside a GPU."""
     has_gpu = any(member.has_gpu for member in question.members)
-    return bool(plan.streaming) or (has_gpu and any(len(cpu_layers(window)) for window in plan.route))
+    return bool(plan.streaming) or (has_gpu and any(len(window.in_ram) for window in plan.route))
 
 
 def _other_chunks(found: Solution, question: Instance, chunks: Sequence[int]) -> Instance | None:
@@ -330,7 +332,9 @@ class _Search:
         if outcome.found:
             total = len(self._instance.model.layers)
             on_gpu = round(pulp.value(program.layout.tail_on_gpu))
-            self._offer(1, (Window(device=self._instance.devices[0].device, first=0, last=total, gpu_layers=on_gpu),))
+            apart = _height(program.layout.variables["whole"]) - _height(program.layout.variables["start"])
+            name = self._instance.devices[0].device
+            self._offer(1, (Window(device=name, first=0, last=total, gpu_layers=on_gpu, cpu_experts=apart),))
 
     def _may_win(self, rounds: int, orders: Sequence[RingOrder] | None) -> bool:
         """Whether any ring of ``rounds`` rounds or more can be better than the best so far."""
@@ -448,39 +452,43 @@ class _Search:
         columns, route, before = found["columns"], [], 0
         shape = []
         for m in sequence:
-            end, start = _height(found["end"][m]), _height(found["start"][m])
+            end, start, whole = (_height(found[what][m]) for what in ("end", "start", "whole"))
             if end > before:
-                shape.append((m, before, end, end - start))
+                shape.append((m, before, end, end - start, whole - start))
             before = end
         assert [m for m, *_ in shape] == list(order.members)
         for r in range(rounds):
-            for m, first, last, gpu in shape:
+            for m, first, last, gpu, apart in shape:
                 at = r * columns
-                route.append(Window(device=names[m], first=at + first, last=at + last, gpu_layers=gpu))
+                route.append(
+                    Window(device=names[m], first=at + first, last=at + last, gpu_layers=gpu, cpu_experts=apart)
+                )
         total, tail_first = len(self._instance.model.layers), route[-1].last
         offset = 0 if rounds == 1 else rounds * columns
         tail_gpu = total - offset - _height(found["tail_start"])
-        return (*route, Window(device=names[0], first=tail_first, last=total, gpu_layers=tail_gpu))
+        apart = _height(found["tail_whole"]) - _height(found["tail_start"])
+        return (*route, Window(device=names[0], first=tail_first, last=total, gpu_layers=tail_gpu, cpu_experts=apart))
 
     def _take_even(self, program: milp.Program) -> tuple[int, ...]:
         """Make a plan of an even layout's solution. Answers its ring."""
         layout, names = program.layout, [device.device for device in self._instance.devices]
         found, cut = layout.variables, self._instance.model.cut_multiple
         w = [cut * round(value.value()) for value in found["w"]]
-        n = [round(value.value()) for value in found["n"]]
+        n, a = ([round(value.value()) for value in found[name]] for name in ("n", "a"))
         order = self._order(layout, w)
         if len(order) == 1:
             return order
         route, at = [], 0
         for _ in range(layout.rounds):
             for m in order:
-                route.append(Window(device=names[m], first=at, last=at + w[m], gpu_layers=n[m]))
+                route.append(Window(device=names[m], first=at, last=at + w[m], gpu_layers=n[m], cpu_experts=a[m]))
                 at += w[m]
         tail = Window(
             device=names[0],
             first=at,
             last=len(self._instance.model.layers),
             gpu_layers=round(found["tail_gpu"].value()),
+            cpu_experts=round(found["tail_apart"].value()),
         )
         self._offer(layout.rounds, (*route, tail))
         return order

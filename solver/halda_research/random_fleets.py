@@ -31,7 +31,6 @@ from halda import (
     Window,
     Workload,
 )
-from halda.evaluate import cpu_layers
 from halda.instance import Instance
 from halda.instance import instance as ask
 from halda.quantisation import bytes_per_weight
@@ -216,7 +215,7 @@ def random_plan(rng: random.Random, question: Instance, *, rounds: int | None = 
     head = question.members[0]
     streaming = []
     for name in names:
-        layers = [layer for window in route if window.device == name for layer in cpu_layers(window)]
+        layers = [layer for window in route if window.device == name for layer in window.in_ram]
         most = sum(question.streamable[question.kind_of[layer]] for layer in layers)
         streamed = round(rng.uniform(0.02, 1) * (most - question.pool_bytes))
         member = next(member for member in question.members if member.name == name)
@@ -262,8 +261,8 @@ def _route(rng: random.Random, question: Instance, rounds: int | None) -> tuple[
 
 def _window(rng: random.Random, question: Instance, member: int, first: int, last: int, gpu: int | None) -> Window:
     wanted = gpu if gpu is not None else rng.choice([0, last - first, rng.randint(0, last - first)])
-    has_gpu = question.members[member].has_gpu
-    return Window(device=question.members[member].name, first=first, last=last, gpu_layers=wanted if has_gpu else 0)
+    found = question.members[member]
+    return Window(device=found.name, first=first, last=last, gpu_layers=wanted if found.has_gpu else 0)
 
 
 def _dense(rng: random.Random, size: float, kv: int) -> LayerProfile:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from halda import cost
-from halda.evaluate import cpu_layers
 from halda.instance import Instance, Member, Phase
 from halda.plan import Plan, Window
 from halda_research._events import Fixture, Interval, Segment, SimulatedRing, Tally, Visit
@@ -224,17 +223,18 @@ def _stops(plan: Plan, instance: Instance, *, decode: bool) -> list[Visit]:
 def _pieces(
     window: Window, plan: Plan, instance: Instance, phase: Phase, step_s: float, more_s: float
 ) -> list[Segment]:
-    """A window in pieces: ``step_s`` before its CPU layers, ``more_s`` with the GPU layers behind them."""
+    """A window in pieces: ``step_s`` before the layers of which the CPU computes something, ``more_s`` with those behind."""
     name = window.device
-    all_layers = [layer for _, each in plan.windows_of(name) for layer in cpu_layers(each)]
+    all_layers = [layer for _, each in plan.windows_of(name) for layer in each.in_ram]
     most = sum(instance.streamable[instance.kind_of[layer]] for layer in all_layers)
     share = phase.read_bytes(plan.streaming_of(name).streamed_bytes, most) / max(most, 1)
     pieces: list[Segment] = []
     layers: list[int] = []
     seconds = step_s
-    for layer in cpu_layers(window):
+    for layer in window.in_ram:
         kind = instance.kind_of[layer]
-        layer_s, size = phase.cpu[kind], share * instance.streamable[kind]
+        size = share * instance.streamable[kind]
+        layer_s = phase.cpu[kind] if layer in window.on_cpu else phase.gpu[kind] + phase.apart[kind]
         if size:
             if seconds or layers:
                 pieces.append(Segment(tuple(layers), seconds, 0.0, False, 0.0))
@@ -244,7 +244,7 @@ def _pieces(
         else:
             layers.append(layer)
             seconds += layer_s
-    on_gpu = window.layers[len(cpu_layers(window)) :]
+    on_gpu = window.on_gpu[window.cpu_experts :]
     seconds += sum(phase.gpu[instance.kind_of[layer]] for layer in on_gpu) + more_s
     if seconds or layers or on_gpu:
         pieces.append(Segment((*layers, *on_gpu), seconds, 0.0, False, 0.0))

@@ -255,6 +255,8 @@ def assert_loadable(load: cluster.Load) -> None:
         {"assignments": [in_memory(2, 4), in_memory(2, 4)]},
         {"assignments": [in_memory(2, 4, gpu_layers=-1)]},
         {"assignments": [in_memory(2, 4, gpu_layers=3)]},
+        {"assignments": [in_memory(2, 4, gpu_layers=1, cpu_experts=2)]},
+        {"assignments": [in_memory(2, 4, gpu_layers=1, cpu_experts=-1)]},
         {"assignments": [in_memory(2, 4, gpu_layers=1 << 40)]},
         {"assignments": [in_memory(2, 5)]},
         {"assignments": [in_memory(2, 4, output="cpu")]},

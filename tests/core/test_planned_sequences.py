@@ -64,6 +64,7 @@ class House:
                 "batching": "auto",
                 "extra_buffers": "auto",
                 "speculate": "auto",
+                "experts": "auto",
             }
             | wished
         )

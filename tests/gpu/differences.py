@@ -1,7 +1,7 @@
-"""``python -m tests.gpu.differences ARCHITECTURE FOLDER``: how far logits with layers on the GPU are from the CPU's.
+"""``python -m tests.gpu.differences ARCHITECTURE FOLDER [apart]``: how far logits with layers on the GPU are from the CPU's.
 
-Two lines of JSON: of whole models, as llama.cpp computes them there, and of windows, by where their layers are. A process of
-its own, since a device may end it.
+``apart``: their experts are on the CPU. Two lines of JSON: of whole models, as llama.cpp computes them there, and of windows
+by where their layers are. A process of its own, since a device may end it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,16 @@ PLACES = {
     "the tail, the others helped": ((0, 0, 2), True),
     "all": ((2, 2, 2), False),
 }
+APART = {
+    "the middle window alone": ((0, 2, 0), False),
+    "one layer of each window": ((1, 1, 1), False),
+    "all": ((2, 2, 2), False),
+}
+WHOLE_APART = ((2, False), (6, False))
 WHOLE = ((0, True), (2, True), (None, False), (1, False), (2, False), (3, False), (6, False))
 
 
-def main(architecture: str, folder: Path) -> None:
+def main(architecture: str, folder: Path, *, apart: bool) -> None:
     """Compute and tell."""
     path = folder / "model.gguf"
     synth.write_model(path, architecture=architecture)
@@ -40,14 +46,17 @@ def main(architecture: str, folder: Path) -> None:
     def differs(found: Sequence[np.ndarray]) -> float:
         return max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
 
-    whole = [differs(whole_logits(header, on_gpu, chunks, helped=helped)[1]) for on_gpu, helped in WHOLE]
+    whole = [
+        differs(whole_logits(header, on_gpu, chunks, helped=helped, apart=apart)[1])
+        for on_gpu, helped in (WHOLE_APART if apart else WHOLE)
+    ]
     sys.stdout.write(json.dumps(whole) + "\n")
     sys.stdout.flush()
     found = {}
-    for number, (name, (on_gpu, helped)) in enumerate(PLACES.items()):
+    for number, (name, (on_gpu, helped)) in enumerate((APART if apart else PLACES).items()):
         of_route = folder / str(number)
         of_route.mkdir()
-        route = Route(header, CUT, of_route, on_gpu=on_gpu, helped=helped)
+        route = Route(header, CUT, of_route, on_gpu=on_gpu, helped=helped, apart=apart)
         position, logits = 0, []
         for tokens in chunks:
             logits.append(route.logits(tokens, position))
@@ -59,4 +68,4 @@ def main(architecture: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), apart="apart" in sys.argv[3:])

@@ -24,6 +24,7 @@ LEAST_BOUND = 1e-3
 SLACK = 1.1
 """Whole-model llama.cpp cannot have any layers there that windows can: the largest of few differences varies."""
 SOFTWARE = "llvmpipe"
+MIXTURES = ["llama-moe", "qwen3moe", "gpt-oss", "deepseek2"]
 
 
 def plain_logits(model: Path, python: str, *, gpu: bool) -> bytes:
@@ -75,3 +76,20 @@ def test_windows_differ_from_the_cpu_as_whole_models_do(architecture, tmp_path, 
     assert min(whole[:2]) > 0, "prompts are computed there"
     bound = max(LEAST_BOUND, SLACK * max(whole))
     assert max(windows.values()) <= bound, f"whole models differ by {whole}, windows by {windows}"
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_experts_on_the_cpu_leave_the_rest_on_the_gpu(architecture, tmp_path, gpu):
+    """As a whole model of llama.cpp does with the same experts there, bit for bit; Mesa's computes no experts then."""
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.differences", architecture, str(tmp_path), "apart"],
+        env=environment(os.environ, 1, 0, gpu=True),
+        cwd=ROOT,
+        check=False,
+        stdout=subprocess.PIPE,
+    )
+    assert child.returncode == 0, f"it {how_it_ended(child.returncode)} after {child.stdout!r}"
+    whole, windows = map(json.loads, child.stdout.decode().splitlines())
+    assert windows["all"] == whole[1], gpu.name
+    assert min(*whole, *windows.values()) > 0, "attention is computed there"
+    assert max(windows.values()) <= max(LEAST_BOUND, SLACK * max(whole))

@@ -31,10 +31,11 @@ class Route:
     """The windows of one model between ``cuts``, opened from metadata splits and layer files like a device does.
 
     Of each window the last ``on_gpu`` layers are on a GPU, in the tail with the output; None of the tail: the output alone.
-    Prompts through the others are computed there too if they are ``helped``.
+    Prompts through the others are computed there too if they are ``helped``. ``apart``: of those on a GPU the experts are
+    not.
     """
 
-    def __init__(self, header, cuts, folder, options=OPTIONS, on_gpu=(), *, helped=False):
+    def __init__(self, header, cuts, folder, options=OPTIONS, on_gpu=(), *, helped=False, apart=False):
         cutter, layers = ModelCutter(header), layer_count(header)
         assert cuts[0] == 0
         assert cuts[-1] == layers
@@ -53,7 +54,8 @@ class Route:
                 )
                 paths.append(str(path))
             count = on_gpu[number] if on_gpu else 0
-            assignment = assigned(last - first, count, is_tail=last == layers, first=first, helped=helped)
+            is_tail = last == layers
+            assignment = assigned(last - first, count, is_tail=is_tail, first=first, helped=helped, apart=apart)
             files = files_of(metadata, paths, assignment)
             if last == layers:
                 window = TailWindow(files, options, frozenset(), vocabulary=vocabulary_size(header))
@@ -81,10 +83,14 @@ def files_of(metadata, layers, assignment):
     )
 
 
-def assigned(layers, on_gpu, *, is_tail, first=0, helped=False):
-    """So many layers from ``first`` on, of them ``on_gpu`` (None: the output alone) on a GPU and the others ``helped``."""
-    output = ("cpu" if on_gpu == 0 else "gpu") if is_tail else "none"
-    return replace(in_memory(first, first + layers, gpu_layers=on_gpu or 0, output=output), helped=helped)
+def assigned(layers, on_gpu, *, is_tail, first=0, helped=False, apart=False):
+    """So many layers from ``first`` on, of them ``on_gpu`` (None: the output alone) on a GPU and the others ``helped``.
+
+    ``apart``: without their experts.
+    """
+    output, count = ("cpu" if on_gpu == 0 else "gpu") if is_tail else "none", on_gpu or 0
+    window = in_memory(first, first + layers, gpu_layers=count, cpu_experts=count * apart, output=output)
+    return replace(window, helped=helped)
 
 
 def rows(content, position, sequence=0):
@@ -97,12 +103,13 @@ def rows(content, position, sequence=0):
     )
 
 
-def whole_logits(header, on_gpu=0, chunks=(), *, helped=False):
+def whole_logits(header, on_gpu=0, chunks=(), *, helped=False, apart=False):
     """The prompt, ``DECODED`` greedy tokens, and the whole model's logits after each chunk.
 
-    With the ``chunks`` of another call these are what it is given; ``on_gpu`` and ``helped`` as for ``assigned``.
+    With the ``chunks`` of another call these are what it is given; the others are as for ``assigned``.
     """
-    files = files_of(header.path, (), assigned(layer_count(header), on_gpu, is_tail=True, helped=helped))
+    assignment = assigned(layer_count(header), on_gpu, is_tail=True, helped=helped, apart=apart)
+    files = files_of(header.path, (), assignment)
     model = WholeModel(files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header))
     chunks, position, expected = list(chunks) or [PROMPT[:64], PROMPT[64:]], 0, []
     for step in range(2 + DECODED):

@@ -192,6 +192,28 @@ def test_windows_of_layer_files_share_one_pool(tmp_path):
     assert kept <= digests, "a layer's use is kept under the name of its weights"
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_of_layers_on_a_gpu_only_experts_are_in_ram(whole, tmp_path):
+    """Six layers: two on the CPU, two on the GPU without their experts, two with them."""
+    header = a_model(tmp_path / "model.gguf")
+    files = msgspec.structs.replace(files_of(header), assignment=in_memory(0, 6, gpu_layers=4, cpu_experts=2))
+    if whole:
+        units = units_of_model(header, files)
+    else:
+        cutter, paths = ModelCutter(header), []
+        for split, ref in enumerate(cutter.spec(0, 0, 6).layers, start=1):
+            paths.append(tmp_path / f"{split}.gguf")
+            head = layer_header(ref.tensors, number=split - 1, split=split)
+            paths[-1].write_bytes(head + b"".join(cutter.source(ref.digest).chunks()))
+        units = units_of_window(msgspec.structs.replace(files, layers=tuple(map(str, paths))))
+    sizes = [sum(part.size for part in layer) for layer in units.layers]
+    experts = [sum(tensor.whole.size for tensor in files.tensors) for files in units.experts]
+    assert len(sizes) == len(experts) == 4
+    assert sizes[2:] == experts[2:]
+    assert min(experts) > 0
+    assert all(size > part for size, part in zip(sizes[:2], experts[:2], strict=True))
+
+
 def present(loader):
     """For each layer and expert the share of its bytes that is in memory."""
     return [1 - np.max([tensor.missing() for tensor in layer], axis=0) for layer in loader._slices]

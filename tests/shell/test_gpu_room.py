@@ -9,15 +9,20 @@ import msgspec
 import pytest
 
 from halda import HelpedSpeed
+from halda.assignment import in_memory
 from primad.daemon.gpu_care import GpuCare
 from primad.engine.protocol import EngineOptions, WindowSource
+from primad.engine.streaming.units import units_of_window
 from primad.errors import EngineError, RingError
-from primad.gguf.layers import HEADER_BYTES
+from primad.gguf.header import read_header
+from primad.gguf.layers import HEADER_BYTES, layer_header
+from primad.gguf.windows import ModelCutter
 from primad.profiler.synthetic import SMALL, write_window
 from primad.ring.gpu_room import fewer_on_gpu, load_what_fits
 from primad.ring.messages import GpuLoaded, Open
 from primad.settings.limits import NO_LIMITS
 from tests.fakes.profile import GPU, PROFILE
+from tools import synth
 
 HELPED = HelpedSpeed(type="Q4_K", few_bytes_per_s=5e9, prefill_flop_per_s=2e12)
 OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threads=1, kv_type="f16", lock=False)
@@ -80,6 +85,30 @@ def test_the_output_leaves_the_gpu_last(tmp_path):
         (left,) = asked.windows
         found.append((left.assignment.gpu_layers, left.assignment.output))
     assert found == [(1, "gpu"), (0, "gpu"), (0, "cpu")]
+
+
+def test_experts_that_were_in_ram_stay_there_and_the_others_follow_their_layers(tmp_path):
+    synth.write_model(tmp_path / "model.gguf", architecture="qwen3moe")
+    cutter, paths = ModelCutter(read_header(tmp_path / "model.gguf")), []
+    for split, ref in enumerate(cutter.spec(1, 0, 6).layers, start=1):
+        paths.append(tmp_path / f"{split}.gguf")
+        head = layer_header(ref.tensors, number=split - 1, split=split)
+        paths[-1].write_bytes(head + b"".join(cutter.source(ref.digest).chunks()))
+    source = msgspec.structs.replace(window(tmp_path / "a", 1, 0), layers=tuple(map(str, paths)))
+    size, found = paths[0].stat().st_size - HEADER_BYTES, []
+    assignment = in_memory(0, 6, gpu_layers=6, cpu_experts=4)
+    experts = sum(
+        part.size for part in units_of_window(msgspec.structs.replace(source, assignment=assignment)).layers[0]
+    )
+    assert 0 < experts < size
+    assignment = replace(assignment, layer_bytes=4 * experts, resident_bytes=4 * experts)
+    asked = opening(msgspec.structs.replace(source, assignment=assignment))
+    for on_gpu, apart in ((4, 4), (3, 3), (2, 2)):
+        asked = fewer_on_gpu(asked)
+        left = asked.windows[0].assignment
+        found.append((left.gpu_layers, left.cpu_experts))
+        assert left.layer_bytes == left.resident_bytes == (6 - on_gpu) * size + apart * experts
+    assert found == [(4, 4), (3, 3), (2, 2)]
 
 
 def test_what_no_processor_loads_either_is_its_own_error(tmp_path):

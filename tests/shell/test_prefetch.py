@@ -819,7 +819,7 @@ def test_a_streamer_that_never_started_can_be_closed(rig):
 
 
 @pytest.mark.parametrize(
-    ("streamed", "first", "layers", "cpu_layers", "output", "borders"),
+    ("streamed", "first", "layers", "ram_layers", "output", "borders"),
     [
         (set(), 0, 4, 4, False, {}),
         ({0, 1, 2, 3}, 0, 4, 4, False, {0: 1, 1: 2, 2: 3}),
@@ -832,7 +832,7 @@ def test_a_streamer_that_never_started_can_be_closed(rig):
         ({0, 1}, 0, 4, 2, False, {0: 1}),
     ],
 )
-def test_borders_stand_where_a_streamed_unit_begins_or_ends(rig, streamed, first, layers, cpu_layers, output, borders):
+def test_borders_stand_where_a_streamed_unit_begins_or_ends(rig, streamed, first, layers, ram_layers, output, borders):
     made = rig(8, streamed, 1)
-    window = WindowStream(made.streamer, first, layers=layers, cpu_layers=cpu_layers, output=output, routers={})
+    window = WindowStream(made.streamer, first, layers=layers, ram_layers=ram_layers, output=output, routers={})
     assert window.borders() == borders

@@ -19,6 +19,7 @@ from operator import le
 import pulp
 
 from halda import Instance, Objective, Plan, Streaming, Window, cost
+from halda.instance import Phase
 
 CLOSE = 1e-9
 UNIT = 1e6
@@ -65,6 +66,8 @@ class Option:
     slows: float
     gpu: int
     tail_gpu: int
+    apart: int
+    tail_apart: int
     output_on_gpu: bool
     regular: bool
     """Whether the tail has about as many layers on the CPU as each window, or there is none."""
@@ -180,8 +183,9 @@ class Brute:
         for gpu, tail_gpu in product(
             range(width + 1 if member.has_gpu else 1), range(tail_width + 1 if member.has_gpu else 1)
         ):
-            for output_on_gpu in (True,) if tail_gpu else (False, True) if tail and member.has_gpu else (False,):
-                option = self._option(m, ranges, tail, ring, gpu, tail_gpu, output_on_gpu)
+            outputs = (True,) if tail_gpu else (False, True) if tail and member.has_gpu else (False,)
+            for output_on_gpu, apart, tail_apart in product(outputs, self._apart(gpu), self._apart(tail_gpu)):
+                option = self._option(m, ranges, tail, ring, (gpu, apart), (tail_gpu, tail_apart), output_on_gpu)
                 if option is not None and self._least_ahead(option) is not None:
                     found.append(option)
         kept: list[tuple[tuple[float, ...], Option]] = []
@@ -189,6 +193,12 @@ class Brute:
             if not any(all(map(le, other, figures)) for other, _ in kept):
                 kept.append((figures, option))
         return [option for _, option in kept]
+
+    def _apart(self, on_gpu: int) -> range:
+        """Of how many layers on a GPU the experts may be on the CPU."""
+        if not self._by_expert or self._instance.experts == "gpu":
+            return range(1)
+        return range(on_gpu if self._instance.experts == "cpu" else 0, on_gpu + 1)
 
     def _figures(self, option: Option) -> tuple[float, ...]:
         """What is better when it is smaller, for the objective; equal where another tail would change what is counted."""
@@ -213,20 +223,19 @@ class Brute:
         ranges: tuple[tuple[int, int], ...],
         tail: tuple[int, int] | None,
         ring: int,
-        gpu: int,
-        tail_gpu: int,
+        of_window: tuple[int, int],
+        of_tail: tuple[int, int],
         output_on_gpu: bool,
     ) -> Option | None:
+        """``of_window`` and ``of_tail`` are layers on the GPU, and of how many of these the experts are on the CPU."""
         instance, member, sizes, kv = self._instance, self._instance.members[m], self._sizes, self._kv
-        on_cpu = [layer for a, b in ranges for layer in range(a, b - gpu)]
-        on_gpu = [layer for a, b in ranges for layer in range(b - gpu, b)]
-        of_tail = (range(tail[0], tail[1] - tail_gpu), range(tail[1] - tail_gpu, tail[1])) if tail else ((), ())
-        on_cpu += of_tail[0]
-        on_gpu += of_tail[1]
+        parts = [_placed(a, b, *of_window) for a, b in ranges] + ([_placed(*tail, *of_tail)] if tail else [])
+        on_cpu, on_gpu, apart = ([layer for part in parts for layer in part[i]] for i in range(3))
         windows = len(ranges) + (tail is not None)
         output = instance.model.output_bytes if tail else 0
         uses_gpu = bool(on_gpu) or output_on_gpu
         vram = sum(sizes[i] + kv[i] for i in on_gpu) + (output if output_on_gpu else 0)
+        vram -= sum(self._experts[i] for i in apart)
         helps = member.is_helped
         if uses_gpu or helps:
             vram += cost.GPU_RUNTIME_BYTES + windows * (self._buffer + (self._copied if helps else 0))
@@ -234,42 +243,43 @@ class Brute:
             vram += max(0, output - self._copied)
         if vram > member.vram_limit or (ring > 1 and sum(sizes[i] for i in (*on_cpu, *on_gpu)) > member.disk_limit):
             return None
-        ram = sum(sizes[i] + kv[i] for i in on_cpu) + self._besides + windows * self._window
+        ram = sum(sizes[i] + kv[i] for i in on_cpu) + sum(self._experts[i] for i in apart)
+        ram += self._besides + windows * self._window
         ram += (instance.head_bytes(windows) if tail else 0) + (0 if output_on_gpu else output)
         over = ram + (vram if member.shares_memory else 0) - member.ram_limit
         if helps and over > 0:
             return None  # what streams would travel twice
-        most = sum(self._experts[i] if self._by_expert else sizes[i] for i in on_cpu)
+        most = sum(self._experts[i] for i in (*on_cpu, *apart)) if self._by_expert else sum(sizes[i] for i in on_cpu)
         pool = max(self._experts) if self._by_expert else 0
         output_s = (member.gpu_output_s if output_on_gpu else member.cpu_output_s) if tail else 0.0
         step_s = member.step_s + (member.gpu_step_s if uses_gpu else 0.0)
         kinds, both = instance.kind_of, []
         for phase, out, spare in ((member.decode, output_s, self._buffer), (member.prefill, 0.0, 0)):
-            rest = sum(phase.gpu[kinds[i]] for i in on_gpu) + out + windows * step_s
+            rest = sum(phase.gpu[kinds[i]] for i in on_gpu) + sum(phase.apart[kinds[i]] for i in apart)
+            rest += out + windows * step_s
             compute = rest + sum(phase.cpu[kinds[i]] for i in on_cpu)
             tail_s = 0.0
             if tail and ring > 1:
-                tail_s = sum(phase.cpu[kinds[i]] for i in of_tail[0]) + sum(phase.gpu[kinds[i]] for i in of_tail[1])
-                tail_s += step_s
-                rest -= out + step_s + tail_gpu * max(phase.gpu)
+                tail_s = _computed(phase, kinds, parts[-1]) + step_s
+                rest -= out + step_s + of_tail[0] * max(phase.gpu)
             model = instance.model
             uses = sorted(model.expert_use or [model.experts_used / model.experts]) if self._by_expert else [1.0]
             picked = tuple(1 - (1 - use) ** phase.rows for use in uses)
             layers = sum(phase.cpu[kinds[i]] for i in on_cpu)
             both.append(Times(compute, rest, tail_s, 2 * min(phase.cpu), layers, spare, picked))
         disk, slows = member.disk_bytes_per_s, member.profile.disk.slows_s_per_byte
-        window, k = ranges[0][1] - gpu - ranges[0][0] if ranges else 0, len(ranges)
-        longer = len(of_tail[0]) - window
+        window, k = ranges[0][1] - of_window[0] - ranges[0][0] if ranges else 0, len(ranges)
+        tail_cpu = len(parts[-1][0]) if tail else 0
+        longer = tail_cpu - window
         regular = not tail or k < 2 or self._by_expert or -(k // 2) <= longer <= -(-k // 2)
-        stop_share = (len(of_tail[0]) + window) / max(1, len(on_cpu))
+        stop_share = (tail_cpu + window) / max(1, len(on_cpu))
         steps, step_s = self._steps(m), member.step_s + (member.gpu_step_s if uses_gpu else 0.0)
-        parts = [(range(a, b - gpu), range(b - gpu, b)) for a, b in ranges] + ([of_tail] if tail else [])
         laps = tuple(
             (
-                sum(member.prefill.cpu[kinds[i]] for i in cpu) + sum(member.prefill.gpu[kinds[i]] for i in on) + step_s,
-                sum(self._experts[i] for i in cpu),
+                _computed(member.prefill, kinds, part) + step_s,
+                sum(self._experts[i] for i in (*part[0], *part[2])),
             )
-            for cpu, on in parts
+            for part in parts
         )
         return Option(
             *both,
@@ -279,8 +289,10 @@ class Brute:
             pool,
             disk,
             slows,
-            gpu,
-            tail_gpu,
+            of_window[0],
+            of_tail[0],
+            of_window[1],
+            of_tail[1],
             output_on_gpu,
             regular,
             stop_share,
@@ -625,8 +637,18 @@ class Brute:
         for r in range(way.rounds if len(names) > 1 else 0):
             for name, (a, b), option in zip(names, way.bounds, way.options, strict=True):
                 at = r * way.columns
-                route.append(Window(device=name, first=at + a, last=at + b, gpu_layers=option.gpu))
-        route.append(Window(device=names[0], first=first, last=total, gpu_layers=way.options[0].tail_gpu))
+                route.append(
+                    Window(device=name, first=at + a, last=at + b, gpu_layers=option.gpu, cpu_experts=option.apart)
+                )
+        route.append(
+            Window(
+                device=names[0],
+                first=first,
+                last=total,
+                gpu_layers=way.options[0].tail_gpu,
+                cpu_experts=way.options[0].tail_apart,
+            )
+        )
         streaming = tuple(
             Streaming(device=name, streamed_bytes=option.over + self._reserve + round(ahead), ahead_bytes=round(ahead))
             for name, option, ahead in zip(names, way.options, held, strict=True)
@@ -640,3 +662,13 @@ class Brute:
             left_out=(),
         )
         return plan.with_help(self._instance.helped)
+
+
+def _placed(first: int, last: int, gpu: int, apart: int) -> tuple[range, range, range]:
+    """The layers of a window on the CPU, on the GPU, and of these the ones whose experts are on the CPU."""
+    return range(first, last - gpu), range(last - gpu, last), range(last - gpu, last - gpu + apart)
+
+
+def _computed(phase: Phase, kinds: Sequence[int], placed: tuple[range, range, range]) -> float:
+    both = zip(placed, (phase.cpu, phase.gpu, phase.apart), strict=True)
+    return sum(seconds[kinds[i]] for layers, seconds in both for i in layers)

@@ -65,5 +65,6 @@ def solved(question: Instance, objective: Objective, **options: object) -> Solut
         objective=objective,
         limits=question.limits,
         time_limit_s=limit_s,
+        experts=question.experts,
         **options,
     )

@@ -24,7 +24,7 @@ from halda import (
     Workload,
     cost,
 )
-from halda.evaluate import cpu_layers, evaluate, stream
+from halda.evaluate import evaluate, stream
 from halda.instance import Instance
 from halda.instance import instance as ask
 from halda.load import under_load
@@ -366,7 +366,7 @@ def test_every_layer_is_computed_once_a_token_and_what_streams_read_once(seed, s
         assert use.layers == pytest.approx(plan.layers_of(use.device), abs=slack)
         member = next(member for member in question.members if member.name == use.device)
         streaming = plan.streaming_of(use.device)
-        kinds = [question.kind_of[i] for _, window in plan.windows_of(use.device) for i in cpu_layers(window)]
+        kinds = [question.kind_of[i] for _, window in plan.windows_of(use.device) for i in window.in_ram]
         streamed = member.decode.read_bytes(streaming.streamed_bytes, sum(question.streamable[kind] for kind in kinds))
         read_ahead = 2 * max(streaming.ahead_bytes, streamed if question.by_expert else 0) / tokens / sequences
         assert use.disk_bytes == pytest.approx(streamed, abs=read_ahead)

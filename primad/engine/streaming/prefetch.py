@@ -531,7 +531,7 @@ class Follower:
 class WindowStream:
     """One window's part of a ``Streamer``: its units begin at ``first``.
 
-    The first ``cpu_layers`` of its ``layers`` are units, in order; ``output``: so is the output matrix behind them.
+    The first ``ram_layers`` of its ``layers`` are units, in order; ``output``: so is the output matrix behind them.
     ``routers`` are those of them that stream by expert, counted from the window's first, with their place among all such
     layers and their number of experts.
     """
@@ -542,15 +542,15 @@ class WindowStream:
         first: int,
         *,
         layers: int,
-        cpu_layers: int,
+        ram_layers: int,
         output: bool,
         routers: Mapping[int, tuple[int, int]],
     ) -> None:
         self.routers = dict(routers)
         self.streamer = streamer
         self._first = first
-        self._layers, self._cpu_layers, self._output = layers, cpu_layers, output
-        self._last = first + cpu_layers + output
+        self._layers, self._ram_layers, self._output = layers, ram_layers, output
+        self._last = first + ram_layers + output
 
     def borders(self) -> dict[int, int]:
         """Behind which layers of the window (counted from its first) ``reach`` is to be told, with the unit that follows.
@@ -560,10 +560,10 @@ class WindowStream:
         streamed, first = self.streamer.residency.streamed, self._first
         found = {
             layer: first + layer + 1
-            for layer in range(self._cpu_layers - 1)
+            for layer in range(self._ram_layers - 1)
             if first + layer in streamed or first + layer + 1 in streamed
         }
-        output = first + self._cpu_layers
+        output = first + self._ram_layers
         if self._output and (output in streamed or output - 1 in streamed):
             found[self._layers - 1] = output
         return found

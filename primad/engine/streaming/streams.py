@@ -146,7 +146,7 @@ class Streams:
                 self._streamer,
                 first,
                 layers=window.assignment.layers,
-                cpu_layers=len(units.layers),
+                ram_layers=len(units.layers),
                 output=bool(units.output),
                 routers=routers,
             )

@@ -20,6 +20,8 @@ from primad.gguf.layers import HEADER_BYTES, is_tree_of
 
 _LAYER: Final = re.compile(r"blk\.(\d+)\.")
 _EXPERTS: Final = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down|gate_up)_exps\.weight")
+EXPERT_TENSORS: Final = r"ffn_\w+_exps\."
+"""What follows in the names of a layer's expert tensors, for a search (llama.cpp's ``--n-cpu-moe`` moves the same)."""
 _GAP_BYTES: Final = 4096
 """Tensors of one layer with no more between them are read as one range."""
 _OUTPUT: Final = "output.weight"
@@ -30,7 +32,8 @@ _EMBEDDING: Final = "token_embd.weight"
 class WindowUnits:
     """The file ranges of each layer that the CPU computes, in order; of the output matrix (empty without one here).
 
-    ``experts`` are those of each layer, which lie in its ranges. ``rest`` is read a row at a time and never held: the
+    Of a layer on the GPU whose experts the CPU computes they are those of the experts. ``experts`` are those of each layer,
+    which lie in its ranges. ``rest`` is read a row at a time and never held: the
     embedding table of a whole model that has its own output matrix.
     """
 
@@ -51,14 +54,17 @@ def units_of_window(source: WindowSource) -> WindowUnits:
         ranges.append((FileRange(path, HEADER_BYTES, size - HEADER_BYTES),))
     assignment = source.assignment
     output = ranges[assignment.layers] if len(ranges) > assignment.layers and assignment.output != "gpu" else ()
-    layers = assignment.cpu_layers
-    experts = [_experts(_digest(path), _header(path).tensors.values()) for path in source.layers[:layers]]
-    return WindowUnits(tuple(ranges[:layers]), tuple(experts), output, ())
+    paths = source.layers[: assignment.ram_layers]
+    tensors = [list(_header(path).tensors.values()) for path in paths]
+    experts = [_experts(_digest(path), found) for path, found in zip(paths, tensors, strict=True)]
+    apart = [_ranges(_of_experts(found)) for found in tensors[assignment.cpu_layers :]]
+    return WindowUnits((*ranges[: assignment.cpu_layers], *apart), tuple(experts), output, ())
 
 
 def units_of_model(header: Header, source: WindowSource) -> WindowUnits:
     """The units of a whole model that is computed from its own file."""
-    layers: list[list[TensorInfo]] = [[] for _ in range(source.assignment.cpu_layers)]
+    on_cpu = source.assignment.cpu_layers
+    layers: list[list[TensorInfo]] = [[] for _ in range(source.assignment.ram_layers)]
     for name, tensor in header.tensors.items():
         match = _LAYER.match(name)
         if match is not None and int(match[1]) < len(layers):
@@ -71,6 +77,7 @@ def units_of_model(header: Header, source: WindowSource) -> WindowUnits:
     experts = [
         _experts(whole_model_key(header.path, layer), tensors if known else ()) for layer, tensors in enumerate(layers)
     ]
+    layers[on_cpu:] = [_of_experts(tensors) for tensors in layers[on_cpu:]]
     return WindowUnits(tuple(map(_ranges, layers)), tuple(experts), output, rest)
 
 
@@ -100,6 +107,10 @@ def _experts(key: str, tensors: Iterable[TensorInfo]) -> ExpertFiles:
     return ExpertFiles(
         key, tuple(ExpertTensor(FileRange(str(each.path), each.offset, each.bytes), count) for each in found)
     )
+
+
+def _of_experts(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
+    return [tensor for tensor in tensors if re.search(EXPERT_TENSORS, tensor.name)]
 
 
 def _header(path: str) -> Header:
