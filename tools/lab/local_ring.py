@@ -47,6 +47,7 @@ from primad.ring.messages import (
 )
 from primad.ring.spawn import RingProcess
 from tools.lab import disk
+from tools.lab.delayed import DelayedLink
 from tools.lab.memory import LimitedGroup
 
 
@@ -73,7 +74,7 @@ class LocalRing:
     ``plan`` takes the place of ``windows`` and ``rounds``, and may stream.
     ``groups`` limits the memory of the process of a device; then no process finds anything of its files in the page cache
     when it starts. ``pinned`` gives each device a core alone, where there are as many. Extra buffers are used where ``cpu``
-    says that they are faster; without it they are off.
+    says that they are faster; without it they are off. Each hop takes ``latency_s`` longer than it would here.
 
     ``async with LocalRing(...) as ring`` loads and links it; layer files live in ``folder`` (shared between rings).
     """
@@ -100,6 +101,7 @@ class LocalRing:
         folder: Path | None = None,
         step_timeout_s: float = 120,
         pinned: bool = False,
+        latency_s: float = 0.0,
     ) -> None:
         self._model = model
         self._header = open_model(model)
@@ -123,6 +125,7 @@ class LocalRing:
         self._folder = folder
         self._step_timeout_s = step_timeout_s
         self._pinned = pinned
+        self._latency_s = latency_s
         self._stack = AsyncExitStack()
         self._ring = random.getrandbits(62)
         self._requests = 0
@@ -265,9 +268,17 @@ class LocalRing:
             before = {plan.after(name): name for name in plan.devices}
             for name in reversed(plan.devices):
                 following = opened[plan.after(name)]
-                await self.processes[name].send(Connect(following.endpoint, following.key, opened[before[name]].key))
+                address = await self._address(following)
+                await self.processes[name].send(Connect(address, following.key, opened[before[name]].key))
         event = await self._next(plan.head)
         assert isinstance(event, Serving), event
+
+    async def _address(self, following: Opened) -> str:
+        if not self._latency_s:
+            return following.endpoint
+        link = DelayedLink(following.endpoint, self._latency_s)
+        self._stack.push_async_callback(link.close)
+        return await link.open()
 
     async def _windows(
         self, cutter: ModelCutter | None, name: str, place: Workspace, extra: list[bool]
@@ -309,6 +320,7 @@ class LocalRing:
         sampling: Sampling = GREEDY,
         logprobs: int | None = None,
         reuses: bool = False,
+        speculates: bool = True,
         heard: Callable[[Sampled], None] = lambda _: None,
         told: Callable[[Status], None] = lambda _: None,
     ) -> tuple[list[Sampled], Finished]:
@@ -317,7 +329,7 @@ class LocalRing:
         ``heard`` is given each token as it comes, ``told`` what the head did and holds if ``report`` asks for it meanwhile.
         """
         head = self.plan.head
-        request = await self.ask(prompt, max_tokens, replayed, sampling, logprobs, reuses=reuses)
+        request = await self.ask(prompt, max_tokens, replayed, sampling, logprobs, reuses=reuses, speculates=speculates)
         sampled: list[Sampled] = []
         while True:
             event = await self._next(head)
@@ -363,6 +375,7 @@ class LocalRing:
         logprobs: int | None = None,
         *,
         reuses: bool = False,
+        speculates: bool = True,
         owner: str = "",
     ) -> int:
         """Give the head a generation; its number. What it samples is told by ``next_event``."""
@@ -376,6 +389,7 @@ class LocalRing:
             logprobs=logprobs,
             reuses=reuses,
             owner=owner,
+            speculates=speculates,
         )
         await self.processes[self.plan.head].send(generate)
         return generate.request

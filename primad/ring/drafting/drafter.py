@@ -21,6 +21,7 @@ class Drafting:
     rows: int = 1
     costs: tuple[float, ...] = (1.0,)
     skips: bool = True
+    adapts: bool = True
 
     def __post_init__(self) -> None:
         assert 1 <= self.room <= MOST_ROOM

@@ -44,9 +44,12 @@ class _Gaps:
 
 
 class Pace:
-    """Of one answer. Time is passed in, in seconds on any scale."""
+    """Of one answer; the confidence that is needed stays as it is unless it ``adapts``. Time is passed in, in seconds on
+    any scale.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, adapts: bool = True) -> None:
+        self._adapts = adapts
         self._cutoff, self._recovery, self._decay = _CUTOFF[1], _RECOVERY[1], _DECAY[1]
         self._with, self._without = _Gaps(), _Gaps()
         self._last_s: float | None = None
@@ -72,7 +75,9 @@ class Pace:
         if self._last_s is not None:
             (self._with if drafted else self._without).add(now - self._last_s)
         self._last_s = now
-        if missed:
+        if not self._adapts:
+            pass
+        elif missed:
             self._cutoff = min(_CUTOFF[2], self._cutoff + self._recovery)
         elif self._was_refused:
             self._cutoff = max(_CUTOFF[0], self._cutoff * self._decay)

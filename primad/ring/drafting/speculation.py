@@ -37,7 +37,7 @@ class Speculation:
 
     def __init__(self, drafter: Drafter, drafting: Drafting, known: Sequence[int] = ()) -> None:
         self._drafter, self._drafting = drafter, drafting
-        self._pace = Pace()
+        self._pace = Pace(adapts=drafting.adapts)
         self._ahead: deque[_Ahead] = deque()
         self._is_touched = False
         self.drafted = self.accepted = 0
