@@ -203,9 +203,16 @@ class ComputeOptions:
         str,
         typer.Option(
             help="Guess the next tokens from prompt and answer, and compute them ahead where the ring is idle: auto (if it "
-            "has room for that), lookup (anyway) or off."
+            "has room for that), lookup (anyway), draft (with --draft, anyway) or off."
         ),
     ] = "auto"
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            help="A small GGUF file of the same family, or one by name, that guesses the next tokens on this device.",
+            show_default=False,
+        ),
+    ] = None
     extra_buffers: Annotated[
         str, typer.Option(help="Repacked or AMX copies of weights: auto (try and time them), on or off.")
     ] = "auto"
@@ -264,7 +271,7 @@ def serve(
     _warn(endpoint, asking, config)
     from primad.head.serve import serve as run_serve
 
-    options = _serve_options(endpoint, asking, others, plan, compute, kept)
+    options = _serve_options(endpoint, asking, others, plan, compute, kept, config)
     run_serve(config, model_path(model, lambda: config), options, endpoint.host, RichReporter(err))
 
 
@@ -292,6 +299,7 @@ def _serve_options(
     plan: ServedPlanOptions,
     compute: ComputeOptions,
     kept: KeptOptions,
+    config: Config,
 ) -> ServeOptions:
     from halda import EXPERT_PLACES, KV_TYPES, OBJECTIVES
     from primad.api.reading import PARSERS
@@ -322,6 +330,7 @@ def _serve_options(
         sequences=parse_count(plan.sequences, MAX_SEQUENCES, "--sequences"),
         batching=parse_choice(plan.batching, BATCHING_MODES, "--batching"),
         speculate=parse_choice(compute.speculate, SPECULATE_MODES, "--speculate"),
+        draft=None if compute.draft is None else model_path(compute.draft, lambda: config),
         aliases=() if endpoint.alias is None else _aliases(endpoint.alias),
         any_model=endpoint.any_model,
         context_shift=endpoint.context_shift,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 from primad.daemon.layer_files import copy_layers
@@ -11,6 +12,8 @@ from primad.gguf.layers import LayerRef
 from primad.head.ring_inputs import RingInputs
 from primad.network.messages import Load
 from primad.planning.batching import least_rows
+from primad.planning.draft_model import draft_model
+from primad.ring.drafting.messages import DraftModel
 from primad.ring.messages import HeadPart
 
 
@@ -30,6 +33,7 @@ async def load_own(inputs: RingInputs, load: Load) -> LoadedProcess:
         pieces=inputs.promise.pieces,
         keep_rows=inputs.keep_rows,
         drafting=inputs.promise.drafting,
+        draft=await _draft(inputs, load),
     )
     windows = WindowLoad(
         load,
@@ -46,3 +50,13 @@ async def load_own(inputs: RingInputs, load: Load) -> LoadedProcess:
     if windows.layers:  # not of the whole model
         await windows.prepare(cut, lambda done, total: reporter.progress(head, "copy", done, total))
     return await windows.start(windows.key())
+
+
+async def _draft(inputs: RingInputs, load: Load) -> DraftModel | None:
+    """The model that guesses; none where nothing is computed ahead."""
+    path = inputs.service.options.draft
+    if path is None or inputs.promise.drafting is None:
+        return None
+    header = inputs.service.model.header
+    threads = inputs.station.config.threads
+    return await asyncio.to_thread(draft_model, path, header, context=load.context, threads=threads)

@@ -35,7 +35,7 @@ from primad.head.facts import facts_of
 from primad.head.options import ServeOptions, bind_http, model_id, plan_by_hand, workload_of
 from primad.head.service import service_of
 from primad.network.local_heads import announced_head
-from primad.planning.drafting import SpeculateMode
+from primad.planning.draft_model import MOST_CONTEXT, check_room, draft_model
 from primad.settings.config import LOOPBACK, Config
 from primad.settings.quantities import show_bytes
 from primad.settings.timings import ApiTimings
@@ -52,7 +52,7 @@ OWN_COMMANDS: Final = "--own-commands"
 def check_options(options: ServeOptions, config: Config, header: Header, model: ModelProfile) -> None:
     """Judge all that can be judged before the network is touched. Raises ``ConfigError``, ``PlanError``, ``ModelError``."""
     workload_of(options, model)
-    check_speculate(options.speculate, model)
+    check_speculate(options, model)
     windows = options.windows
     if windows is not None:
         plan_by_hand([f"device {i}" for i in range(len(windows))], windows, options.rounds, model)
@@ -60,13 +60,27 @@ def check_options(options: ServeOptions, config: Config, header: Header, model: 
         cuttable(header)
 
 
-def check_speculate(mode: SpeculateMode, model: ModelProfile) -> None:
+def check_speculate(options: ServeOptions, model: ModelProfile) -> None:
     """Raises ``ConfigError`` where drafts were asked for and ``model`` cannot take back what was computed of them."""
-    if mode not in ("auto", "off") and model.is_recurrent:
+    mode = options.speculate
+    if mode == "draft" and options.draft is None:
+        raise ConfigError("--speculate draft: needs a model that guesses; give it with --draft FILE.gguf")
+    if mode in ("off", "lookup") and options.draft is not None:
+        raise ConfigError(f"--draft {options.draft}: contradicts --speculate {mode}; leave one of them out")
+    if model.is_recurrent and (mode not in ("auto", "off") or options.draft is not None):
+        asked = f"--speculate {mode}" if options.draft is None else f"--draft {options.draft}"
         raise ConfigError(
-            f"--speculate {mode}: layers of {model.name} keep a state that cannot be cut back to the tokens that held; "
-            "leave it out"
+            f"{asked}: layers of {model.name} keep a state that cannot be cut back to the tokens that held; leave it out"
         )
+
+
+def _promised_bytes(options: ServeOptions, header: Header) -> int:
+    """What the model that guesses takes of this device's memory. Raises ``ConfigError`` where it cannot guess here."""
+    if options.draft is None:
+        return 0
+    model = draft_model(options.draft, header, context=MOST_CONTEXT, threads=None)
+    check_room(model, memory().available_bytes)
+    return model.memory_bytes
 
 
 def check_embedding(path: Path) -> None:
@@ -86,6 +100,7 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
     check_options(options, config, header, model)
     if options.embedding is not None:
         check_embedding(options.embedding)
+    promised_bytes = _promised_bytes(options, header)
     own_key = new_key()
     door = door_of(options, own_key)
     with contextlib.ExitStack() as stack:
@@ -102,7 +117,7 @@ def serve(config: Config, path: Path, options: ServeOptions, http_host: str, rep
             head = HeadDaemon(
                 station,
                 service_of(station, header, model, options),
-                profile=OwnProfile(config, reporter, backend.describe),
+                profile=OwnProfile(config, reporter, backend.describe, promised_bytes=promised_bytes),
                 backend=backend,
                 reporter=reporter,
             )

@@ -16,7 +16,7 @@ from halda.load import under_load
 from primad.planning.batching import Batches, BatchingMode
 from primad.ring.drafting.drafter import MOST_ROOM, Drafting
 
-SpeculateMode = Literal["auto", "off", "lookup"]
+SpeculateMode = Literal["auto", "off", "lookup", "draft"]
 SPECULATE_MODES: Final[tuple[SpeculateMode, ...]] = get_args(SpeculateMode)
 MOST_ROWS: Final = 8
 """Of one step: of guesses that hold four times in five seven are right in a row once in five times."""

@@ -28,6 +28,7 @@ from primad.kv.cells import is_block, is_key
 from primad.kv.keys import KvBlock
 from primad.ring.chunks import Pieces
 from primad.ring.drafting.drafter import Drafting
+from primad.ring.drafting.messages import DraftModel
 from primad.ring.grouping import Batching
 
 PROTOCOL: Final = 5
@@ -363,7 +364,7 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     It keeps at most ``depth`` steps in flight and runs so many generations ``at_once``, whose next tokens are computed
     together as ``batching`` says. A chunk of a prompt has at most ``chunk_rows``, and ``least_rows`` or more before a
     message; beside other answers it is computed in ``pieces``. Of an answer the cells of every ``keep_rows`` rows are kept,
-    or none. Drafts are computed as ``drafting`` says, or none.
+    or none. Drafts are computed as ``drafting`` says, or none; the model ``draft`` guesses what they are, if there is one.
     """
 
     model: str
@@ -375,6 +376,7 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     pieces: Pieces | None = None
     keep_rows: int | None = None
     drafting: Drafting | None = None
+    draft: DraftModel | None = None
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):

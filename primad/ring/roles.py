@@ -17,8 +17,10 @@ import zmq
 
 from primad.engine.protocol import EngineOptions, Hidden, HiddenWindow
 from primad.engine.streaming.streams import Streamable, Streams
-from primad.errors import NextDeviceError, ProtocolError, RingError
+from primad.errors import NextDeviceError, PrimadError, ProtocolError, RingError
 from primad.ring.channel import RingChannel
+from primad.ring.drafting.lookup import PromptLookup
+from primad.ring.drafting_link import DraftingLink
 from primad.ring.head import HeadEvent, Send, Tell
 from primad.ring.links import HIGH_WATER_STEPS, Links
 from primad.ring.loading import limits_of, limits_of_open, open_head, open_shelf, open_worker
@@ -33,6 +35,7 @@ from primad.ring.messages import (
     ProcessMemoryLow,
     Reopen,
     Report,
+    RingCommand,
     Sampled,
     Skip,
     Step,
@@ -43,7 +46,7 @@ from primad.settings.timings import RingTimings
 
 TAIL: Final = -1
 """The visit of a step to the head that ends it, whatever the number of windows."""
-Watched = list[tuple[zmq.Socket[bytes], int]]
+Watched = list[tuple[zmq.Socket[bytes] | int, int]]
 RoleCommand = Reopen | Connect | Generate | Cancel | Drain | Report
 
 
@@ -79,7 +82,7 @@ class WorkerRole:
     the ring, and the daemon can reopen it for another one.
     """
 
-    def __init__(self, opening: Open, channel: RingChannel, timings: RingTimings) -> None:
+    def __init__(self, opening: Open, channel: RingChannel[RingCommand], timings: RingTimings) -> None:
         self._channel = channel
         self._width, self._options = opening.width, opening.options
         self._timings = timings
@@ -164,7 +167,7 @@ class WorkerRole:
                 self._arrived.append(message)
 
     def watched(self) -> Watched:
-        return self._links.watched(receiving=self._is_connected and not self._links.is_waiting)
+        return [*self._links.watched(receiving=self._is_connected and not self._links.is_waiting)]
 
     def wait_s(self) -> float:
         return self._links.wait_s()
@@ -179,7 +182,7 @@ class WorkerRole:
 class HeadRole:
     """Drives the step log and the tail; the whole model when there is no ring."""
 
-    def __init__(self, opening: Open, channel: RingChannel, timings: RingTimings) -> None:
+    def __init__(self, opening: Open, channel: RingChannel[RingCommand], timings: RingTimings) -> None:
         self._channel = channel
         self._meter = Meter()
         self._drafted = 0
@@ -187,7 +190,18 @@ class HeadRole:
         if opening.route > 1:
             within = _within(timings, opening.step_timeout_s)
             self._links = Links(opening.host, limits_of_open(opening), timings=within)
-        self._head, self._streams = open_head(opening, lambda done: channel.tell(Loading(done)), channel.tell)
+        model = opening.head.draft if opening.head is not None else None
+        self._drafting = DraftingLink(model) if model is not None else None
+        try:
+            self._head, self._streams = open_head(
+                opening,
+                lambda done: channel.tell(Loading(done)),
+                channel.tell,
+                PromptLookup if self._drafting is None else self._drafting.drafters,
+            )
+        except PrimadError:
+            self._end_drafting()
+            raise
         self._head.warm_up()
         self._is_connected = self._links is None
 
@@ -217,6 +231,8 @@ class HeadRole:
     def arrived(self, sockets: Collection[object], received_s: float) -> None:
         if self._links is not None and self._links.zap in sockets:
             self._links.admit()
+        if self._drafting is not None and self._drafting.connection in sockets:
+            self._drafting.receive()
 
     def turn(self) -> bool:
         _tell_memory_low(self._streams, self._channel)
@@ -273,7 +289,12 @@ class HeadRole:
         return False
 
     def watched(self) -> Watched:
-        return self._links.watched(receiving=self._is_connected) if self._links is not None else []
+        watched: Watched = []
+        if self._links is not None:
+            watched += self._links.watched(receiving=self._is_connected)
+        if self._drafting is not None and (connection := self._drafting.connection) is not None:
+            watched.append((connection, zmq.POLLIN))
+        return watched
 
     def wait_s(self) -> float:
         if self._links is None:
@@ -287,9 +308,14 @@ class HeadRole:
             self._links.close()
         if self._head.shelf is not None:
             self._head.shelf.close()
+        self._end_drafting()
+
+    def _end_drafting(self) -> None:
+        if self._drafting is not None:
+            self._drafting.close()
 
 
-def _tell_memory_low(streams: Streams, channel: RingChannel) -> None:
+def _tell_memory_low(streams: Streams, channel: RingChannel[RingCommand]) -> None:
     """Tell the daemon when there is nothing left to give back and memory is still short."""
     needed_bytes = streams.streamer.take_replan() if streams.streamer is not None else None
     if needed_bytes is not None:
@@ -316,7 +342,7 @@ def _forget(window: HiddenWindow, options: EngineOptions) -> None:
         window.kv_remove(sequence, 0, -1)
 
 
-def open_role(opening: Open, channel: RingChannel, timings: RingTimings) -> Role:
+def open_role(opening: Open, channel: RingChannel[RingCommand], timings: RingTimings) -> Role:
     """Load what ``opening`` asks for and listen. Raises ``PrimadError`` when that fails."""
     if opening.head is not None:
         return HeadRole(opening, channel, timings)

@@ -137,6 +137,8 @@ class Sure:
     def took(self, token: int) -> None:
         """Learns nothing."""
 
+    works = False
+
     def guess(self, drafts: object) -> Guess:
         return Guess(token=7, sure=self._sure)
 

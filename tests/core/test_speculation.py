@@ -45,6 +45,8 @@ class Oracle:
         assert token == self._answer[self._taken], "it is told another text than that of no drafter"
         self._taken += 1
 
+    works = False
+
     def guess(self, drafts: Sequence[int]) -> Guess | None:
         at = self._taken + len(drafts)
         if at >= len(self._answer):
@@ -232,6 +234,8 @@ class Counting:
 
     def took(self, token: int) -> None:
         self._last = token
+
+    works = False
 
     def guess(self, drafts: Sequence[int]) -> Guess | None:
         return Guess(token=(drafts[-1] if drafts else self._last) + 1, sure=1.0)

@@ -11,10 +11,14 @@ from typing import Any
 
 import httpx
 import msgspec
+import psutil
 import pytest
 
 from primad.engine.protocol import Sampling
+from primad.gguf.model import open_model
+from primad.planning.draft_model import draft_model
 from primad.ring.drafting.drafter import Drafting
+from primad.ring.drafting.messages import DraftModel
 from primad.ring.grouping import Batching
 from primad.ring.messages import Finished, Sampled
 from tests.e2e.cluster import Head, all_joined, heading
@@ -78,6 +82,36 @@ def check(model: Path, texts: Sequence[str], kinds: Sequence[Sampling], drafting
 
 def test_drafts_change_no_token_and_no_log_probability(smollm2: Path):
     assert check(smollm2, [TEXT], [GREEDY, DRAWN, GUIDED], Drafting(room=4)) > 0
+
+
+def guessing(model: Path) -> DraftModel:
+    """The model as the one that guesses for itself."""
+    return draft_model(model, open_model(model), context=512, threads=1)
+
+
+def test_a_model_that_guesses_changes_nothing_and_is_killed_without_harm(smollm2: Path):
+    (prompt,) = tokens_of(smollm2, STORY)
+
+    async def run(draft: DraftModel | None, latency_s: float) -> tuple[list[Sampled], Finished]:
+        told: list[Sampled] = []
+        drafting = None if draft is None else Drafting(room=4)
+        async with LocalRing(
+            smollm2, SHAPE, context=512, threads=1, latency_s=latency_s, drafting=drafting, draft=draft
+        ) as ring:
+            head = psutil.Process(ring.processes[ring.plan.head].pid)
+
+            def heard(event: Sampled) -> None:
+                told.append(event)
+                if draft is not None and len(told) == TOKENS:
+                    (guesses,) = head.children()
+                    guesses.kill()
+
+            return await ring.generate(prompt, TOKENS + 8, logprobs=3, heard=heard)
+
+    expected, _ = asyncio.run(run(None, 0.0))
+    found, finished = asyncio.run(run(guessing(smollm2), 0.01))
+    assert found == expected
+    assert (finished.reason, finished.completion_tokens) == ("length", TOKENS + 8)
 
 
 @pytest.mark.matrix

@@ -34,6 +34,7 @@ class DelayedLink:
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
+        await asyncio.sleep(0)  # the sockets close in the next turn of the loop
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection(*self._target)
@@ -54,10 +55,11 @@ class DelayedLink:
             held.put_nowait((asyncio.get_running_loop().time() + self._delay_s, data))
 
     async def _give(self, held: asyncio.Queue[tuple[float, bytes]], sink: asyncio.StreamWriter) -> None:
-        while True:
-            due_s, data = await held.get()
-            await asyncio.sleep(max(0.0, due_s - asyncio.get_running_loop().time()))
-            if not data:
-                sink.close()
-                return
-            sink.write(data)
+        data = b"."
+        try:
+            while data:
+                due_s, data = await held.get()
+                await asyncio.sleep(max(0.0, due_s - asyncio.get_running_loop().time()))
+                sink.write(data)
+        finally:
+            sink.transport.abort()

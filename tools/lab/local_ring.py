@@ -28,6 +28,7 @@ from primad.planning.extra_buffers import is_faster
 from primad.profiler.effort import TYPES
 from primad.ring.chunks import Pieces
 from primad.ring.drafting.drafter import Drafting
+from primad.ring.drafting.messages import DraftModel
 from primad.ring.grouping import Batching
 from primad.ring.messages import (
     Cancel,
@@ -93,6 +94,7 @@ class LocalRing:
         batching: Batching | None = None,
         pieces: Pieces | None = None,
         drafting: Drafting | None = None,
+        draft: DraftModel | None = None,
         least_rows: int | None = None,
         kv_type: KvType = "f16",
         flash: bool = True,
@@ -117,7 +119,7 @@ class LocalRing:
         self._sequences = sequences
         self._batching = batching or Batching()
         self._pieces = pieces
-        self._drafting = drafting
+        self._drafting, self._draft = drafting, draft
         self._least_rows = rows if least_rows is None else least_rows
         self._kv_type = kv_type
         self._flash = flash
@@ -198,6 +200,7 @@ class LocalRing:
                     batching=self._batching,
                     pieces=self._pieces,
                     drafting=self._drafting,
+                    draft=self._draft,
                 ),
                 step_timeout_s=self._step_timeout_s,
                 options=options,

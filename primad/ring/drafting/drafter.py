@@ -10,6 +10,9 @@ MOST_ROOM: Final = 16
 """Rows of one answer that are in a ring at once: of guesses that hold four times in five hardly one in 28 is behind more."""
 
 
+_FADES: Final = 0.97
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
     """How drafts are computed: one row a step as long as fewer than ``room`` such steps are in the ring, and up to ``rows``
@@ -37,11 +40,33 @@ class Guess:
     sure: float
 
 
+@dataclass(slots=True)
+class HeldShare:
+    """How often guesses held, of late."""
+
+    held: float
+    tries: float
+
+    @property
+    def sure(self) -> float:
+        """Of one like these."""
+        return self.held / self.tries
+
+    def count(self, *, held: bool) -> None:
+        """One more, which ``held`` or did not."""
+        self.held = self.held * _FADES + held
+        self.tries = self.tries * _FADES + 1
+
+
 class Drafter(Protocol):
     """Guesses for one answer. It is told each token of it, whether it was guessed or not, and learns from that."""
 
     def took(self, token: int) -> None:
         """``token`` is the next one of the text for certain."""
+
+    @property
+    def works(self) -> bool:
+        """Whether it computes something for this answer, be any guess of it on its way or not: once it has read the text."""
 
     def guess(self, drafts: Sequence[int]) -> Guess | None:
         """What may follow the text and ``drafts`` behind it; None where nothing comes to mind."""

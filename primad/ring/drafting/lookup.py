@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from primad.ring.drafting.drafter import Guess
+from primad.ring.drafting.drafter import Guess, HeldShare
 
 SIZES: Final = (3, 2)
 """Tokens that are looked for, the longer run first."""
@@ -23,23 +23,6 @@ MOST_TOKENS: Final = 32_768
 _FIRST_SURE: Final = (0.3, 0.3, 0.3, 0.45, 0.55, 0.6, 0.65, 0.7, 0.75)
 """By the length of the match, until more is known."""
 _WEIGHT: Final = 2.0
-_FADES: Final = 0.97
-
-
-@dataclass(slots=True)
-class _Share:
-    """How often guesses held, of late."""
-
-    held: float
-    tries: float
-
-    @property
-    def sure(self) -> float:
-        return self.held / self.tries
-
-    def count(self, *, held: bool) -> None:
-        self.held = self.held * _FADES + held
-        self.tries = self.tries * _FADES + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +43,7 @@ class PromptLookup:
         """Where the latest of each run of tokens ends: the place behind it."""
         self._matches: list[_Match | None] = []
         """What was guessed from behind the text, and behind each draft after it."""
-        self._shares = [_Share(sure * _WEIGHT, _WEIGHT) for sure in _FIRST_SURE]
+        self._shares = [HeldShare(sure * _WEIGHT, _WEIGHT) for sure in _FIRST_SURE]
 
     def took(self, token: int) -> None:
         match = self._match(0, ())
@@ -74,6 +57,10 @@ class PromptLookup:
         del self._matches[0]
         if not self._matches:
             self._matches.append(_longer(match))
+
+    @property
+    def works(self) -> bool:
+        return False
 
     def guess(self, drafts: Sequence[int]) -> Guess | None:
         match = self._match(len(drafts), drafts)

@@ -33,10 +33,10 @@ class _Gaps:
     weight: float = 0.0
     count: int = 0
 
-    def add(self, gap_s: float) -> None:
+    def add(self, gap_s: float, counts: int) -> None:
         self.sum_s = self.sum_s * _FADES + gap_s
         self.weight = self.weight * _FADES + 1
-        self.count += 1
+        self.count += counts
 
     @property
     def mean_s(self) -> float:
@@ -70,10 +70,14 @@ class Pace:
         self._was_refused = True
         return False
 
-    def took(self, now: float, *, drafted: bool, missed: bool) -> None:
-        """A token came: ``drafted`` with drafts on their way, ``missed``: it was another one than the first of them."""
+    def took(self, now: float, *, drafted: bool, missed: bool, worked: bool = False) -> None:
+        """A token came: ``drafted`` with drafts on their way, ``missed``: it was another one than the first of them.
+
+        That a drafter ``worked`` without any of it on its way is judged sooner.
+        """
         if self._last_s is not None:
-            (self._with if drafted else self._without).add(now - self._last_s)
+            gaps = self._with if drafted or worked else self._without
+            gaps.add(now - self._last_s, 1 if drafted or not worked else 2)
         self._last_s = now
         if not self._adapts:
             pass
@@ -84,7 +88,7 @@ class Pace:
         self._was_refused = False
         if self._off:
             self._off -= 1
-        elif drafted and self._with.count >= JUDGED_AFTER and self._without.count >= BEGINS_AFTER - 1:
+        elif (drafted or worked) and self._with.count >= JUDGED_AFTER and self._without.count >= BEGINS_AFTER - 1:
             self._judge()
 
     def _judge(self) -> None:

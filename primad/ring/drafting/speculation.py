@@ -104,7 +104,7 @@ class Speculation:
         if held and self._ahead:
             self._ahead.popleft()
             self.accepted += 1
-        self._pace.took(now, drafted=self._is_touched, missed=not held)
+        self._pace.took(now, drafted=self._is_touched, missed=not held, worked=self._drafter.works)
         self._drafter.took(token)
         self._is_touched = bool(self._ahead)
         return held
