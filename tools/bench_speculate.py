@@ -3,7 +3,8 @@
 Every way of drafting has a ring of its own, all loaded before the first run, and answers each question twice in turn:
 without drafts and with them. So each figure is a ratio of neighbours. ``as served`` is what a plan for these devices and
 links says; the others leave one thing out: no steps ahead of the next token (``one step``: plain synchronous speculation),
-nothing skipped on its way, a confidence that does not adapt.
+nothing skipped on its way, a confidence that does not adapt. ``model`` is as served with the same model in Q2_K that
+guesses as well, ``wrong model`` with one that knows nothing.
 
 ``two``: two devices with a core each. ``far``: four devices whose hops take 10 ms longer (``--latency-ms``).
 ``streams``: one device that has memory for half of the model in Q8_0, of which several rows of a step are exact (needs
@@ -33,12 +34,14 @@ from primad.engine.protocol import GREEDY, Sampling
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.planning.batching import batches_of
+from primad.planning.draft_model import draft_model
 from primad.planning.drafting import drafting_of
 from primad.planning.question import default_workload
 from primad.profiler.effort import Effort
 from primad.profiler.measure import measure_home, ram_read_bytes_per_s
 from primad.profiler.processors import measure_cpu
 from primad.ring.drafting.drafter import MOST_ROOM, Drafting
+from primad.ring.drafting.messages import DraftModel
 from primad.ring.messages import Sampled
 from tools.bench_solver import device_here, links_between
 from tools.bench_together import NO_DISK
@@ -50,11 +53,14 @@ from tools.lab.memory_runs import device_in, plan_alone, prefetch_rate
 from tools.lab.quantised import quantised
 from tools.lab.questions import QUESTIONS
 from tools.lab.zoo import silence
+from tools.synth import write_model
 
 CONTEXT: Final = 1024
 ROWS: Final = 256
 SYNCHRONOUS: Final = 4
 """Drafts of a step where nothing is ahead of it."""
+EVERYWHERE: Final = (AS_SERVED, "model", "wrong model")
+"""Ways that answer all questions; the others those where there is something to win."""
 BESIDE_BYTES: Final = 105 << 20
 """What the process takes beside weights."""
 DRAWN: Final = msgspec.structs.replace(GREEDY, temperature=1.0, seed=7)
@@ -149,7 +155,8 @@ async def measure(case: str, path: Path, options: argparse.Namespace) -> list[Dr
         found = [
             Drafted(case=name, model=path.stem, way=way, question=question)
             for question in asked
-            for way in (rings if question in COPIES else (AS_SERVED,))
+            for way in rings
+            if question in COPIES or way in EVERYWHERE
         ]
         for number in range(options.rounds + 1):
             for each in found:
@@ -165,12 +172,24 @@ async def measure(case: str, path: Path, options: argparse.Namespace) -> list[Dr
     return found
 
 
+def drafts(path: Path, folder: Path) -> dict[str, DraftModel]:
+    """What guesses for the model ``path`` in which way: another form of it, and one that was never taught."""
+    silence()
+    untaught = folder / "untaught.gguf"
+    write_model(untaught, vocabulary=f"from:{path}")
+    found = {"model": quantised(path, "q2_k", folder, 2), "wrong model": untaught}
+    header = open_model(path)
+    return {way: draft_model(each, header, context=CONTEXT, threads=1) for way, each in found.items()}
+
+
 async def _near_and_far(
     stack: AsyncExitStack, path: Path, served: Drafting, devices: int, latency_s: float, folder: Path
 ) -> dict[str, LocalRing]:
     layers = len(model_profile(open_model(path)).layers)
     rings: dict[str, LocalRing] = {}
-    for way, drafting in ways(served).items():
+    models = await asyncio.to_thread(drafts, path, folder)
+    compared = ways(served) | dict.fromkeys(models, served)
+    for way, drafting in compared.items():
         ring = LocalRing(
             path,
             even_windows(layers, devices),
@@ -180,6 +199,7 @@ async def _near_and_far(
             pinned=not latency_s,
             latency_s=latency_s,
             drafting=drafting,
+            draft=models.get(way),
             folder=folder,
         )
         rings[way] = await stack.enter_async_context(ring)

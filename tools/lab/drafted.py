@@ -14,7 +14,7 @@ from rich.table import Table
 AS_SERVED: Final = "as served"
 COPIES: Final = ("code", "chat")
 """Answers to these questions repeat their prompts."""
-AT_LEAST: Final = {"two": 1.4, "far": 2.0, "streams": 2.5}
+AT_LEAST: Final = {"two": 1.4, "streams": 2.5, "far": 2.0}
 """Times the tokens a second, where an answer repeats its prompt."""
 
 out = Console(highlight=False)
@@ -75,12 +75,20 @@ def wanted(rows: Sequence[Drafted]) -> list[dict[str, Any]]:
         found.append({"what": what, "value": value, "at_least": least, "at_most": most})
 
     for each in rows:
-        if each.way != AS_SERVED:
-            continue
-        name = f"{each.model}, {each.case}, {each.question}"
-        least = AT_LEAST.get(each.case.partition(",")[0]) if each.question in COPIES else 0.97
-        want(f"{name}: tokens/s, of those without", each.times, least=least)
-        want(f"{name}: time to the first token", each.first_times, most=1.05)
+        case, repeats = each.case.partition(",")[0], each.question in COPIES
+        name = f"{each.model}, {each.case}, {each.question}, {each.way}"
+        if each.way == AS_SERVED:
+            least = AT_LEAST.get(case) if repeats else 0.97
+            want(f"{name}: tokens/s, of those without", each.times, least=least)
+            want(f"{name}: time to the first token", each.first_times, most=1.05)
+        elif each.way == "wrong model" and not repeats:
+            want(f"{name}: tokens/s, of those without", each.times, least=0.95)
+        elif each.way == "model" and case == "far":
+            want(f"{name}: tokens/s, of those without", each.times, least=2.0 if each.question != "random" else 0.97)
+            for plain in rows:
+                key = (each.case, each.model, each.question, "one step")
+                if (plain.case, plain.model, plain.question, plain.way) == key:
+                    want(f"{name}: tokens/s, of synchronous ones", each.times / plain.times, least=1.5)
     return found
 
 
