@@ -1,6 +1,6 @@
 """Speed and memory, measured side by side in one run: alternating runs, medians, ratios.
 
-    tools/bench ring [--json FILE] [--quick] [--model FILE.gguf ...]
+    tools/bench ring [--json FILE] [--quick] [--model FILE.gguf ...] [--gpu]
     tools/bench memory [--json FILE] [--quick] [--model FILE.gguf ... | --preset NAME ...] [--limits SHARE ...]
                        [--rounds | --ring | --pressure | --endure]
     tools/bench predict [--json FILE] [--rounds N] [--model FILE.gguf ...] [--limited FILE.gguf] [--limits SHARE ...]
@@ -16,7 +16,8 @@
 ``ring``: plain llama.cpp (low-level llama-cpp-python, one process) against primad's ring of 1, 2, 3 and 4 local processes.
 Plain runs with extra buffers off and on, and with its threads waiting as by default and as primad has them wait (bound to
 a core each); decode and prefill are each compared with the best of the four. All processes are loaded before the first run
-and take turns, so that whatever else the machine does disturbs all of them alike. ``memory``: see ``bench_memory.py``;
+and take turns, so that whatever else the machine does disturbs all of them alike. With ``--gpu`` all layers and the output
+matrix of all of them are on the first GPU that llama.cpp sees. ``memory``: see ``bench_memory.py``;
 ``predict``, ``solve`` and ``paper``: see ``bench_solver.py``; ``api``: ``bench_api.py``; ``copies``: ``bench_copies.py``;
 ``speculate``: ``bench_speculate.py``; ``serve``: ``bench_serve.py`` and ``bench_together.py``.
 """
@@ -51,6 +52,7 @@ sys.path.insert(0, str(ROOT))
 from primad.gguf.model import open_model  # noqa: E402
 from primad.gguf.profile import model_profile  # noqa: E402
 from primad.profiler.effort import Effort  # noqa: E402
+from primad.profiler.gpus import list_gpus  # noqa: E402
 from primad.profiler.processors import measure_cpu  # noqa: E402
 from primad.ring.spawn import environment  # noqa: E402
 from tools import (  # noqa: E402
@@ -112,16 +114,20 @@ class Row:
     extra_buffers: list[bool]
 
 
-async def bench_model(model: Path, devices: Sequence[int], runs: int, threads: int) -> list[Row]:
+async def bench_model(model: Path, devices: Sequence[int], runs: int, threads: int, gpu: str) -> list[Row]:
     profile = model_profile(open_model(model))
     layers = len(profile.layers)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-bench-")))
         cpu = await asyncio.to_thread(measure_cpu, folder, threads, lambda _: None, Effort(types=types_of(profile)))
-        plain = {
-            f"extra buffers {extra}, threads {waiting}": PlainChild(model, threads, extra, environ, context=CONTEXT)
+        settings = [
+            (f"extra buffers {extra}, threads {waiting}", extra, environ)
             for extra in ("off", "on")
             for waiting, environ in (("default", os.environ), ("bound", environment(os.environ, threads, 0)))
+        ]
+        plain = {
+            setting: PlainChild(model, threads, extra, environ, context=CONTEXT, gpu_layers=layers + 1 if gpu else 0)
+            for setting, extra, environ in ([("on the GPU", "off", os.environ)] if gpu else settings)
         }
         for child in plain.values():
             stack.callback(child.close)
@@ -134,6 +140,7 @@ async def bench_model(model: Path, devices: Sequence[int], runs: int, threads: i
                 threads=threads,
                 cpu=cpu,
                 folder=folder / str(count),
+                gpu=gpu,
             )
             rings[count] = await stack.enter_async_context(ring)
         names: list[str | int] = [*plain, *rings]
@@ -372,12 +379,17 @@ def models_in_memory(options: argparse.Namespace) -> list[Path]:
 
 
 def ring(options: argparse.Namespace) -> int:
+    gpus = list_gpus() if options.gpu else []
+    if isinstance(gpus, str) or (options.gpu and not gpus):
+        out.print(f"tools/bench ring: error: {gpus or 'llama.cpp sees no GPU; `primad doctor` says what to install'}")
+        return 1
     models = models_in_memory(options)
     facts = machine()
     warn_if_busy(facts)
+    gpu, runs = gpus[0].id if gpus else "", 3 if options.quick else options.runs
     rows: list[Row] = []
     for model in models:
-        rows += asyncio.run(bench_model(model, options.devices, 3 if options.quick else options.runs, options.threads))
+        rows += asyncio.run(bench_model(model, options.devices, runs, options.threads, gpu))
     show(rows)
     write_json(options.json, "ring", facts | {"runs": options.runs}, [asdict(row) for row in rows])
     return 0
@@ -426,6 +438,7 @@ def main() -> int:
     one.add_argument("--devices", type=int, nargs="+", default=[1, 2, 3, 4], help="ring sizes")
     one.add_argument("--runs", type=int, default=9, help="counted runs of each (default: 9)")
     one.add_argument("--quick", action="store_true", help="three runs only")
+    one.add_argument("--gpu", action="store_true", help="all layers on the first GPU that llama.cpp sees")
     one.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or 1, help="threads a process")
     one.add_argument("--json", help="also write the figures to this file")
     one.set_defaults(run=ring)

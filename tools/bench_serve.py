@@ -158,7 +158,7 @@ def _plain(stack: AsyncExitStack, path: Path, sequences: int, library: Path | No
         rows=ROWS * 4,
         sequences=sequences,
         rpc=rpc,
-        remote_layers=0 if rpc is None else layers - layers // (1 + RPC_SERVERS) + 1,  # the output matrix is one
+        gpu_layers=0 if rpc is None else layers - layers // (1 + RPC_SERVERS) + 1,  # the output matrix is one
     )
     stack.callback(child.close)
 

@@ -52,7 +52,6 @@ from tools.lab.memory import LimitedGroup
 from tools.lab.memory_runs import device_in, plan_alone, prefetch_rate
 from tools.lab.quantised import quantised
 from tools.lab.questions import QUESTIONS
-from tools.lab.zoo import silence
 from tools.synth import write_model
 
 CONTEXT: Final = 1024
@@ -74,7 +73,6 @@ class _Question:
 
 def questions(model: Path, words: int = 40) -> dict[str, _Question]:
     """All questions as tokens of ``model``."""
-    silence()
     vocabulary = LlamaVocabulary(model)
     try:
         found = {
@@ -174,7 +172,6 @@ async def measure(case: str, path: Path, options: argparse.Namespace) -> list[Dr
 
 def drafts(path: Path, folder: Path) -> dict[str, DraftModel]:
     """What guesses for the model ``path`` in which way: another form of it, and one that was never taught."""
-    silence()
     untaught = folder / "untaught.gguf"
     write_model(untaught, vocabulary=f"from:{path}")
     found = {"model": quantised(path, "q2_k", folder, 2), "wrong model": untaught}

@@ -531,7 +531,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="another seed gives other weights (default: 0)")
     parser.add_argument("--out", type=Path, required=True, help="the file to write")
     options = parser.parse_args()
-    zoo.silence()
     start = time.perf_counter()
     write_model(
         options.out,

@@ -185,7 +185,8 @@ class EmbeddingStatus(msgspec.Struct, frozen=True, kw_only=True):
 class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /status``: ``serving``, ``detail`` and ``model`` as in the health check, then the ring that serves.
 
-    It writes ``sequences`` answers at once.
+    It writes ``sequences`` answers at once. ``checked`` says whether windows of the model were found to be exact; null where
+    one device has it whole.
     """
 
     serving: bool
@@ -200,6 +201,7 @@ class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
     links: list[LinkStatus] = []
     kv: KvStatus | None = None
     drafts: DraftFigures | None = None
+    checked: str | None = None
     cluster: list[ClusterMember] = []
     embedding: EmbeddingStatus | None = None
 

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from primad.gguf.hub import HubName, KeptModel
 
 
-def model_path(given: Path, load: Callable[[], Config], *, fetches: bool = True) -> Path:
+def model_path(given: Path, load: Callable[[], Config], *, fetches: bool = True, otherwise: str = "") -> Path:
     """The file that ``--model`` means: a path, or a model by name, which is fetched unless it is here.
 
     Where it lies the configuration says, which is loaded for a name alone. Raises ``ConfigError``, also for a model that is
-    not here where nothing ``fetches``; ``DiskError``, ``ModelError``.
+    not here where nothing ``fetches``, with what could be done ``otherwise``; ``DiskError``, ``ModelError``.
     """
     from primad.gguf.hub import hub_name, kept
 
@@ -29,7 +29,7 @@ def model_path(given: Path, load: Callable[[], Config], *, fetches: bool = True)
     config = load()
     found = kept(name, models_folder(config.home))
     if found is None and not fetches:
-        raise ConfigError(f"{name}: is not here; primad pull {name} fetches it, and --model-shape plans without")
+        raise ConfigError(f"{name}: is not here; primad pull {name} fetches it{otherwise}")
     return (found or fetched(name, config)).files[0]
 
 

@@ -14,6 +14,7 @@ import typer
 from primad import __version__
 from primad.cli.cache import cache_app
 from primad.cli.chat import chat
+from primad.cli.check import check
 from primad.cli.devices import devices_app
 from primad.cli.doctor import doctor
 from primad.cli.fit import fit
@@ -129,7 +130,7 @@ devices_app.command()(revoke)
 app.add_typer(devices_app, name="devices")
 app.add_typer(cache_app, name="cache")
 app.add_typer(key_app, name="key")
-for command in (status, pair, leave, pause, resume, doctor, chat, pull, models, rm):
+for command in (status, pair, leave, pause, resume, doctor, chat, check, pull, models, rm):
     app.command()(command)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+import msgspec
 import typer
 
 from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devices, wishes_of
@@ -19,6 +22,8 @@ from primad.settings.config import load_config
 
 if TYPE_CHECKING:
     from primad.planning.question import Question, Wishes
+
+Checked = Callable[[Iterable[int]], str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +111,8 @@ def plan(
     wishes = _wishes(fleet, work, answer)
     if answer.plot is not None:
         check_plot(answer.plot)
-    asked = _ask(wishes, model, fleet, files, live)
-    _answer(asked, answer)
+    asked, checked = _ask(wishes, model, fleet, files, live)
+    _answer(asked, answer, checked)
 
 
 def _wishes(fleet: FleetOptions, work: WorkOptions, answer: AnswerOptions) -> Wishes:
@@ -129,7 +134,9 @@ def _wishes(fleet: FleetOptions, work: WorkOptions, answer: AnswerOptions) -> Wi
 
 def _ask(
     wishes: Wishes, model: ModelOptions, fleet: FleetOptions, files: list[Path] | None, live: LiveOptions
-) -> Question:
+) -> tuple[Question, Checked]:
+    """What is asked, and what tells whether windows of the model are exact."""
+    from primad.certify.verdict import windows_line, with_verdict
     from primad.gguf.model import open_model
     from primad.planning.experts import with_expert_use
     from primad.planning.question import ask, check
@@ -137,16 +144,26 @@ def _ask(
 
     path = model.model
     if path is not None:
-        path = model_path(path, lambda: load_config({"home": live.home}), fetches=False)
+        otherwise = ", and --model-shape plans without"
+        path = model_path(path, lambda: load_config({"home": live.home}), fetches=False, otherwise=otherwise)
     profile = read_model(path, model.model_shape)
     check(wishes, profile)
     found = found_devices(fleet, files, live)
-    if found.home is not None and path is not None:
-        profile = with_expert_use(profile, open_model(path, header_only=True), found.home)
-    return ask(dataclasses.replace(wishes, head=wishes.head or found.own), found.devices, found.links, profile)
+    checked: Checked = _unknown
+    if path is not None:
+        header, home = open_model(path, header_only=True), found.home or load_config({"home": live.home}).home
+        profile, checked = with_verdict(profile, header, home), partial(windows_line, home, header)
+        if found.home is not None:
+            profile = with_expert_use(profile, header, found.home)
+    asked = ask(dataclasses.replace(wishes, head=wishes.head or found.own), found.devices, found.links, profile)
+    return asked, checked
 
 
-def _answer(asked: Question, wanted: AnswerOptions) -> None:
+def _unknown(_: Iterable[int]) -> None:
+    """Of a shape nothing is known."""
+
+
+def _answer(asked: Question, wanted: AnswerOptions, checked: Checked) -> None:
     from primad.planning.explain import explain
     from primad.planning.plot import plot
     from primad.planning.schema import encode
@@ -156,6 +173,8 @@ def _answer(asked: Question, wanted: AnswerOptions) -> None:
 
     changes = tuple(wanted.what_if or ())
     answer = explain(change(asked, changes, load_profiles), changes, asked) if changes else explain(asked)
+    firsts = [window.first for device in answer.devices for window in device.windows]
+    answer = msgspec.structs.replace(answer, checked=checked(firsts))
     if wanted.plot is not None:
         plot(answer, wanted.plot)
     if wanted.json:

@@ -156,10 +156,9 @@ def _notes(status: StatusBody) -> list[str]:
     measured = status.measured
     wrong = [wrong_line(measured)] if measured is not None and measured.wrong is not None else []
     kept = [] if status.kv is None else _kept(status.kv)
-    drafts = [] if status.drafts is None or not status.drafts.drafted else [_drafts(status.drafts)]
-    return (
-        silent + others + wrong + kept + drafts + ([] if status.embedding is None else [_embedding(status.embedding)])
-    )
+    kept += [] if status.checked is None else [printable(status.checked)]
+    kept += [] if status.drafts is None or not status.drafts.drafted else [_drafts(status.drafts)]
+    return silent + others + wrong + kept + ([] if status.embedding is None else [_embedding(status.embedding)])
 
 
 def _kept(kv: KvStatus) -> list[str]:

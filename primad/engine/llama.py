@@ -47,7 +47,7 @@ from primad.engine.streaming.scratch import LARGE_ROWS, Scratch
 from primad.engine.streaming.scratch import bind as bind_scratch
 from primad.engine.streaming.units import EXPERT_TENSORS
 from primad.errors import EngineError, WeightsError
-from primad.gguf.architectures import SUPPORTED
+from primad.gguf.architectures import SUPPORTED, Architecture
 from primad.gguf.constants import GGMLQuantizationType
 from primad.gguf.header import TensorInfo
 from primad.kv.cells import LayerCells
@@ -66,7 +66,9 @@ _KV_TYPES: Final[dict[KvType, int]] = {
     "q8_0": llama.GGML_TYPE_Q8_0,
     "q4_0": llama.GGML_TYPE_Q4_0,
 }
-_ENTRIES: Final = frozenset((b"embd", b"inp_scaled", b"inp_embd_scaled", b"model.input_embed", b"model.embed_tokens"))
+_ENTRIES: Final = frozenset(
+    (b"embd", b"attn_norm_in-0", b"inp_scaled", b"inp_embd_scaled", b"model.input_embed", b"model.embed_tokens")
+)
 """What llama.cpp's graphs call the first hidden state: the rows of the embedding, and those of them that are scaled."""
 
 _recent_log: deque[str] = deque(maxlen=8)
@@ -131,16 +133,17 @@ EVAL_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
 
 llama.llama_log_set(_log, ctypes.c_void_p(0))
 llama.llama_backend_init()
-_ggml_base = _ggml()
+ggml_base: Final = _ggml()
 
 
 def node_name(node: int) -> bytes:
     """What llama.cpp calls a node of its graph, as its evaluation callback is given it."""
-    name: bytes = _ggml_base.ggml_get_name(node)
+    name: bytes = ggml_base.ggml_get_name(node)
     return name
 
 
-def _why(fallback: str) -> str:
+def why(fallback: str) -> str:
+    """What llama.cpp complained of last, once."""
     said = _recent_log[-1] if _recent_log else fallback
     _recent_log.clear()
     return said
@@ -167,19 +170,20 @@ class _Tap(dict[int, bool]):
         self._routers: dict[bytes, tuple[int, int]] = {}
         self._residency: Residency | None = None
         self._rows = 0
-        self._scratch = Scratch(_ggml_base)
-        self.cache = CacheTensors(_ggml_base)
+        self._scratch = Scratch(ggml_base)
+        self.cache = CacheTensors(ggml_base)
         self.looks = False
         """Whether the graph is only looked at: nothing is taken, fed or told."""
         self.shares_scratch = False
         self.stream: WindowStream | None = None
         self.error: EngineError | None = None
-        self.find("l_out")
+        self.find(SUPPORTED["llama"], 0)
 
-    def find(self, exit_name: str) -> None:
-        """The graph calls a layer's output so."""
-        self._exit = exit_name
-        self._wanted = None if self._last is None else f"{exit_name}-{self._last}".encode()
+    def find(self, architecture: Architecture, layers: int) -> None:
+        """The graph is this one's, of so many ``layers``."""
+        self._architecture, self._layers = architecture, layers
+        last = self._last
+        self._wanted = None if last is None else architecture.exit_of(last, is_last=True).encode()
 
     def begin(self, rows: int, feed: Hidden | None) -> None:
         """``rows`` rows are about to be computed, of ``feed`` unless the batch says of what.
@@ -198,7 +202,10 @@ class _Tap(dict[int, bool]):
             self.stream.streamer.settle()
         if self._residency is not self.stream.streamer.residency or before != rows:
             self._residency = self.stream.streamer.residency
-            self._borders = {f"{self._exit}-{layer}".encode(): unit for layer, unit in self.stream.borders().items()}
+            self._borders = {
+                self._architecture.exit_of(layer, is_last=layer == self._layers - 1).encode(): unit
+                for layer, unit in self.stream.borders().items()
+            }
             self._routers = {f"ffn_moe_topk-{layer}".encode(): each for layer, each in self.stream.routers.items()}
             self.clear()
         self.stream.arrive()
@@ -234,7 +241,7 @@ class _Tap(dict[int, bool]):
 
     def __missing__(self, node: int) -> bool:
         self._scratch.note(node)
-        name = _ggml_base.ggml_get_name(node)
+        name = ggml_base.ggml_get_name(node)
         self.cache.note(node, name)
         if self.looks:
             return False
@@ -255,9 +262,9 @@ class _Tap(dict[int, bool]):
 
     def _enter(self, node: int) -> bool:
         assert self._feed is not None
-        if _ggml_base.ggml_nbytes(node) != self._feed.nbytes:
+        if ggml_base.ggml_nbytes(node) != self._feed.nbytes:
             return False  # of another shape than known: ``end`` says so
-        _ggml_base.ggml_backend_tensor_set(node, self._feed.ctypes.data, 0, self._feed.nbytes)
+        ggml_base.ggml_backend_tensor_set(node, self._feed.ctypes.data, 0, self._feed.nbytes)
         self._is_fed = True
         return True
 
@@ -273,15 +280,15 @@ class _Tap(dict[int, bool]):
     def _pick(self, node: int, place: int, experts: int) -> bool:
         """The node is a view of the experts in order of preference, all of them, a row for each row; it sees the first."""
         rows, elements, size = (
-            _ggml_base.ggml_nrows(node),
-            _ggml_base.ggml_nelements(node),
-            _ggml_base.ggml_nbytes(node),
+            ggml_base.ggml_nrows(node),
+            ggml_base.ggml_nelements(node),
+            ggml_base.ggml_nbytes(node),
         )
         used = elements // max(rows, 1)
         picks = np.zeros((rows, experts), np.int32)
         if rows and size != 4 * ((rows - 1) * experts + used):
             return True  # of another shape than known: the experts come by page faults
-        _ggml_base.ggml_backend_tensor_get(node, picks.ctypes.data, 0, size)
+        ggml_base.ggml_backend_tensor_get(node, picks.ctypes.data, 0, size)
         assert self.stream is not None
         try:
             self.stream.pick(place, picks[:, :used])
@@ -291,9 +298,9 @@ class _Tap(dict[int, bool]):
         return True
 
     def _copy(self, node: int) -> bool:
-        size = _ggml_base.ggml_nbytes(node)
+        size = ggml_base.ggml_nbytes(node)
         self._hidden = np.empty((size // (4 * self._width), self._width), np.float32)
-        _ggml_base.ggml_backend_tensor_get(node, self._hidden.ctypes.data, 0, size)
+        ggml_base.ggml_backend_tensor_get(node, self._hidden.ctypes.data, 0, size)
         return False
 
 
@@ -360,7 +367,7 @@ class _TensorPlace(ctypes.Structure):
 def _experts_on_cpu(assignment: WindowAssignment) -> Any:
     """Where llama.cpp is to put the tensors of layers on the GPU that are to be in RAM; the last entry is empty."""
     layers = range(assignment.cpu_layers, assignment.ram_layers)
-    cpu = _ggml_base.ggml_backend_cpu_buffer_type()
+    cpu = ggml_base.ggml_backend_cpu_buffer_type()
     places = [_TensorPlace(rf"^blk\.{layer}\.{EXPERT_TENSORS}".encode(), cpu) for layer in layers]
     return (_TensorPlace * (len(places) + 1))(*places)
 
@@ -389,7 +396,7 @@ class _Model:
         params.devices = ctypes.cast(devices, ctypes.c_void_p)
         experts = _experts_on_cpu(source.assignment)
         if source.assignment.cpu_experts:
-            params.tensor_buft_overrides = ctypes.cast(experts, type(params.tensor_buft_overrides))
+            params.tensor_buft_overrides = ctypes.cast(experts, ctypes.c_void_p)
         params.use_extra_bufts = source.extra_buffers
         params.no_host = True  # else a GPU's buffers in RAM come before them; files are mapped, so no weights lie there
         paths = (source.metadata, *source.layers)
@@ -400,13 +407,13 @@ class _Model:
             else llama.llama_model_load_from_file(paths[0].encode(), params)
         )
         if not self._model:
-            raise EngineError(f"llama.cpp cannot load {paths[0]}: {_why('it does not say why')}")
+            raise EngineError(f"llama.cpp cannot load {paths[0]}: {why('it does not say why')}")
         params = self._context_params(outputs)
         params.op_offload = source.assignment.helped  # else the CPU computes its layers, of prompts too
         self._context = llama.llama_init_from_model(self._model, params)
         if not self._context:
             llama.llama_model_free(self._model)
-            raise EngineError(f"llama.cpp cannot open a context of {options.context} tokens: {_why('out of memory?')}")
+            raise EngineError(f"llama.cpp cannot open a context of {options.context} tokens: {why('out of memory?')}")
         self._memory = llama.llama_get_memory(self._context)
         known = SUPPORTED.get(_text_of(self._model, b"general.architecture"))
         self._is_fed = known is not None and known.is_fed
@@ -414,7 +421,7 @@ class _Model:
             llama.llama_model_is_recurrent(self._model) or llama.llama_model_is_hybrid(self._model)
         )
         if known is not None:
-            tap.find(known.exit)
+            tap.find(known, source.assignment.layers)
         first = source.assignment.first
         self.layers: Final = range(first, first + source.assignment.layers)
         self._is_copying = False
@@ -481,7 +488,7 @@ class _Model:
                 if len(self._tap.cache.keys) < len(self.layers):
                     self._look(sequence, stops=stops)
             cache = KvCache(
-                _ggml_base,
+                ggml_base,
                 self._context,
                 self._tap.cache,
                 first=self.layers.start,
@@ -543,7 +550,7 @@ class _Model:
         if code == 1:
             raise EngineError(f"the context of {self._options.context} tokens is full")
         if code != 0:
-            raise EngineError(f"llama.cpp failed to compute a step (code {code}): {_why('it does not say why')}")
+            raise EngineError(f"llama.cpp failed to compute a step (code {code}): {why('it does not say why')}")
         self._tap.end()
         if self._tap.is_scratch_full:
             llama.llama_synchronize(self._context)
@@ -594,7 +601,7 @@ class TokenEmbedding:
         self._table = np.memmap(
             tensor.path, np.uint8, mode="r", offset=tensor.offset, shape=(tensor.shape[1], row_bytes)
         )
-        to_float = _ggml_base.ggml_get_type_traits(int(tensor.type)).contents.to_float
+        to_float = ggml_base.ggml_get_type_traits(int(tensor.type)).contents.to_float
         self._to_float = _TO_FLOAT(to_float) if to_float else None
         if self._to_float is None and tensor.type != GGMLQuantizationType.F32:
             raise EngineError(f"{tensor.path}: llama.cpp cannot read a token embedding of type {tensor.type.name}")
@@ -708,7 +715,7 @@ class LlamaVocabulary:
         params.vocab_only = True
         self._model = llama.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
-            raise EngineError(f"llama.cpp cannot read the vocabulary of {path}: {_why('it does not say why')}")
+            raise EngineError(f"llama.cpp cannot read the vocabulary of {path}: {why('it does not say why')}")
         self._vocab = llama.llama_model_get_vocab(self._model)
         self.size = int(llama.llama_vocab_n_tokens(self._vocab))
         self.bos = self._special(llama.llama_vocab_bos(self._vocab))

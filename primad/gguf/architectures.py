@@ -98,6 +98,8 @@ class Architecture:
     sliding: Sliding = Sliding.NEVER
     sliding_period: int = 0
     """llama.cpp's default pattern: in each ``sliding_period`` layers the last one does not slide."""
+    slides_last: bool = False
+    """It is the first one that does not."""
     cut_multiple: int = 1
     """The first layer of every window has to be a multiple of this, and of the key ``step``."""
     step: str = ""
@@ -113,18 +115,26 @@ class Architecture:
     """Keys that windows do without."""
     recurrent: Recurrent = Recurrent.NEVER
     output_norm: str = "output_norm"
-    exit: str = "l_out"
-    """What the graph calls a layer's output."""
+    exit: str = "l_out-{layer}"
+    """What the graph calls a layer's output, by the ``layer`` or the one ``after`` it."""
+    last_exit: str = ""
+    """What it calls the last one's, if otherwise."""
     predicts: bool = False
     """Its last layers may be for multi-token prediction, which the graph leaves out."""
     shares_where_full: bool = False
     """What every window shares is used only by layers that do not slide."""
+
+    def exit_of(self, layer: int, *, is_last: bool) -> str:
+        """What the graph calls the output of ``layer``, counted from the window's first."""
+        return ((is_last and self.last_exit) or self.exit).format(layer=layer, after=layer + 1)
 
 
 _SECTIONS: Final = frozenset(("rope.dimension_sections",))
 """Positions of several parts, which are equal for text."""
 _DEEPSTACK: Final = frozenset(("n_deepstack_layers",))
 """Layers that take image features."""
+_DENSE: Final = frozenset(("leading_dense_block_count",))
+"""Which layers have no experts, where tensors say it and the key is not looked at."""
 _HEADS: Final = "attention.head_count_kv"
 _KV_HEADS: Final = frozenset((_HEADS,))
 _RECURRENT: Final = "attention.recurrent_layers"
@@ -203,7 +213,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         Architecture(name="glm4moe", knows=_SECTIONS, is_fed=True, predicts=True),
         Architecture(name="grovemoe"),
         Architecture(name="hunyuan-dense"),
-        Architecture(name="hy_v3", predicts=True),
+        Architecture(name="hy_v3", predicts=True, drops=_DENSE),
         Architecture(
             name="llama4", sliding=Sliding.FIXED, cut_multiple=4, step="interleave_moe_layer_step", is_fed=True
         ),
@@ -214,15 +224,33 @@ SUPPORTED: Final[dict[str, Architecture]] = {
             sliding=Sliding.NEEDED,
             by_layer=_KV_HEADS,
         ),
+        Architecture(
+            name="laguna",
+            sliding=Sliding.OPTIONAL,
+            sliding_period=4,
+            slides_last=True,
+            cut_multiple=4,
+            knows=frozenset(("rope.dimension_count_swa",)),
+        ),
         Architecture(name="mistral4", predicts=True),
         Architecture(name="nemotron", tied_output_fallback=False),
         Architecture(name="phi2", tied_output_fallback=False),
         Architecture(name="phimoe", tied_output_fallback=False),
+        Architecture(
+            name="step35",
+            tied_output_fallback=False,
+            sliding=Sliding.NEEDED,
+            knows=frozenset(("rope.dimension_count_swa",)),
+            by_layer=frozenset((*_KV_HEADS, "attention.head_count", "swiglu_clamp_exp", "swiglu_clamp_shexp")),
+            exit="attn_norm_in-{after}",
+            last_exit="h_nextn",
+            predicts=True,
+        ),
         Architecture(name="qwen2vl", knows=_SECTIONS, is_fed=True),
         Architecture(name="qwen3vl", knows=_SECTIONS, is_fed=True, drops=_DEEPSTACK),
         Architecture(name="qwen3vlmoe", knows=_SECTIONS, is_fed=True, drops=_DEEPSTACK),
         Architecture(name="arctic"),
-        Architecture(name="bailingmoe", tied_output_fallback=False),
+        Architecture(name="bailingmoe", tied_output_fallback=False, drops=_DENSE),
         Architecture(name="bailingmoe3", recurrent=Recurrent.HEADS, by_layer=_KV_HEADS, is_fed=True, predicts=True),
         Architecture(name="bitnet"),
         Architecture(name="codeshell", tied_output_fallback=False),
@@ -267,7 +295,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
                 name=name,
                 tied_output_fallback=False,
                 recurrent=Recurrent.HEADS,
-                exit="nemotron_h_block_out",
+                exit="nemotron_h_block_out-{layer}",
                 by_layer=_KV_HEADS | {"feed_forward_length"},
                 is_fed=True,
                 predicts=True,
@@ -348,7 +376,10 @@ def cuttable(header: Header) -> Architecture:
         raise _refusal(header, "key 'general.tensor_extra.name'", "it sets the precision of tensors by layer number")
     _check_arrays(header, architecture)
     _check_count(header, architecture, layers)
-    sliding_layers(header)
+    slides = sliding_layers(header)
+    if name == "laguna" and any(slides) and slides != tuple(layer % 4 > 0 for layer in range(layers)):
+        reason = "llama.cpp rotates layers that do not slide as a window's first layer does"
+        raise _refusal(header, f"key '{name}.{_SLIDING}_pattern'", reason)
     present = set()
     for tensor in header.tensors:
         role = tensor_role(header, tensor)
@@ -535,7 +566,8 @@ def sliding_layers(header: Header) -> tuple[bool, ...]:
         slides = tuple(bool(flag) for flag in pattern.items()[:layers])
     else:
         period = header.count(pattern_key, architecture.sliding_period)
-        slides = tuple(period == 0 or layer % period < period - 1 for layer in range(layers))
+        full = 0 if architecture.slides_last else period - 1
+        slides = tuple(period == 0 or layer % period != full for layer in range(layers))
     if not any(slides):
         raise _refusal(header, f"key '{pattern_key}'", "no layer slides although the model has a sliding window")
     return slides
@@ -579,7 +611,7 @@ def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> 
     if f"{prefix}leading_dense_block_count" in values:
         dense = header.count(f"{prefix}leading_dense_block_count")
         values[f"{prefix}leading_dense_block_count"] = _uint32(min(max(dense - first, 0), last - first))
-    if architecture.embedding is Embedding.KEY:
+    if architecture.embedding is Embedding.KEY and not architecture.is_fed:
         values[f"{prefix}embedding_scale"] = _float32(0.0)
     if architecture.sliding not in (Sliding.NEVER, Sliding.FIXED):
         values.update(_sliding_values(header, architecture, first, last))
@@ -600,9 +632,10 @@ def _sliding_values(header: Header, architecture: Architecture, first: int, last
     values = {
         f"{prefix}attention.sliding_window": _uint32(_ENDLESS_WINDOW),
         f"{prefix}attention.sliding_window_pattern": array_value(GGUFValueType.BOOL, [True] * (last - first)),
-        f"{prefix}rope.freq_base_swa": _float32(header.number(f"{prefix}rope.freq_base", 10_000.0)),
     }
-    if architecture.name == "cohere2":
+    if architecture.name != "cohere2":
+        values[f"{prefix}rope.freq_base_swa"] = _float32(header.number(f"{prefix}rope.freq_base", 10_000.0))
+    else:
         values[f"{prefix}rope.scaling.type"] = scalar_value(GGUFValueType.STRING, "linear")
         values[f"{prefix}rope.scaling.factor"] = _float32(float("inf"))
     return values
@@ -647,6 +680,11 @@ def _deepseek2_lite(header: Header, layers: int) -> bool:
     return layers in (26, 27) or (layers == 48 and _vocabulary(header) == 128_256)
 
 
+def counts_vocabulary(header: Header) -> bool:
+    """Whether llama.cpp tells the model from others by the size of its vocabulary."""
+    return header.text("general.architecture") in _DEEPSEEK2 and _vocabulary(header) in (128_256, 154_880)
+
+
 def _vocabulary(header: Header) -> int:
     tokens = header.values.get("tokenizer.ggml.tokens")
     name = header.text("general.architecture")
@@ -659,11 +697,12 @@ def _check_arrays(header: Header, architecture: Architecture) -> None:
         if not value.is_array or not (key.startswith(f"{name}.") or key in architecture.by_layer):
             continue
         short = key.removeprefix(f"{name}.")
+        is_text = value.item_type == GGUFValueType.STRING
         if short in architecture.by_layer:
-            if len(value) != layers:
+            if len(value) != layers or is_text:
                 raise _refusal(header, f"key '{key}'", f"one value for each of {layers} layers is expected")
         elif short in _PER_LAYER:
-            if len(value) != layers or len(set(value.items())) != 1:
+            if len(value) != layers or is_text or len(set(value.items())) != 1:
                 raise _refusal(header, f"key '{key}'", f"the same value for each of {layers} layers is expected")
         elif short != "attention.sliding_window_pattern" and len(value) == layers:
             raise _refusal(header, f"key '{key}'", "it has one value a layer and its use is not known")

@@ -271,7 +271,7 @@ def metadata_split(values: Mapping[str, Value], small: Sequence[SmallTensor], *,
         ("general.alignment", GGUFValueType.UINT32, ALIGNMENT),
     ):
         pairs[key] = scalar_value(kind, content)
-    infos, body = b"", b""
+    infos, body = bytearray(), bytearray()
     for tensor in small:
         infos += _tensor_info(tensor.name, tensor.shape, int(tensor.type), len(body))
         body += _padded(tensor.data)

@@ -7,6 +7,8 @@ architecture does not fall back on tied weights.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -24,7 +26,7 @@ from primad.gguf.architectures import (
 )
 from primad.gguf.constants import GGMLQuantizationType, TokenType
 from primad.gguf.digests import LayerDigests
-from primad.gguf.header import Header, TensorInfo
+from primad.gguf.header import Header, TensorInfo, Value
 from primad.gguf.layers import LayerCut, LayerRef, SmallTensor, StopHashing, cut, cut_layer, metadata_split, never
 
 TOKEN_EMBEDDING: Final = "token_embd.weight"
@@ -49,10 +51,14 @@ class WindowSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class ModelCutter:
-    """Cuts one model; keeps what was hashed, so no layer is read twice. ``digests`` keeps it from run to run."""
+    """Cuts one model; keeps what was hashed, so no layer is read twice. ``digests`` keeps it from run to run.
+
+    The token embedding that windows do without is a row of ``stand_in``.
+    """
 
     header: Header
     digests: LayerDigests | None = None
+    stand_in: float = 0.0
 
     def __post_init__(self) -> None:
         cuttable(self.header)
@@ -92,13 +98,18 @@ class ModelCutter:
         """What window ``first..last`` needs: its layers, and the output matrix behind them when it is the tail."""
         return range(first, last + 1 if last == layer_count(self.header) else last)
 
-    def spec(self, window: int, first: int, last: int) -> WindowSpec:
-        """The spec of window number ``window``; hashes what was not hashed before."""
+    def spec(
+        self, window: int, first: int, last: int, change: Callable[[dict[str, Value]], None] | None = None
+    ) -> WindowSpec:
+        """The spec of window number ``window``, with a ``change`` of its metadata; hashes what was not hashed before."""
         tail = last == layer_count(self.header)
         layers = tuple(self.ref(layer) for layer in self.layers_of(first, last))
         small = self._small(first, last)
+        values = window_values(self.header, first, last, vocabulary=vocabulary_size(self.header) if tail else 1)
+        if change is not None:
+            change(values)
         metadata = metadata_split(
-            window_values(self.header, first, last, vocabulary=vocabulary_size(self.header) if tail else 1),
+            values,
             small,
             splits=1 + len(layers),
             tensors=len(small) + sum(len(layer.tensors) for layer in layers),
@@ -134,7 +145,7 @@ class ModelCutter:
             if OUTPUT_BIAS in self.header.tensors:
                 shapes[OUTPUT_BIAS] = (1,)
             for name, shape in shapes.items():
-                row = bytes(4 * shape[0])
+                row = struct.pack("<f", self.stand_in if name == TOKEN_EMBEDDING else 0.0) * shape[0]
                 small.append(SmallTensor(name=name, type=GGMLQuantizationType.F32, shape=shape, data=row))
         return small
 

@@ -295,10 +295,13 @@ class Rings:
             await self._say_what_serves(epoch, ring, promise)
 
     def _status_of(self, ring: HeadRing) -> StatusOf:
-        """The status of ``ring``, and beside it how KV cells are kept."""
+        """The status of ``ring``, and beside it how KV cells are kept and whether windows were checked."""
+
+        firsts = [window.first for window in ring.plan.route]
 
         async def status() -> dict[str, Any]:
-            return await ring.status() | {"kv": msgspec.to_builtins(self._kv.status())}
+            also = {"kv": msgspec.to_builtins(self._kv.status()), "checked": await self._service.model.checked(firsts)}
+            return await ring.status() | also
 
         return status
 

@@ -19,6 +19,7 @@ from primad.api.backend import ModelNames
 from primad.api.key_file import KeyFile
 from primad.api.keys import ApiKey, digest_of, new_key
 from primad.api.patience import Silent
+from primad.certify.verdict import with_verdict
 from primad.daemon.measuring import OwnProfile
 from primad.daemon.owner import apply_nice
 from primad.daemon.reporter import Reporter
@@ -96,7 +97,7 @@ def check_embedding(path: Path) -> None:
 def serve(config: Config, path: Path, options: ServeOptions, http_host: str, reporter: Reporter) -> None:
     """Run the head until it is stopped. Everything that can be judged without the network is judged first."""
     header = open_model(path)
-    model = model_profile(header)
+    model = with_verdict(model_profile(header), header, config.home)
     check_options(options, config, header, model)
     if options.embedding is not None:
         check_embedding(options.embedding)

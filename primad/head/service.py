@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from halda import ModelProfile, Workload
+from primad.certify.verdict import windows_line
 from primad.daemon.station import Station
 from primad.errors import ModelError, PrimadError, WeightsError
 from primad.gguf.digests import LayerDigests
@@ -52,6 +54,10 @@ class ModelSource:
         if self._cutter is None:
             self._cutter = ModelCutter(self.header, LayerDigests(self.header, digests_file(self._home)))
         return self._cutter
+
+    async def checked(self, firsts: Iterable[int]) -> str | None:
+        """What is known by now of its windows that begin at these layers; None for the whole model alone."""
+        return await asyncio.to_thread(windows_line, self._home, self.header, firsts)
 
     async def planned(self) -> ModelProfile:
         """Its profile with what is known by now of the use of its experts."""

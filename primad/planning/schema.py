@@ -206,8 +206,9 @@ class WorkloadJson(msgspec.Struct, frozen=True, kw_only=True):
 class Explanation(RingJson, frozen=True, kw_only=True):
     """The whole answer; ``schema`` is ``SCHEMA``, ``primad`` the version that answered.
 
-    ``load`` is there for several sequences and a plan of Halda's.
-    ``compared`` is Halda's plan beside that of the paper's solver under the same evaluation; null where the plan is Halda's.
+    ``load`` is there for several sequences and a plan of Halda's. ``checked`` says whether windows of the model were
+    found to be exact; null for a shape, and where one device has it whole. ``compared`` is Halda's plan beside that of
+    the paper's solver under the same evaluation; null where the plan is Halda's.
     """
 
     schema: int
@@ -221,6 +222,7 @@ class Explanation(RingJson, frozen=True, kw_only=True):
     kept: list[KeptJson]
     compared: RingJson | None
     what_if: WhatIf | None
+    checked: str | None = None
 
 
 def encode(answer: Explanation) -> bytes:

@@ -122,6 +122,8 @@ def _facts(answer: Explanation) -> Table:
     for i, kept in enumerate(answer.kept):
         table.add_row("kept twice" if i == 0 else "", _kept(kept))
     table.add_row("bottleneck", found.bottleneck)
+    if answer.checked is not None:
+        table.add_row("exact", answer.checked)
     if answer.short:
         table.add_row("does not fit", _short(answer))
     table.add_row("how good", _proof(answer.proof))

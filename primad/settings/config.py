@@ -159,6 +159,11 @@ def usage_folder(home: Path) -> Path:
     return home / "expert-usage"
 
 
+def checks_folder(home: Path) -> Path:
+    """The folder in ``home`` where it is kept which models were found to be cut exactly."""
+    return home / "checks"
+
+
 def any_host() -> str:
     """The address that stands for all addresses of this machine.
 

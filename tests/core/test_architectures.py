@@ -215,7 +215,8 @@ def test_numbers_beyond_single_precision_are_refused(number):
 
 
 def test_windows_do_not_scale_what_the_head_has_scaled():
-    for architecture in (entry.name for entry in SUPPORTED.values() if entry.embedding is Embedding.KEY):
+    scaling = [entry for entry in SUPPORTED.values() if entry.embedding is Embedding.KEY and not entry.is_fed]
+    for architecture in (entry.name for entry in scaling):
         multiple = cut_multiple(model(architecture, 12))
         assert window(model(architecture, 12, embedding_scale=12.0), 0, multiple)["embedding_scale"] == 0.0
         assert window(model(architecture, 12), multiple, 12)["embedding_scale"] == 0.0
@@ -300,6 +301,17 @@ def test_counts_that_change_llama_cpps_graph_are_refused():
     assert cuttable(model("gemma3", 62)).name == "gemma3"
     with pytest.raises(ModelError, match="62 layers"):
         window_values(model("gemma3", 70, attention__key_length=128), 0, 62, vocabulary=1)
+
+
+def test_laguna_slides_but_for_every_fourth_layer_from_the_first_on():
+    """Its graph rotates layers that do not slide as a window's first layer, which then must not slide either."""
+    slides = [False, True, True, True] * 2
+    default, told = model("laguna", 8, attention__sliding_window=24), {"attention.sliding_window_pattern": slides}
+    assert list(sliding_layers(default)) == slides
+    assert cut_multiple(model("laguna", 8, attention__sliding_window=24, **told)) == 4
+    assert not any(sliding_layers(model("laguna", 8)))
+    other = {"attention.sliding_window_pattern": slides[::-1]}
+    refuses(model("laguna", 8, attention__sliding_window=24, **other), "sliding_window_pattern")
 
 
 def test_smollm3_is_cut_at_every_fourth_layer():

@@ -18,6 +18,7 @@ from primad.gguf.profile import model_profile
 from primad.gguf.windows import vocabulary_size
 from tests.fakes.profile import GPU, PROFILE
 from tests.shell.test_cut_exact import OPTIONS, Route, assigned, files_of
+from tools import synth
 
 MIB = 1 << 20
 MOST_OFF = 64 * MIB
@@ -107,3 +108,19 @@ def test_windows(smollm2, said, gpu, on_gpu, helped, tmp_path):
 def test_a_window_without_layers_there_takes_nothing(smollm2, said, gpu, tmp_path):
     Route(read_header(smollm2), [0, 10, 20, 30], tmp_path).release()
     assert taken_bytes(said, gpu) == 0
+
+
+def test_experts_on_the_cpu_take_nothing_there(said, gpu, tmp_path):
+    """53 MB a layer: with them the windows would be 320 MB over what was planned."""
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture="qwen3moe", width=512, expert_feed_forward=1024, experts=32, layers=6)
+    header = read_header(path)
+    route = tuple(
+        Window(device=name, first=first, last=first + 2, gpu_layers=2, cpu_experts=2)
+        for name, first in (("desk", 0), ("lap", 2), ("desk", 4))
+    )
+    plan = Plan(rounds=1, route=route, output_on_gpu=True, streaming=(), left_out=())
+    planned = sum(planned_bytes(header, plan))
+    Route(header, [0, 2, 4, 6], tmp_path, on_gpu=(2, 2, 2), apart=True).release()
+    assert planned < 5 * MOST_OFF
+    check(taken_bytes(said, gpu), planned)

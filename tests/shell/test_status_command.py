@@ -177,6 +177,14 @@ def test_it_says_what_became_of_drafts(primad, endpoint):
     assert "200 tokens computed ahead: 75% were right, 15% were skipped; 1.75 tokens of an answer a lap" in out
 
 
+def test_it_names_what_is_known_of_the_models_windows(primad, endpoint):
+    line = "windows of this model: checked bit for bit on 2026-11-25"
+    endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring() | {"checked": line}))
+    assert line in primad("status", "--url", endpoint.url)[1]
+    endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring()))
+    assert "windows of this model" not in primad("status", "--url", endpoint.url)[1]
+
+
 def test_before_the_first_ring(primad, endpoint):
     endpoint.says({}, Health(serving=False, detail="looking for devices"))
     assert primad("status", "--url", endpoint.url) == (0, "looking for devices\n", "")

@@ -182,3 +182,8 @@ def test_no_plan_is_better_on_small_fleets_with_mixtures():
     assert apart > 20
     assert some > 5
     assert streams > 3
+
+
+def test_no_plan_is_lost_by_aggregating():
+    """HiGHS 1.16 calls a program that has a plan of 12.2 s infeasible if it may aggregate; alone it takes 12.6 s."""
+    assert check_against_brute_force(mixture(954), "ttft") is not None

@@ -48,6 +48,24 @@ def test_no_plan_is_better_on_small_fleets():
     assert sum(answer is not None for answer in answers) > 25
 
 
+def cut_at_places(seed: int) -> tuple[Instance, Objective]:
+    """A question whose windows may begin at every second, third or fourth layer only, as those of hybrids."""
+    rng = random.Random(seed)
+    question, objective = small_instance(rng)
+    model = replace(question.model, cut_multiple=rng.choice([2, 2, 3, 4]))
+    return replace(question, model=model), objective
+
+
+@pytest.mark.parametrize("seeds", [range(110, 140), pytest.param(range(600), marks=pytest.mark.matrix)], ids=str)
+def test_no_plan_is_better_where_windows_begin_at_some_layers_only(seeds):
+    answers = [check_against_brute_force(*cut_at_places(seed)) for seed in seeds]
+    plans = [answer.plan for answer in answers if answer is not None]
+    assert len(plans) > 0.6 * len(seeds)
+    assert sum(len(plan.route) > 1 for plan in plans) > 0.2 * len(seeds)
+    assert any(plan.rounds > 1 for plan in plans)
+    assert any(plan.streaming for plan in plans)
+
+
 def test_a_program_that_presolving_spoils_is_solved_without():
     """HiGHS ends the program of one round with an error; with the next best plan the search would prove nothing."""
     answer = check_against_brute_force(*small_instance(random.Random(1360)))

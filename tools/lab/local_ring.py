@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -35,6 +36,7 @@ from primad.ring.messages import (
     Connect,
     Finished,
     Generate,
+    GpuLoaded,
     HeadPart,
     Loading,
     Open,
@@ -47,7 +49,7 @@ from primad.ring.messages import (
     Status,
 )
 from primad.ring.spawn import RingProcess
-from tools.lab import disk
+from tools.lab import LabError, disk
 from tools.lab.delayed import DelayedLink
 from tools.lab.memory import LimitedGroup
 
@@ -69,13 +71,24 @@ def even_windows(layers: int, devices: int) -> list[int] | None:
     return [share + (devices - i <= more) for i in range(devices)]
 
 
+def _arranged(plan: Plan, gpu: str) -> Plan:
+    """``plan``, all of it on the ``gpu`` if there is one."""
+    if not gpu:
+        return plan
+    return replace(
+        plan, route=tuple(replace(each, gpu_layers=each.last - each.first) for each in plan.route), output_on_gpu=True
+    )
+
+
 class LocalRing:
     """``windows[i]`` layers a round for device ``i``; ``windows=None`` is the whole model in one process.
 
     ``plan`` takes the place of ``windows`` and ``rounds``, and may stream.
     ``groups`` limits the memory of the process of a device; then no process finds anything of its files in the page cache
-    when it starts. ``pinned`` gives each device a core alone, where there are as many. Extra buffers are used where ``cpu``
-    says that they are faster; without it they are off. Each hop takes ``latency_s`` longer than it would here.
+    when it starts. ``pinned`` gives each device a core alone, where there are as many. ``gpu``, by llama.cpp's name for it,
+    computes all layers and the output matrix where no ``plan`` says otherwise. Extra buffers are used where ``cpu``
+    says that they are faster; without it they are off. Each hop takes
+    ``latency_s`` longer than it would here.
 
     ``async with LocalRing(...) as ring`` loads and links it; layer files live in ``folder`` (shared between rings).
     """
@@ -104,13 +117,15 @@ class LocalRing:
         step_timeout_s: float = 120,
         pinned: bool = False,
         latency_s: float = 0.0,
+        gpu: str = "",
     ) -> None:
         self._model = model
         self._header = open_model(model)
         self._profile = profile = model_profile(self._header)
         names = [f"d{i}" for i in range(len(windows or [0]))]
         layers = len(profile.layers)
-        self.plan = plan or arrange(names, windows or [layers], rounds=rounds, model=profile)
+        self._gpu = gpu
+        self.plan = plan or _arranged(arrange(names, windows or [layers], rounds=rounds, model=profile), gpu)
         self._threads = [threads] * len(self.plan.devices) if isinstance(threads, int) else list(threads)
         self.assignments = assignments(self.plan, profile)
         self._groups = groups or {}
@@ -168,6 +183,7 @@ class LocalRing:
                 kv_type=self._kv_type,
                 lock=False,
                 flash=self._flash,
+                gpu=self._gpu,
             )
             place = Workspace(
                 cache=LayerCache(self._folder / name),
@@ -227,6 +243,7 @@ class LocalRing:
             self._folder / f"run-{self._ring}-{name}" / "log",
             threads=self._threads[number],
             place=(len(self.plan.devices) - number) if number else 0,
+            gpu=bool(self._gpu),
         )
         if name in self._groups:
             self._groups[name].add(process.pid)
@@ -297,7 +314,9 @@ class LocalRing:
     async def _pump(self, events: asyncio.Queue[object], process: RingProcess) -> None:
         try:
             async for event in process.events():
-                if not isinstance(event, Loading | Overdue):
+                if isinstance(event, GpuLoaded) and event.layers < event.planned:
+                    raise LabError(f"the GPU took {event.layers} of {event.planned} layers: {event.why}")
+                if not isinstance(event, Loading | Overdue | GpuLoaded):
                     await events.put(event)
         except Exception as exc:  # noqa: BLE001  (handed to whoever waits)
             await events.put(exc)

@@ -15,7 +15,8 @@ from tools.lab.rpc_server import RpcServers
 class PlainChild:
     """A whole model in one process, mapped; ``extra_buffers`` is on or off, ``rows`` the most that it computes at once.
 
-    ``context`` is that of all ``sequences`` together. ``rpc`` computes ``remote_layers``, the last ones.
+    ``context`` is that of all ``sequences`` together. ``gpu_layers``, the last ones, are computed by ``rpc`` where it is
+    given, else by the GPU.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class PlainChild:
         kv_type: str = "f16",
         sequences: int = 1,
         rpc: RpcServers | None = None,
-        remote_layers: int = 0,
+        gpu_layers: int = 0,
     ) -> None:
         options = {
             "path": str(model),
@@ -42,7 +43,7 @@ class PlainChild:
             "sequences": sequences,
             "library": "" if rpc is None else str(rpc.library),
             "servers": [] if rpc is None else rpc.endpoints,
-            "remote_layers": remote_layers,
+            "gpu_layers": gpu_layers,
         }
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("plain_llama.py")), json.dumps(options)],

@@ -42,7 +42,7 @@ def _quiet(*_: object) -> None:
 
 
 class Plain:
-    """``remote_layers``, the last ones, are computed by llama.cpp's RPC ``servers``, for which its ``library`` is needed."""
+    """``gpu_layers``, the last ones, are the GPU's, or those of llama.cpp's RPC ``servers``, which need its ``library``."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class Plain:
         sequences: int,
         library: str,
         servers: Sequence[str],
-        remote_layers: int,
+        gpu_layers: int,
     ) -> None:
         llama.llama_log_set(_quiet, ctypes.c_void_p(0))
         llama.llama_backend_init()
         model_params = llama.llama_model_default_params()
         model_params.use_extra_bufts = extra_buffers
-        model_params.n_gpu_layers = remote_layers
+        model_params.n_gpu_layers = gpu_layers
         if servers:
             devices = _devices_of(library, servers)
             model_params.devices = ctypes.cast(devices, ctypes.c_void_p)

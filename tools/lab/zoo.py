@@ -6,17 +6,11 @@ hold experts, values that differ by layer, layers for multi-token prediction.
 
 from __future__ import annotations
 
-import ctypes
-import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Final
 
-from gguf import GGUFValueType
-from llama_cpp import llama_cpp as llama
-
-from primad.gguf.header import Value, scalar_value
-from primad.gguf.layers import metadata_split
+from primad.engine.wanted import wanted_tensors
+from primad.gguf.header import Value
 
 Content = float | int | bool | str | list[int] | list[float] | list[bool]
 
@@ -135,6 +129,8 @@ MODELS: Final[dict[str, dict[str, Content]]] = {
     },
     "hunyuan-dense": {},
     "hy_v3": {**_LEAD, **_MOE},
+    "laguna": {**_LEAD, **_MOE, **_HALF, "attention.sliding_window": 24, "rope.dimension_count_swa": 16},
+    "laguna-full": {**_LEAD, **_MOE, **_HALF},
     "llama4": {**_MOE, "interleave_moe_layer_step": 2},
     "mimo2": {
         **_MOE,
@@ -174,6 +170,18 @@ MODELS: Final[dict[str, dict[str, Content]]] = {
     "qwen35-array": {**_SECTIONS, **_SSM, "attention.recurrent_layers": _SLIDES},
     "qwen35moe": {**_SECTIONS, **_SSM, **_MOE, "full_attention_interval": 4},
     "qwen3next": {**_HALF, **_SSM, **_MOE, "full_attention_interval": 4},
+    "step35": {
+        **_MOE,
+        "attention.sliding_window": 24,
+        "attention.sliding_window_pattern": [False, True, True, True] * 2,
+        "attention.head_count": [4, 6, 6, 6] * 2,
+        "attention.head_count_kv": [2] * LAYERS,
+        "rope.dimension_count": 16,
+        "rope.dimension_count_swa": 16,
+        "rope.freq_base_swa": 5000.0,
+        "swiglu_clamp_exp": [0.0, 0.0, 0.0, 0.0, 0.3, 0.2, 0.3, 0.2],
+        "swiglu_clamp_shexp": [0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.1],
+    },
     "qwen2vl": _SECTIONS,
     "qwen3vl": {**_SECTIONS, "n_deepstack_layers": 3},
     "qwen3vlmoe": {**_SECTIONS, **_MOE, "n_deepstack_layers": 3},
@@ -186,7 +194,7 @@ _WIDER: Final = frozenset(
         *("ssm.inner_size", "ssm.time_step_rank", "ssm.group_count"),
     )
 )
-VARIANTS: Final = {"gemma4-moe": "gemma4", "qwen35-array": "qwen35"}
+VARIANTS: Final = {"gemma4-moe": "gemma4", "laguna-full": "laguna", "qwen35-array": "qwen35"}
 HAS_BOTH: Final = frozenset(("arctic", "gemma4-moe"))
 """With a dense feed-forward beside the experts of a layer."""
 
@@ -215,83 +223,19 @@ def is_hybrid(model: str) -> bool:
     return any(key.startswith(("ssm.", "shortconv.")) for key in MODELS.get(model, {}))
 
 
-@llama.llama_log_callback  # type: ignore[untyped-decorator]
-def _unheard(*_: object) -> None:
-    pass
-
-
-def silence() -> None:
-    """Let llama.cpp say nothing in this process."""
-    llama.llama_log_set(_unheard, ctypes.c_void_p(0))
-
-
 def tensors_of(values: Mapping[str, Value], *, has_both: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the tensors that llama.cpp wants for a model of this metadata, without scales of weights.
+    """Names and shapes of the tensors of a model of this metadata, without scales of weights.
 
     A layer with experts has no dense feed-forward unless it ``has_both``.
     """
-    found: dict[str, tuple[int, ...]] = {}
-
-    def note(tensor: int, _: int) -> None:
-        shape = list(_Tensor.from_address(tensor).elements)
-        while len(shape) > 1 and shape[-1] == 1:
-            shape.pop()
-        found[_ggml.ggml_get_name(tensor).decode()] = tuple(shape)
-
-    name = bytes(values["general.architecture"].raw[8:]).decode()
-    predicting = values.get(f"{name}.nextn_predict_layers")
-    if predicting is not None:
-        last = int(values[f"{name}.block_count"].scalar()) - 1
-        values = {**values, f"{name}.block_count": scalar_value(GGUFValueType.UINT32, last)}
-        del values[f"{name}.nextn_predict_layers"]
-    callback = llama.llama_model_set_tensor_data_t(note)
-    params = llama.llama_model_default_params()
-    params.n_gpu_layers = 0
-    params.use_extra_bufts = False
-    with tempfile.TemporaryDirectory(prefix="primad-zoo-") as folder:
-        path = Path(folder) / "header.gguf"
-        path.write_bytes(metadata_split(values, [], splits=1, tensors=0))
-        model = llama.llama_model_init_from_user(_read(path), callback, None, params)
-    if not model:
-        raise ValueError("llama.cpp does not take this metadata")
-    llama.llama_model_free(model)
-    if predicting is not None:  # nothing computes it, and llama.cpp asks for no such layer of a model without a file
-        before = {tensor: shape for tensor, shape in found.items() if tensor.startswith(f"blk.{last - 1}.")}
-        found |= {tensor.replace(f"blk.{last - 1}.", f"blk.{last}."): shape for tensor, shape in before.items()}
-        width = found["output_norm.weight"][0]
-        found[f"blk.{last}.nextn.eh_proj.weight"] = (2 * width, width)
-        found |= {f"blk.{last}.nextn.{norm}.weight": (width,) for norm in ("enorm", "hnorm", "shared_head_norm")}
+    found = wanted_tensors(values)
     experts = {name.split(".ffn_")[0] for name in found if name.endswith("_exps.weight")}
     for name, shape in found.items():
         layer, _, rest = name.partition(".ffn_")
         is_dense = layer in experts and rest in ("gate.weight", "up.weight", "down.weight") and not has_both
         is_scale = name.endswith((".scale", ".input_scale")) and not name.endswith("ffn_gate_inp.scale")
-        if not (is_dense or is_scale or name.startswith(("cls.", "dense_2."))):
+        is_needless = (
+            name.startswith(("cls.", "dense_2.")) or ".nextn.embed_tokens" in name or ".shared_head_head" in name
+        )
+        if not (is_dense or is_scale or is_needless):
             yield name, shape
-
-
-class _Tensor(ctypes.Structure):
-    """The leading fields of ``struct ggml_tensor`` (ggml.h)."""
-
-    _fields_ = (("type", ctypes.c_int32), ("buffer", ctypes.c_void_p), ("elements", ctypes.c_int64 * 4))
-
-
-class _InitParams(ctypes.Structure):
-    """``struct gguf_init_params`` (gguf.h)."""
-
-    _fields_ = (("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p))
-
-
-def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(next((Path(llama.__file__).parent / "lib").glob("*ggml-base.*"))))
-    library.ggml_get_name.restype, library.ggml_get_name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
-    library.gguf_init_from_file.restype = ctypes.c_void_p
-    library.gguf_init_from_file.argtypes = [ctypes.c_char_p, _InitParams]
-    return library
-
-
-_ggml: Final = _library()
-
-
-def _read(path: Path) -> Any:
-    return _ggml.gguf_init_from_file(str(path).encode(), _InitParams(True, None))

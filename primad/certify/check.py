@@ -1,0 +1,245 @@
+"""Certify instead of trust: a tiny model of the same layers, in windows and whole, bit for bit, in child processes.
+
+What llama.cpp makes of it is an answer, whatever it is: a difference, a refusal, an abort, or no end. Nothing of all this
+computes with the model's weights, so its header is enough.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from primad.certify.child import CheckTask, MakeTiny, Tried, TryCuts, TryWhole
+from primad.certify.cuts import SAMPLED, CutRoute, asked_route, blamed, borders, in_two, is_allowed, route
+from primad.certify.keys import rewritten
+from primad.certify.tiny import WAYS
+from primad.certify.verdict import VERSION, CheckVerdict, ForbiddenCut, RouteOutcome, TriedKey, TriedRoute
+from primad.engine.build import build_id
+from primad.engine.protocol import KvType
+from primad.errors import DiskError, EngineError, printable
+from primad.gguf.architectures import cut_multiple, cuttable, layer_count
+from primad.gguf.header import Header
+from primad.gguf.model import open_model
+from primad.ring.spawn import environment
+from primad.ring.task_child import TaskChild
+
+TIME_LIMIT_S: Final = 120.0
+TASK_S: Final = 60.0
+"""A task that takes longer hangs."""
+KV_TYPES: Final[tuple[KvType, ...]] = ("f16", "q8_0", "q4_0")
+_FROM_OUTSIDE: Final = re.compile(r"ended by SIG(KILL|TERM|HUP|INT)\b")
+_BUILD_PATH: Final = re.compile(r"\S*/(?=[\w.-]+\.\w+:\d+: )")
+TellNext = Callable[[str], None]
+"""Told what is tried next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is to be tried: windows that begin at ``cuts`` (none: everywhere), the model cut in two in ``every`` place or
+    in some, for ``time_limit_s``."""
+
+    cuts: tuple[int, ...] = ()
+    every: bool = False
+    time_limit_s: float = TIME_LIMIT_S
+
+
+def check(header: Header, wanted: Wanted, advance: TellNext) -> CheckVerdict:
+    """Try windows of the model. Raises ``ModelError`` for one that cannot be cut, ``DiskError``, ``EngineError``."""
+    cuttable(header)
+    if wanted.cuts:
+        asked_route(header, wanted.cuts)
+    try:
+        with tempfile.TemporaryDirectory(prefix="primad-check-") as folder:
+            child = TaskChild(
+                "primad.certify.child", "the child", environment(os.environ, 1, 0), timeout_s=wanted.time_limit_s
+            )
+            try:
+                found = _Check(header, wanted, advance, child, Path(folder) / "tiny.gguf", time.monotonic())
+                found.run()
+                return found.verdict()
+            finally:
+                child.close()
+    except OSError as exc:
+        raise DiskError(f"{tempfile.gettempdir()}: a tiny model cannot be tried there: {exc.strerror or exc}") from exc
+
+
+class _TimeOverError(Exception):
+    """Nothing more is tried."""
+
+
+@dataclass(slots=True)
+class _Check:
+    """One check as it goes on."""
+
+    header: Header
+    wanted: Wanted
+    advance: TellNext
+    child: TaskChild
+    tiny: Path
+    began: float
+    routes: list[TriedRoute] = field(default_factory=list)
+    keys: list[TriedKey] = field(default_factory=list)
+    forbidden: list[ForbiddenCut] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    why: str = ""
+
+    def run(self) -> None:
+        """Try everything until the time is over."""
+        parts = (("a tiny model", self._make), ("windows", self._windows), ("keys", self._keys), ("KV types", self._kv))
+        later = (("the model cut in two", self._in_two),) if not self.wanted.cuts else ()
+        for what, part in (*parts, *later):
+            if self.why:
+                return
+            try:
+                part()
+            except _TimeOverError:
+                self.left.append(what)
+
+    def verdict(self) -> CheckVerdict:
+        """What came of it."""
+        unused = [each.key for each in self.keys if each.outcome == "not exercised"]
+        why = self.why
+        if self.forbidden:
+            layers = "; ".join("layer " + " and ".join(map(str, each.layers[:8])) for each in self.forbidden[:8])
+            why = f"windows that begin at {layers} are not exact"
+        elif unused:
+            why = f"{', '.join(unused)} not exercised"
+        return CheckVerdict(
+            version=VERSION,
+            checked=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            library=build_id(),
+            model=self.header.text("general.name", self.header.path.stem),
+            architecture=self.header.text("general.architecture"),
+            layers=layer_count(self.header),
+            cut_multiple=cut_multiple(self.header),
+            cuts=self.wanted.cuts,
+            result="not certified" if why else "not finished" if self.left else "certified",
+            why=why,
+            routes=tuple(self.routes),
+            keys=tuple(self.keys),
+            forbidden=tuple(self.forbidden),
+            left=tuple(self.left),
+            seconds=round(time.monotonic() - self.began, 1),
+        )
+
+    def _make(self) -> None:
+        reasons = []
+        for way in WAYS:
+            self.advance("a tiny model")
+            outcome, why = self._ask(MakeTiny(model=str(self.header.path), tiny=str(self.tiny), way=way))
+            if outcome == "equal":
+                return
+            reasons.append(why)
+        self.why = f"no tiny model of it can be computed: {reasons[-1]}"
+
+    def _windows(self) -> None:
+        windows = self._finest()
+        cuts = windows[1:-1]
+        if not cuts:
+            return
+        self.advance(
+            "windows at every layer where one may begin" if not self.wanted.cuts else "windows at these layers"
+        )
+        if self._try(windows, "f16").outcome == "equal":
+            return
+
+        @cache
+        def fails(some: tuple[int, ...]) -> str:
+            tried = self._try(route(self.header, some), "f16")
+            return "" if tried.outcome == "equal" else tried.why or tried.outcome
+
+        found = blamed(
+            cuts, lambda some: fails(tuple(some)) if is_allowed(self.header, route(self.header, some)) else ""
+        )
+        self.forbidden += [ForbiddenCut(layers=layers, why=why) for layers, why in found]
+
+    def _finest(self) -> CutRoute:
+        """As many windows as were asked for, or may be."""
+        cuts = [*self.wanted.cuts] or borders(self.header)
+        while cuts and not is_allowed(self.header, route(self.header, cuts)):
+            cuts = cuts[1::2]
+        return route(self.header, cuts)
+
+    def _keys(self) -> None:
+        if self.forbidden:
+            return
+        tiny = open_model(self.tiny)
+        halves = [] if self.wanted.cuts else in_two(self.header)
+        windows = [self._finest(), *halves[len(halves) // 2 :][:1]]
+        found: dict[str, bool] = {}
+        for each in windows:
+            found |= {key: kept or found.get(key, False) for key, kept in rewritten(tiny, each).items()}
+        for key, is_kept in found.items():
+            self.advance(f"{key} made wrong")
+            self.keys.append(self._try_key(key, windows, is_kept=is_kept))
+
+    def _try_key(self, key: str, windows: Sequence[CutRoute], *, is_kept: bool) -> TriedKey:
+        """Other logits say more than a model that cannot be loaded."""
+        how = ""
+        for each in windows:
+            outcome, why = self._ask(TryCuts(tiny=str(self.tiny), cuts=each, kv_type="f16", wrong=key))
+            how = why if outcome == "different" else how or why
+            if outcome == "different":
+                break
+        if how:
+            return TriedKey(key=key, outcome="exercised", how=how)
+        return TriedKey(key=key, outcome="not exercised" if is_kept else "ignored")
+
+    def _kv(self) -> None:
+        if self.forbidden:
+            return
+        windows = self._finest()
+        for kv_type in KV_TYPES[1:]:
+            self.advance(f"a KV cache of {kv_type}")
+            outcome, why = self._ask(TryWhole(tiny=str(self.tiny), kv_type=kv_type))
+            if outcome != "equal":
+                self.routes.append(TriedRoute(cuts=windows, kv_type=kv_type, outcome="not opened", why=why))
+                continue
+            self._try(windows, kv_type, forbids=True)
+
+    def _in_two(self) -> None:
+        for windows in in_two(self.header, None if self.wanted.every else SAMPLED):
+            self.advance(f"two windows, cut at layer {windows[1]}")
+            if not any(windows == each.cuts for each in self.routes):
+                self._try(windows, "f16", forbids=True)
+
+    def _try(self, windows: CutRoute, kv_type: KvType, *, forbids: bool = False) -> TriedRoute:
+        outcome, why = self._ask(TryCuts(tiny=str(self.tiny), cuts=windows, kv_type=kv_type))
+        tried = TriedRoute(cuts=windows, kv_type=kv_type, outcome=outcome, why=why)
+        self.routes.append(tried)
+        if forbids and outcome != "equal":
+            self.forbidden.append(ForbiddenCut(layers=windows[1:-1], why=f"{why} ({kv_type})"))
+        return tried
+
+    def _ask(self, task: CheckTask) -> tuple[RouteOutcome, str]:
+        """How a task went. Raises ``_TimeOverError``."""
+        left_s = self.began + self.wanted.time_limit_s - time.monotonic()
+        if left_s <= 0:
+            raise _TimeOverError
+        self.child.timeout_s = min(TASK_S, left_s)
+        try:
+            answer = self.child.ask(task, Tried)
+        except msgspec.DecodeError as exc:
+            answer = f"the child said what is no answer: {exc}"
+        if isinstance(answer, Tried):
+            if answer.outcome == "broken":
+                raise DiskError(f"{self.tiny.parent}: {answer.why}; make room, or name another folder in TMPDIR")
+            return answer.outcome, self._shown(answer.why)
+        if self.child.timeout_s < TASK_S and time.monotonic() >= self.began + self.wanted.time_limit_s:
+            raise _TimeOverError
+        if _FROM_OUTSIDE.search(answer):
+            raise EngineError(f"{printable(answer)}, as where memory is short; check again when there is more")
+        return "ended", self._shown(answer)
+
+    def _shown(self, why: str) -> str:
+        """Without the folder of the tiny model, and the one that llama.cpp was built in."""
+        return printable(_BUILD_PATH.sub("", why.replace(f"{self.tiny.parent}/", "")))

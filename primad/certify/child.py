@@ -1,0 +1,133 @@
+"""The child process that tries cuts: ``python -m primad.certify.child`` with tasks as lines of JSON on standard input.
+
+It answers each line with one line. llama.cpp may abort or hang in one: that is for its parent (``check.py``) to judge. It
+ends by itself when its parent is gone, and in any case when a task took too long.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+
+from primad.engine.protocol import KvType
+from primad.errors import PrimadError
+from primad.gguf.model import open_model
+
+if TYPE_CHECKING:
+    from primad.certify.route import Logits
+    from primad.gguf.windows import ModelCutter
+
+LATEST_S: Final = 600
+"""A task that takes longer has no parent any more."""
+
+
+class MakeTiny(msgspec.Struct, frozen=True, kw_only=True, tag="make"):
+    """Write a tiny model like ``model`` to ``tiny``, in one of ``tiny.WAYS``, and compute it."""
+
+    model: str
+    tiny: str
+    way: str
+
+
+class TryWhole(msgspec.Struct, frozen=True, kw_only=True, tag="whole"):
+    """Compute the ``tiny`` model whole, with a KV cache of ``kv_type``."""
+
+    tiny: str
+    kv_type: KvType
+
+
+class TryCuts(msgspec.Struct, frozen=True, kw_only=True, tag="cuts"):
+    """Compute the ``tiny`` model in windows between ``cuts`` and whole, with the key ``wrong`` made wrong, if any."""
+
+    tiny: str
+    cuts: tuple[int, ...]
+    kv_type: KvType
+    wrong: str = ""
+
+
+class Tried(msgspec.Struct, frozen=True, tag="tried"):
+    """How it went: ``equal`` bit for bit, ``different``, or ``refused``, and in words ``why`` it is not equal.
+
+    What is not compared is equal where it computed numbers. ``broken``: this machine could not do it, as on a full disk.
+    """
+
+    outcome: Literal["equal", "different", "refused", "broken"]
+    why: str = ""
+
+
+CheckTask = MakeTiny | TryWhole | TryCuts
+
+
+def main() -> None:
+    """Answer tasks until standard input ends."""
+    decoder = msgspec.json.Decoder(CheckTask)
+    for line in sys.stdin.buffer:
+        if sys.platform != "win32":
+            signal.alarm(LATEST_S)
+        try:
+            answer = _answer(decoder.decode(line))
+        except PrimadError as exc:
+            answer = Tried("refused", str(exc))
+        except (OSError, MemoryError) as exc:
+            answer = Tried("broken", str(getattr(exc, "strerror", None) or exc or "out of memory"))
+        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _answer(task: CheckTask) -> Tried:
+    match task:
+        case MakeTiny():
+            from primad.certify.made import write_tiny
+
+            write_tiny(open_model(Path(task.model), header_only=True), Path(task.tiny), task.way)
+            return _whole(task.tiny, "f16")
+        case TryWhole():
+            return _whole(task.tiny, task.kv_type)
+        case TryCuts():
+            return _cuts(task)
+
+
+def _whole(tiny: str, kv_type: KvType) -> Tried:
+    from primad.certify.route import is_finite
+
+    if is_finite(_logits(tiny, kv_type)):
+        return Tried("equal")
+    return Tried("refused", "the whole model's logits are no numbers, or all the same")
+
+
+def _cuts(task: TryCuts) -> Tried:
+    from primad.certify.keys import made_wrong, nothing
+    from primad.certify.route import TinyRoute, difference
+
+    cutter, folder = _cutter(task.tiny), Path(task.tiny).parent
+    expected = _logits(task.tiny, task.kv_type)
+    change = made_wrong(cutter.header, task.wrong) if task.wrong else nothing
+    route = TinyRoute(cutter, task.cuts, folder, task.kv_type, change)
+    try:
+        why = difference(route.logits(), expected)
+    finally:
+        route.release()
+    return Tried("different", why) if why else Tried("equal")
+
+
+@lru_cache(1)
+def _cutter(tiny: str) -> ModelCutter:
+    from primad.gguf.windows import ModelCutter
+
+    return ModelCutter(open_model(Path(tiny)), stand_in=float("nan"))
+
+
+@lru_cache(3)
+def _logits(tiny: str, kv_type: KvType) -> Logits:
+    from primad.certify.route import whole_logits
+
+    return whole_logits(_cutter(tiny).header, kv_type)
+
+
+if __name__ == "__main__":
+    main()

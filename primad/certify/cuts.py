@@ -1,0 +1,80 @@
+"""Which windows are tried, and which cut is to blame where they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Final
+
+from primad.certify.keys import window_metadata
+from primad.errors import ConfigError, ModelError
+from primad.gguf.architectures import cut_multiple, layer_count
+from primad.gguf.header import Header
+
+CutRoute = tuple[int, ...]
+"""Where windows begin, from 0 on, and the number of layers."""
+SAMPLED: Final = 8
+"""So many places at which the model is cut in two."""
+
+
+def borders(header: Header) -> list[int]:
+    """The layers at which a window may begin besides the first one."""
+    multiple = cut_multiple(header)
+    return [*range(multiple, layer_count(header), multiple)]
+
+
+def route(header: Header, cuts: Iterable[int]) -> CutRoute:
+    """The windows between ``cuts``."""
+    return (0, *cuts, layer_count(header))
+
+
+def asked_route(header: Header, cuts: Sequence[int]) -> CutRoute:
+    """The windows that begin at ``cuts``, which somebody asked for.
+
+    Raises ``ConfigError`` for layers that cannot be, ``ModelError`` where the architecture's rules refuse them.
+    """
+    layers = layer_count(header)
+    if [*cuts] != sorted({*cuts}) or not all(0 < cut < layers for cut in cuts):
+        raise ConfigError(
+            f"--cuts {','.join(map(str, cuts))}: give the layers at which windows begin, each once and in order, from 1 to "
+            f"{layers - 1}"
+        )
+    found = route(header, cuts)
+    for first, last in pairwise(found):
+        window_metadata(header, first, last)
+    return found
+
+
+def is_allowed(header: Header, windows: CutRoute) -> bool:
+    """Whether the architecture's rules let the model be cut so."""
+    try:
+        for first, last in pairwise(windows):
+            window_metadata(header, first, last)
+    except ModelError:
+        return False
+    return True
+
+
+def in_two(header: Header, most: int | None = SAMPLED) -> list[CutRoute]:
+    """Two windows, cut in as many places as may be, or in ``most`` that are spread evenly."""
+    places = [cut for cut in borders(header) if is_allowed(header, route(header, (cut,)))]
+    if most is not None and len(places) > most:
+        places = [places[i * (len(places) - 1) // max(most - 1, 1)] for i in range(most)]
+    return [route(header, (cut,)) for cut in places]
+
+
+def blamed(cuts: Sequence[int], fails: Callable[[Sequence[int]], str]) -> list[tuple[tuple[int, ...], str]]:
+    """Which of ``cuts`` fail, and why; together they do. ``fails`` says why windows between some do, or nothing.
+
+    Halves are tried until a cut fails by itself. Where neither half fails it is a window between two of them, or all
+    together.
+    """
+    if len(cuts) == 1:
+        return [(tuple(cuts), fails(cuts))]
+    found: list[tuple[tuple[int, ...], str]] = []
+    for half in (cuts[: len(cuts) // 2], cuts[len(cuts) // 2 :]):
+        if fails(half):
+            found += blamed(half, fails)
+    if not found:
+        found += [(pair, why) for pair in pairwise(cuts) if (why := fails(pair))][:1]
+    return found or [(tuple(cuts), fails(cuts))]

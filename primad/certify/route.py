@@ -1,0 +1,205 @@
+"""Computes a tiny model whole and in windows, and compares the logits bit for bit. For child processes.
+
+The steps are those of a ring: a prompt in two chunks that goes past the sliding window, another sequence between them,
+single tokens, two sequences in one step where the model takes that, and a sequence that begins anew while the other one
+goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halda.assignment import in_memory
+from primad.certify.keys import KeyChange
+from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
+from primad.engine.protocol import EngineOptions, KvType, Rows, WindowSource
+from primad.gguf.architectures import embedding_scale, layer_count, recurrent_layers
+from primad.gguf.header import Header
+from primad.gguf.layers import LayerRef, layer_header
+from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
+
+ROWS: Final = 64
+CONTEXT: Final = 256
+_PROMPT, _OTHER, _ANEW, _DECODED = 90, 33, 41, 3
+Logits = list[NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class TinyStep:
+    """``tokens`` of ``sequences`` from ``positions`` on, a row each; the last row of each sequence wants logits."""
+
+    tokens: tuple[int, ...]
+    positions: tuple[int, ...]
+    sequences: tuple[int, ...]
+
+    def rows(self, content: NDArray[np.float32] | NDArray[np.int32]) -> Rows:
+        """As a window takes them."""
+        outputs = [
+            i == len(self.sequences) - 1 or self.sequences[i + 1] != each for i, each in enumerate(self.sequences)
+        ]
+        return Rows(
+            content=content,
+            positions=self.positions,
+            sequences=[[sequence] for sequence in self.sequences],
+            outputs=outputs,
+        )
+
+
+def steps(vocabulary: int, *, together: bool) -> Iterator[TinyStep | int]:
+    """What is computed; a number is a sequence that is forgotten. ``together``: also two sequences in one step."""
+    noise, ends = np.random.default_rng(0), [0, 0]
+
+    def step(*counts: tuple[int, int]) -> TinyStep:
+        tokens, positions, sequences = list[int](), list[int](), list[int]()
+        for sequence, count in counts:
+            tokens += noise.integers(1, vocabulary, count).tolist()
+            positions += range(ends[sequence], ends[sequence] + count)
+            sequences += [sequence] * count
+            ends[sequence] += count
+        return TinyStep(tuple(tokens), tuple(positions), tuple(sequences))
+
+    yield step((0, ROWS))
+    yield step((1, _OTHER))
+    yield step((0, _PROMPT - ROWS))
+    for _ in range(_DECODED):
+        yield step((0, 1))
+        yield step((1, 1))
+    for _ in range(2 if together else 0):
+        yield step((0, 1), (1, 1))
+    yield 1
+    ends[1] = 0
+    yield step((1, _ANEW))
+    for _ in range(_DECODED):
+        yield step((1, 1))
+        yield step((0, 1))
+
+
+def steps_of(header: Header) -> list[TinyStep | int]:
+    """Those for the model; a state is computed row by row where answers are written at once."""
+    return list(steps(vocabulary_size(header), together=not any(recurrent_layers(header))))
+
+
+def whole_logits(header: Header, kv_type: KvType) -> Logits:
+    """The logits of every step. Raises ``EngineError``."""
+    source = WindowSource(
+        window=0,
+        metadata=str(header.path),
+        layers=(),
+        assignment=in_memory(0, layer_count(header), output="cpu"),
+        extra_buffers=False,
+    )
+    model, found = WholeModel(source, _options(kv_type), frozenset(), vocabulary=vocabulary_size(header)), Logits()
+    try:
+        for step in steps_of(header):
+            if isinstance(step, int):
+                model.kv_remove(step, 0, -1)
+                continue
+            rows = step.rows(np.array(step.tokens, np.int32))
+            model.forward(rows)
+            found += [model.logits(i).copy() for i, wanted in enumerate(rows.outputs) if wanted]
+    finally:
+        model.release()
+    return found
+
+
+class TinyRoute:
+    """The windows of one tiny model between ``cuts``, opened from files in ``folder`` as a device does, with a
+    ``change``."""
+
+    def __init__(
+        self, cutter: ModelCutter, cuts: Sequence[int], folder: Path, kv_type: KvType, change: KeyChange
+    ) -> None:
+        self._cutter, self._folder, self._options = cutter, folder, _options(kv_type)
+        self._embedding = TokenEmbedding(token_embedding(cutter.header), embedding_scale(cutter.header))
+        self._windows: list[FirstWindow | MiddleWindow] = []
+        self._tail: TailWindow | None = None
+        try:
+            for number, (first, last) in enumerate(pairwise(cuts)):
+                self._open(number, first, last, change)
+        except BaseException:
+            self.release()
+            raise
+
+    def _open(self, number: int, first: int, last: int, change: KeyChange) -> None:
+        header = self._cutter.header
+        spec = self._cutter.spec(number, first, last, lambda values: change(values, first, last))
+        metadata = self._folder / f"window-{number}.gguf"
+        metadata.write_bytes(spec.metadata)
+        is_tail = last == layer_count(header)
+        files = WindowSource(
+            window=number,
+            metadata=str(metadata),
+            layers=tuple(self._file(split, ref) for split, ref in enumerate(spec.layers, start=1)),
+            assignment=in_memory(first, last, output="cpu" if is_tail else "none"),
+            extra_buffers=False,
+        )
+        if is_tail:
+            self._tail = TailWindow(files, self._options, frozenset(), vocabulary=vocabulary_size(header))
+        elif first == 0:
+            self._windows.append(FirstWindow(files, self._options, self._embedding))
+        else:
+            self._windows.append(MiddleWindow(files, self._options, width=self._embedding.width))
+
+    def _file(self, split: int, ref: LayerRef) -> str:
+        """The layer file of ``ref``; only its header says where in which window it is."""
+        path = self._folder / f"{ref.digest}.gguf"
+        header = layer_header(ref.tensors, number=split - 1, split=split)
+        if path.exists():
+            with path.open("r+b") as file:
+                file.write(header)
+        else:
+            source = self._cutter.source(ref.digest)
+            assert source is not None
+            path.write_bytes(header + b"".join(source.chunks()))
+        return str(path)
+
+    def logits(self) -> Iterator[NDArray[np.float32]]:
+        """The logits of every step. Raises ``EngineError``."""
+        assert self._tail is not None
+        for step in steps_of(self._cutter.header):
+            if isinstance(step, int):
+                for window in (*self._windows, self._tail):
+                    window.kv_remove(step, 0, -1)
+                continue
+            state: NDArray[np.float32] | NDArray[np.int32] = np.array(step.tokens, np.int32)
+            for window in self._windows:
+                state = window.forward(step.rows(state))
+            rows = step.rows(state)
+            self._tail.forward(rows)
+            yield from (self._tail.logits(i).copy() for i, wanted in enumerate(rows.outputs) if wanted)
+
+    def release(self) -> None:
+        """Give back all memory."""
+        for window in (*self._windows, *([self._tail] if self._tail is not None else [])):
+            window.release()
+
+
+def difference(found: Iterator[NDArray[np.float32]], expected: Logits) -> str:
+    """In words where logits differ first, and by how much; empty where they are bit for bit the same.
+
+    Those of token 0 are left out, which is not a number.
+    """
+    for number, (logits, wanted) in enumerate(zip(found, expected, strict=True)):
+        if not np.array_equal(logits[1:], wanted[1:]):
+            if not np.isfinite(logits[1:]).all():
+                return f"logits {number + 1} of {len(expected)} are no numbers: something comes past the way in"
+            return f"logits {number + 1} of {len(expected)} differ by {np.abs(logits[1:] - wanted[1:]).max():.2g}"
+    return ""
+
+
+def is_finite(logits: Logits) -> bool:
+    """Whether all but token 0's are numbers, and not all the same."""
+    return all(np.isfinite(each[1:]).all() and each[1:].std() > 0 for each in logits)
+
+
+def _options(kv_type: KvType) -> EngineOptions:
+    return EngineOptions(
+        context=CONTEXT, sequences=2, rows=ROWS, threads=1, batch_threads=1, kv_type=kv_type, lock=False
+    )

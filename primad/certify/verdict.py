@@ -1,0 +1,157 @@
+"""What a check of a model's windows found, kept in the home folder from run to run: one small file a model and cuts.
+
+A verdict is of one build of llama.cpp, one architecture, the metadata and tensors that its windows are made from, and the
+cuts; the weights have no part in it, so all quantisations of a model share one. A file that is damaged or of another kind
+counts as none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from halda import ModelProfile
+from primad.certify.keys import is_own
+from primad.engine.build import build_id
+from primad.engine.protocol import KvType
+from primad.errors import printable
+from primad.gguf.architectures import SUPPORTED, cut_multiple
+from primad.gguf.header import Header
+from primad.gguf.windows import vocabulary_size
+from primad.settings.config import checks_folder
+from primad.system.whole_file import write_whole
+
+VERSION: Final = 1
+"""Grows when other things are compared."""
+MOST_KEPT: Final = 256
+RouteOutcome = Literal["equal", "different", "refused", "ended", "not opened"]
+
+
+class TriedRoute(msgspec.Struct, frozen=True, kw_only=True):
+    """How windows between ``cuts`` compared with the whole: ``equal`` bit for bit, ``different``, ``refused`` by
+    llama.cpp, or the
+    child ``ended`` over it, and ``why``. A KV cache of a type that the whole model does without is ``not opened``."""
+
+    cuts: tuple[int, ...]
+    kv_type: KvType
+    outcome: RouteOutcome
+    why: str = ""
+
+
+class TriedKey(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a comparison sees a ``key`` that the cutter rewrites made wrong, and ``how``.
+
+    ``ignored`` is one that windows do without, and that changes nothing where they have it.
+    """
+
+    key: str
+    outcome: Literal["exercised", "ignored", "not exercised"]
+    how: str = ""
+
+
+class ForbiddenCut(msgspec.Struct, frozen=True, kw_only=True):
+    """No windows may begin at all of these ``layers``, and ``why``; mostly it is one."""
+
+    layers: tuple[int, ...]
+    why: str
+
+
+class CheckVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What was compared, and what came of it; ``checked`` is in UTC.
+
+    Windows of the model may begin at multiples of ``cut_multiple``. ``cuts`` are those that were asked for; none:
+    everywhere. ``left`` says what was not tried when the time had run out.
+    """
+
+    version: int
+    checked: str
+    library: str
+    model: str
+    architecture: str
+    layers: int
+    cut_multiple: int
+    cuts: tuple[int, ...]
+    result: Literal["certified", "not certified", "not finished"]
+    why: str
+    routes: tuple[TriedRoute, ...]
+    keys: tuple[TriedKey, ...]
+    forbidden: tuple[ForbiddenCut, ...]
+    left: tuple[str, ...]
+    seconds: float
+
+    @property
+    def day(self) -> str:
+        """When it was found, in UTC."""
+        return self.checked[:10]
+
+
+def verdict_key(header: Header, cuts: Sequence[int] = ()) -> str:
+    """Names what a verdict is of: see the top of this file."""
+    own = sorted((key, value.type, value.raw) for key, value in header.values.items() if is_own(header, key))
+    facts = (VERSION, build_id(), header.text("general.architecture"), own, sorted(header.tensors))
+    return blake2b(repr((*facts, vocabulary_size(header), tuple(cuts))).encode(), digest_size=16).hexdigest()
+
+
+def load_verdict(home: Path, header: Header, cuts: Sequence[int] = ()) -> CheckVerdict | None:
+    """What was found for windows between these ``cuts``, or else everywhere; None where they were not checked."""
+    if header.text("general.architecture") not in SUPPORTED:
+        return None
+    for asked in dict.fromkeys((tuple(cuts), ())):
+        try:
+            data = (checks_folder(home) / f"{verdict_key(header, asked)}.json").read_bytes()
+            verdict = msgspec.json.decode(data, type=CheckVerdict)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue
+        if verdict.version == VERSION:
+            return verdict
+    return None
+
+
+def save_verdict(home: Path, header: Header, verdict: CheckVerdict) -> None:
+    """Keep ``verdict``, and of all the latest ``MOST_KEPT``. Raises ``OSError``."""
+    folder = checks_folder(home)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / f"{verdict_key(header, verdict.cuts)}.json", msgspec.json.encode(verdict))
+    kept = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    for path in kept[:-MOST_KEPT]:
+        path.unlink(missing_ok=True)
+
+
+def windows_line(home: Path, header: Header, firsts: Iterable[int]) -> str | None:
+    """In one line what is known of windows that begin at the layers ``firsts``; None for the whole model alone."""
+    cuts = sorted({*firsts} - {0})
+    return f"windows of this model: {verdict_line(load_verdict(home, header, cuts), header.path)}" if cuts else None
+
+
+def verdict_line(verdict: CheckVerdict | None, model: Path) -> str:
+    """The same of ``model``."""
+    if verdict is None:
+        return f"not checked: primad check {printable(model)}"
+    if verdict.result == "certified":
+        where = f", at layers {', '.join(map(str, verdict.cuts))}" if verdict.cuts else ""
+        return f"checked bit for bit on {verdict.day}{where}"
+    if verdict.result == "not finished":
+        return f"checked in part on {verdict.day}; primad check {printable(model)} goes on with more --time-limit"
+    return f"not certified on {verdict.day}: {printable(verdict.why)}"
+
+
+def with_verdict(profile: ModelProfile, header: Header, home: Path) -> ModelProfile:
+    """``profile``, which ``header`` is of, without the cuts that the verdict in ``home`` forbids, if there is one."""
+    verdict = load_verdict(home, header)
+    if verdict is None or not verdict.forbidden:
+        return profile
+    return replace(profile, cut_multiple=allowed_multiple(verdict, cut_multiple(header), len(profile.layers)))
+
+
+def allowed_multiple(verdict: CheckVerdict | None, multiple: int, layers: int) -> int:
+    """The least multiple of ``multiple`` at which windows may begin without a cut that ``verdict`` forbids."""
+    forbidden = verdict.forbidden if verdict is not None and not verdict.cuts else ()
+    allowed = multiple
+    while allowed < layers and any(all(layer % allowed == 0 for layer in each.layers) for each in forbidden):
+        allowed += multiple
+    return allowed

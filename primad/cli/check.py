@@ -1,0 +1,113 @@
+"""``primad check``: whether windows of a model equal the whole bit for bit, tried on a tiny one like it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from primad.cli.hub import model_path
+from primad.cli.options import Home
+from primad.cli.output import err, out, print_json
+from primad.errors import printable
+from primad.settings.config import load_config, open_home
+from primad.settings.quantities import parse_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from primad.certify.verdict import CheckVerdict, TriedRoute
+
+_MOST_SHOWN = 12
+
+
+def check(
+    model: Annotated[
+        Path, typer.Argument(help="The GGUF file, whose header is enough, or hf:owner/repo.", metavar="MODEL")
+    ],
+    home: Home = None,
+    cuts: Annotated[
+        str | None,
+        typer.Option(
+            help="Layers at which windows begin besides the first, as in 8,16,24 [default: everywhere].",
+            show_default=False,
+        ),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Cut it in two in every place, not in eight of them.")] = False,
+    time_limit: Annotated[float, typer.Option(help="Seconds.", min=1, max=86_400)] = 120.0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Try whether windows of a model give what the whole gives, bit for bit.
+
+    On a tiny model with the same layers and random weights, in processes of its own; what is found is kept, and named by
+    'primad plan' and 'primad status'. Ends with code 1 where the model is not certified.
+
+    Examples:
+
+        primad check MODEL.gguf
+
+        primad check MODEL.gguf --cuts 8,16,24
+
+        primad check MODEL.gguf --all --time-limit 600
+    """
+    from primad.certify.check import Wanted
+    from primad.certify.check import check as try_windows
+    from primad.certify.verdict import save_verdict
+    from primad.gguf.model import open_model
+
+    config = load_config({"home": home})
+    open_home(config)
+    layers = tuple(parse_whole(part, "--cuts", least=1, most=100_000) for part in (cuts or "").split(",") if cuts)
+    header = open_model(model_path(model, lambda: config, fetches=False), header_only=True)
+    wanted = Wanted(cuts=layers, every=every, time_limit_s=time_limit)
+    with err.status("trying") as shown:
+        verdict = try_windows(header, wanted, lambda what: shown.update(f"trying {printable(what)}"))
+    try:
+        save_verdict(config.home, header, verdict)
+    except OSError as exc:
+        err.print(f"{config.home}: the verdict cannot be kept: {exc.strerror or exc}")
+    if json:
+        print_json(verdict)
+    else:
+        for line in _lines(verdict):
+            out.print(line)
+    if verdict.result != "certified":
+        raise typer.Exit(1)
+
+
+def _lines(verdict: CheckVerdict) -> Iterator[str]:
+    where = (
+        "at any layer" if verdict.cut_multiple == 1 else f"at every layer that is a multiple of {verdict.cut_multiple}"
+    )
+    yield f"{printable(verdict.model)} ({verdict.architecture}, {verdict.layers} layers), {verdict.library}"
+    if verdict.cut_multiple >= verdict.layers:
+        where = "nowhere but at the first layer: it runs whole"
+    yield f"windows may begin {where}; compared in {verdict.seconds:g} s on a tiny model of the same layers"
+    for kv_type, outcome, why, routes in _together(verdict.routes):
+        said = {"equal": "exact", "not opened": "not opened"}.get(outcome, f"NOT EXACT ({outcome})")
+        yield f"  {kv_type:<5} {said:<12} {_places(routes)}" + (f": {why}" if why else "")
+    for key in verdict.keys:
+        yield f"  {key.key}: {key.outcome}" + (f" ({key.how})" if key.how else "")
+    for each in verdict.forbidden:
+        yield f"  no window may begin at layer {' and '.join(map(str, each.layers))}: {each.why}"
+    if verdict.left:
+        yield f"time ran out before these were tried: {', '.join(verdict.left)}; give more with --time-limit"
+    yield f"{verdict.result}: {verdict.why}" if verdict.why else verdict.result
+
+
+def _together(routes: tuple[TriedRoute, ...]) -> Iterator[tuple[str, str, str, list[TriedRoute]]]:
+    """Routes that went the same way."""
+    found: dict[tuple[str, str, str], list[TriedRoute]] = {}
+    for each in routes:
+        found.setdefault((each.kv_type, each.outcome, each.why), []).append(each)
+    for (kv_type, outcome, why), same in found.items():
+        yield kv_type, outcome, why, same
+
+
+def _places(routes: list[TriedRoute]) -> str:
+    """Where the windows of ``routes`` begin."""
+    several = [f"{len(each.cuts) - 1} windows" for each in routes if len(each.cuts) != 3]
+    two = [str(each.cuts[1]) for each in routes if len(each.cuts) == 3]
+    shown = f"{', '.join(two[:_MOST_SHOWN])}{' and more' if len(two) > _MOST_SHOWN else ''}"
+    return "; ".join([*several, *([f"two, cut at layer {shown}"] if two else [])])
