@@ -8,6 +8,7 @@
     tools/bench paper [--json FILE] [--fleets N]
     tools/bench api [--json FILE] [--rounds N] [--model FILE.gguf]
     tools/bench copies [--json FILE] [--rounds N] [--model FILE.gguf]
+    tools/bench speculate [--json FILE] [--rounds N] [--model FILE.gguf ...] [--case CASE ...] [--latency-ms MS]
     tools/bench serve [--json FILE] [--rounds N] [--model FILE.gguf ...] [--devices N ...] [--rows N ...] [--streams N ...]
                       [--cpus SHARE | --beside [--rpc FILE]]
     tools/bench serve --case CASE ... [--json FILE] [--model FILE.gguf ...] [--devices N ...]
@@ -18,7 +19,7 @@ a core each); decode and prefill are each compared with the best of the four. Al
 and take turns, so that whatever else the machine does disturbs all of them alike. With ``--gpu`` all layers and the output
 matrix of all of them are on the first GPU that llama.cpp sees. ``memory``: see ``bench_memory.py``;
 ``predict``, ``solve`` and ``paper``: see ``bench_solver.py``; ``api``: ``bench_api.py``; ``copies``: ``bench_copies.py``;
-``serve``: ``bench_serve.py`` and ``bench_together.py``.
+``speculate``: ``bench_speculate.py``; ``serve``: ``bench_serve.py`` and ``bench_together.py``.
 """
 
 from __future__ import annotations
@@ -54,8 +55,17 @@ from primad.profiler.effort import Effort  # noqa: E402
 from primad.profiler.gpus import list_gpus  # noqa: E402
 from primad.profiler.processors import measure_cpu  # noqa: E402
 from primad.ring.spawn import environment  # noqa: E402
-from tools import bench_api, bench_copies, bench_limited, bench_memory, bench_serve, bench_solver, bench_together  # noqa: E402
-from tools.lab import LabError  # noqa: E402
+from tools import (  # noqa: E402
+    bench_api,
+    bench_copies,
+    bench_limited,
+    bench_memory,
+    bench_serve,
+    bench_solver,
+    bench_speculate,
+    bench_together,
+)
+from tools.lab import LabError, drafted  # noqa: E402
 from tools.lab.local_ring import LocalRing, even_windows, types_of  # noqa: E402
 from tools.lab.plain_child import PlainChild  # noqa: E402
 from tools.lab.plain_llama import PROMPT  # noqa: E402
@@ -301,6 +311,24 @@ def copies(options: argparse.Namespace) -> int:
     return 0
 
 
+def speculate(options: argparse.Namespace) -> int:
+    facts = machine()
+    warn_if_busy(facts)
+    try:
+        rows = [
+            row
+            for model in options.model or [SMALL]
+            for case in options.case
+            for row in asyncio.run(bench_speculate.measure(case, model, options))
+        ]
+    except LabError as exc:
+        out.print(f"tools/bench speculate: error: {exc}")
+        return 1
+    drafted.show(rows)
+    write_json(options.json, "speculate", facts, drafted.plain_data(rows))
+    return 0
+
+
 def solve(options: argparse.Namespace) -> int:
     facts = machine()
     warn_if_busy(facts)
@@ -418,6 +446,8 @@ def main() -> int:
     bench_solver.add_benches(benches)
     bench_api.add_bench(benches, SMALL)
     bench_copies.add_bench(benches, SMALL)
+    bench_speculate.add_bench(benches, SMALL)
+    benches.choices["speculate"].set_defaults(run=speculate)
     bench_serve.add_bench(benches)
     benches.choices["serve"].set_defaults(run=serve)
     benches.choices["api"].set_defaults(run=api)

@@ -186,13 +186,14 @@ class Backend(Protocol):
         owner: str = "",
         priority: int = 0,
         may_expire: bool = True,
+        speculates: bool = True,
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Any number of ``PromptProgress`` and then of ``Sampled``, at last exactly one ``Finished``.
 
         ``prompt`` has 1 to ``context_tokens - 1`` tokens and ``max_tokens`` is at least 1; prompt and answer together
-        fit the context. ``logprobs``, ``reuses``, ``owner`` and ``priority`` are as in ``ring.messages.Generate``. The
-        backend chooses the request's number. One that ``may_expire`` waits for others no longer than this server's owner
-        allows.
+        fit the context. ``logprobs``, ``reuses``, ``owner``, ``priority`` and ``speculates`` are as in
+        ``ring.messages.Generate``. The backend chooses the request's number. One that ``may_expire`` waits for others no
+        longer than this server's owner allows.
         ``aclose()``, also while it waits, cancels the request in the ring and frees its sequence.
 
         Raises ``RingError`` when the ring breaks and ``RequestError`` when it cannot take the request (a full queue, or it

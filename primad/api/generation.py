@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Final
 
 import pydantic_core
 
@@ -55,6 +55,20 @@ class GivenPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Guessed:
+    """Of an answer so many tokens were guessed and computed ahead, and turned out right, or wrong."""
+
+    right: int = 0
+    wrong: int = 0
+
+    def __add__(self, other: Guessed) -> Guessed:
+        return Guessed(right=self.right + other.right, wrong=self.wrong + other.wrong)
+
+
+NOTHING_GUESSED: Final = Guessed()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """What one event of the backend adds to a choice: text, thoughts and calls that are certain, the tokens that begin in
     the certain text, and how many tokens were sampled. ``finish`` is there in the last one only, with the stop string if
@@ -72,6 +86,8 @@ class Written:
     """So many tokens of the prompt are computed; nothing else is added then."""
     cached: int = 0
     """So many of them were computed for a prompt before; known in the last one, and where ``read_tokens`` are."""
+    guessed: Guessed = NOTHING_GUESSED
+    """Known in the last one."""
 
     @property
     def says_something(self) -> bool:
@@ -92,6 +108,7 @@ class Answered:
     thought: str
     calls: tuple[GivenCall, ...]
     cached: int
+    guessed: Guessed = NOTHING_GUESSED
 
     @classmethod
     def of(cls, choice: Choice, parts: Sequence[Written]) -> Answered:
@@ -108,6 +125,7 @@ class Answered:
             thought="".join(part.thought for part in parts),
             calls=tuple(whole_calls(part for written in parts for part in written.calls)),
             cached=parts[-1].cached,
+            guessed=parts[-1].guessed,
         )
 
 
@@ -147,7 +165,7 @@ async def write(
     shows_control = job.reading is not None and job.reading.shows_control
     piece = vocabulary.piece_or_marker if shows_control else vocabulary.piece
     last: Written | None = None
-    cached = 0
+    cached, guessed = 0, NOTHING_GUESSED
     events = backend.generate(
         choice.prompt,
         max_tokens=choice.max_tokens,
@@ -156,6 +174,7 @@ async def write(
         reuses=job.reuses,
         owner=owner,
         priority=job.priority,
+        speculates=job.speculates,
         may_expire=choice.index == 0,  # one that waits behind others of its request is part of an answer that has begun
     )
     async with aclosing(events):
@@ -180,9 +199,10 @@ async def write(
                     released = transcript.finish()
                     finish: FinishReason = "length" if event.reason == "length" and not transcript.stopped else "stop"
                     last = written(released, sampled=0, finish=finish, stopped_by=transcript.stopped_by)
+                    guessed = Guessed(right=event.accepted, wrong=event.drafted - event.accepted)
                     break
     assert last is not None, "the backend ended without Finished"
-    yield replace(last, cached=cached) if cached else last
+    yield replace(last, cached=cached, guessed=guessed) if cached or guessed != NOTHING_GUESSED else last
 
 
 def _written(

@@ -22,7 +22,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from primad import __version__
 from primad.api.generation import Written
-from primad.api.status import DeviceStatus, EmbeddingStatus, KvStatus, MemoryFigures, RingFigures, StatusBody
+from primad.api.status import (
+    DeviceStatus,
+    DraftFigures,
+    EmbeddingStatus,
+    KvStatus,
+    MemoryFigures,
+    RingFigures,
+    StatusBody,
+)
 from primad.errors import PrimadError, RequestError
 
 MEDIA_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
@@ -112,6 +120,19 @@ _KV: Final[tuple[tuple[_Family, str, str, Callable[[KvStatus], float]], ...]] = 
         "found_tokens",
         "Tokens of prompts whose KV cells were in the cache.",
         lambda kv: kv.found_tokens,
+    ),
+)
+
+
+_DRAFTS: Final[tuple[tuple[_Family, str, str, Callable[[DraftFigures], float]], ...]] = (
+    (CounterMetricFamily, "tokens", "Tokens that were guessed and computed ahead.", lambda drafts: drafts.drafted),
+    (CounterMetricFamily, "accepted_tokens", "Those that were the next token.", lambda drafts: drafts.accepted),
+    (CounterMetricFamily, "skipped_tokens", "Those not computed to the end.", lambda drafts: drafts.skipped),
+    (
+        GaugeMetricFamily,
+        "tokens_a_lap",
+        "Tokens of an answer in the time in which a row goes round once.",
+        lambda drafts: drafts.tokens_a_lap,
     ),
 )
 
@@ -269,6 +290,9 @@ class _Ring(Collector):
         if status.kv is not None:
             for kind, name, text, kept in _KV:
                 yield kind(f"primad_kv_{name}", text, value=kept(status.kv))
+        if status.drafts is not None:
+            for kind, name, text, became in _DRAFTS:
+                yield kind(f"primad_draft_{name}", text, value=became(status.drafts))
         if status.embedding is not None:
             for kind, name, text, said in _EMBEDDING:
                 if (value := said(status.embedding)) is not None:

@@ -134,6 +134,18 @@ class KvStatus(msgspec.Struct, frozen=True, kw_only=True):
     found_tokens: int
 
 
+class DraftFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of tokens that were guessed since the ring was formed: of ``drafted`` rows that were computed ahead
+    ``accepted`` were the next token, and ``skipped`` were not computed to the end. An answer had ``tokens_a_lap`` tokens in
+    the time in which a row goes round the ring once.
+    """
+
+    drafted: int
+    accepted: int
+    skipped: int
+    tokens_a_lap: float
+
+
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One direction of a link. One message of twenty comes ``late_ms`` later than usual, or more."""
 
@@ -188,6 +200,7 @@ class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[DeviceStatus] = []
     links: list[LinkStatus] = []
     kv: KvStatus | None = None
+    drafts: DraftFigures | None = None
     checked: str | None = None
     cluster: list[ClusterMember] = []
     embedding: EmbeddingStatus | None = None

@@ -11,7 +11,7 @@ import typer
 
 from primad.cli.asking import AskingOptions, allowed_hosts, check_asking, cors_origins, warning
 from primad.cli.grouped import flags, grouped
-from primad.cli.hub import served_model
+from primad.cli.hub import model_path, served_model
 from primad.cli.options import (
     Context,
     DeviceOptions,
@@ -199,6 +199,20 @@ class ComputeOptions:
 
     PANEL: ClassVar[str] = "Ring"
 
+    speculate: Annotated[
+        str,
+        typer.Option(
+            help="Guess the next tokens from prompt and answer, and compute them ahead where the ring is idle: auto (if it "
+            "has room for that), lookup (anyway), draft (with --draft, anyway) or off."
+        ),
+    ] = "auto"
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            help="A small GGUF file of the same family, or one by name, that guesses the next tokens on this device.",
+            show_default=False,
+        ),
+    ] = None
     extra_buffers: Annotated[
         str, typer.Option(help="Repacked or AMX copies of weights: auto (try and time them), on or off.")
     ] = "auto"
@@ -257,7 +271,7 @@ def serve(
     _warn(endpoint, asking, config)
     from primad.head.serve import serve as run_serve
 
-    options = _serve_options(endpoint, asking, others, plan, compute, kept)
+    options = _serve_options(endpoint, asking, others, plan, compute, kept, config)
     source = served_model(model, config, whole=others.alone or others.wait == 0)
     run_serve(config, source, options, endpoint.host, RichReporter(err))
 
@@ -286,11 +300,13 @@ def _serve_options(
     plan: ServedPlanOptions,
     compute: ComputeOptions,
     kept: KeptOptions,
+    config: Config,
 ) -> ServeOptions:
     from halda import EXPERT_PLACES, KV_TYPES, OBJECTIVES
     from primad.api.reading import PARSERS
     from primad.head.options import ServeOptions
     from primad.planning.batching import BATCHING_MODES
+    from primad.planning.drafting import SPECULATE_MODES
 
     return ServeOptions(
         kv_backup=_backup(kept.kv_backup),
@@ -314,6 +330,8 @@ def _serve_options(
         use_all=plan.use_all,
         sequences=parse_count(plan.sequences, MAX_SEQUENCES, "--sequences"),
         batching=parse_choice(plan.batching, BATCHING_MODES, "--batching"),
+        speculate=parse_choice(compute.speculate, SPECULATE_MODES, "--speculate"),
+        draft=None if compute.draft is None else model_path(compute.draft, lambda: config),
         aliases=() if endpoint.alias is None else _aliases(endpoint.alias),
         any_model=endpoint.any_model,
         context_shift=endpoint.context_shift,

@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from primad.api.status import DeviceStatus, EmbeddingStatus, KvStatus, MemoryFigures, PlannedFigures, StatusBody
+    from primad.api.status import (
+        DeviceStatus,
+        DraftFigures,
+        EmbeddingStatus,
+        KvStatus,
+        MemoryFigures,
+        PlannedFigures,
+        StatusBody,
+    )
 
 ANSWER_TIMEOUT_S: Final = 15.0
 """The head gives its devices five seconds."""
@@ -149,6 +157,7 @@ def _notes(status: StatusBody) -> list[str]:
     wrong = [wrong_line(measured)] if measured is not None and measured.wrong is not None else []
     kept = [] if status.kv is None else _kept(status.kv)
     kept += [] if status.checked is None else [printable(status.checked)]
+    kept += [] if status.drafts is None or not status.drafts.drafted else [_drafts(status.drafts)]
     return silent + others + wrong + kept + ([] if status.embedding is None else [_embedding(status.embedding)])
 
 
@@ -168,6 +177,14 @@ def _kept(kv: KvStatus) -> list[str]:
             f"within {kv.restore_s:.1f} s, {kv.computed_again_tokens} were computed again"
         )
     return lines
+
+
+def _drafts(drafts: DraftFigures) -> str:
+    """What became of tokens that were guessed."""
+    return (
+        f"{drafts.drafted} tokens computed ahead: {drafts.accepted / drafts.drafted:.0%} were right, "
+        f"{drafts.skipped / drafts.drafted:.0%} were skipped; {drafts.tokens_a_lap:.2f} tokens of an answer a lap"
+    )
 
 
 def _embedding(embedding: EmbeddingStatus) -> str:

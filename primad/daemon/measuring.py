@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -39,10 +40,21 @@ _RING: Final = "primad.ring.process"
 
 
 class OwnProfile:
-    """The profile of the device on which a daemon runs. ``describe`` hears what is measured, the owner sees progress."""
+    """The profile of the device on which a daemon runs. ``describe`` hears what is measured, the owner sees progress.
 
-    def __init__(self, config: Config, reporter: Reporter, describe: Callable[[str], None] = lambda _: None) -> None:
+    Of its memory ``promised_bytes`` are for something else than windows.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        reporter: Reporter,
+        describe: Callable[[str], None] = lambda _: None,
+        *,
+        promised_bytes: int = 0,
+    ) -> None:
         self._config, self._reporter, self._describe = config, reporter, describe
+        self._promised_bytes = promised_bytes
 
     @property
     def is_known(self) -> bool:
@@ -52,7 +64,8 @@ class OwnProfile:
     def now(self, name: str) -> DeviceProfile:
         """The profile as of now, under ``name``; what takes time was measured before."""
         config = self._config
-        return profile_device(name, config.home, config.threads, lambda _: None, limits=config.limits, effort=QUICK)
+        found = profile_device(name, config.home, config.threads, lambda _: None, limits=config.limits, effort=QUICK)
+        return replace(found, ram_available_bytes=max(0, found.ram_available_bytes - self._promised_bytes))
 
     async def measure(self) -> None:
         """Measure this device unless it was before. Raises ``ConfigError`` when it cannot be."""

@@ -269,6 +269,7 @@ class RingBackend:
         owner: str = "",
         priority: int = 0,
         may_expire: bool = True,
+        speculates: bool = True,
     ) -> AsyncGenerator[GenerationEvent, None]:
         if self._ring is None and not self._holding:
             raise RingError(f"the model cannot be served now: {self._detail}")
@@ -294,6 +295,7 @@ class RingBackend:
             tells_begin=may_expire and self._max_wait_s is not None,
             root=root,
             blocks=blocks if ring is self._ring else [],
+            speculates=speculates,
         )
         generation = _Open(
             generate=generate, chain=list(generate.blocks), events=asyncio.Queue(len(prompt) + max_tokens + 3)

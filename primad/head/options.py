@@ -27,6 +27,7 @@ from primad.api.reading import AUTO
 from primad.engine.protocol import KvType
 from primad.errors import ConfigError, PlanError
 from primad.planning.batching import BatchingMode
+from primad.planning.drafting import SpeculateMode
 from primad.planning.question import check_kv_type, default_context, default_workload
 from primad.settings.config import LOOPBACK
 from primad.settings.quantities import show_bytes
@@ -51,7 +52,8 @@ class ServeOptions:
     ``extra_buffers`` is auto, on or off. Prompts are computed ``rows`` rows at a time, unless a plan that streams is better
     with more, for typical prompts of ``prompt_tokens``, or memory is so short that fewer are. So many ``sequences`` have a
     KV cache each (None: as many as the plan has room for): as many generations run at once, and as many prompts are
-    remembered. ``batching`` says whether what they compute together must be exact. A request that has not begun after
+    remembered. ``batching`` says whether what they compute together must be exact. Tokens that may come next are guessed as
+    ``speculate`` says, by the model file ``draft`` if there is one, and computed ahead. A request that has not begun after
     ``max_wait_s`` is refused (None: it waits as long as its client does).
     KV cells are kept twice every ``kv_backup`` rows of an answer (None: every ``KEEP_ROWS`` where links carry it; 0: not).
     Prompts of all API keys share their cells with ``share_prefixes``. What of an answer has to be computed again is computed
@@ -75,6 +77,8 @@ class ServeOptions:
     experts: ExpertPlace = "auto"
     sequences: int | None = None
     batching: BatchingMode = "auto"
+    speculate: SpeculateMode = "auto"
+    draft: Path | None = None
     max_wait_s: float | None = None
     aliases: tuple[str, ...] = ()
     any_model: bool = False

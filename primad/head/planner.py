@@ -23,6 +23,7 @@ from primad.head.solver_process import SolverRequest, solve_apart
 from primad.head.worker_link import WorkerLink
 from primad.planning.batching import batches_of
 from primad.planning.context import attends_plainly
+from primad.planning.drafting import drafting_of
 from primad.planning.extra_buffers import as_planned, without_copies
 from primad.planning.fitting import fitted
 from primad.system.tasks import Tasks
@@ -205,6 +206,7 @@ class Planner:
             flash=work.flash,
             batches=found.batches,
             question=found.question,
+            drafting=drafting_of(options.speculate, options.batching, plan, found.question, found.batches),
         )
         return promise, found.objective_s
 
@@ -229,6 +231,8 @@ class Planner:
         question = instance(devices, [], model, workload, {}, head=plan.head)
         workload = replace(workload, flash=not attends_plainly(plan, question, workload))
         question = replace(question, workload=workload)
+        options = self._service.options
+        batches = batches_of(options.batching, plan, question, workload.sequences)
         why = "--sequences sets it" if self._service.options.sequences is None else ""
         return Promise.of(
             plan,
@@ -238,5 +242,6 @@ class Planner:
             sequences=workload.sequences,
             why_sequences=why,
             flash=workload.flash,
-            batches=batches_of(self._service.options.batching, plan, question, workload.sequences),
+            batches=batches,
+            drafting=drafting_of(options.speculate, options.batching, plan, question, batches),
         )

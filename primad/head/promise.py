@@ -10,6 +10,7 @@ from halda import Assignment, Instance, ModelProfile, Plan, Prediction, assignme
 from primad.head.corrections import NOTHING_LEARNT, Corrections
 from primad.planning.batching import Batches
 from primad.ring.chunks import Pieces
+from primad.ring.drafting.drafter import Drafting
 from primad.ring.grouping import Batching
 
 
@@ -19,8 +20,8 @@ class Promise:
 
     Both were made with what was learnt until then, ``corrections``, and for ``sequences`` answers at once, each with a
     context of ``context_tokens``; ``why_sequences`` and ``why_context`` say why it is not more, where nobody said how much.
-    Attention is ``flash`` attention or not, and next tokens are computed together as ``batches`` say. ``question`` is what
-    was planned for, if that was solved.
+    Attention is ``flash`` attention or not, and next tokens are computed together as ``batches`` say, drafts as ``drafting``
+    does. ``question`` is what was planned for, if that was solved.
     """
 
     plan: Plan
@@ -34,6 +35,7 @@ class Promise:
     flash: bool = True
     batches: Batches | None = None
     question: Instance | None = None
+    drafting: Drafting | None = None
 
     @property
     def batching(self) -> Batching:
@@ -65,6 +67,7 @@ class Promise:
         flash: bool = True,
         batches: Batches | None = None,
         question: Instance | None = None,
+        drafting: Drafting | None = None,
     ) -> Self:
         """The promise of ``plan`` for ``model``."""
         return cls(
@@ -79,4 +82,5 @@ class Promise:
             flash=flash,
             batches=batches,
             question=question,
+            drafting=drafting,
         )

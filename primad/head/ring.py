@@ -259,6 +259,7 @@ class HeadRing:
                     daemon_rss_bytes=daemon_rss_bytes,
                 )
             )
+        head = self._latest[self.plan.head]
         return {
             "epoch": self.epoch,
             "rounds": self.plan.rounds,
@@ -266,6 +267,7 @@ class HeadRing:
             "predicted": None if self.prediction is None else msgspec.to_builtins(promises(self.prediction)),
             "measured": None if self.measured is None else msgspec.to_builtins(self.measured),
             "devices": msgspec.to_builtins(devices),
+            "drafts": None if head is None or head.drafts is None else msgspec.to_builtins(head.drafts),
             "links": [msgspec.to_builtins(link_status(link)) for link in self._inputs.devices.links.between(names)],
         }
 

@@ -37,6 +37,7 @@ from primad.head.facts import facts_of
 from primad.head.options import ServeOptions, bind_http, model_id, plan_by_hand, workload_of
 from primad.head.service import service_of
 from primad.network.local_heads import announced_head
+from primad.planning.draft_model import MOST_CONTEXT, check_room, draft_model
 from primad.settings.config import LOOPBACK, Config
 from primad.settings.quantities import show_bytes
 from primad.settings.timings import ApiTimings
@@ -53,11 +54,35 @@ OWN_COMMANDS: Final = "--own-commands"
 def check_options(options: ServeOptions, config: Config, header: Header, model: ModelProfile) -> None:
     """Judge all that can be judged before the network is touched. Raises ``ConfigError``, ``PlanError``, ``ModelError``."""
     workload_of(options, model)
+    check_speculate(options, model)
     windows = options.windows
     if windows is not None:
         plan_by_hand([f"device {i}" for i in range(len(windows))], windows, options.rounds, model)
     if (windows is not None and len(windows) > 1) or options.wait or config.devices:
         cuttable(header)
+
+
+def check_speculate(options: ServeOptions, model: ModelProfile) -> None:
+    """Raises ``ConfigError`` where drafts were asked for and ``model`` cannot take back what was computed of them."""
+    mode = options.speculate
+    if mode == "draft" and options.draft is None:
+        raise ConfigError("--speculate draft: needs a model that guesses; give it with --draft FILE.gguf")
+    if mode in ("off", "lookup") and options.draft is not None:
+        raise ConfigError(f"--draft {options.draft}: contradicts --speculate {mode}; leave one of them out")
+    if model.is_recurrent and (mode not in ("auto", "off") or options.draft is not None):
+        asked = f"--speculate {mode}" if options.draft is None else f"--draft {options.draft}"
+        raise ConfigError(
+            f"{asked}: layers of {model.name} keep a state that cannot be cut back to the tokens that held; leave it out"
+        )
+
+
+def _promised_bytes(options: ServeOptions, header: Header) -> int:
+    """What the model that guesses takes of this device's memory. Raises ``ConfigError`` where it cannot guess here."""
+    if options.draft is None:
+        return 0
+    model = draft_model(options.draft, header, context=MOST_CONTEXT, threads=None)
+    check_room(model, memory().available_bytes)
+    return model.memory_bytes
 
 
 def check_embedding(path: Path) -> None:
@@ -80,6 +105,7 @@ def serve(
     check_options(options, config, header, model)
     if options.embedding is not None:
         check_embedding(options.embedding)
+    promised_bytes = _promised_bytes(options, header)
     own_key = new_key()
     door = door_of(options, own_key)
     with contextlib.ExitStack() as stack:
@@ -96,7 +122,7 @@ def serve(
             head = HeadDaemon(
                 station,
                 service_of(station, header, model, options, ranged),
-                profile=OwnProfile(config, reporter, backend.describe),
+                profile=OwnProfile(config, reporter, backend.describe, promised_bytes=promised_bytes),
                 backend=backend,
                 reporter=reporter,
             )

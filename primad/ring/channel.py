@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import socket
 import struct
-from typing import Final
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
 from primad.errors import ProtocolError
-from primad.ring.messages import RingCommand, RingEvent, command_decoder, encode
+from primad.ring.messages import encode
 
 LENGTH: Final = struct.Struct("<I")
 MAX_FRAME_BYTES: Final = 64 << 20
+_Said = TypeVar("_Said")
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -33,24 +34,25 @@ def frame_bytes(length: bytes) -> int:
     return size
 
 
-class RingChannel:
-    """The ring process's end: blocking sends, receives that never wait."""
+class RingChannel(Generic[_Said]):
+    """The ring process's end: blocking sends, receives that never wait. What comes is what ``decoder`` takes."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> None:
         self.connection = connection
+        self._decoder = decoder
         self._buffer = bytearray()
         self.is_open = True
 
-    def tell(self, *events: RingEvent) -> None:
-        """Send events; when the daemon is gone, only ``is_open`` changes."""
+    def tell(self, *events: msgspec.Struct) -> None:
+        """Send events; when the other end is gone, only ``is_open`` changes."""
         try:
             for event in events:
                 self.connection.sendall(frame(event))
         except OSError:
             self.is_open = False
 
-    def commands(self) -> list[RingCommand]:
-        """What has arrived; call it when the connection is readable. ``is_open`` turns False at the daemon's end."""
+    def commands(self) -> list[_Said]:
+        """What has arrived; call it when the connection is readable. ``is_open`` turns False at the end of the other."""
         try:
             data = self.connection.recv(1 << 20)
         except OSError:
@@ -59,14 +61,14 @@ class RingChannel:
             self.is_open = False
             return []
         self._buffer += data
-        commands = []
+        commands: list[_Said] = []
         while len(self._buffer) >= LENGTH.size:
             end = LENGTH.size + frame_bytes(bytes(self._buffer[: LENGTH.size]))
             if len(self._buffer) < end:
                 break
             try:
-                commands.append(command_decoder.decode(self._buffer[LENGTH.size : end]))
+                commands.append(self._decoder.decode(self._buffer[LENGTH.size : end]))
             except msgspec.DecodeError as exc:
-                raise ProtocolError(f"not a command of the daemon: {exc}") from exc
+                raise ProtocolError(f"not a command of the other process: {exc}") from exc
             del self._buffer[:end]
         return commands

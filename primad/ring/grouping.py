@@ -50,8 +50,11 @@ class Batching:
 
     def replayed(self, cells: int, known: int) -> int:
         """The end of the next step of a sequence of ``cells`` cells whose tokens up to ``known`` are known."""
-        most = known if self.cells is None else max(cells + 1, min(known, self.cells))
-        return min(cells + self.replays, most)
+        return min(cells + self.in_one_step(cells, self.replays), known)
+
+    def in_one_step(self, cells: int, rows: int) -> int:
+        """How many of ``rows`` rows behind so many ``cells`` one step of one sequence may have."""
+        return rows if self.cells is None else max(1, min(rows, self.cells - cells))
 
     def together(self, ready: Sequence[Candidate], decoding: int) -> range:
         """The sequences of the next step: the first of those that are ``ready``, and others that may come with it.

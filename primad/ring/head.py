@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -20,8 +20,10 @@ from primad.ring.lateness import Lateness
 from primad.ring.logprobs import log_softmax, most_likely
 from primad.ring.messages import (
     HIDDEN_DTYPE,
+    MAX_SKIPPED,
     PROTOCOL,
     Cancel,
+    DraftStatus,
     Drained,
     Finished,
     Generate,
@@ -30,11 +32,12 @@ from primad.ring.messages import (
     KvKept,
     Overdue,
     Serving,
+    Skip,
     Step,
     StepLimits,
 )
 from primad.ring.scheduler import Draw, PlannedStep, Scheduler
-from primad.ring.worker import Shelf, apply, rows_of, visit
+from primad.ring.worker import Shelf, apply, rows_of, skipped, visit
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ class Tell:
     rows: int = field(default=0, compare=False)
 
 
-TurnOutcome = Send | Tell
+TurnOutcome = Send | Skip | Tell
+"""A ``Skip`` is for the next device, and need not reach it."""
 
 
 class Head:
@@ -104,6 +108,21 @@ class Head:
         """Whether at most one generation runs."""
         return self._scheduler.running <= 1
 
+    @property
+    def drafts(self) -> DraftStatus | None:
+        """What became of drafts; None where there are none."""
+        tally = self._scheduler.tally
+        if not self._scheduler.drafts_anything:
+            return None
+        return DraftStatus(
+            drafted=tally.drafted, accepted=tally.accepted, skipped=tally.skipped, tokens_a_lap=tally.tokens_a_lap
+        )
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether drafts are on their way."""
+        return self._scheduler.is_ahead
+
     def warm_up(self) -> None:
         """Send one row around before anything else; ``Serving`` is told when it is back and forgotten everywhere."""
         generate = Generate(request=-1, prompt=[0], sampled=[], max_tokens=1, sampling=GREEDY, logprobs=None)
@@ -139,7 +158,9 @@ class Head:
             raise ProtocolError(f"step {step.step} came back to the head although it is not under way")
         if step.window <= sent.window:
             raise ProtocolError(f"step {step.step} came back for window {step.window}, where it has been already")
-        if msgspec.structs.replace(sent, window=step.window) != step:
+        if step.skipped and not self._scheduler.is_void(step.step):
+            raise ProtocolError(f"step {step.step} came back without having been computed, which nobody asked for")
+        if msgspec.structs.replace(sent, window=step.window, skipped=sent.skipped or step.skipped) != step:
             raise ProtocolError(f"step {step.step} came back with other rows than it left with")
         for number, other in self._under_way.items():
             if number < step.step and other.window < step.window:
@@ -174,8 +195,10 @@ class Head:
     def turn(self) -> TurnOutcome | None:
         """Tell the news, or compute one window's worth of work, what came furthest first; None when there is neither.
 
-        Raises ``EngineError`` when a window fails.
+        What the others need not compute is said before. Raises ``EngineError`` when a window fails.
         """
+        if skip := self._skip():
+            return skip
         if news := self.news():
             return Tell(news)
         if self._arrived:
@@ -198,6 +221,12 @@ class Head:
         self._under_way[step.step] = step
         return self._compute(step, np.array(planned.tokens, np.int32))
 
+    def _skip(self) -> Skip | None:
+        void = [step for step in self._scheduler.take_void() if step in self._under_way][-MAX_SKIPPED:]
+        if not void:
+            return None
+        return Skip(protocol=PROTOCOL, ring=self._limits.ring, epoch=self._limits.epoch, steps=void)
+
     def _step(self, planned: PlannedStep) -> Step:
         rows = len(planned.tokens)
         return Step(
@@ -215,6 +244,9 @@ class Head:
         )
 
     def _compute(self, step: Step, content: Tokens | Hidden) -> TurnOutcome:
+        if self._scheduler.skips(step.step):
+            self._under_way[step.step] = step = skipped(step)
+            content = np.empty(step.payload_shape, np.float32)
         while step.window in self._windows:
             step, content = visit(self._windows[step.window], step, content, self.shelf)
         if step.window < self._last:
@@ -224,7 +256,8 @@ class Head:
         if step.rows:
             self._tail.forward(rows_of(step, content))
         del self._deadlines[step.step], self._under_way[step.step]
-        drawn = {each.request: self._draw(each, row) for row, each in self._scheduler.wants_draws(step.step)}
+        self._scheduler.tally.skipped += step.skipped
+        drawn = {each.request: self._draws(each, row, step) for row, each in self._scheduler.wants_draws(step.step)}
         news, self._news = self._news, []  # of before this step
         events = self._announce(self._scheduler.commit(step.step, drawn, self._clock()))
         events = [*news, *events, *self._scheduler.kv_news()]
@@ -242,6 +275,17 @@ class Head:
         if self._scheduler.is_drained and not self._is_drained:
             self._is_drained = True
             self._news.append(Drained())
+
+    def _draws(self, generate: Generate, row: int, step: Step) -> Draw:
+        """What follows ``row``, and what follows the rows of drafts behind it as far as they hold."""
+        first = last = self._draw(generate, row)
+        more: list[Draw] = []
+        for draft in self._scheduler.drafts(step.step):
+            if last.ends or last.token != draft:
+                break
+            last = self._draw(generate, row + len(more) + 1)
+            more.append(last)
+        return replace(first, more=tuple(more)) if more else first
 
     def _draw(self, generate: Generate, row: int) -> Draw:
         logprob: float | None = None

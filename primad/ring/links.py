@@ -27,7 +27,16 @@ from zmq.utils import z85
 
 from primad.engine.protocol import Hidden
 from primad.errors import NextDeviceError, ProtocolError, RingError
-from primad.ring.messages import MAX_HEADER_BYTES, Overdue, StaleEpochError, Step, StepLimits, decode_step, encode
+from primad.ring.messages import (
+    MAX_HEADER_BYTES,
+    Overdue,
+    Skip,
+    StaleEpochError,
+    Step,
+    StepLimits,
+    decode_route,
+    encode,
+)
 from primad.settings.timings import RingTimings
 from primad.system.complaints import Complaints
 
@@ -169,16 +178,21 @@ class Links:
         if not self._send(step, hidden):
             self._wait(step, hidden)
 
+    def overtake(self, skip: Skip) -> None:
+        """Give ``skip`` to the next device if it takes it now: one that is lost costs time and nothing else."""
+        if self._push is not None and self._waiting is None:
+            self._send(skip, np.empty(0, np.float32))
+
     def flush(self) -> bool:
         """Whether nothing waits any more: send the waiting step if the next device takes it now."""
         if self._waiting is not None and self._send(*self._waiting[:2]):
             self._waiting = None
         return self._waiting is None
 
-    def _send(self, step: Step, hidden: Hidden) -> bool:
+    def _send(self, message: Step | Skip, hidden: Hidden) -> bool:
         assert self._push is not None
         try:
-            self._push.send(encode(step), zmq.SNDMORE | zmq.NOBLOCK)
+            self._push.send(encode(message), zmq.SNDMORE | zmq.NOBLOCK)
             # If the connection ends between the two frames, ZeroMQ takes the first one back.
             self._push.send(hidden.data, zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -202,8 +216,8 @@ class Links:
                 self._complaints.add("refused a connection to the ring", "it is not the device before this one")
             self.zap.send_multipart([version, number, *answer, b""])
 
-    def receive(self) -> tuple[Step, Hidden] | None:
-        """The next step that has arrived, or None. A message that is no valid step is refused with a log line."""
+    def receive(self) -> tuple[Step, Hidden] | Skip | None:
+        """What has arrived next, or None. A message that is nothing valid is refused with a log line."""
         while True:
             try:
                 frames = self.pull.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -215,7 +229,7 @@ class Links:
                 if frames[0].get("User-Id") != self._sender:
                     raise ProtocolError("a step of a device that is no longer before this one")
                 payload = frames[1].buffer
-                step = decode_step(frames[0].buffer, payload.nbytes, self._limits)
+                message = decode_route(frames[0].buffer, payload.nbytes, self._limits)
             except StaleEpochError as exc:
                 self.refused += 1
                 logger.debug("dropped: %s", exc)
@@ -223,7 +237,9 @@ class Links:
             except ProtocolError as exc:
                 self.refuse(exc)
                 continue
-            return step, np.frombuffer(payload, np.float32).reshape(step.shape)
+            if isinstance(message, Skip):
+                return message
+            return message, np.frombuffer(payload, np.float32).reshape(message.payload_shape)
 
     def refuse(self, why: ProtocolError) -> None:
         """Count a message that is not used, with a log line at most every ``timings.log_every_s``."""

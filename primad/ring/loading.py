@@ -20,6 +20,8 @@ from primad.gguf.windows import control_tokens, token_embedding
 from primad.kv.shelf import KvShelf
 from primad.kv.store import KvStore
 from primad.ring.chunks import Chunking
+from primad.ring.drafting.lookup import PromptLookup
+from primad.ring.drafting.speculation import BeginsDrafter
 from primad.ring.gpu_room import load_what_fits
 from primad.ring.head import Head
 from primad.ring.messages import GpuLoaded, Open, StepLimits
@@ -116,15 +118,17 @@ def _open_worker(opening: Open, loaded: OnLoaded) -> tuple[dict[int, HiddenWindo
     return dict(windows), streams
 
 
-def open_head(opening: Open, loaded: OnLoaded, on_gpu: OnGpuLoaded) -> tuple[Head, Streams]:
-    """The head with its windows, and what streams.
+def open_head(
+    opening: Open, loaded: OnLoaded, on_gpu: OnGpuLoaded, drafter: BeginsDrafter = PromptLookup
+) -> tuple[Head, Streams]:
+    """The head with its windows, and what streams. Drafts are those of a ``drafter``.
 
     Raises ``ModelError`` and ``EngineError`` when the model cannot be loaded.
     """
-    return load_what_fits(opening, lambda each: _open_head(each, loaded), on_gpu, free_bytes)
+    return load_what_fits(opening, lambda each: _open_head(each, loaded, drafter), on_gpu, free_bytes)
 
 
-def _open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:
+def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple[Head, Streams]:
     part = opening.head
     assert part is not None
     header = open_model(Path(part.model))
@@ -169,6 +173,8 @@ def _open_head(opening: Open, loaded: OnLoaded) -> tuple[Head, Streams]:
             at_once=part.at_once,
             batching=part.batching,
             keep_rows=part.keep_rows if shelf is not None else None,
+            drafting=part.drafting,
+            drafter=drafter,
         ),
         step_timeout_s=opening.step_timeout_s,
         clock=time.monotonic,

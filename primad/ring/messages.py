@@ -3,7 +3,9 @@
 Three conversations use this file:
 
 * **Along the route** (encrypted ZeroMQ PUSH/PULL, one hop a message): a ``Step`` header frame and one payload frame with
-  the rows' hidden states. KV operations ride in the same ordered stream, so every window applies the same log.
+  the rows' hidden states. KV operations ride in the same ordered stream, so every window applies the same log. ``Skip``
+  comes the same way, with an empty payload, and overtakes the steps that wait to be computed: a device takes all that has
+  come before it computes, and sends a ``Skip`` on at once.
 * **Between a daemon and its ring process** (a private socket pair): ``RingCommand`` down, ``RingEvent`` up.
 * **Between the API and the head's scheduler**: ``Generate`` and ``Cancel`` down, ``Sampled`` and ``Finished`` up; they are
   ring commands and ring events themselves.
@@ -25,9 +27,11 @@ from primad.errors import ProtocolError, printable
 from primad.kv.cells import is_block, is_key
 from primad.kv.keys import KvBlock
 from primad.ring.chunks import Pieces
+from primad.ring.drafting.drafter import Drafting
+from primad.ring.drafting.messages import DraftModel
 from primad.ring.grouping import Batching
 
-PROTOCOL: Final = 4
+PROTOCOL: Final = 5
 """The version of every message in this file. It grows when an older peer could misread a newer one."""
 
 HIDDEN_DTYPE: Final = "f32"
@@ -79,7 +83,8 @@ class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
 
     ``window`` is the route index of the window that must compute it. ``shape`` is ``(rows, width)`` of the payload frame;
     row ``i`` has ``positions[i]``, belongs to ``sequences[i]`` and wants logits when ``outputs[i]``. A step without rows
-    carries KV operations alone and has an empty payload.
+    carries KV operations alone and has an empty payload. So has one that is ``skipped``: a window before this one did not
+    compute its rows, and none behind it does, though all apply its operations.
     """
 
     protocol: int
@@ -93,16 +98,41 @@ class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
     sequences: list[list[int]]
     outputs: list[bool]
     ops: list[KvOp]
+    skipped: bool = False
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
-        return self.shape[0]
+        """Number of rows that are to be computed."""
+        return 0 if self.skipped else self.shape[0]
+
+    @property
+    def payload_shape(self) -> tuple[int, int]:
+        """The shape of the payload frame."""
+        return self.rows, self.shape[1]
 
     @property
     def payload_bytes(self) -> int:
         """Size that the payload frame must have."""
-        return self.shape[0] * self.shape[1] * 4
+        return self.rows * self.shape[1] * 4
+
+
+MAX_SKIPPED: Final = 64
+"""Steps that one ``Skip`` names."""
+
+
+class Skip(msgspec.Struct, frozen=True, tag="skip", array_like=True):
+    """What ``steps`` compute is of no use: each window that has not computed one of them does not compute its rows.
+
+    All of their rows are of drafts, in sequences of which the log has forgotten them before it has others.
+    """
+
+    protocol: int
+    ring: int
+    epoch: int
+    steps: list[int]
+
+
+RouteMessage = Step | Skip
 
 
 class StepLimits(msgspec.Struct, frozen=True):
@@ -121,7 +151,7 @@ class StaleEpochError(ProtocolError):
     """A message of another ring or an older epoch: dropped by number, no one's fault."""
 
 
-_step_decoder = msgspec.msgpack.Decoder(Step)
+_route_decoder: Final[msgspec.msgpack.Decoder[RouteMessage]] = msgspec.msgpack.Decoder(RouteMessage)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -130,8 +160,8 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_step(header: bytes | memoryview, payload_bytes: int, limits: StepLimits) -> Step:
-    """The header frame as a ``Step`` that is safe to compute, judged against ``limits``.
+def decode_route(header: bytes | memoryview, payload_bytes: int, limits: StepLimits) -> RouteMessage:
+    """The header frame as a ``Step`` that is safe to compute, or as a ``Skip``, judged against ``limits``.
 
     Raises ``StaleEpochError`` for another ring or epoch and ``ProtocolError`` for anything that is not a valid step,
     naming the field.
@@ -139,13 +169,17 @@ def decode_step(header: bytes | memoryview, payload_bytes: int, limits: StepLimi
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"step header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are allowed")
     try:
-        step = _step_decoder.decode(header)
+        step = _route_decoder.decode(header)
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
         raise ProtocolError(f"not a step header: {printable(exc)}") from exc
     if step.protocol != PROTOCOL:
         raise ProtocolError(f"step of protocol {step.protocol}; this device speaks {PROTOCOL}")
     if (step.ring, step.epoch) != (limits.ring, limits.epoch):
         raise StaleEpochError(f"step of ring {step.ring:x} epoch {step.epoch}; serving {limits.ring:x} {limits.epoch}")
+    if isinstance(step, Skip):
+        if payload_bytes or not 0 < len(step.steps) <= MAX_SKIPPED or min(step.steps) < 0:
+            raise ProtocolError(f"a message skips {len(step.steps)} steps, with a payload of {payload_bytes} bytes")
+        return step
     _check_shape(step, payload_bytes, limits)
     _check_rows(step, limits)
     for op in step.ops:
@@ -171,8 +205,8 @@ def _check_shape(step: Step, payload_bytes: int, limits: StepLimits) -> None:
 
 def _check_rows(step: Step, limits: StepLimits) -> None:
     counts = {len(step.positions), len(step.sequences), len(step.outputs)}
-    if counts != {step.rows}:
-        raise ProtocolError(f"step {step.step} has {step.rows} rows but lists of {sorted(counts)} entries")
+    if counts != {step.shape[0]}:
+        raise ProtocolError(f"step {step.step} has {step.shape[0]} rows but lists of {sorted(counts)} entries")
     if any(not 0 <= position < limits.context for position in step.positions):
         raise ProtocolError(f"step {step.step} has a position outside the context of {limits.context}")
     for sequences in step.sequences:
@@ -219,6 +253,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     Its cells are kept under ``root`` (empty: they are not), and those of ``blocks``, a chain from position 0 on, are held by
     every device of the ring, which says of each when it is forgotten, whether it was of use or not.
     ``replays_rows``: what of ``sampled`` is in no block is computed row by row, as it was before, and else in chunks.
+    It ``speculates``: where the ring computes drafts there are some of it as well; the answer is the same without.
     """
 
     request: int
@@ -234,6 +269,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     root: str = ""
     blocks: list[KvBlock] = []
     replays_rows: bool = True
+    speculates: bool = True
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -273,7 +309,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     ``reason`` is ``stop`` (the model ended its answer; its end-of-generation token is not sent as ``Sampled``), ``length``
     (``max_tokens`` or the context reached) or ``error`` with a one-line ``error``. ``completion_tokens`` counts the tokens
     of earlier epochs too. ``prompt_s`` is the time from the first prefill step to the first token that this ring drew,
-    ``decode_s`` the time from there to the last.
+    ``decode_s`` the time from there to the last. This ring computed ``drafted`` drafts of it, of which ``accepted`` held.
     """
 
     request: int
@@ -283,6 +319,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     completion_tokens: int
     prompt_s: float
     decode_s: float
+    drafted: int = 0
+    accepted: int = 0
 
 
 class KvKept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
@@ -326,7 +364,8 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     It keeps at most ``depth`` steps in flight and runs so many generations ``at_once``, whose next tokens are computed
     together as ``batching`` says. A chunk of a prompt has at most ``chunk_rows``, and ``least_rows`` or more before a
     message; beside other answers it is computed in ``pieces``. Of an answer the cells of every ``keep_rows`` rows are kept,
-    or none. Where ``model`` has the vocabulary alone, the token embedding is in the layer file ``embedding``.
+    or none. Drafts are computed as ``drafting`` says, or none; the model ``draft`` guesses what they are, if there is one.
+    Where ``model`` has the vocabulary alone, the token embedding is in the layer file ``embedding``.
     """
 
     model: str
@@ -337,6 +376,8 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     batching: Batching = Batching()
     pieces: Pieces | None = None
     keep_rows: int | None = None
+    drafting: Drafting | None = None
+    draft: DraftModel | None = None
     embedding: str | None = None
 
 
@@ -508,6 +549,17 @@ class PromptStatus(msgspec.Struct, frozen=True, kw_only=True):
     row_s: float
 
 
+class DraftStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of drafts: of so many ``drafted`` rows ``accepted`` were the next token, and ``skipped`` were not computed
+    to the end. An answer had ``tokens_a_lap`` tokens in the time in which a row goes round once: one without drafts.
+    """
+
+    drafted: int
+    accepted: int
+    skipped: int
+    tokens_a_lap: float
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """What this ring process did and holds since it was opened, or reopened, last.
 
@@ -525,6 +577,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     memory: MemoryStatus | None = None
     decode: DecodeStatus | None = None
     prompt: PromptStatus | None = None
+    drafts: DraftStatus | None = None
 
 
 RingCommand = Open | Reopen | Connect | Generate | Cancel | Drain | Report

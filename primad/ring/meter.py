@@ -11,7 +11,7 @@ import psutil
 
 from halda.assignment import layers_worth
 from primad.engine.streaming.streams import Streams
-from primad.ring.messages import DecodeStatus, MemoryStatus, PromptStatus, Status
+from primad.ring.messages import DecodeStatus, DraftStatus, MemoryStatus, PromptStatus, Status
 
 HOPS_KEPT: Final = 4096
 TOKENS_KEPT: Final = 32
@@ -62,7 +62,7 @@ class Meter:
             kept.append(_Visit(seconds - waited_s, waited_s, read_bytes))
 
     def drew(self, request: int, now: float, *, alone: bool) -> None:
-        """A token of ``request`` was drawn. What tokens take is counted while one generation has the ring ``alone``."""
+        """A token of ``request`` was drawn. What tokens take is counted while one row has the ring ``alone``."""
         if alone and self._drawn is not None and self._drawn[0] == request:
             self._token_s.append(now - self._drawn[1])
         self._drawn = (request, now) if alone else None
@@ -87,8 +87,8 @@ class Meter:
             rows=statistics.fmean(rows for _, rows in quickest), row_s=sum(row_s for row_s, _ in quickest)
         )
 
-    def status(self, refused: int, streams: Streams) -> Status:
-        """The figures until now; ``streams`` looks after the weights."""
+    def status(self, refused: int, streams: Streams, drafts: DraftStatus | None = None) -> Status:
+        """The figures until now; ``streams`` looks after the weights, and so much became of ``drafts``."""
         memory = psutil.Process().memory_info()
         return Status(
             steps=self.steps,
@@ -101,6 +101,7 @@ class Meter:
             memory=_memory(streams),
             decode=self.decode(),
             prompt=self.prompt(),
+            drafts=drafts,
         )
 
 

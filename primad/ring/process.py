@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import signal
-import socket
 import sys
 import time
 from typing import Final
@@ -20,7 +19,8 @@ import zmq
 
 from primad.errors import NextDeviceError, PrimadError, RingError, WeightsError
 from primad.ring.channel import RingChannel
-from primad.ring.messages import Open, RingBroken, RingCommand
+from primad.ring.child import inherited
+from primad.ring.messages import Open, RingBroken, RingCommand, command_decoder
 from primad.ring.roles import Role, open_role
 from primad.settings.timings import RingTimings, Timings
 
@@ -30,7 +30,7 @@ LOOK_INTERVAL_S: Final = 5.0
 """A quiet ring process looks up from its sockets this often; every real event wakes it at once."""
 
 
-def _await_open(channel: RingChannel) -> tuple[Open, list[RingCommand]] | None:
+def _await_open(channel: RingChannel[RingCommand]) -> tuple[Open, list[RingCommand]] | None:
     """The first command, and what came right behind it; None when the daemon went away instead."""
     while channel.is_open:
         commands = channel.commands()
@@ -41,7 +41,7 @@ def _await_open(channel: RingChannel) -> tuple[Open, list[RingCommand]] | None:
     return None
 
 
-def _serve(channel: RingChannel, timings: RingTimings) -> None:
+def _serve(channel: RingChannel[RingCommand], timings: RingTimings) -> None:
     opened = _await_open(channel)
     if opened is None:
         return
@@ -54,7 +54,7 @@ def _serve(channel: RingChannel, timings: RingTimings) -> None:
         role.close()
 
 
-def _attend(role: Role, channel: RingChannel, commands: list[RingCommand]) -> None:
+def _attend(role: Role, channel: RingChannel[RingCommand], commands: list[RingCommand]) -> None:
     """Drive ``role`` until the daemon closes the connection; ``commands`` have arrived already."""
     daemon = channel.connection.fileno()
     while channel.is_open:
@@ -70,13 +70,6 @@ def _attend(role: Role, channel: RingChannel, commands: list[RingCommand]) -> No
         commands = channel.commands() if daemon in sockets else []
 
 
-def _connection(argument: str) -> socket.socket:
-    """The daemon's socket: an inherited descriptor, or on Windows a shared handle read from standard input."""
-    if sys.platform == "win32":
-        return socket.fromshare(sys.stdin.buffer.read(int(argument)))
-    return socket.socket(fileno=int(argument))
-
-
 def main() -> None:
     """Entry point of ``python -m primad.ring.process FD``; everything it needs comes through that socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -84,7 +77,7 @@ def main() -> None:
         level=os.environ.get("PRIMAD_LOG", "WARNING"), format="%(levelname)s ring process %(process)d: %(message)s"
     )
     faulthandler.enable()  # weights are read where they are mapped: a file that is cut short then is a SIGBUS
-    channel = RingChannel(_connection(sys.argv[1]))
+    channel: RingChannel[RingCommand] = RingChannel(inherited(sys.argv[1]), command_decoder)
     try:
         _serve(channel, Timings().ring)
     except WeightsError as exc:

@@ -8,18 +8,21 @@ for by the loop, which hears the daemon meanwhile.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Final, Protocol, cast
 
 import zmq
 
-from primad.engine.protocol import EngineOptions, HiddenWindow
+from primad.engine.protocol import EngineOptions, Hidden, HiddenWindow
 from primad.engine.streaming.streams import Streamable, Streams
-from primad.errors import NextDeviceError, ProtocolError, RingError
+from primad.errors import NextDeviceError, PrimadError, ProtocolError, RingError
 from primad.ring.channel import RingChannel
-from primad.ring.head import Send, Tell
-from primad.ring.links import Links
+from primad.ring.drafting.lookup import PromptLookup
+from primad.ring.drafting_link import DraftingLink
+from primad.ring.head import HeadEvent, Send, Tell
+from primad.ring.links import HIGH_WATER_STEPS, Links
 from primad.ring.loading import limits_of, limits_of_open, open_head, open_shelf, open_worker
 from primad.ring.messages import (
     Cancel,
@@ -32,7 +35,10 @@ from primad.ring.messages import (
     ProcessMemoryLow,
     Reopen,
     Report,
+    RingCommand,
     Sampled,
+    Skip,
+    Step,
 )
 from primad.ring.meter import Meter
 from primad.ring.worker import Worker
@@ -40,7 +46,7 @@ from primad.settings.timings import RingTimings
 
 TAIL: Final = -1
 """The visit of a step to the head that ends it, whatever the number of windows."""
-Watched = list[tuple[zmq.Socket[bytes], int]]
+Watched = list[tuple[zmq.Socket[bytes] | int, int]]
 RoleCommand = Reopen | Connect | Generate | Cancel | Drain | Report
 
 
@@ -70,13 +76,13 @@ class Role(Protocol):
 
 
 class WorkerRole:
-    """Computes what arrives.
+    """Computes what arrives. All that has come is taken before a step is computed, so that what is to be skipped is known.
 
     A next device that takes nothing is told as ``Overdue`` and waited for: what this process has loaded is worth more than
     the ring, and the daemon can reopen it for another one.
     """
 
-    def __init__(self, opening: Open, channel: RingChannel, timings: RingTimings) -> None:
+    def __init__(self, opening: Open, channel: RingChannel[RingCommand], timings: RingTimings) -> None:
         self._channel = channel
         self._width, self._options = opening.width, opening.options
         self._timings = timings
@@ -90,6 +96,7 @@ class WorkerRole:
         self._meter = Meter()
         self._is_connected = False
         self._received_s: float | None = None
+        self._arrived: deque[tuple[Step, Hidden]] = deque()
 
     def opened(self) -> Opened:
         return Opened(self._links.endpoint, self._links.key, self._shelf is not None)
@@ -135,10 +142,10 @@ class WorkerRole:
             if overdue is not None:
                 self._channel.tell(overdue)
             return False
-        message = self._links.receive()
-        if message is None:
+        self._receive()
+        if not self._arrived:
             return False
-        step, hidden = message
+        step, hidden = self._arrived.popleft()
         start = time.perf_counter()
         received = self._received_s if self._received_s is not None else start
         self._received_s = None
@@ -151,8 +158,16 @@ class WorkerRole:
             self._meter.hop_s.append(start - received + sent - end)
         return True
 
+    def _receive(self) -> None:
+        while len(self._arrived) < HIGH_WATER_STEPS and (message := self._links.receive()) is not None:
+            if isinstance(message, Skip):
+                self._worker.skip(message)
+                self._links.overtake(message)
+            else:
+                self._arrived.append(message)
+
     def watched(self) -> Watched:
-        return self._links.watched(receiving=self._is_connected and not self._links.is_waiting)
+        return [*self._links.watched(receiving=self._is_connected and not self._links.is_waiting)]
 
     def wait_s(self) -> float:
         return self._links.wait_s()
@@ -167,14 +182,26 @@ class WorkerRole:
 class HeadRole:
     """Drives the step log and the tail; the whole model when there is no ring."""
 
-    def __init__(self, opening: Open, channel: RingChannel, timings: RingTimings) -> None:
+    def __init__(self, opening: Open, channel: RingChannel[RingCommand], timings: RingTimings) -> None:
         self._channel = channel
         self._meter = Meter()
+        self._drafted = 0
         self._links: Links | None = None
         if opening.route > 1:
             within = _within(timings, opening.step_timeout_s)
             self._links = Links(opening.host, limits_of_open(opening), timings=within)
-        self._head, self._streams = open_head(opening, lambda done: channel.tell(Loading(done)), channel.tell)
+        model = opening.head.draft if opening.head is not None else None
+        self._drafting = DraftingLink(model) if model is not None else None
+        try:
+            self._head, self._streams = open_head(
+                opening,
+                lambda done: channel.tell(Loading(done)),
+                channel.tell,
+                PromptLookup if self._drafting is None else self._drafting.drafters,
+            )
+        except PrimadError:
+            self._end_drafting()
+            raise
         self._head.warm_up()
         self._is_connected = self._links is None
 
@@ -197,13 +224,15 @@ class HeadRole:
                 self._head.drain()
             case Report():
                 refused = self._links.refused if self._links is not None else 0
-                self._channel.tell(self._meter.status(refused, self._streams))
+                self._channel.tell(self._meter.status(refused, self._streams, self._head.drafts))
             case Reopen():
                 raise RingError("the head's ring process was given Reopen, which is a worker's")
 
     def arrived(self, sockets: Collection[object], received_s: float) -> None:
         if self._links is not None and self._links.zap in sockets:
             self._links.admit()
+        if self._drafting is not None and self._drafting.connection in sockets:
+            self._drafting.receive()
 
     def turn(self) -> bool:
         _tell_memory_low(self._streams, self._channel)
@@ -222,16 +251,30 @@ class HeadRole:
                 assert self._links is not None
                 self._links.send(step, hidden)
                 visit, rows = step.window, step.rows
+            case Skip():
+                assert self._links is not None
+                self._links.overtake(outcome)
+                return True
             case Tell(events, rows):
                 self._channel.tell(*events)
-                for event in events:
-                    if isinstance(event, Sampled):
-                        self._meter.drew(event.request, start, alone=self._head.runs_one)
+                self._count(events, start)
         self._meter.computed(visit, rows, time.perf_counter() - start, self._streams)
         return True
 
+    def _count(self, events: Sequence[HeadEvent], now: float) -> None:
+        """The tokens among ``events``. Where drafts were computed since the last one they are no measure of a lap."""
+        drafts = self._head.drafts
+        drafted = drafts.drafted if drafts is not None else 0
+        for event in events:
+            if isinstance(event, Sampled):
+                alone = self._head.runs_one and not self._head.is_ahead and drafted == self._drafted
+                self._meter.drew(event.request, now, alone=alone)
+                self._drafted = drafted
+
     def _receive(self) -> None:
         while self._links is not None and (message := self._links.receive()) is not None:
+            if isinstance(message, Skip):  # it was everywhere
+                continue
             try:
                 self._head.receive(*message)
             except ProtocolError as exc:
@@ -246,7 +289,12 @@ class HeadRole:
         return False
 
     def watched(self) -> Watched:
-        return self._links.watched(receiving=self._is_connected) if self._links is not None else []
+        watched: Watched = []
+        if self._links is not None:
+            watched += self._links.watched(receiving=self._is_connected)
+        if self._drafting is not None and (connection := self._drafting.connection) is not None:
+            watched.append((connection, zmq.POLLIN))
+        return watched
 
     def wait_s(self) -> float:
         if self._links is None:
@@ -260,9 +308,14 @@ class HeadRole:
             self._links.close()
         if self._head.shelf is not None:
             self._head.shelf.close()
+        self._end_drafting()
+
+    def _end_drafting(self) -> None:
+        if self._drafting is not None:
+            self._drafting.close()
 
 
-def _tell_memory_low(streams: Streams, channel: RingChannel) -> None:
+def _tell_memory_low(streams: Streams, channel: RingChannel[RingCommand]) -> None:
     """Tell the daemon when there is nothing left to give back and memory is still short."""
     needed_bytes = streams.streamer.take_replan() if streams.streamer is not None else None
     if needed_bytes is not None:
@@ -289,7 +342,7 @@ def _forget(window: HiddenWindow, options: EngineOptions) -> None:
         window.kv_remove(sequence, 0, -1)
 
 
-def open_role(opening: Open, channel: RingChannel, timings: RingTimings) -> Role:
+def open_role(opening: Open, channel: RingChannel[RingCommand], timings: RingTimings) -> Role:
     """Load what ``opening`` asks for and listen. Raises ``PrimadError`` when that fails."""
     if opening.head is not None:
         return HeadRole(opening, channel, timings)

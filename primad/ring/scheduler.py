@@ -21,6 +21,11 @@ fed then: llama.cpp computes several rows of a sequence in another order than si
 last bits. Where it is known that they do not, a step has some (``Batching.replays``), and where they may, a whole chunk
 (``Generate.replays_rows``). Like chunks they do not wait for each other. What of a generation is kept on every device
 (``keeping.py``) is not computed again at all.
+
+Where nobody has a row for it a place of the ring is given to a draft (``drafting/``): a token that may come next is computed
+in a step of its own behind its generation's last row, or some with that row in one step. If another token is drawn before
+it, its cells are forgotten with the generation's next row, and the steps that are for it alone are void: nothing is drawn
+from them, and devices that have not computed them need not.
 """
 
 from __future__ import annotations
@@ -28,11 +33,16 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Final
 
 from primad.errors import RingError
 from primad.ring.chunks import Chunking
+from primad.ring.drafting.drafter import Drafting, Guess
+from primad.ring.drafting.lookup import PromptLookup
+from primad.ring.drafting.speculation import BeginsDrafter, Speculation
+from primad.ring.drafting.tally import Tally
 from primad.ring.grouping import Batching, Candidate
 from primad.ring.messages import (
     Cancel,
@@ -69,7 +79,8 @@ class PlannedStep:
 class Draw:
     """The token that was sampled for a step: ``ends`` when it ends the generation; ``top`` as in ``Sampled``.
 
-    ``error``: none could be sampled, and the generation ends with it. ``mirostat_mu`` as in ``Sampled``.
+    ``error``: none could be sampled, and the generation ends with it. ``mirostat_mu`` as in ``Sampled``. ``more`` were
+    sampled behind it, each from the row of a draft that held.
     """
 
     token: int
@@ -78,21 +89,34 @@ class Draw:
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     mirostat_mu: float | None = None
+    more: tuple[Draw, ...] = ()
+
+
+MOST_DRAFTS: Final = 64
+"""Steps of drafts on their way, those that became void among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _InFlight:
-    """A step on its way: whose rows it has, with how many tokens each will have behind it. ``decodes``: no prompt's."""
+    """A step on its way: whose rows it has, with how many tokens each will have behind it. ``decodes``: no prompt's.
+
+    ``drafts`` are those among its rows, behind the first of its only generation; one that ``is_draft`` has no other row.
+    """
 
     computed: dict[int, int]
     draws: dict[int, list[Generate]]
     decodes: bool
+    since_s: float
+    drafts: tuple[int, ...] = ()
+    is_draft: bool = False
+    is_void: bool = False
 
 
 class Scheduler:
     """The queue of generations and those that run. ``context`` is that of each of the ring's ``sequences``.
 
     Of prompts, and of every ``keep_rows`` rows of an answer, the cells are kept (``keeping.py``); None: of nothing.
+    ``drafting`` says how drafts are computed, which a ``drafter`` makes; None: there are none.
     """
 
     def __init__(
@@ -105,8 +129,13 @@ class Scheduler:
         at_once: int | None = None,
         batching: Batching | None = None,
         keep_rows: int | None = None,
+        drafting: Drafting | None = None,
+        drafter: BeginsDrafter = PromptLookup,
     ) -> None:
         self._context = context
+        self._drafting, self._drafter = drafting, drafter
+        self._void: list[int] = []
+        self.tally = Tally()
         self._chunking = chunking
         self._batching = batching or Batching()
         self._depth = depth
@@ -120,6 +149,7 @@ class Scheduler:
         self._owners: dict[str, int] = {}
         """Who asks, and the latest step for them, counted as for ``waits_since``."""
         self._drains = False
+        self._now_s = 0.0
 
     @property
     def in_flight(self) -> int:
@@ -140,6 +170,16 @@ class Scheduler:
     def running(self) -> int:
         """How many generations hold a sequence."""
         return len(self._running)
+
+    @property
+    def drafts_anything(self) -> bool:
+        """Whether drafts are computed here."""
+        return self._drafting is not None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a draft is on its way."""
+        return any(step.is_draft or step.drafts for step in self._in_flight.values())
 
     def runs(self, request: int) -> bool:
         """Whether generation ``request`` holds a sequence."""
@@ -188,9 +228,10 @@ class Scheduler:
 
     def next_step(self, now: float) -> PlannedStep | None:
         """The next step of the log, or None when the ring must answer first or there is nothing to do."""
+        self._now_s = now
         if self._drains:
             return self._without_rows()
-        if len(self._in_flight) >= self._depth:
+        if sum(not step.is_draft for step in self._in_flight.values()) >= self._depth:
             return None
         while self._waiting and len(self._running) < self._at_once:
             held = Counter(running.generate.owner for running in self._running.values())
@@ -210,6 +251,8 @@ class Scheduler:
                 return self._replay(running)
             if of_earlier_epoch or self._may_decode():
                 return self._decode([each for each in ready if each.is_decoding], running)
+        if not ready and (step := self._draft()) is not None:
+            return step
         return None if self._in_flight else self._without_rows()
 
     def _without_rows(self) -> PlannedStep | None:
@@ -226,8 +269,81 @@ class Scheduler:
 
     def _may_decode(self) -> bool:
         """Whether a step of next tokens may be handed out, or is worth waiting for others to come with it."""
-        under_way = sum(step.decodes and bool(step.draws) for step in self._in_flight.values())
+        under_way = sum(step.decodes and bool(step.draws) and not step.is_draft for step in self._in_flight.values())
         return under_way < self._batching.most_steps(self._decoding)
+
+    def _draft(self) -> PlannedStep | None:
+        """A step for the surest draft, where no row of anybody waits for its place in the ring."""
+        steps = self._in_flight.values()
+        if self._drafting is None or not all(step.decodes for step in steps):
+            return None
+        drafts = sum(step.is_draft for step in steps)
+        if sum(bool(step.draws) for step in steps) >= self._drafting.room or drafts >= MOST_DRAFTS:
+            return None
+        best: tuple[float, Running, Guess] | None = None
+        for running in self._running.values():
+            guess = self._guess(running)
+            if guess is not None and (best is None or guess.sure > best[0]):
+                best = guess.sure, running, guess
+        return self._ahead(best[1], best[2]) if best is not None else None
+
+    def _guess(self, running: Running) -> Guess | None:
+        """What may follow all that is on its way for it, if the token behind that is wanted."""
+        speculation = running.speculation
+        if speculation is None or not running.sampled or not running.is_decoding or running.has_step:
+            return None
+        return speculation.next() if self._drafts_wanted(running) else None
+
+    def _drafts_wanted(self, running: Running) -> int:
+        """How many more drafts of it would have a token behind them that it may have."""
+        ahead = running.sequence.cells - running.certain
+        room = min(running.generate.max_tokens, self._context - len(running.generate.prompt)) - len(running.sampled)
+        return max(0, room - ahead - 1)
+
+    def _ahead(self, running: Running, guess: Guess) -> PlannedStep:
+        """A step with the row of ``guess`` alone."""
+        sequence, generate = running.sequence, running.generate
+        step = PlannedStep(
+            step=self._steps,
+            requests=[generate.request],
+            tokens=[guess.token],
+            positions=[sequence.cells],
+            sequences=[sequence.number],
+            draws={0: [generate]},
+            ops=sequence.take_ops(),
+        )
+        sequence.cells += 1
+        assert running.speculation is not None
+        running.speculation.handed_out([guess], step.step)
+        self.tally.drafted += 1
+        return self._hand_out(step, [running], decodes=True, is_draft=True)
+
+    def _take_back(self, running: Running, cells: int) -> None:
+        """Nothing that is ahead of it counts: what is behind so many ``cells`` is forgotten with its next row."""
+        speculation, sequence = running.speculation, running.sequence
+        if speculation is None or not speculation.tokens:
+            return
+        for number in sorted(speculation.steps):
+            step = self._in_flight.get(number)
+            if step is not None and step.is_draft:
+                self._in_flight[number] = replace(step, draws={}, is_void=True)
+                self._void.append(number)
+        speculation.take_back()
+        sequence.cells = cells
+        sequence.ops.append(KvRemove(sequence.number, cells, -1))
+
+    def take_void(self) -> list[int]:
+        """The steps that became void since this was asked last; none where the ring does not skip them."""
+        void, self._void = self._void, []
+        return void if self._drafting is not None and self._drafting.skips else []
+
+    def is_void(self, step: int) -> bool:
+        """Whether nothing that step ``step`` computes is of use."""
+        return self._in_flight[step].is_void
+
+    def skips(self, step: int) -> bool:
+        """Whether step ``step`` is not computed any further."""
+        return self._drafting is not None and self._drafting.skips and self.is_void(step)
 
     @property
     def _decoding(self) -> int:
@@ -297,12 +413,13 @@ class Scheduler:
         ]
         step = PlannedStep(step=self._steps, requests=[], tokens=[], positions=[], sequences=[], draws={}, ops=[])
         chosen: list[Running] = []
-        for number in self._batching.together(candidates, self._decoding):
+        numbers = self._batching.together(candidates, self._decoding)
+        for number in numbers:
             running, sequence = by_number.get(number), self._slots.sequences[number]
-            step.ops.extend(sequence.take_ops())
             if running is None:
                 self._bridge(step, sequence)
                 continue
+            step.ops.extend(sequence.take_ops())
             step.requests.append(running.generate.request)
             step.tokens.extend(running.tokens(sequence.cells, sequence.cells + 1))
             step.positions.append(sequence.cells)
@@ -311,37 +428,80 @@ class Scheduler:
             if not running.has_step:
                 step.draws[len(step.tokens) - 1] = [running.generate]
             chosen.append(running)
-        return self._hand_out(step, chosen, decodes=True)
+        drafts = self._drafts_with(step, first) if len(numbers) == 1 else ()
+        return self._hand_out(step, chosen, decodes=True, drafts=drafts)
+
+    def _drafts_with(self, step: PlannedStep, running: Running) -> tuple[int, ...]:
+        """Drafts of ``running`` whose rows ``step``, which has its next token, computes as well."""
+        speculation, sequence = running.speculation, running.sequence
+        if self._drafting is None or speculation is None or not step.draws or self._waiting or len(self._running) > 1:
+            return ()
+        rows = self._batching.in_one_step(sequence.cells - 1, self._drafting.rows)
+        guesses = speculation.together(min(rows - 1, self._drafts_wanted(running)))
+        for guess in guesses:
+            step.tokens.append(guess.token)
+            step.positions.append(sequence.cells)
+            step.sequences.append(sequence.number)
+            step.draws[len(step.tokens) - 1] = [running.generate]
+            sequence.cells += 1
+        speculation.handed_out(guesses, step.step)
+        self.tally.drafted += len(guesses)
+        return tuple(guess.token for guess in guesses)
 
     def _bridge(self, step: PlannedStep, sequence: KvSequence) -> None:
-        """A row of nobody behind the cells of ``sequence``, forgotten with the next step in which it has a row."""
+        """A row of nobody behind the cells of ``sequence``, forgotten with the next step in which it has a row.
+
+        Drafts there may be skipped, and would leave a hole before it.
+        """
+        for running in self._running.values():
+            if running.sequence is sequence:
+                self._take_back(running, running.certain)
+        step.ops.extend(sequence.take_ops())
         step.tokens.append(0)
         step.positions.append(sequence.cells)
         step.sequences.append(sequence.number)
         sequence.ops.append(KvRemove(sequence.number, sequence.cells, -1))
 
-    def _hand_out(self, step: PlannedStep, of: Sequence[Running], *, decodes: bool) -> PlannedStep:
+    def _hand_out(
+        self,
+        step: PlannedStep,
+        of: Sequence[Running],
+        *,
+        decodes: bool,
+        drafts: tuple[int, ...] = (),
+        is_draft: bool = False,
+    ) -> PlannedStep:
         step.ops[:0] = self._slots.take_first(step.step)
         for running in self._running.values():
             self._slots.keep(running)
         self._in_flight[step.step] = _InFlight(
-            computed={each.generate.request: each.sequence.cells for each in of}, draws=step.draws, decodes=decodes
+            computed={each.generate.request: each.sequence.cells for each in of},
+            draws=step.draws,
+            decodes=decodes,
+            since_s=self._now_s,
+            drafts=drafts,
+            is_draft=is_draft,
         )
         self._steps += 1
         more = max(0, math.ceil(self._decoding / self._batching.rows) - 1)
         for running in of:
             running.sequence.used = self._steps
+            if is_draft:
+                continue  # it takes nobody's turn
             running.waits_since = self._steps + (0 if running.is_decoding else more)
             self._owners[running.generate.owner] = running.waits_since
         return step
 
     def _begin(self, generate: Generate, now: float) -> None:
         running = self._slots.begin(generate, now, self._running.values())
+        if self._drafting is not None and generate.speculates:
+            running.speculation = Speculation(self._drafter(generate.prompt), self._drafting, generate.sampled)
         self._running[generate.request] = running
         if generate.tells_begin:
             self._begun.append(PromptProgress(request=generate.request, tokens=0))
 
     def _release(self, request: int) -> None:
+        self._take_back(self._running[request], self._running[request].certain)
         self._slots.release(self._running.pop(request))
 
     def commit(self, step: int, drawn: Mapping[int, Draw], now: float) -> list[GenerationEvent]:
@@ -357,12 +517,21 @@ class Scheduler:
                 told.append(PromptProgress(request=request, tokens=running.reused, reused=running.reused))
                 running.reused = 0
             if request in drawn:
-                told += self._drawn(running, drawn[request], now)
+                told += self._drawn(running, drawn[request], now, now - back.since_s)
             elif computed < len(running.generate.prompt):
                 told.append(PromptProgress(request=request, tokens=computed))
         return told
 
-    def _drawn(self, running: Running, draw: Draw, now: float) -> list[GenerationEvent]:
+    def _drawn(self, running: Running, draw: Draw, now: float, lap_s: float) -> list[GenerationEvent]:
+        told: list[GenerationEvent] = []
+        for each in (draw, *draw.more):
+            if running.last_token_s is not None:
+                self.tally.count(lap_s, now - running.last_token_s)
+            running.last_token_s = now
+            told += self._one_drawn(running, each, now)
+        return told
+
+    def _one_drawn(self, running: Running, draw: Draw, now: float) -> list[GenerationEvent]:
         request = running.generate.request
         if running.first_token_s is None:
             running.first_token_s = now
@@ -371,6 +540,11 @@ class Scheduler:
         if draw.ends:
             return [self._finish(running, "stop", now)]
         running.sampled.append(draw.token)
+        if running.speculation is not None:
+            accepted = running.speculation.accepted
+            if not running.speculation.took(draw.token, now):
+                self._take_back(running, running.known - 1)
+            self.tally.accepted += running.speculation.accepted - accepted
         sampled = Sampled(
             request=request, token=draw.token, logprob=draw.logprob, top=draw.top, mirostat_mu=draw.mirostat_mu
         )
@@ -383,9 +557,17 @@ class Scheduler:
         return self._slots.news()
 
     def wants_draws(self, step: int) -> list[tuple[int, Generate]]:
-        """The rows of step ``step`` from which a token is wanted still, each with the generation that wants it."""
-        draws = self._in_flight[step].draws.items()
-        return [(row, each) for row, of in draws for each in of if each.request in self._running]
+        """The rows of step ``step`` from which a token is wanted still, each with the generation that wants it.
+
+        The rows behind one for each of ``drafts`` are not among them.
+        """
+        found = self._in_flight[step]
+        rows = list(found.draws.items())[: len(found.draws) - len(found.drafts)]
+        return [(row, each) for row, of in rows for each in of if each.request in self._running]
+
+    def drafts(self, step: int) -> tuple[int, ...]:
+        """The drafts that step ``step`` has behind its first row: from the row of one that held another token is drawn."""
+        return self._in_flight[step].drafts
 
     def _is_full(self, generate: Generate, sampled: int) -> bool:
         """Whether ``sampled`` tokens are all that ``generate`` may have."""
@@ -394,6 +576,7 @@ class Scheduler:
     def _finish(self, running: Running, reason: str, now: float, *, error: str | None = None) -> Finished:
         first_token_s = running.first_token_s if running.first_token_s is not None else now
         self._release(running.generate.request)
+        speculation = running.speculation
         return _finished(
             running.generate,
             len(running.sampled),
@@ -401,11 +584,21 @@ class Scheduler:
             error=error,
             prompt_s=first_token_s - running.started_s,
             decode_s=now - first_token_s,
+            drafted=speculation.drafted if speculation is not None else 0,
+            accepted=speculation.accepted if speculation is not None else 0,
         )
 
 
 def _finished(
-    generate: Generate, sampled: int, reason: str, *, prompt_s: float, decode_s: float, error: str | None = None
+    generate: Generate,
+    sampled: int,
+    reason: str,
+    *,
+    prompt_s: float,
+    decode_s: float,
+    error: str | None = None,
+    drafted: int = 0,
+    accepted: int = 0,
 ) -> Finished:
     return Finished(
         request=generate.request,
@@ -415,4 +608,6 @@ def _finished(
         completion_tokens=sampled,
         prompt_s=prompt_s,
         decode_s=decode_s,
+        drafted=drafted,
+        accepted=accepted,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from primad.ring.chunks import Chunking, Computed
+from primad.ring.drafting.speculation import Speculation
 from primad.ring.keeping import Chain, Keeping, Usable, usable
 from primad.ring.messages import Generate, KvCopy, KvForgotten, KvKept, KvLoad, KvOp, KvRemove
 
@@ -56,12 +57,20 @@ class Running:
     waits_since: int = 0
     """How many steps there were when it had one last, and some that its turn counts for."""
     first_token_s: float | None = None
+    last_token_s: float | None = None
     behind: Running | None = None
     """Computes the beginning of its prompt; its own ``sequence`` has nothing of it yet."""
     shared: int = 0
     """Tokens of that beginning."""
     is_foreign: bool = False
     """Chunks of its prompt may have ended elsewhere than this ring's do, in the ring that computed them."""
+    speculation: Speculation | None = None
+    """What is computed ahead of its tokens; its rows are in ``sequence`` behind those of what is known."""
+
+    @property
+    def certain(self) -> int:
+        """Cells of its tokens, without those of drafts."""
+        return min(self.sequence.cells, self.known)
 
     @property
     def known(self) -> int:
@@ -147,16 +156,16 @@ class Slots:
         sequence, chain = running.sequence, running.sequence.chain
         if self._keep_rows is None or running.behind is not None or not chain.root:
             return
-        while (ends := self._ends(running)) and ends[-1] <= sequence.cells:
+        while (ends := self._ends(running)) and ends[-1] <= running.certain:
             self._keeping.add(chain, sequence.number, running.tokens(chain.end, ends[-1]), ends)
 
     def keep_rest(self, running: Running) -> None:
         """Have kept the rows of its answer that are in no block, as a shorter one."""
         sequence, chain = running.sequence, running.sequence.chain
-        rows = range(chain.end + 1, sequence.cells + 1)
+        rows = range(chain.end + 1, running.certain + 1)
         is_known = running.is_decoding and chain.end >= max(len(running.generate.prompt), running.chunk_end)
         if self._keep_rows is not None and chain.root and is_known and rows:
-            self._keeping.add(chain, sequence.number, running.tokens(chain.end, sequence.cells), rows)
+            self._keeping.add(chain, sequence.number, running.tokens(chain.end, running.certain), rows)
 
     def _ends(self, running: Running) -> Sequence[int]:
         """The ends of the steps that compute its next block; none where these are not known yet."""

@@ -17,6 +17,7 @@ import msgspec
 
 from primad.errors import NextDeviceError, PrimadError, ProtocolError, RingError, WeightsError
 from primad.ring.channel import LENGTH, frame, frame_bytes
+from primad.ring.child import begin_child
 from primad.ring.messages import RingBroken, RingCommand, RingEvent, event_decoder
 from primad.system.hidden_gpus import NO_GPU
 
@@ -99,23 +100,7 @@ class RingProcess:
     @staticmethod
     def _begin(log: Path, theirs: socket.socket, variables: dict[str, str]) -> subprocess.Popen[bytes]:
         with log.open("wb") as errors:
-            options: dict[str, object] = {"stderr": errors, "stdout": errors}
-            argument = str(theirs.fileno())
-            if sys.platform == "win32":
-                argument = str(len(theirs.share(os.getpid())))
-                options["stdin"] = subprocess.PIPE
-            else:
-                options |= {"stdin": subprocess.DEVNULL, "pass_fds": (theirs.fileno(),)}
-            process: subprocess.Popen[bytes] = subprocess.Popen(
-                [sys.executable, "-m", "primad.ring.process", argument],
-                env=variables,
-                **options,  # type: ignore[call-overload]
-            )
-            if sys.platform == "win32":
-                assert process.stdin is not None
-                process.stdin.write(theirs.share(process.pid))
-                process.stdin.close()
-            return process
+            return begin_child("primad.ring.process", theirs, variables, errors)
 
     @property
     def pid(self) -> int:

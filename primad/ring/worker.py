@@ -6,6 +6,7 @@ functions for its own windows, so every window of a route obeys the step log in 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from primad.engine.protocol import Hidden, HiddenWindow, RouteWindow, Rows, Toke
 from primad.errors import RingError
 from primad.kv.cells import LayerCells
 from primad.kv.keys import KvBlock
-from primad.ring.messages import KvCopy, KvKeep, KvLoad, KvOp, KvRemove, Step
+from primad.ring.messages import MAX_SKIPPED, KvCopy, KvKeep, KvLoad, KvOp, KvRemove, Skip, Step
 
 
 class Shelf(Protocol):
@@ -42,7 +43,7 @@ def apply(window: RouteWindow, step: Step, shelf: Shelf | None) -> None:
     """
     for op in step.ops:
         _apply(window, op, shelf)
-    if shelf is not None and not step.rows:
+    if shelf is not None and not step.shape[0]:
         shelf.flush()
 
 
@@ -78,8 +79,13 @@ def rows_of(step: Step, content: Tokens | Hidden) -> Rows:
 def visit(window: HiddenWindow, step: Step, content: Tokens | Hidden, shelf: Shelf | None) -> tuple[Step, Hidden]:
     """Let ``step`` visit ``window``: the step for the next window of the route, and its hidden states (rows, width)."""
     apply(window, step, shelf)
-    hidden = window.forward(rows_of(step, content)) if step.rows else np.empty((0, step.shape[1]), np.float32)
+    hidden = window.forward(rows_of(step, content)) if step.rows else np.empty(step.payload_shape, np.float32)
     return msgspec.structs.replace(step, window=step.window + 1), hidden
+
+
+def skipped(step: Step) -> Step:
+    """``step`` with its operations, and rows that are not computed from here on."""
+    return msgspec.structs.replace(step, skipped=True)
 
 
 class Worker:
@@ -87,15 +93,23 @@ class Worker:
 
     Every hop keeps the order and loses nothing while its connection holds. One that breaks takes along what was on its way:
     then a number is missing, and to go on would be to compute without what that step would have left here.
+
+    What is skipped is looked at when a step comes to a window. From then on none of that sequence's drafts behind it is
+    computed there, so that no window has a hole where another one has cells.
     """
 
     def __init__(self, windows: Mapping[int, HiddenWindow], shelf: Shelf | None = None) -> None:
         self._windows = windows
         self._shelf = shelf
         self._following: dict[int, int] = {}
+        self._skips: deque[int] = deque(maxlen=4 * MAX_SKIPPED)
+
+    def skip(self, skip: Skip) -> None:
+        """Do not compute these steps where they have not been yet."""
+        self._skips.extend(skip.steps)
 
     def receive(self, step: Step, hidden: Hidden) -> tuple[Step, Hidden]:
-        """Compute ``step``, which is already judged (``decode_step``); what to send to the next device.
+        """Compute ``step``, which is already judged (``decode_route``); what to send to the next device.
 
         Raises ``RingError`` when a step before it was lost, ``EngineError`` when the window fails.
         """
@@ -103,6 +117,8 @@ class Worker:
         if step.step != expected:
             raise RingError(f"step {expected} was lost on its way here; a connection of the ring was interrupted")
         self._following[step.window] = step.step + 1
+        if step.step in self._skips:
+            step = skipped(step)
         following, hidden = visit(self._windows[step.window], step, hidden, self._shelf)
         while following.window in self._windows:
             following, hidden = visit(self._windows[following.window], following, hidden, self._shelf)

@@ -63,6 +63,7 @@ class House:
                 "use_all": False,
                 "batching": "auto",
                 "extra_buffers": "auto",
+                "speculate": "auto",
                 "experts": "auto",
             }
             | wished

@@ -44,7 +44,7 @@ from primad.ring.messages import (
     Step,
     StepLimits,
     command_decoder,
-    decode_step,
+    decode_route,
     encode,
     event_decoder,
 )
@@ -76,11 +76,11 @@ def a_step(**changes: Any) -> Step:
 
 
 def judged(step: Step, payload_bytes: int | None = None) -> Step:
-    return decode_step(encode(step), step.payload_bytes if payload_bytes is None else payload_bytes, LIMITS)
+    return decode_route(encode(step), step.payload_bytes if payload_bytes is None else payload_bytes, LIMITS)
 
 
 def assert_within_limits(step: Step) -> None:
-    """What the code behind ``decode_step`` relies on."""
+    """What the code behind ``decode_route`` relies on."""
     rows, width = step.shape
     assert step.protocol == PROTOCOL
     assert (step.ring, step.epoch) == (LIMITS.ring, LIMITS.epoch)
@@ -118,7 +118,7 @@ def assert_within_limits(step: Step) -> None:
 
 
 def refused_or_within_limits(header: bytes, payload_bytes: int) -> None:
-    step = outcome(decode_step, header, payload_bytes, LIMITS)
+    step = outcome(decode_route, header, payload_bytes, LIMITS)
     if isinstance(step, Step):
         assert_within_limits(step)
         assert payload_bytes == 4 * step.shape[0] * step.shape[1]
@@ -128,7 +128,7 @@ def refused_or_within_limits(header: bytes, payload_bytes: int) -> None:
 
 def test_a_valid_step_arrives_as_it_was_sent():
     assert judged(a_step()) == a_step()
-    assert decode_step(memoryview(encode(a_step())), 72, LIMITS) == a_step()
+    assert decode_route(memoryview(encode(a_step())), 72, LIMITS) == a_step()
 
 
 def test_a_step_of_operations_alone_has_no_payload():
@@ -213,7 +213,7 @@ def test_a_payload_of_another_size_is_refused(size):
 
 def test_a_header_without_end_is_refused_unread():
     with pytest.raises(ProtocolError, match="at most 1048576"):
-        decode_step(bytes(MAX_HEADER_BYTES + 1), 0, LIMITS)
+        decode_route(bytes(MAX_HEADER_BYTES + 1), 0, LIMITS)
 
 
 def test_a_refusal_stays_one_short_line_whatever_was_sent():

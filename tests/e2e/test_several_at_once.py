@@ -20,11 +20,11 @@ PROMPTS = (STORY, "The capital of France is", f"{STORY} there lived a baker. " *
 TOKENS = 60
 
 
-def ask_all(head: Head, streams: int, act: Callable[[], object] | None = None) -> list[Told]:
+def ask_all(head: Head, streams: int, act: Callable[[], object] | None = None, **fields: object) -> list[Told]:
     """So many at once, each prompt in turn; ``act`` in the middle of the first answer."""
     with ThreadPoolExecutor(streams) as pool:
         asked = [
-            pool.submit(ask, head, act if number == 0 else None, tokens=TOKENS, middle=20, prompt=prompt)
+            pool.submit(ask, head, act if number == 0 else None, tokens=TOKENS, middle=20, prompt=prompt, **fields)
             for number, prompt in zip(range(streams), cycle(PROMPTS), strict=False)
         ]
         return [answer.result() for answer in asked]

@@ -69,6 +69,7 @@ class Call:
     owner: str
     priority: int
     may_expire: bool
+    speculates: bool
     sampled: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -94,6 +95,8 @@ class FakeBackend:
         self.state = Health(serving=True, detail="serving toy on 1 device")
         self.ending: tuple[str, str | None] = ("stop", None)
         self.ring: dict[str, Any] = {}
+        self.drafts = (0, 0)
+        """Drafted and accepted, of each answer."""
         self.calls: list[Call] = []
         self._script = script
 
@@ -117,6 +120,7 @@ class FakeBackend:
         owner: str = "",
         priority: int = 0,
         may_expire: bool = True,
+        speculates: bool = True,
     ) -> AsyncGenerator[GenerationEvent, None]:
         assert self.state.serving, "asked while not serving"
         assert self.served is not None, "asked without a model"
@@ -127,7 +131,7 @@ class FakeBackend:
         check_sampling(sampling)
         open_calls = sum(not call.closed.is_set() for call in self.calls)
         assert open_calls < self.served.sequences, "one request at a time: the last was not closed"
-        call = Call(list(prompt), max_tokens, sampling, logprobs, reuses, owner, priority, may_expire)
+        call = Call(list(prompt), max_tokens, sampling, logprobs, reuses, owner, priority, may_expire, speculates)
         self.calls.append(call)
         try:
             async with aclosing(self._answer(call)) as events:
@@ -160,6 +164,8 @@ class FakeBackend:
             completion_tokens=call.sampled,
             prompt_s=0.1,
             decode_s=0.2,
+            drafted=self.drafts[0],
+            accepted=self.drafts[1],
         )
 
 

@@ -1,7 +1,8 @@
 """A whole ring in one variable: a head and its workers, with a queue for every link instead of a socket.
 
-Messages cross a link as the bytes that a socket would carry and are judged with ``decode_step`` on arrival. Which core moves
-next is decided by a random generator: every link keeps its order and nothing else is promised.
+Messages cross a link as the bytes that a socket would carry and are judged with ``decode_route`` on arrival. Which core
+moves next is decided by a random generator: every link keeps its order and nothing else is promised. A device may have taken
+what is to be skipped before it computes what came earlier, or not.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ import numpy as np
 from primad.engine.protocol import GREEDY, EngineOptions, Hidden, HiddenWindow, LogitsWindow, Sampling
 from primad.kv.keys import KvBlock
 from primad.ring.chunks import Chunking, Pieces
+from primad.ring.drafting.drafter import Drafting
+from primad.ring.drafting.lookup import PromptLookup
+from primad.ring.drafting.speculation import BeginsDrafter
 from primad.ring.grouping import Batching
 from primad.ring.head import Head, HeadEvent, Send, Tell
-from primad.ring.messages import Cancel, Finished, Generate, Sampled, Step, StepLimits, decode_step, encode
+from primad.ring.messages import Cancel, Finished, Generate, Sampled, Skip, Step, StepLimits, decode_route, encode
 from primad.ring.scheduler import Scheduler
 from primad.ring.worker import Worker
 from tests.fakes.engine import WIDTH, FakeHiddenWindow, FakeLogitsWindow, FakeModel
@@ -91,6 +95,8 @@ class FakeRing:
         keep_rows: int | None = None,
         shelves: Sequence[FakeShelf] = (),
         seed: int = 0,
+        drafting: Drafting | None = None,
+        drafter: BeginsDrafter = PromptLookup,
     ) -> None:
         owners = [device for sizes in rounds for device in range(len(sizes))] + [0]
         cuts = [0, *accumulate([size for sizes in rounds for size in sizes] + [tail])]
@@ -135,6 +141,8 @@ class FakeRing:
             sequences=sequences,
             batching=batching,
             keep_rows=keep_rows,
+            drafting=drafting,
+            drafter=drafter,
         )
         self.chunking, self.keep_rows = chunking, keep_rows
         self.shelves = [*shelves, *(FakeShelf() for _ in held)][: len(held)]
@@ -199,14 +207,23 @@ class FakeRing:
                 return False
             case Send(step, hidden):
                 self._send(0, step, hidden)
+            case Skip():
+                self._overtake(0, outcome)
             case Tell(events):
                 self.events += events
         return True
 
     def _deliver(self, device: int) -> bool:
+        if self._random.random() < 0.7:
+            self._take_skips(device)
+        if not self.links[device]:
+            return True
         header, payload = self.links[device].popleft()
-        step = decode_step(header, len(payload), self.limits[device])
-        hidden = np.frombuffer(payload, np.float32).reshape(step.shape)
+        step = decode_route(header, len(payload), self.limits[device])
+        if isinstance(step, Skip):
+            self._skip(device, step)
+            return True
+        hidden = np.frombuffer(payload, np.float32).reshape(step.payload_shape)
         if device == 0:
             self.head.receive(step, hidden)
         else:
@@ -215,5 +232,25 @@ class FakeRing:
 
     def _send(self, device: int, step: Step, hidden: Hidden) -> None:
         assert hidden.dtype == np.float32
-        assert hidden.shape == step.shape
+        assert hidden.shape == step.payload_shape
         self.links[(device + 1) % len(self.links)].append((encode(step), hidden.tobytes()))
+
+    def _overtake(self, device: int, skip: Skip) -> None:
+        if self._random.random() < 0.9:  # it need not arrive
+            self.links[(device + 1) % len(self.links)].append((encode(skip), b""))
+
+    def _skip(self, device: int, skip: Skip) -> None:
+        if device:
+            self.workers[device - 1].skip(skip)
+            self._overtake(device, skip)
+
+    def _take_skips(self, device: int) -> None:
+        """Take all that has come, and compute nothing yet."""
+        waiting = list(self.links[device])
+        self.links[device].clear()
+        for header, payload in waiting:
+            message = decode_route(header, len(payload), self.limits[device])
+            if isinstance(message, Skip):
+                self._skip(device, message)
+            else:
+                self.links[device].append((header, payload))

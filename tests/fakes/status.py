@@ -10,6 +10,7 @@ from primad.api.status import (
     ClusterMember,
     CopyStatus,
     DeviceStatus,
+    DraftFigures,
     KvStatus,
     MemoryFigures,
     PlannedFigures,
@@ -101,3 +102,5 @@ KV = KvStatus(
     found_tokens=512,
 )
 """Two workers, one of which has a keeper."""
+
+DRAFTS = DraftFigures(drafted=200, accepted=150, skipped=30, tokens_a_lap=1.75)

@@ -18,7 +18,7 @@ from primad.api.status import MemoryFigures, StatusBody
 from primad.errors import RequestError, RingError
 from tests.fakes.backend import FakeBackend, says
 from tests.fakes.http import PATIENCE_S, BareClient, call, in_memory
-from tests.fakes.status import KV, MEMORY, device, ring
+from tests.fakes.status import DRAFTS, KV, MEMORY, device, ring
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -204,6 +204,14 @@ def test_what_is_kept_of_answers():
     assert (found("kv_twice_bytes"), found("kv_lag_tokens"), found("kv_restores_total")) == (4.6e7, 12, 3)
     assert (found("kv_restored_tokens_total"), found("kv_restore_seconds_total")) == (2000, 0.4)
     assert (found("kv_computed_again_tokens_total"), found("kv_found_tokens_total")) == (31, 512)
+
+
+def test_what_became_of_drafts():
+    backend = FakeBackend(says())
+    backend.ring = ring(device("desk", role="head")) | {"drafts": msgspec.to_builtins(DRAFTS)}
+    found = scrape(backend)
+    assert (found("draft_tokens_total"), found("draft_accepted_tokens_total")) == (200, 150)
+    assert (found("draft_skipped_tokens_total"), found("draft_tokens_a_lap")) == (30, 1.75)
 
 
 @pytest.mark.parametrize(("pressure", "level"), [("calm", 0), ("some", 1), ("high", 2), ("odd", None), (None, None)])

@@ -43,6 +43,7 @@ from primad.ring.messages import (
     Status,
     Step,
     StepLimits,
+    command_decoder,
     event_decoder,
 )
 from primad.ring.process import _serve
@@ -126,10 +127,10 @@ class Process:
         self._events = self._ours.makefile("rb")
         self.failure: RingError | None = None
         self.late: list[Overdue] = []
-        self._thread = threading.Thread(target=self._run, args=(RingChannel(theirs), theirs))
+        self._thread = threading.Thread(target=self._run, args=(RingChannel(theirs, command_decoder), theirs))
         self._thread.start()
 
-    def _run(self, channel: RingChannel, theirs: socket.socket) -> None:
+    def _run(self, channel: RingChannel[RingCommand], theirs: socket.socket) -> None:
         with theirs:
             try:
                 _serve(channel, self._timings)
@@ -415,7 +416,9 @@ def test_a_worker_says_whether_it_keeps_cells_and_still_does_when_it_is_reopened
 def head_windows(monkeypatch, model) -> None:
     """Heads of the route, or of the whole model, have new windows of ``model``."""
 
-    def open_head(opening: Open, loaded: Callable[[int], None], on_gpu: object) -> tuple[Head, Streams]:
+    def open_head(
+        opening: Open, loaded: Callable[[int], None], on_gpu: object, drafter: object
+    ) -> tuple[Head, Streams]:
         alone = opening.route == 1
         head = Head(
             windows={} if alone else {0: model.first(1)},

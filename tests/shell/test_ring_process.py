@@ -296,18 +296,18 @@ def test_a_first_command_other_than_open_breaks_it(tmp_path, command):
 
 
 GARBAGE = {
-    "random bytes in a frame": (LENGTH.pack(256) + bytes(range(256)), "not a command of the daemon: "),
-    "an empty frame": (LENGTH.pack(0), "not a command of the daemon: "),
+    "random bytes in a frame": (LENGTH.pack(256) + bytes(range(256)), "not a command of the other process: "),
+    "an empty frame": (LENGTH.pack(0), "not a command of the other process: "),
     "an endless frame": (LENGTH.pack(1 << 31), "frame of 2147483648 bytes from the other process; at most "),
-    "a cut Open": (LENGTH.pack(20) + frame(an_open())[4:24], "not a command of the daemon: "),
+    "a cut Open": (LENGTH.pack(20) + frame(an_open())[4:24], "not a command of the other process: "),
     "an Open without a field": (
         LENGTH.pack(len(msgspec.msgpack.encode({"type": "open", "ring": 1})))
         + msgspec.msgpack.encode({"type": "open", "ring": 1}),
-        "not a command of the daemon: Object missing required field",
+        "not a command of the other process: Object missing required field",
     ),
     "an unknown command": (
         LENGTH.pack(11) + msgspec.msgpack.encode({"type": "dance"}),
-        "not a command of the daemon: ",
+        "not a command of the other process: ",
     ),
 }
 

@@ -25,7 +25,7 @@ from primad.api.status import (
 from primad.cli import main as cli
 from primad.cli import status as status_command
 from tests.fakes.embeddings import FakeEmbeddings
-from tests.fakes.status import KV, MEMORY, PLANNED, device, ring
+from tests.fakes.status import DRAFTS, KV, MEMORY, PLANNED, device, ring
 
 SERVING = Health(serving=True, detail="serving with 2 devices")
 PROMISES = Promises(tokens_per_s=4.2, tpot_ms=238, ttft_ms=900)
@@ -169,6 +169,12 @@ def test_it_says_what_is_kept_of_answers_and_what_came_of_it(primad, endpoint):
     assert "nas: its KV cells are not kept twice, no link of it carries them" in out
     assert "KV cells kept twice: lap's by desk; 46.0 MB now, 12 tokens behind" in out
     assert "3 times a ring went on with answers of another one: 2000 tokens were there within 0.4 s, 31 were" in out
+
+
+def test_it_says_what_became_of_drafts(primad, endpoint):
+    endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring() | {"drafts": msgspec.to_builtins(DRAFTS)}))
+    _, out, _ = primad("status", "--url", endpoint.url)
+    assert "200 tokens computed ahead: 75% were right, 15% were skipped; 1.75 tokens of an answer a lap" in out
 
 
 def test_it_names_what_is_known_of_the_models_windows(primad, endpoint):

@@ -28,6 +28,8 @@ from primad.layers.cache import LayerCache
 from primad.planning.extra_buffers import is_faster
 from primad.profiler.effort import TYPES
 from primad.ring.chunks import Pieces
+from primad.ring.drafting.drafter import Drafting
+from primad.ring.drafting.messages import DraftModel
 from primad.ring.grouping import Batching
 from primad.ring.messages import (
     Cancel,
@@ -48,6 +50,7 @@ from primad.ring.messages import (
 )
 from primad.ring.spawn import RingProcess
 from tools.lab import LabError, disk
+from tools.lab.delayed import DelayedLink
 from tools.lab.memory import LimitedGroup
 
 
@@ -84,7 +87,8 @@ class LocalRing:
     ``groups`` limits the memory of the process of a device; then no process finds anything of its files in the page cache
     when it starts. ``pinned`` gives each device a core alone, where there are as many. ``gpu``, by llama.cpp's name for it,
     computes all layers and the output matrix where no ``plan`` says otherwise. Extra buffers are used where ``cpu``
-    says that they are faster; without it they are off.
+    says that they are faster; without it they are off. Each hop takes
+    ``latency_s`` longer than it would here.
 
     ``async with LocalRing(...) as ring`` loads and links it; layer files live in ``folder`` (shared between rings).
     """
@@ -102,6 +106,8 @@ class LocalRing:
         sequences: int = 1,
         batching: Batching | None = None,
         pieces: Pieces | None = None,
+        drafting: Drafting | None = None,
+        draft: DraftModel | None = None,
         least_rows: int | None = None,
         kv_type: KvType = "f16",
         flash: bool = True,
@@ -110,6 +116,7 @@ class LocalRing:
         folder: Path | None = None,
         step_timeout_s: float = 120,
         pinned: bool = False,
+        latency_s: float = 0.0,
         gpu: str = "",
     ) -> None:
         self._model = model
@@ -127,6 +134,7 @@ class LocalRing:
         self._sequences = sequences
         self._batching = batching or Batching()
         self._pieces = pieces
+        self._drafting, self._draft = drafting, draft
         self._least_rows = rows if least_rows is None else least_rows
         self._kv_type = kv_type
         self._flash = flash
@@ -134,6 +142,7 @@ class LocalRing:
         self._folder = folder
         self._step_timeout_s = step_timeout_s
         self._pinned = pinned
+        self._latency_s = latency_s
         self._stack = AsyncExitStack()
         self._ring = random.getrandbits(62)
         self._requests = 0
@@ -206,6 +215,8 @@ class LocalRing:
                     least_rows=self._least_rows,
                     batching=self._batching,
                     pieces=self._pieces,
+                    drafting=self._drafting,
+                    draft=self._draft,
                 ),
                 step_timeout_s=self._step_timeout_s,
                 options=options,
@@ -277,9 +288,17 @@ class LocalRing:
             before = {plan.after(name): name for name in plan.devices}
             for name in reversed(plan.devices):
                 following = opened[plan.after(name)]
-                await self.processes[name].send(Connect(following.endpoint, following.key, opened[before[name]].key))
+                address = await self._address(following)
+                await self.processes[name].send(Connect(address, following.key, opened[before[name]].key))
         event = await self._next(plan.head)
         assert isinstance(event, Serving), event
+
+    async def _address(self, following: Opened) -> str:
+        if not self._latency_s:
+            return following.endpoint
+        link = DelayedLink(following.endpoint, self._latency_s)
+        self._stack.push_async_callback(link.close)
+        return await link.open()
 
     async def _windows(
         self, cutter: ModelCutter | None, name: str, place: Workspace, extra: list[bool]
@@ -323,6 +342,7 @@ class LocalRing:
         sampling: Sampling = GREEDY,
         logprobs: int | None = None,
         reuses: bool = False,
+        speculates: bool = True,
         heard: Callable[[Sampled], None] = lambda _: None,
         told: Callable[[Status], None] = lambda _: None,
     ) -> tuple[list[Sampled], Finished]:
@@ -331,7 +351,7 @@ class LocalRing:
         ``heard`` is given each token as it comes, ``told`` what the head did and holds if ``report`` asks for it meanwhile.
         """
         head = self.plan.head
-        request = await self.ask(prompt, max_tokens, replayed, sampling, logprobs, reuses=reuses)
+        request = await self.ask(prompt, max_tokens, replayed, sampling, logprobs, reuses=reuses, speculates=speculates)
         sampled: list[Sampled] = []
         while True:
             event = await self._next(head)
@@ -377,6 +397,7 @@ class LocalRing:
         logprobs: int | None = None,
         *,
         reuses: bool = False,
+        speculates: bool = True,
         owner: str = "",
     ) -> int:
         """Give the head a generation; its number. What it samples is told by ``next_event``."""
@@ -390,6 +411,7 @@ class LocalRing:
             logprobs=logprobs,
             reuses=reuses,
             owner=owner,
+            speculates=speculates,
         )
         await self.processes[self.plan.head].send(generate)
         return generate.request

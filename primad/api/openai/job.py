@@ -36,7 +36,8 @@ class Choice:
 class Job:
     """A request's whole work. ``prompt_tokens`` counts each prompt once, however many choices it has; ``reading`` says what
     is looked for in each answer, None for nothing. With ``tells_progress`` a stream says how much of its prompt is computed;
-    what of it was computed before is computed again unless it ``reuses`` that. ``priority`` is as in ``ring.messages``.
+    what of it was computed before is computed again unless it ``reuses`` that. ``priority`` and ``speculates`` are as in
+    ``ring.messages``.
     """
 
     choices: tuple[Choice, ...]
@@ -47,6 +48,7 @@ class Job:
     tells_progress: bool
     reuses: bool
     priority: int
+    speculates: bool = True
 
 
 def check_model(name: str | None, served: Sequence[ServedModel]) -> None:
@@ -148,6 +150,7 @@ def _job(
         tells_progress=bool(request.stream and request.return_progress),
         reuses=request.cache_prompt is not False,
         priority=request.priority or 0,
+        speculates=request.speculate is not False,
     )
 
 

@@ -19,13 +19,13 @@ from primad.api.backend import ServedModel
 from primad.api.choices import together
 from primad.api.dialect import EVENT_STREAM, Dialect, Framing, Route
 from primad.api.endpoint import Endpoint, json_response
-from primad.api.generation import Written, cached_tokens
+from primad.api.generation import NOTHING_GUESSED, Guessed, Written, cached_tokens
 from primad.api.openai import embeddings, schema, shapes
 from primad.api.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
 from primad.api.openai.errors import error_body
 from primad.api.openai.job import Choice, Job, chat_job, check_model, completion_job
 from primad.api.openai.sampling import SEEDS
-from primad.api.openai.shapes import Model, ModelList, PromptTokensDetails, ReadPrompt, Usage
+from primad.api.openai.shapes import CompletionTokensDetails, Model, ModelList, PromptTokensDetails, ReadPrompt, Usage
 from primad.api.openai.timings import AnswerClock, AnswerTimings
 from primad.errors import PrimadError
 
@@ -102,13 +102,16 @@ class _Routes:
             return self._endpoint.stream(chunks, EVENTS)
         answered = await self._endpoint.whole(request, served, job)
         ended = [(each.choice, each.cached) for each in answered]
-        return json_response(answer.whole(answered, _usage(job, sum(each.sampled for each in answered), ended)))
+        guessed = sum((each.guessed for each in answered), NOTHING_GUESSED)
+        usage = _usage(job, sum(each.sampled for each in answered), ended, guessed)
+        return json_response(answer.whole(answered, usage))
 
     async def _stream(
         self, served: ServedModel, job: Job, answer: ApiAnswer, *, times_parts: bool
     ) -> AsyncGenerator[msgspec.Struct, None]:
         sampled, begin_s, ended = 0, time.perf_counter(), list[tuple[Choice, int]]()
         clocks: dict[int, AnswerClock] = {}
+        guessed = NOTHING_GUESSED
         begun: set[int] = set()
 
         def begins(place: int) -> AsyncGenerator[Written, None]:
@@ -138,9 +141,10 @@ class _Routes:
                     yield _timed(answer.piece(choice, part), timings)
                 if part.finish is not None:
                     ended.append((choice, part.cached))
+                    guessed += part.guessed
                     yield _timed(answer.closing(choice, part.finish), timings)
         if answer.include_usage:
-            yield answer.counts(_usage(job, sampled, ended))
+            yield answer.counts(_usage(job, sampled, ended, guessed))
 
 
 def _routes(endpoint: Endpoint) -> Sequence[Route]:
@@ -183,12 +187,16 @@ def _timed(
     return chunk if timings is UNSET else msgspec.structs.replace(chunk, timings=timings)
 
 
-def _usage(job: Job, sampled: int, ended: Sequence[tuple[Choice, int]]) -> Usage:
+def _usage(job: Job, sampled: int, ended: Sequence[tuple[Choice, int]], guessed: Guessed) -> Usage:
+    details = CompletionTokensDetails(
+        accepted_prediction_tokens=guessed.right, rejected_prediction_tokens=guessed.wrong
+    )
     return Usage(
         prompt_tokens=job.prompt_tokens,
         completion_tokens=sampled,
         total_tokens=job.prompt_tokens + sampled,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens(ended)),
+        completion_tokens_details=UNSET if guessed == NOTHING_GUESSED else details,
     )
 
 

@@ -80,6 +80,7 @@ class SamplerFields(Strict):
     json_schema: dict[str, Any] | None = None
     grammar: str | None = None
     cache_prompt: bool | None = None
+    speculate: bool | None = None
     timings_per_token: bool | None = None
     return_progress: bool | None = None
     id_slot: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None

@@ -22,13 +22,23 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens that were guessed and computed ahead, and were in the answer, or were not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of a whole request; an end-of-generation token is not counted."""
+    """Token counts of a whole request; an end-of-generation token is not counted. Details of the
+    completion are there where tokens of it were guessed.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 # ---- log-probabilities ----------------------------------------------------------------------------------------------

@@ -1,0 +1,59 @@
+"""A model that guesses: whether it can for another one, and the memory that it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from halda.cost import kv_bytes_per_token
+from primad.errors import ConfigError
+from primad.gguf.architectures import block_count
+from primad.gguf.header import Header
+from primad.gguf.model import open_model
+from primad.gguf.profile import model_profile
+from primad.gguf.vocabulary import vocabulary_difference
+from primad.ring.drafting.messages import DraftModel
+from primad.settings.quantities import show_bytes
+from primad.system.processors import usable_cores
+
+MOST_CONTEXT: Final = 4096
+"""Behind more tokens it guesses nothing: its KV cache has no room for them."""
+BESIDE_BYTES: Final = 128 << 20
+"""What its process takes beside weights and KV cache."""
+
+
+def draft_model(path: Path, header: Header, *, context: int, threads: int | None) -> DraftModel:
+    """The model file ``path`` as the one that guesses for that of ``header``, on half of all cores or so many ``threads``.
+
+    Raises ``ConfigError`` where it cannot, with the difference, and ``ModelError`` for a bad file.
+    """
+    own = open_model(path)
+    profile = model_profile(own)
+    if profile.is_recurrent:
+        raise ConfigError(
+            f"--draft {path}: layers of {profile.name} keep a state that cannot be cut back; choose another model"
+        )
+    difference = vocabulary_difference(header, own)
+    if difference is not None:
+        raise ConfigError(
+            f"--draft {path}: has other tokens than {header.path.name}: {difference}; choose a smaller model of its family"
+        )
+    context = min(context, MOST_CONTEXT)
+    kv = sum(kv_bytes_per_token(layer, "f16") for layer in profile.layers) * context
+    return DraftModel(
+        path=str(path),
+        layers=block_count(own),
+        bytes=profile.size_bytes,
+        memory_bytes=profile.size_bytes + kv + BESIDE_BYTES,
+        threads=threads or max(1, usable_cores() // 2),
+        context=context,
+    )
+
+
+def check_room(model: DraftModel, free_bytes: int) -> None:
+    """Raises ``ConfigError`` where so much free memory has no room for it."""
+    if model.memory_bytes > free_bytes:
+        raise ConfigError(
+            f"--draft {model.path}: takes {show_bytes(model.memory_bytes)} of memory, and {show_bytes(free_bytes)} are free "
+            "here; choose a smaller model"
+        )

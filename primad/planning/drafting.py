@@ -1,0 +1,64 @@
+"""How many rows of one answer a plan has room for at once, and what several in one step cost: whether drafts can pay.
+
+A token passes the ring once. While one device computes, the others have nothing to do for it: so many rows fill the ring as
+fit into a lap one behind the other, each as late as the busiest machine, disk or link takes for one. Where weights stream a
+step of several rows reads them once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final, Literal, get_args
+
+from halda import Plan, evaluate
+from halda.instance import Instance
+from halda.load import under_load
+from primad.planning.batching import Batches, BatchingMode
+from primad.ring.drafting.drafter import MOST_ROOM, Drafting
+
+SpeculateMode = Literal["auto", "off", "lookup", "draft"]
+SPECULATE_MODES: Final[tuple[SpeculateMode, ...]] = get_args(SpeculateMode)
+MOST_ROWS: Final = 8
+"""Of one step: of guesses that hold four times in five seven are right in a row once in five times."""
+
+
+def drafting_of(
+    mode: SpeculateMode, batching: BatchingMode, plan: Plan, question: Instance, batches: Batches
+) -> Drafting | None:
+    """How drafts are computed under ``plan``; None: not at all, as where ``auto`` sees no room for them.
+
+    A state cannot be cut back to what held. Steps of several rows of one sequence are computed where they are bit for bit
+    single ones, and with fast ``batching`` everywhere.
+    """
+    if mode == "off" or question.model.is_recurrent:
+        return None
+    room = _room(plan, question)
+    if mode != "auto":
+        room = max(room, min(len(plan.devices), MOST_ROOM))
+    most = MOST_ROWS if batching == "fast" else batches.batching.replays
+    costs = _costs(plan, question, min(most, MOST_ROWS, question.workload.chunk_rows))
+    if room == 1 and len(costs) == 1:
+        return None
+    return Drafting(room=room, rows=len(costs), costs=costs)
+
+
+def _room(plan: Plan, question: Instance) -> int:
+    """How many steps of one row follow each other in one lap. Where weights stream each step reads all of them."""
+    if plan.streaming or len(plan.devices) == 1:
+        return 1
+    lap_s = evaluate(plan, _alone(question)).tpot_s
+    full = under_load(plan, question, sequences=MOST_ROOM, most_rows=1)
+    return max(1, min(round(lap_s * full.tokens_per_s), MOST_ROOM))
+
+
+def _costs(plan: Plan, question: Instance, most: int) -> tuple[float, ...]:
+    """What a step of 1, 2, ... rows takes, in steps of one row; up to the last that takes less time than so many steps."""
+    took_s = [evaluate(plan, replace(_alone(question), decode_rows=rows)).tpot_s for rows in range(1, most + 1)]
+    costs = [each / took_s[0] for each in took_s]
+    while len(costs) > 1 and costs[-1] >= len(costs):
+        costs.pop()
+    return tuple(costs) or (1.0,)
+
+
+def _alone(question: Instance) -> Instance:
+    return replace(question, workload=replace(question.workload, sequences=1))

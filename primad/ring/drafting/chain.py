@@ -1,0 +1,86 @@
+"""What a model that guesses has of a text: its tokens, the guesses behind them, and so many of both computed.
+
+It works ahead as long as nobody says more, and what it guessed stays where the text goes on like that.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import Final
+
+import numpy as np
+
+from primad.engine.protocol import LogitsWindow, Rows
+from primad.ring.drafting.drafter import MOST_ROOM, Guess
+from primad.ring.drafting.messages import Drafted
+
+PART_ROWS: Final = 64
+"""Rows of a prompt that are computed before what came meanwhile is looked at."""
+
+
+class DraftChain:
+    """Guesses with ``window``, the whole of a model, whose only sequence has room for ``context`` tokens."""
+
+    def __init__(self, window: LogitsWindow, *, context: int) -> None:
+        self._window, self._context = window, context
+        self._number = 0
+        self._text: list[int] = []
+        self._guesses: list[Guess] = []
+        self._computed: list[int] = []
+
+    def begin(self, number: int, tokens: list[int]) -> None:
+        """From now on it is about text ``number``."""
+        self._number, self._text, self._guesses = number, list(tokens), []
+        pairs = zip(self._computed, tokens, strict=False)
+        self._cut(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+    def took(self, token: int) -> None:
+        """``token`` is the next one of the text."""
+        self._text.append(token)
+        if self._guesses and self._guesses[0].token == token:
+            del self._guesses[0]
+        else:
+            self._guesses.clear()
+            self._cut(len(self._text) - 1)
+
+    def _cut(self, cells: int) -> None:
+        if cells < len(self._computed):
+            self._window.kv_remove(0, cells, -1)
+            del self._computed[cells:]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``work`` has something to compute."""
+        tokens = len(self._text) + len(self._guesses)
+        return 0 < tokens < self._context and len(self._guesses) < MOST_ROOM
+
+    def work(self) -> Drafted | None:
+        """Compute some rows; what is guessed behind the text, once there is one guess more."""
+        tokens = [*self._text, *(guess.token for guess in self._guesses)]
+        if len(self._computed) == len(tokens):  # its last row is computed, and its logits are not there any more
+            self._cut(len(tokens) - 1)
+        first = len(self._computed)
+        part = tokens[first : first + PART_ROWS]
+        rows = len(part)
+        is_last = first + rows == len(tokens)
+        self._window.forward(
+            Rows(
+                content=np.array(part, np.int32),
+                positions=range(first, first + rows),
+                sequences=[[0]] * rows,
+                outputs=[is_last and row == rows - 1 for row in range(rows)],
+            )
+        )
+        self._computed += part
+        if not is_last:
+            return None
+        logits = self._window.logits(rows - 1)
+        token = int(logits.argmax())
+        sure = float(1 / np.exp(logits - logits[token], dtype=np.float64).sum())
+        self._guesses.append(Guess(token=token, sure=sure))
+        return Drafted(
+            number=self._number,
+            known=len(self._text),
+            tokens=[guess.token for guess in self._guesses],
+            sures=[guess.sure for guess in self._guesses],
+        )

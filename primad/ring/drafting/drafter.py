@@ -1,0 +1,72 @@
+"""Who guesses the next tokens of an answer, and how a ring computes them ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+MOST_ROOM: Final = 16
+"""Rows of one answer that are in a ring at once: of guesses that hold four times in five hardly one in 28 is behind more."""
+
+
+_FADES: Final = 0.97
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """How drafts are computed: one row a step as long as fewer than ``room`` such steps are in the ring, and up to ``rows``
+    rows in one step where that pays. A step of n rows takes ``costs[n - 1]`` times as long as one of a single row; of more
+    rows nothing is known. What turns out wrong is skipped on its way if the ring ``skips``.
+    """
+
+    room: int = 1
+    rows: int = 1
+    costs: tuple[float, ...] = (1.0,)
+    skips: bool = True
+    adapts: bool = True
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.room <= MOST_ROOM
+        assert self.rows >= 1
+        assert all(cost > 0 for cost in self.costs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guess:
+    """``token`` may come next; ``sure`` is how often such guesses hold, from 0 to 1."""
+
+    token: int
+    sure: float
+
+
+@dataclass(slots=True)
+class HeldShare:
+    """How often guesses held, of late."""
+
+    held: float
+    tries: float
+
+    @property
+    def sure(self) -> float:
+        """Of one like these."""
+        return self.held / self.tries
+
+    def count(self, *, held: bool) -> None:
+        """One more, which ``held`` or did not."""
+        self.held = self.held * _FADES + held
+        self.tries = self.tries * _FADES + 1
+
+
+class Drafter(Protocol):
+    """Guesses for one answer. It is told each token of it, whether it was guessed or not, and learns from that."""
+
+    def took(self, token: int) -> None:
+        """``token`` is the next one of the text for certain."""
+
+    @property
+    def works(self) -> bool:
+        """Whether it computes something for this answer, be any guess of it on its way or not: once it has read the text."""
+
+    def guess(self, drafts: Sequence[int]) -> Guess | None:
+        """What may follow the text and ``drafts`` behind it; None where nothing comes to mind."""

@@ -1,0 +1,43 @@
+"""What the head's ring process and a process that guesses say to each other, on a private socket pair."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class DraftModel(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
+    """The first message: guess with the model file ``path``, which has so many ``layers`` and ``bytes`` of weights, on so
+    many ``threads``, in texts of at most ``context`` tokens. Its process takes ``memory_bytes``.
+    """
+
+    path: str
+    layers: int
+    bytes: int
+    memory_bytes: int
+    threads: int
+    context: int
+
+
+class DraftText(msgspec.Struct, frozen=True, kw_only=True, tag="text"):
+    """From now on guess how ``tokens`` go on, which are text ``number``."""
+
+    number: int
+    tokens: list[int]
+
+
+class DraftTokens(msgspec.Struct, frozen=True, tag="tokens"):
+    """They go on with ``tokens``."""
+
+    tokens: list[int]
+
+
+class Drafted(msgspec.Struct, frozen=True, kw_only=True, tag="drafted"):
+    """Behind the first ``known`` tokens of text ``number`` may come all of ``tokens``, each so sure behind the others."""
+
+    number: int
+    known: int
+    tokens: list[int]
+    sures: list[float]
+
+
+DraftTask = DraftModel | DraftText | DraftTokens

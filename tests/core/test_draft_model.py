@@ -1,0 +1,186 @@
+"""A model that guesses: what it has of a text, what of its guesses still counts, and what is told to it."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primad.ring.drafting.chain import PART_ROWS, DraftChain
+from primad.ring.drafting.drafter import MOST_ROOM
+from primad.ring.drafting.messages import Drafted, DraftTask, DraftText, DraftTokens
+from primad.ring.drafting.model import ModelDrafter, ModelDrafters
+from tests.fakes.engine import VOCABULARY, FakeModel
+from tests.fakes.ring import GREEDY
+
+MODEL = FakeModel(2)
+tokens = st.integers(0, VOCABULARY - 1)
+
+
+def right(text: list[int], count: int) -> list[int]:
+    """How the model that guesses would go on."""
+    return MODEL.answer(text, count, GREEDY)
+
+
+@given(st.data())
+def test_its_guesses_are_what_it_would_say_behind_the_text_however_that_goes_on(data):
+    chain = DraftChain(MODEL.whole(), context=200)
+    for number in range(data.draw(st.integers(1, 3))):
+        text = data.draw(st.lists(tokens, min_size=1, max_size=90))
+        chain.begin(number, text)
+        for _ in range(data.draw(st.integers(0, 12))):
+            said = None
+            for _ in range(data.draw(st.integers(0, 6))):
+                said = (chain.work() if chain.has_work else None) or said
+            if said is not None:
+                assert (said.number, said.known) == (number, len(text))
+                assert said.tokens == right(text, len(said.tokens))
+                assert all(0 < sure <= 1 for sure in said.sures)
+            expected = right(text, 1)[0]
+            text.append(data.draw(st.sampled_from([expected, expected, (expected + 1) % VOCABULARY])))
+            chain.took(text[-1])
+
+
+def test_a_long_prompt_is_computed_in_parts_and_a_text_that_is_known_not_again():
+    window = MODEL.whole()
+    chain = DraftChain(window, context=400)
+    text = [i % VOCABULARY for i in range(2 * PART_ROWS + 5)]
+    chain.begin(1, text)
+    assert [chain.work(), chain.work()] == [None, None], "what came meanwhile can be looked at"
+    assert chain.work() is not None
+    chain.begin(2, [*text, 3])
+    assert chain.work() is not None
+    assert [len(step) for step in window.steps] == [PART_ROWS, PART_ROWS, 5, 1]
+
+
+def test_it_stops_at_its_room_and_at_its_context():
+    chain = DraftChain(MODEL.whole(), context=100)
+    chain.begin(1, [1, 2])
+    while chain.has_work:
+        said = chain.work()
+    assert said is not None
+    assert len(said.tokens) == MOST_ROOM
+    small = DraftChain(MODEL.whole(), context=5)
+    small.begin(1, [1, 2, 3])
+    while small.has_work:
+        said = small.work()
+    assert len(said.tokens) == 2
+    small.begin(2, [1] * 9)
+    assert not small.has_work
+
+
+# ---- in the head -----------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[DraftTask] = []
+        self.drafters = ModelDrafters(self.told.append)
+
+    def says(self, number: int, known: int, *guesses: int, sure: float = 0.95) -> None:
+        self.drafters.heard(Drafted(number=number, known=known, tokens=list(guesses), sures=[sure] * len(guesses)))
+
+
+def chain_of(drafter: ModelDrafter, most: int = 9) -> list[int]:
+    found: list[int] = []
+    while len(found) < most and (guess := drafter.guess(found)) is not None:
+        found.append(guess.token)
+    return found
+
+
+def test_nothing_is_told_until_a_guess_is_asked_for_and_then_what_came_since():
+    process = Process()
+    drafter = process.drafters([1, 2])
+    drafter.took(3)
+    assert process.told == []
+    assert drafter.guess([]) is None
+    assert process.told == [DraftText(number=1, tokens=[1, 2, 3])]
+    drafter.took(4)
+    drafter.took(5)
+    drafter.guess([])
+    drafter.guess([])
+    assert process.told[1:] == [DraftTokens([4, 5])]
+
+
+def test_what_it_said_counts_as_far_as_the_text_went_like_that():
+    process = Process()
+    drafter = process.drafters([1, 2])
+    drafter.guess([])
+    drafter.took(10)
+    process.says(1, 2, 10, 11, 12)
+    assert chain_of(drafter) == [11, 12]
+    drafter.took(11)
+    assert chain_of(drafter) == [12]
+    drafter.took(50)
+    assert chain_of(drafter) == [], "the text went another way"
+    process.says(1, 3, 11, 12, 13)
+    assert chain_of(drafter) == [], "that was said before it did"
+    process.says(1, 5, 51)
+    assert chain_of(drafter) == [51]
+
+
+def test_it_follows_the_latest_answer_and_the_others_are_looked_through():
+    process = Process()
+    first = process.drafters([7, 8, 9, 1, 7, 8])
+    process.says(1, 6, 30)
+    second = process.drafters([1, 2])
+    assert chain_of(first, 1) == [9]
+    process.says(1, 6, 40)
+    assert chain_of(second) == []
+    process.says(2, 2, 50)
+    assert chain_of(second) == [50]
+
+
+def test_where_the_process_is_gone_answers_are_looked_through():
+    process = Process()
+    begun = process.drafters([7, 8, 9, 1, 7, 8])
+    assert chain_of(begun, 1) == [], "a guess may come that is surer"
+    process.drafters.end()
+    assert chain_of(begun, 1) == [9]
+    assert chain_of(process.drafters([7, 8, 9, 1, 7, 8]), 1) == [9]
+
+
+def test_how_sure_a_guess_is_follows_from_how_often_those_held():
+    process = Process()
+    drafter = process.drafters([1, 2])
+    drafter.guess([])
+    for known in range(2, 40):
+        process.says(1, known, 5)
+        drafter.took(6 + known % 40)
+    process.says(1, 40, 5)
+    guess = drafter.guess([])
+    assert guess is not None
+    assert guess.sure < 0.2, "it was said to be 0.95"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["say", "take", "ask"]), st.booleans()), max_size=60))
+def test_whatever_crosses_on_the_way_its_guesses_are_those_of_the_model_behind_the_text(moves):
+    """The process answers any time later: what it was told waits, as does what it says."""
+    process = Process()
+    text = [3, 4]
+    drafter = process.drafters(text)
+    chain = DraftChain(MODEL.whole(), context=200)
+    said: list[Drafted] = []
+    done = 0
+    for move, flag in moves:
+        if move == "say":
+            for task in process.told[done:]:
+                if isinstance(task, DraftText):
+                    chain.begin(task.number, task.tokens)
+                elif isinstance(task, DraftTokens):
+                    for token in task.tokens:
+                        chain.took(token)
+            done = len(process.told)
+            if chain.has_work and (one := chain.work()) is not None:
+                said.append(one)
+            if flag and said:
+                process.drafters.heard(said[-1])
+        elif move == "take":
+            expected = right(text, 1)[0]
+            text.append(expected if flag else (expected + 1) % VOCABULARY)
+            drafter.took(text[-1])
+        else:
+            guesses = [guess.token for guess in drafter._guesses]
+            assert guesses == right(text, len(guesses))
+            drafter.guess([])

@@ -1,0 +1,173 @@
+"""Who guesses what, how sure of it, and when guesses are worth a place in the ring."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primad.ring.drafting.drafter import Drafting, Guess
+from primad.ring.drafting.lookup import PromptLookup
+from primad.ring.drafting.pace import BEGINS_AFTER, JUDGED_AFTER, PAUSES, Pace
+from primad.ring.drafting.speculation import Speculation
+
+
+def chain(lookup: PromptLookup, count: int) -> list[int]:
+    """What ``lookup`` guesses one behind the other."""
+    found: list[int] = []
+    for _ in range(count):
+        guess = lookup.guess(found)
+        if guess is None:
+            break
+        found.append(guess.token)
+    return found
+
+
+def test_what_followed_the_last_tokens_before_is_guessed_as_far_as_it_goes():
+    assert chain(PromptLookup([1, 2, 3, 4, 5, 6, 9, 1, 2]), 4) == [3, 4, 5, 6]
+
+
+def test_of_several_places_that_with_the_longer_run_is_taken_and_then_the_latest():
+    assert chain(PromptLookup([7, 1, 2, 30, 8, 1, 2, 40, 7, 1, 2]), 1) == [30]
+    assert chain(PromptLookup([6, 1, 2, 30, 8, 1, 2, 40, 7, 1, 2]), 1) == [40]
+
+
+def test_where_nothing_was_there_before_nothing_is_guessed():
+    assert chain(PromptLookup([1, 2, 3, 4]), 4) == []
+    assert chain(PromptLookup([1]), 4) == []
+
+
+def test_a_loop_is_guessed_on_into_the_guesses_themselves():
+    assert chain(PromptLookup([9, 1, 2, 1, 2]), 6) == [1, 2, 1, 2, 1, 2]
+
+
+def test_what_an_answer_has_said_is_looked_through_too():
+    lookup = PromptLookup([50, 51])
+    for token in (1, 2, 3, 4, 9, 1, 2):
+        lookup.took(token)
+    assert chain(lookup, 2) == [3, 4]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.lists(st.integers(0, 3), max_size=30), st.data())
+def test_a_guess_depends_on_the_text_alone_and_stood_there_before(prompt, answer, data):
+    asked, fresh = PromptLookup(prompt), PromptLookup(prompt)
+    for token in answer:
+        chain(asked, data.draw(st.integers(0, 4)))
+        asked.took(token)
+        fresh.took(token)
+    text = [*prompt, *answer]
+    guesses = chain(asked, 3)
+    assert guesses == chain(fresh, 3)
+    if guesses:
+        assert any(text[at - 2 : at] == text[-2:] and text[at] == guesses[0] for at in range(2, len(text)))
+
+
+def test_how_sure_a_guess_is_follows_from_how_often_such_guesses_held():
+    def sure(of: PromptLookup) -> float:
+        guess = of.guess([])
+        assert guess is not None
+        return guess.sure
+
+    text = random.Random(5).choices(range(1000), k=400)
+    right = PromptLookup(text)
+    for token in text[:100]:
+        right.took(token)
+    assert sure(right) > 0.95
+    wrong = PromptLookup([1, 2, 3])
+    for token in range(100, 160):
+        for each in (1, 2, token):
+            wrong.took(each)
+    wrong.took(1)
+    wrong.took(2)
+    assert sure(wrong) < 0.05
+
+
+# ---- when it pays ----------------------------------------------------------------------------------------------------
+
+
+def paced(gap_s: float, drafted_s: float, tokens: int) -> list[bool]:
+    """Whether a sure guess is wanted at each token of an answer whose tokens come so quickly without and with drafts."""
+    pace, now, wanted = Pace(), 0.0, []
+    for _ in range(tokens):
+        wanted.append(pace.wants(1.0))
+        now += drafted_s if wanted[-1] else gap_s
+        pace.took(now, drafted=wanted[-1], missed=False)
+    return wanted
+
+
+def test_the_first_tokens_have_no_drafts_to_compare_with():
+    assert paced(1.0, 0.5, 20) == [False] * BEGINS_AFTER + [True] * 16
+
+
+def test_while_drafts_win_time_they_go_on():
+    assert all(paced(1.0, 0.9, 2000)[BEGINS_AFTER:])
+
+
+@pytest.mark.parametrize("drafted_s", [1.0, 1.5])
+def test_drafts_that_win_no_time_end_and_are_tried_again_ever_more_rarely(drafted_s):
+    wanted = paced(1.0, drafted_s, 5000)
+    assert wanted[BEGINS_AFTER:][:JUDGED_AFTER] == [True] * JUDGED_AFTER
+    assert not any(wanted[BEGINS_AFTER + JUDGED_AFTER :][: PAUSES[0]])
+    assert sum(wanted) / len(wanted) < 0.04
+    assert any(wanted[-PAUSES[1] - JUDGED_AFTER :])
+
+
+def test_after_misses_guesses_must_be_surer_and_where_the_ring_was_idle_less_so():
+    pace = Pace()
+    for now in range(BEGINS_AFTER):
+        pace.took(now, drafted=False, missed=False)
+    assert pace.wants(0.5)
+    for now in range(10):
+        pace.took(now, drafted=True, missed=True)
+    assert not pace.wants(0.5)
+    for now in range(20):
+        pace.wants(0.5)
+        pace.took(now, drafted=False, missed=False)
+    assert pace.wants(0.5)
+
+
+class Sure:
+    """Guesses 7 for ever, with the same confidence."""
+
+    def __init__(self, sure: float) -> None:
+        self._sure = sure
+
+    def took(self, token: int) -> None:
+        """Learns nothing."""
+
+    works = False
+
+    def guess(self, drafts: object) -> Guess:
+        return Guess(token=7, sure=self._sure)
+
+
+@pytest.mark.parametrize(
+    ("sure", "costs", "rows"),
+    [
+        (0.9, (1.0, 1.1, 1.2, 1.3, 1.4), 4),
+        (0.9, (1.0, 2.0, 3.0, 4.0, 5.0), 0),
+        (0.9, (1.0, 1.1, 3.0, 4.0, 5.0), 1),
+        (0.3, (1.0, 1.1, 1.2, 1.3, 1.4), 1),
+        (0.05, (1.0, 1.1, 1.2, 1.3, 1.4), 0),
+        (0.9, (1.0,), 0),
+    ],
+)
+def test_as_many_rows_are_computed_together_as_win_most_time(sure, costs, rows):
+    speculation = Speculation(Sure(sure), Drafting(rows=5, costs=costs))
+    for now in range(BEGINS_AFTER):
+        speculation.took(1, now)
+    assert len(speculation.together(4)) == rows
+    assert len(speculation.together(1)) == min(rows, 1)
+
+
+def test_the_confidence_that_is_needed_is_that_of_all_that_is_on_its_way():
+    speculation = Speculation(Sure(0.6), Drafting(room=9))
+    for now in range(BEGINS_AFTER):
+        speculation.took(1, now)
+    count = 0
+    while (guess := speculation.next()) is not None:
+        speculation.handed_out([guess], count)
+        count += 1
+    assert count == 1, "two hold in 0.36 of the cases"

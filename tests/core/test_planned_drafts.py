@@ -1,0 +1,92 @@
+"""For how many rows of one answer a plan has room, and what several in one step cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from halda import DeviceProfile, LayerProfile, evaluate, instance, residency
+from halda.instance import Instance
+from primad.planning.batching import BatchingMode, batches_of
+from primad.planning.drafting import MOST_ROWS, SpeculateMode, drafting_of
+from primad.planning.question import default_workload
+from primad.ring.drafting.drafter import MOST_ROOM, Drafting
+from tests.core.test_batches import exactly
+from tests.fakes.planning import GB, device, link, model
+from tests.solver.test_simulate import ring
+
+ALONE = ring(("a", 20))
+TWO = ring(("a", 9), ("b", 10), ("a", 1))
+FOUR = ring(("a", 4), ("b", 5), ("c", 5), ("d", 5), ("a", 1))
+
+
+def asked(*devices: DeviceProfile, round_trip_s: float = 0.0002, flash: bool = False) -> Instance:
+    names = [each.device for each in devices]
+    links = [link(one, two, round_trip_s=round_trip_s) for one in names for two in names if one != two]
+    return instance(devices, links, model(), replace(default_workload(4096, 512, "f16"), flash=flash), {})
+
+
+def drafting(
+    plan, question: Instance, mode: SpeculateMode = "auto", batching: BatchingMode = "auto"
+) -> Drafting | None:
+    return drafting_of(mode, batching, plan, question, batches_of(batching, plan, question, 1))
+
+
+def test_a_ring_has_room_for_a_row_on_each_of_its_machines():
+    found = drafting(FOUR, asked(*map(device, "abcd")))
+    assert found is not None
+    assert found.room in (3, 4)
+
+
+def test_the_further_devices_are_apart_the_more_rows_are_on_their_way():
+    near, far = (
+        drafting(TWO, asked(device("a"), device("b"), round_trip_s=round_trip_s)) for round_trip_s in (1e-4, 0.4)
+    )
+    assert near is not None
+    assert far is not None
+    assert near.room < far.room <= MOST_ROOM
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_where_a_lap_has_no_room_nothing_is_drafted(mode):
+    assert drafting(ALONE, asked(device("a")), mode) is None
+    assert drafting(TWO, asked(device("a", host="one"), device("b", host="one")), mode) is None
+
+
+def test_who_asks_for_lookup_has_a_row_on_each_device_whatever_it_gains():
+    found = drafting(TWO, asked(device("a", host="one"), device("b", host="one")), "lookup")
+    assert found is not None
+    assert found.room == 2
+
+
+def test_off_is_off():
+    assert drafting(FOUR, asked(*map(device, "abcd")), "off") is None
+
+
+def test_where_weights_stream_several_rows_cost_little_more_than_one():
+    question = asked(exactly(8, device("a", ram=3 * GB, disk=0.3e9)))
+    plan = residency(ALONE, question)
+    assert plan.streaming
+    fast = drafting(plan, question, batching="fast")
+    assert fast is not None
+    assert (fast.room, fast.rows) == (1, MOST_ROWS)
+    assert fast.costs[0] == 1.0
+    assert fast.costs[-1] < 2
+
+
+def test_no_more_rows_are_computed_at_once_than_are_exact():
+    question = asked(device("a", ram=3 * GB, disk=0.3e9))
+    plan = residency(ALONE, question)
+    assert drafting(plan, question) is None, "of its rows it is known that single ones are exact"
+
+
+def test_a_state_that_cannot_be_cut_back_has_no_drafts():
+    question = asked(*map(device, "abcd"))
+    layer = LayerProfile(
+        bytes_by_type={"Q4_K": GB // 4}, expert_bytes_by_type={}, kv_bytes_per_token=0, state_bytes=1000
+    )
+    recurrent = replace(question, model=replace(question.model, layers=(layer,) * 20))
+    assert recurrent.model.is_recurrent
+    assert evaluate(FOUR, recurrent).tpot_s > 0
+    assert drafting(FOUR, recurrent, "lookup") is None

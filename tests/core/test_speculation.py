@@ -1,0 +1,455 @@
+"""Drafts change when tokens come and nothing else: whoever guesses, whatever is skipped, however many write at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from primad.engine.protocol import Sampling
+from primad.errors import ProtocolError
+from primad.ring.drafting.drafter import Drafting, Guess
+from primad.ring.drafting.pace import BEGINS_AFTER
+from primad.ring.drafting.speculation import BeginsDrafter
+from primad.ring.grouping import Batching
+from primad.ring.head import Send
+from primad.ring.messages import Cancel, Drained, KvRemove, Sampled
+from primad.ring.scheduler import Draw, PlannedStep, Scheduler
+from tests.fakes.engine import VOCABULARY, FakeModel
+from tests.fakes.ring import GREEDY, FakeRing, chunks_of, generate
+
+CONTEXT = 256
+TOKENS = 24
+WILD = msgspec.structs.replace(
+    GREEDY, temperature=1.3, seed=77, presence_penalty=0.7, penalty_tokens=6, logit_bias=((3, 1.5), (9, -50.0))
+)
+COSTS = tuple(1 + 0.05 * rows for rows in range(8))
+rings = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+class Oracle:
+    """Knows the answers: its guess is right in the ``share`` of cases, of which it says it is ``sure``."""
+
+    def __init__(self, answer: Sequence[int], share: float, sure: float, seed: int) -> None:
+        self._answer, self._share, self._sure = answer, share, sure
+        self._random = random.Random(seed)
+        self._taken = 0
+
+    def took(self, token: int) -> None:
+        assert token == self._answer[self._taken], "it is told another text than that of no drafter"
+        self._taken += 1
+
+    works = False
+
+    def guess(self, drafts: Sequence[int]) -> Guess | None:
+        at = self._taken + len(drafts)
+        if at >= len(self._answer):
+            return None
+        wrong = (self._answer[at] + self._random.randrange(1, VOCABULARY)) % VOCABULARY
+        return Guess(token=self._answer[at] if self._random.random() < self._share else wrong, sure=self._sure)
+
+
+def knowing(sampling: Sampling, share: float, *, sure: float = 1.0, seed: int = 0) -> BeginsDrafter:
+    """Oracles for answers that are sampled so. The fake model's answers depend on nothing but the prompt."""
+    return lambda prompt: Oracle(FakeModel(1).answer(prompt, 4 * TOKENS, sampling), share, sure, seed)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([length, seed]).integers(0, VOCABULARY, length).tolist()
+
+
+def move(ring: FakeRing) -> bool:
+    """Each move takes time, so that it shows what drafts win."""
+    ring.now_s += 0.01
+    return ring.move()
+
+
+def run(ring: FakeRing) -> None:
+    while move(ring):
+        pass
+    assert ring.scheduler.is_idle, "the ring went quiet with work left"
+
+
+def sampled(ring: FakeRing, request: int) -> list[int]:
+    return [event.token for event in ring.events if isinstance(event, Sampled) and event.request == request]
+
+
+@st.composite
+def drafting_rings(draw, sampling: Sampling = GREEDY, **options):
+    """Any ring of two devices or more, with a drafter that is right, wrong or in between."""
+    devices, rounds = draw(st.integers(2, 4)), draw(st.integers(1, 2))
+    sizes = st.lists(st.integers(1, 2), min_size=devices, max_size=devices)
+    drafter = knowing(
+        sampling,
+        draw(st.sampled_from([0.0, 0.3, 0.7, 0.9, 1.0])),
+        sure=draw(st.sampled_from([0.5, 1.0])),
+        seed=draw(st.integers(0, 99)),
+    )
+    settled = {
+        "rows": draw(st.sampled_from([4, 64])),
+        "depth": draw(st.integers(1, 3)),
+        "sequences": draw(st.integers(1, 3)),
+        "keep_rows": draw(st.sampled_from([None, 2])),
+        "batching": Batching(
+            rows=draw(st.integers(1, 3)), steps=draw(st.integers(1, 3)), bridges=draw(st.booleans()), replays=3
+        ),
+        "drafting": Drafting(
+            room=draw(st.integers(1, 6)),
+            rows=draw(st.sampled_from([1, 4])),
+            costs=COSTS,
+            skips=draw(st.booleans()),
+        ),
+    }
+    return FakeRing(
+        draw(st.lists(sizes, min_size=rounds, max_size=rounds)),
+        1,
+        context=CONTEXT,
+        seed=draw(st.integers(0, 2**32)),
+        drafter=drafter,
+        **(settled | options),
+    )
+
+
+@rings
+@given(st.data(), st.sampled_from([GREEDY, WILD]))
+def test_any_drafter_leaves_the_answers_of_any_number_of_users_as_they_are(data, sampling):
+    ring = data.draw(drafting_rings(sampling))
+    texts = data.draw(st.lists(st.builds(prompt, st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=4))
+    for request, text in enumerate(texts):
+        ring.head.submit(generate(request, text, tokens=TOKENS, sampling=sampling, root="r"))
+    run(ring)
+    for request, text in enumerate(texts):
+        tokens, finished = ring.answer(request)
+        assert tokens == ring.model.answer(text, TOKENS, sampling)
+        assert (finished.reason, finished.completion_tokens) == ("length", TOKENS)
+
+
+@rings
+@given(st.data())
+def test_a_cancel_at_any_moment_leaves_no_cell_and_no_number_behind(data):
+    ring = data.draw(drafting_rings())
+    first, second = prompt(5, data.draw(st.integers(0, 3))), prompt(7)
+    ring.head.submit(generate(1, first, tokens=TOKENS))
+    ring.head.submit(generate(2, second, tokens=TOKENS))
+    for _ in range(data.draw(st.integers(0, 250))):
+        move(ring)
+    ring.cancel(1)
+    ring.head.submit(generate(3, first, tokens=TOKENS))
+    run(ring)
+    for request, text in ((2, second), (3, first)):
+        assert ring.answer(request)[0] == ring.model.answer(text, TOKENS, GREEDY)
+    held = [[window.held(number) for number in range(ring.model.options.sequences)] for window in ring.windows]
+    ring.ask(generate(4, [1], tokens=1))
+    assert len(ring.scheduler._slots._free) == ring.model.options.sequences
+    assert all(cells <= CONTEXT for each in held for cells in each)
+
+
+@rings
+@given(st.data(), st.sampled_from([GREEDY, WILD]))
+def test_an_answer_goes_on_in_another_ring_wherever_drafts_were_on_their_way(data, sampling):
+    first, second = data.draw(drafting_rings(sampling)), data.draw(drafting_rings(sampling))
+    text = prompt(9, data.draw(st.integers(0, 3)))
+    first.head.submit(generate(1, text, tokens=TOKENS, sampling=sampling))
+    for _ in range(data.draw(st.integers(0, 250))):
+        move(first)
+    told = sampled(first, 1)
+    second.head.submit(generate(1, text, sampled=told, tokens=TOKENS, sampling=sampling))
+    run(second)
+    assert told + sampled(second, 1) == first.model.answer(text, TOKENS, sampling)
+
+
+@rings
+@given(st.data())
+def test_a_ring_with_drafts_on_their_way_drains(data):
+    ring = data.draw(drafting_rings())
+    text = prompt(6)
+    ring.head.submit(generate(1, text, tokens=TOKENS, root="r"))
+    for _ in range(data.draw(st.integers(0, 200))):
+        move(ring)
+    ring.head.drain()
+    while move(ring):
+        pass
+    assert ring.scheduler.is_drained
+    assert [event for event in ring.events if isinstance(event, Drained)] == [Drained()]
+    told = sampled(ring, 1)
+    assert told == ring.model.answer(text, TOKENS, GREEDY)[: len(told)]
+
+
+@rings
+@given(st.data())
+def test_an_end_token_and_a_full_context_end_it_where_they_would_without(data):
+    text = prompt(8, data.draw(st.integers(0, 9)))
+    answer = FakeModel(1).answer(text, TOKENS, GREEDY)
+    ends = frozenset([answer[data.draw(st.integers(0, TOKENS - 1))]])
+    ring = data.draw(drafting_rings(ends=ends))
+    tokens, finished = ring.ask(generate(1, text, tokens=TOKENS))
+    assert tokens == FakeModel(1, ends).answer(text, TOKENS, GREEDY)
+    assert finished.reason == "stop"
+
+
+@pytest.mark.parametrize("left", [1, 2, 5, 9])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_no_row_is_drafted_behind_the_last_token_that_an_answer_may_have(left, rows):
+    ring = FakeRing(
+        [[1, 1, 1]],
+        1,
+        context=16,
+        drafting=Drafting(room=6, rows=rows, costs=COSTS),
+        drafter=knowing(GREEDY, 1.0),
+    )
+    ring.head.submit(generate(1, prompt(16 - left), tokens=100))
+    run(ring)
+    assert ring.answer(1)[0] == ring.model.answer(prompt(16 - left), left, GREEDY)
+    assert max(position for window in ring.windows for step in window.steps for position in step) <= 14
+
+
+def test_logprobs_of_drafted_tokens_are_those_of_the_model():
+    def told(**options) -> list[Sampled]:
+        ring = FakeRing([[1, 1]], 1, **options)
+        ring.head.submit(generate(1, [1, 2], tokens=TOKENS, sampling=WILD, logprobs=3))
+        run(ring)
+        return [event for event in ring.events if isinstance(event, Sampled)]
+
+    drafting = Drafting(room=4, rows=4, costs=COSTS)
+    assert told(drafting=drafting, drafter=knowing(WILD, 0.7)) == told()
+
+
+# ---- step by step ----------------------------------------------------------------------------------------------------
+
+
+ROOM_3 = Drafting(room=3)
+
+
+class Counting:
+    """Guesses the numbers that follow the last token, and is always sure."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._last = prompt[-1]
+
+    def took(self, token: int) -> None:
+        self._last = token
+
+    works = False
+
+    def guess(self, drafts: Sequence[int]) -> Guess | None:
+        return Guess(token=(drafts[-1] if drafts else self._last) + 1, sure=1.0)
+
+
+def begun(*prompts: Sequence[int], drafting: Drafting = ROOM_3, depth: int = 2, **options) -> Scheduler:
+    """A generation for each prompt that has sampled 10 to 13, after which drafts begin, and waits for its next row."""
+    made = Scheduler(
+        context=100, chunking=chunks_of(64), depth=depth, sequences=2, drafting=drafting, drafter=Counting, **options
+    )
+    for request, text in enumerate(prompts, 1):
+        made.submit(generate(request, text, tokens=40))
+    for token in range(10, 10 + BEGINS_AFTER):
+        for step in [next_step(made) for _ in prompts]:
+            bring_back(made, step, token)
+    return made
+
+
+def next_step(made: Scheduler) -> PlannedStep:
+    step = made.next_step(0)
+    assert step is not None
+    return step
+
+
+def bring_back(made: Scheduler, step: PlannedStep, *tokens: int) -> list[int]:
+    """``step`` comes back, and ``tokens`` are drawn from its rows as far as somebody wants them; what is told."""
+    draws = [Draw(token=token, ends=False) for token in tokens]
+    drawn = {each.request: replace(draws[0], more=tuple(draws[1:])) for _, each in made.wants_draws(step.step)}
+    return [event.token for event in made.commit(step.step, drawn, 0) if isinstance(event, Sampled)]
+
+
+def rows_of(step: PlannedStep) -> list[tuple[int, int]]:
+    return list(zip(step.tokens, step.positions, strict=True))
+
+
+def test_drafts_fill_the_room_of_a_ring_behind_the_next_token():
+    made = begun([1, 2])
+    assert [rows_of(next_step(made)) for _ in range(3)] == [[(13, 5)], [(14, 6)], [(15, 7)]]
+    assert made.next_step(0) is None
+
+
+def test_a_draft_that_holds_is_the_next_token_and_another_one_follows_it():
+    made = begun([1, 2])
+    steps = [next_step(made) for _ in range(3)]
+    assert bring_back(made, steps[0], 14) == [14]
+    assert rows_of(next_step(made)) == [(16, 8)]
+    assert [bring_back(made, steps[1], 15), bring_back(made, steps[2], 16)] == [[15], [16]]
+    assert not made.take_void()
+
+
+def test_behind_a_draft_that_failed_its_cells_are_forgotten_and_nothing_is_drawn():
+    made = begun([1, 2])
+    steps = [next_step(made) for _ in range(3)]
+    assert bring_back(made, steps[0], 99) == [99]
+    assert made.take_void() == [steps[1].step, steps[2].step]
+    assert made.take_void() == []
+    following = next_step(made)
+    assert (rows_of(following), following.ops) == ([(99, 6)], [KvRemove(0, 6, -1)])
+    assert [bring_back(made, step, 15) for step in steps[1:]] == [[], []]
+    assert bring_back(made, following, 40) == [40]
+
+
+def test_a_ring_that_skips_nothing_is_told_of_no_void_steps():
+    made = begun([1, 2], drafting=Drafting(room=3, skips=False))
+    steps = [next_step(made) for _ in range(2)]
+    bring_back(made, steps[0], 99)
+    assert made.take_void() == []
+    assert made.is_void(steps[1].step)
+    assert not made.skips(steps[1].step)
+
+
+def test_what_is_ahead_of_a_generation_that_is_over_is_void():
+    made = begun([1, 2])
+    steps = [next_step(made) for _ in range(3)]
+    made.cancel(Cancel(1))
+    assert made.take_void() == [steps[1].step, steps[2].step]
+    assert [bring_back(made, step, 14) for step in steps] == [[], [], []]
+    assert made.is_idle
+
+
+def test_rows_of_users_go_before_drafts_and_are_not_fewer_for_them():
+    made = begun([1, 2], [3, 4], depth=3, batching=Batching(steps=2))
+    steps = [next_step(made) for _ in range(3)]
+    assert [step.requests for step in steps] == [[1], [2], [1]], "the third is a draft"
+    bring_back(made, steps[1], 50)
+    assert rows_of(next_step(made)) == [(50, 6)], (
+        "two steps of next tokens may be in flight, and a draft is none of them"
+    )
+
+
+def test_no_draft_goes_beside_a_prompt():
+    made = begun([1, 2])
+    made.submit(generate(2, [5, 6], tokens=40))
+    assert [next_step(made).requests for _ in range(2)] == [[2], [1]]
+    assert made.next_step(0) is None
+
+
+def test_a_generation_that_does_not_speculate_has_no_drafts():
+    made = Scheduler(context=100, chunking=chunks_of(64), depth=2, drafting=Drafting(room=3), drafter=Counting)
+    made.submit(msgspec.structs.replace(generate(1, [1, 2], tokens=40), speculates=False))
+    for token in range(10, 20):
+        step = next_step(made)
+        assert made.next_step(0) is None
+        bring_back(made, step, token)
+
+
+def test_rows_that_cost_little_go_with_the_next_token_in_one_step():
+    made = begun([1, 2], drafting=Drafting(rows=4, costs=COSTS))
+    step = next_step(made)
+    assert (rows_of(step), sorted(step.draws)) == ([(13, 5), (14, 6), (15, 7), (16, 8)], [0, 1, 2, 3])
+    assert made.drafts(step.step) == (14, 15, 16)
+    assert bring_back(made, step, 14, 15, 99) == [14, 15, 99]
+    following = next_step(made)
+    assert (rows_of(following)[0], following.ops) == ((99, 8), [KvRemove(0, 8, -1)])
+    assert bring_back(made, following, 100, 101, 102, 103) == [100, 101, 102, 103]
+    assert next_step(made).ops == []
+
+
+@pytest.mark.parametrize(
+    ("drafting", "batching", "rows"),
+    [
+        (Drafting(rows=4, costs=(1.0, 2.0, 3.0, 4.0)), Batching(), 1),
+        (Drafting(rows=2, costs=COSTS), Batching(), 2),
+        (Drafting(rows=4, costs=COSTS), Batching(cells=7), 2),
+        (Drafting(rows=4, costs=COSTS), Batching(cells=3), 1),
+    ],
+    ids=["rows that cost as much as steps", "two rows are exact", "up to 7 cells are", "there are more cells"],
+)
+def test_a_step_has_as_many_drafts_as_pay_and_are_exact(drafting, batching, rows):
+    assert len(next_step(begun([1, 2], drafting=drafting, batching=batching)).tokens) == rows
+
+
+def test_of_an_answer_that_another_ring_began_drafts_come_behind_what_is_known():
+    made = Scheduler(context=100, chunking=chunks_of(64), depth=9, drafting=Drafting(room=3), drafter=Counting)
+    made.submit(generate(1, [1, 2], sampled=[7, 8, 9], tokens=40))
+    steps = [next_step(made) for _ in range(4)]
+    assert [rows_of(step) for step in steps[1:]] == [[(7, 2)], [(8, 3)], [(9, 4)]]
+    assert made.next_step(0) is None, "the first tokens of a ring are without, to compare with"
+    for token in range(10, 10 + BEGINS_AFTER):
+        for step in steps:
+            bring_back(made, step, token)
+        steps = [next_step(made)]
+    assert rows_of(next_step(made)) == [(14, 9)]
+
+
+def test_over_the_drafts_of_another_one_no_row_of_nobody_is_put():
+    batching = Batching(rows=3, steps=1, bridges=True)
+    made = Scheduler(
+        context=100,
+        chunking=chunks_of(64),
+        depth=4,
+        sequences=3,
+        batching=batching,
+        drafting=Drafting(room=6),
+        drafter=Counting,
+    )
+    for request in (1, 2, 3):
+        made.submit(generate(request, [request], tokens=40))
+    prompts = [next_step(made) for _ in range(3)]
+    for step in prompts:
+        bring_back(made, step, 10)
+    for token in range(11, 14):
+        bring_back(made, next_step(made), token)
+    whole = next_step(made)
+    drafts = [next_step(made) for _ in range(3)]
+    assert {step.requests[0] for step in drafts} == {1}, "all are as sure"
+    made.cancel(Cancel(2))
+    one, three = whole.draws[0][0], whole.draws[2][0]
+    made.commit(whole.step, {one.request: Draw(token=14, ends=False), three.request: Draw(token=50, ends=False)}, 0)
+    assert rows_of(next_step(made)) == [(50, 5)]
+
+
+# ---- in a ring -------------------------------------------------------------------------------------------------------
+
+
+def ring_of_three(share: float, **drafting) -> FakeRing:
+    return FakeRing(
+        [[1, 1, 1]], 1, context=CONTEXT, drafting=Drafting(room=4, **drafting), drafter=knowing(GREEDY, share)
+    )
+
+
+def test_a_right_drafter_has_several_rows_of_one_answer_in_the_ring():
+    ring = ring_of_three(1.0)
+    ring.head.submit(generate(1, [1, 2], tokens=TOKENS))
+    most = 0
+    while move(ring):
+        most = max(most, ring.scheduler.in_flight)
+    assert most == 4
+    _, finished = ring.answer(1)
+    assert finished.accepted == finished.drafted > TOKENS // 2
+    assert ring.scheduler.tally.tokens_a_lap > 2
+
+
+def test_a_wrong_drafter_is_found_out_and_its_steps_are_skipped():
+    def computed(**drafting) -> tuple[list[int], FakeRing]:
+        ring = ring_of_three(0.0, **drafting)
+        ring.head.submit(generate(1, [1, 2], tokens=TOKENS))
+        run(ring)
+        return [sum(map(len, window.steps)) for window in ring.windows], ring
+
+    rows, ring = computed()
+    _, finished = ring.answer(1)
+    assert rows[-1] == TOKENS + 1, "the tail computes the prompt and the tokens"
+    assert rows[0] == TOKENS + 1 + finished.drafted, "the first window cannot know"
+    assert sum(rows) < sum(computed(skips=False)[0])
+    assert (finished.accepted, ring.scheduler.tally.accepted) == (0, 0)
+    assert ring.scheduler.tally.skipped == ring.scheduler.tally.drafted > 0
+
+
+def test_a_step_that_nobody_asked_to_skip_is_refused():
+    ring = ring_of_three(1.0)
+    ring.head.submit(generate(1, [1, 2]))
+    sent = ring.head.turn()
+    assert isinstance(sent, Send)
+    empty = np.empty((0, sent.step.shape[1]), np.float32)
+    with pytest.raises(ProtocolError, match="step 0 came back without having been computed, which nobody asked for"):
+        ring.head.receive(msgspec.structs.replace(sent.step, window=3, skipped=True), empty)

@@ -1,0 +1,180 @@
+"""Drafts on real processes: the same tokens and log-probabilities as without, whatever happens to a worker meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+
+from primad.engine.protocol import Sampling
+from primad.gguf.model import open_model
+from primad.planning.draft_model import draft_model
+from primad.ring.drafting.drafter import Drafting
+from primad.ring.drafting.messages import DraftModel
+from primad.ring.grouping import Batching
+from primad.ring.messages import Finished, Sampled
+from tests.e2e.cluster import Head, all_joined, heading
+from tests.e2e.reference import Plain
+from tests.e2e.streams import STORY, ask
+from tests.e2e.test_several_at_once import ask_all
+from tools.lab.local_ring import GREEDY, LocalRing
+
+pytestmark = pytest.mark.slow
+
+DRAWN = msgspec.structs.replace(GREEDY, temperature=1.0, seed=11)
+PENALISED = msgspec.structs.replace(
+    DRAWN, seed=5, repeat_penalty=1.1, presence_penalty=0.3, penalty_tokens=64, logit_bias=((28, 2.0),)
+)
+MIROSTAT = msgspec.structs.replace(DRAWN, mirostat=2, mirostat_tau=4.0)
+GUIDED = msgspec.structs.replace(DRAWN, grammar='start: item (", " item)*\nitem: "a red fish" | "a blue fish"\n')
+TEXT = "A red fish, a blue fish, a red fish and a blue fish swam in the sea. " * 6
+TOKENS = 32
+SHAPE = (10, 12, 7)
+
+
+async def told(
+    model: Path, prompts: Sequence[list[int]], kinds: Sequence[Sampling], **options: Any
+) -> tuple[list[list[Sampled]], int]:
+    """What a ring of three says to each kind of ``prompts`` that are asked together, and how many drafts it accepted."""
+    accepted = 0
+    async with LocalRing(model, SHAPE, context=512, threads=1, sequences=len(prompts), **options) as ring:
+        found: list[list[Sampled]] = []
+        for sampling in kinds:
+            answers: dict[int, list[Sampled]] = {}
+            for prompt in prompts:
+                answers[await ring.ask(prompt, TOKENS, (), sampling, 3)] = []
+            left = len(prompts)
+            while left:
+                event = await ring.next_event()
+                if isinstance(event, Sampled):
+                    answers[event.request].append(msgspec.structs.replace(event, request=0))
+                elif isinstance(event, Finished):
+                    left, accepted = left - 1, accepted + event.accepted
+            found += answers.values()
+        return found, accepted
+
+
+def tokens_of(model: Path, *texts: str) -> list[list[int]]:
+    plain = Plain(model)
+    try:
+        return [plain.tokenize(text) for text in texts]
+    finally:
+        plain.release()
+
+
+def check(model: Path, texts: Sequence[str], kinds: Sequence[Sampling], drafting: Drafting, **options: Any) -> int:
+    """Nothing that is told differs from what a ring without drafts tells; how many drafts were accepted."""
+    prompts = tokens_of(model, *texts)
+    expected, none = asyncio.run(told(model, prompts, kinds, **options))
+    found, accepted = asyncio.run(told(model, prompts, kinds, drafting=drafting, **options))
+    assert found == expected
+    assert none == 0
+    return accepted
+
+
+def test_drafts_change_no_token_and_no_log_probability(smollm2: Path):
+    assert check(smollm2, [TEXT], [GREEDY, DRAWN, GUIDED], Drafting(room=4)) > 0
+
+
+def guessing(model: Path) -> DraftModel:
+    """The model as the one that guesses for itself."""
+    return draft_model(model, open_model(model), context=512, threads=1)
+
+
+def test_a_model_that_guesses_changes_nothing_and_is_killed_without_harm(smollm2: Path):
+    (prompt,) = tokens_of(smollm2, STORY)
+
+    async def run(draft: DraftModel | None, latency_s: float) -> tuple[list[Sampled], Finished]:
+        told: list[Sampled] = []
+        drafting = None if draft is None else Drafting(room=4)
+        async with LocalRing(
+            smollm2, SHAPE, context=512, threads=1, latency_s=latency_s, drafting=drafting, draft=draft
+        ) as ring:
+            head = psutil.Process(ring.processes[ring.plan.head].pid)
+
+            def heard(event: Sampled) -> None:
+                told.append(event)
+                if draft is not None and len(told) == TOKENS:
+                    (guesses,) = head.children()
+                    guesses.kill()
+
+            return await ring.generate(prompt, TOKENS + 8, logprobs=3, heard=heard)
+
+    expected, _ = asyncio.run(run(None, 0.0))
+    found, finished = asyncio.run(run(guessing(smollm2), 0.01))
+    assert found == expected
+    assert (finished.reason, finished.completion_tokens) == ("length", TOKENS + 8)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("room", [2, 9])
+def test_no_room_and_no_skipping_changes_anything(smollm2: Path, room, skips):
+    accepted = check(
+        smollm2,
+        [TEXT, f"{STORY} {TEXT}"],
+        [GREEDY, DRAWN, PENALISED, MIROSTAT, GUIDED],
+        Drafting(room=room, skips=skips),
+    )
+    assert accepted > 0
+
+
+@pytest.mark.matrix
+def test_eight_users_have_the_answers_that_they_have_without(smollm2: Path):
+    texts = [f"{number}. {TEXT[: 100 + 40 * number]}" for number in range(8)]
+    accepted = check(smollm2, texts, [GREEDY, DRAWN], Drafting(room=9), batching=Batching(steps=3))
+    assert accepted < 2 * len(texts) * TOKENS, "users go first: a full ring has little room, or none"
+
+
+@pytest.mark.matrix
+def test_sliding_windows_are_cut_back_exactly(gemma3: Path):
+    (prompt,) = tokens_of(gemma3, TEXT * 4)
+    shape = (6, 6, 5)
+
+    async def run(drafting: Drafting | None) -> tuple[list[Sampled], Finished]:
+        async with LocalRing(gemma3, shape, context=1024, threads=1, drafting=drafting) as ring:
+            return await ring.generate(prompt, 120, logprobs=3)
+
+    expected, _ = asyncio.run(run(None))
+    found, finished = asyncio.run(run(Drafting(room=5)))
+    assert found == expected
+    assert finished.accepted > 0
+
+
+def drafted(head: Head) -> int:
+    """How many drafts its ring computed."""
+    drafts = httpx.get(f"{head.url}/status").json()["drafts"]
+    return 0 if drafts is None else drafts["drafted"]
+
+
+@pytest.mark.parametrize("streams", [1, pytest.param(8, marks=pytest.mark.matrix)])
+def test_a_worker_that_is_killed_under_drafts_changes_no_text(smollm2: Path, module_home, streams):
+    cluster = f"drafts-{secrets.token_hex(6)}"
+    with ExitStack() as stack:
+        homes = [module_home(f"w{number}-{streams}") for number in (1, 2)]
+        _, second = stack.enter_context(all_joined(homes, cluster))
+        arguments = ("--wait", 2, "--use-all", "--context", 1024, "--sequences", streams, "--batching", "exact")
+        home = module_home(f"head-{streams}")
+        head: Head = stack.enter_context(
+            heading(smollm2, home, cluster, *arguments, "--speculate", "lookup", config="")
+        )
+        head.wait_serving()
+        kinds: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 7}]
+        expected = [ask(head, prompt=TEXT, speculate=False, **kind).text for kind in kinds]
+        assert drafted(head) == 0
+        assert [ask(head, prompt=TEXT, **kind).text for kind in kinds] == expected
+        assert drafted(head) > 0
+        if streams > 1:
+            alone = [told.text for told in ask_all(head, streams, speculate=False)]
+            assert [told.text for told in ask_all(head, streams, second.kill)] == alone
+        disturbed = ask(head, None if streams > 1 else second.kill, prompt=TEXT)
+        assert (disturbed.text, disturbed.error) == (expected[0], None), head.run.output
+        assert "Traceback" not in head.run.output

@@ -1,0 +1,43 @@
+"""What was guessed of an answer is told in its usage, and a client may ask that nothing is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fakes.backend import FakeBackend
+from tests.fakes.http import events, post
+
+HELLO = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def guessing(drafted: int, accepted: int) -> FakeBackend:
+    backend = FakeBackend(lambda _: b"yes")
+    backend.drafts = (drafted, accepted)
+    return backend
+
+
+def test_usage_says_what_was_right_and_what_was_wrong():
+    used = post(guessing(7, 4), "/v1/chat/completions", **HELLO).json()["usage"]
+    assert used["completion_tokens_details"] == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 3}
+    several = post(guessing(7, 4), "/v1/completions", prompt=["Hello", "Hello"]).json()["usage"]
+    assert several["completion_tokens_details"] == {"accepted_prediction_tokens": 8, "rejected_prediction_tokens": 6}
+
+
+def test_a_stream_says_it_with_what_it_used():
+    asked = HELLO | {"stream_options": {"include_usage": True}}
+    *_, counts, _ = events(post(guessing(5, 5), "/v1/chat/completions", stream=True, **asked))
+    details = counts["usage"]["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 0}
+
+
+def test_where_nothing_was_guessed_nothing_is_said():
+    assert "completion_tokens_details" not in post(guessing(0, 0), "/v1/chat/completions", **HELLO).json()["usage"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
+def test_a_client_may_ask_that_nothing_is_guessed(path):
+    backend = guessing(0, 0)
+    asked = HELLO if "chat" in path else {"prompt": "Hello"}
+    post(backend, path, **asked)
+    post(backend, path, speculate=False, **asked)
+    assert [call.speculates for call in backend.calls] == [True, False]

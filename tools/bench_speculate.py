@@ -1,0 +1,243 @@
+"""``tools/bench speculate``: what drafts win, and what they cost where they win nothing, against the same ring without.
+
+Every way of drafting has a ring of its own, all loaded before the first run, and answers each question twice in turn:
+without drafts and with them. So each figure is a ratio of neighbours. ``as served`` is what a plan for these devices and
+links says; the others leave one thing out: no steps ahead of the next token (``one step``: plain synchronous speculation),
+nothing skipped on its way, a confidence that does not adapt. ``model`` is as served with the same model in Q2_K that
+guesses as well, ``wrong model`` with one that knows nothing.
+
+``two``: two devices with a core each. ``far``: four devices whose hops take 10 ms longer (``--latency-ms``).
+``streams``: one device that has memory for half of the model in Q8_0, of which several rows of a step are exact (needs
+cgroups and root). Questions: code to edit, a story to go on with, a chat over a text, and random tokens, of which nothing
+can be guessed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from halda import LinkProfile, arrange, instance
+from primad.engine.llama import LlamaVocabulary
+from primad.engine.protocol import GREEDY, Sampling
+from primad.gguf.model import open_model
+from primad.gguf.profile import model_profile
+from primad.planning.batching import batches_of
+from primad.planning.draft_model import draft_model
+from primad.planning.drafting import drafting_of
+from primad.planning.question import default_workload
+from primad.profiler.effort import Effort
+from primad.profiler.measure import measure_home, ram_read_bytes_per_s
+from primad.profiler.processors import measure_cpu
+from primad.ring.drafting.drafter import MOST_ROOM, Drafting
+from primad.ring.drafting.messages import DraftModel
+from primad.ring.messages import Sampled
+from tools.bench_solver import device_here, links_between
+from tools.bench_together import NO_DISK
+from tools.lab import LabError
+from tools.lab.drafted import AS_SERVED, AT_LEAST, COPIES, Drafted, DraftedAnswer
+from tools.lab.local_ring import LocalRing, even_windows, types_of
+from tools.lab.memory import LimitedGroup
+from tools.lab.memory_runs import device_in, plan_alone, prefetch_rate
+from tools.lab.quantised import quantised
+from tools.lab.questions import QUESTIONS
+from tools.synth import write_model
+
+CONTEXT: Final = 1024
+ROWS: Final = 256
+SYNCHRONOUS: Final = 4
+"""Drafts of a step where nothing is ahead of it."""
+EVERYWHERE: Final = (AS_SERVED, "model", "wrong model")
+"""Ways that answer all questions; the others those where there is something to win."""
+BESIDE_BYTES: Final = 105 << 20
+"""What the process takes beside weights."""
+DRAWN: Final = msgspec.structs.replace(GREEDY, temperature=1.0, seed=7)
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    prompt: list[int]
+    sampling: Sampling
+
+
+def questions(model: Path, words: int = 40) -> dict[str, _Question]:
+    """All questions as tokens of ``model``."""
+    vocabulary = LlamaVocabulary(model)
+    try:
+        found = {
+            name: _Question(vocabulary.tokenize(text, add_special=True, parse_special=True), GREEDY)
+            for name, text in QUESTIONS.items()
+        }
+    finally:
+        vocabulary.release()
+    drawn = random.Random(19).choices(range(1000, 20_000), k=words)
+    return found | {"random": _Question(drawn, DRAWN)}
+
+
+def ways(served: Drafting) -> dict[str, Drafting]:
+    """What is compared."""
+    flat = (1.0,) * (SYNCHRONOUS + 1)
+    return {
+        AS_SERVED: served,
+        "one step": Drafting(room=1, rows=len(flat), costs=flat),
+        "no skipping": replace(served, skips=False),
+        "fixed": replace(served, adapts=False),
+    }
+
+
+def as_served(path: Path, devices: int, latency_s: float) -> Drafting:
+    """What ``serve --speculate lookup`` would do on so many machines with a core each, as this one is measured now."""
+    model, names = model_profile(open_model(path)), [f"d{i}" for i in range(devices)]
+    with tempfile.TemporaryDirectory(prefix="primad-speculate-") as folder:
+        cpu = measure_cpu(Path(folder), 1, lambda _: None, Effort(types=types_of(model)))
+    found = [replace(device_here(name, cpu, ram_read_bytes_per_s(1), NO_DISK), host=name) for name in names]
+    work = replace(default_workload(CONTEXT, ROWS, "f16"), flash=True)
+    plan = arrange(names, even_windows(len(model.layers), devices) or [len(model.layers)], rounds=1, model=model)
+    hop = LinkProfile(source="", target="", address="", round_trip_s=0.0004 + 2 * latency_s, bytes_per_s=2e9)
+    question = instance(found, links_between(names, [hop]), model, work, {}, plan.head)
+    drafting = drafting_of("lookup", "exact", plan, question, batches_of("exact", plan, question, 1))
+    return drafting or Drafting(room=min(devices, MOST_ROOM))
+
+
+async def ask(ring: LocalRing, question: _Question, tokens: int, *, speculates: bool) -> DraftedAnswer:
+    """One answer."""
+    times: list[float] = []
+
+    def heard(_: Sampled) -> None:
+        times.append(time.perf_counter())
+
+    begin_s = time.perf_counter()
+    told, finished = await ring.generate(
+        question.prompt, tokens, sampling=question.sampling, speculates=speculates, heard=heard
+    )
+    gaps = sorted(b - a for a, b in itertools.pairwise(times))
+    return DraftedAnswer(
+        tokens=[each.token for each in told],
+        first_s=times[0] - begin_s,
+        next_s=statistics.fmean(gaps),
+        late_s=gaps[round(0.95 * (len(gaps) - 1))],
+        drafted=finished.drafted,
+        accepted=finished.accepted,
+    )
+
+
+async def measure(case: str, path: Path, options: argparse.Namespace) -> list[Drafted]:
+    """All ways of one case, all questions."""
+    async with AsyncExitStack() as stack:
+        # not in memory: what streams is read from a disk
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-speculate-", dir="/var/tmp")))
+        if case == "streams":
+            path = await asyncio.to_thread(quantised, path, "q8_0", folder, 2)
+            rings, name = await _streaming(stack, path, folder)
+        else:
+            devices, latency_s = (2, 0.0) if case == "two" else (4, options.latency_ms / 1e3)
+            served = await asyncio.to_thread(as_served, path, devices, latency_s)
+            rings = await _near_and_far(stack, path, served, devices, latency_s, folder)
+            name = (
+                f"{case}, room {served.room}"
+                if case == "two"
+                else f"{case}, {options.latency_ms:g} ms, room {served.room}"
+            )
+        asked = questions(path)
+        found = [
+            Drafted(case=name, model=path.stem, way=way, question=question)
+            for question in asked
+            for way in rings
+            if question in COPIES or way in EVERYWHERE
+        ]
+        for number in range(options.rounds + 1):
+            for each in found:
+                for speculates in (False, True) if number % 2 else (True, False):
+                    answer = await ask(rings[each.way], asked[each.question], options.tokens, speculates=speculates)
+                    if number:
+                        (each.with_ if speculates else each.without).append(answer)
+        for way, ring in rings.items():
+            drafts = (await ring.status(ring.plan.head)).drafts
+            for each in found:
+                if each.way == way and drafts is not None and drafts.drafted:
+                    each.skipped = drafts.skipped / drafts.drafted
+    return found
+
+
+def drafts(path: Path, folder: Path) -> dict[str, DraftModel]:
+    """What guesses for the model ``path`` in which way: another form of it, and one that was never taught."""
+    untaught = folder / "untaught.gguf"
+    write_model(untaught, vocabulary=f"from:{path}")
+    found = {"model": quantised(path, "q2_k", folder, 2), "wrong model": untaught}
+    header = open_model(path)
+    return {way: draft_model(each, header, context=CONTEXT, threads=1) for way, each in found.items()}
+
+
+async def _near_and_far(
+    stack: AsyncExitStack, path: Path, served: Drafting, devices: int, latency_s: float, folder: Path
+) -> dict[str, LocalRing]:
+    layers = len(model_profile(open_model(path)).layers)
+    rings: dict[str, LocalRing] = {}
+    models = await asyncio.to_thread(drafts, path, folder)
+    compared = ways(served) | dict.fromkeys(models, served)
+    for way, drafting in compared.items():
+        ring = LocalRing(
+            path,
+            even_windows(layers, devices),
+            context=CONTEXT,
+            rows=ROWS,
+            threads=1,
+            pinned=not latency_s,
+            latency_s=latency_s,
+            drafting=drafting,
+            draft=models.get(way),
+            folder=folder,
+        )
+        rings[way] = await stack.enter_async_context(ring)
+    return rings
+
+
+async def _streaming(stack: AsyncExitStack, path: Path, folder: Path) -> tuple[dict[str, LocalRing], str]:
+    """One device with one thread: from so many cells on several threads share what is attended to in another way."""
+    model = model_profile(open_model(path))
+    cpu = measure_cpu(folder, 1, lambda _: None, Effort(types=types_of(model)))
+    here = device_here("d0", cpu, ram_read_bytes_per_s(1), measure_home(folder, lambda _: None, Effort()).disk)
+    group = stack.enter_context(LimitedGroup(model.size_bytes // 2 + BESIDE_BYTES))
+    device = device_in(group, here, "d0", prefetch_rate(path))
+    solution, work = plan_alone(device, model, CONTEXT)
+    question = instance([device], [], model, work, {})
+    batches = batches_of("exact", solution.plan, question, 1)
+    drafting = drafting_of("lookup", "exact", solution.plan, question, batches)
+    if drafting is None:
+        raise LabError(f"{path.stem}: nothing streams, or no two rows of a step are known to be exact here")
+    ring = LocalRing(
+        path,
+        None,
+        plan=solution.plan,
+        groups={"d0": group},
+        context=CONTEXT,
+        rows=work.chunk_rows,
+        threads=1,
+        drafting=drafting,
+        step_timeout_s=600,
+    )
+    (streamed,) = solution.prediction.devices
+    share = streamed.streamed_bytes / model.size_bytes
+    return {AS_SERVED: await stack.enter_async_context(ring)}, f"streams, {share:.0%}, {drafting.rows} rows"
+
+
+def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], model: Path) -> None:
+    """Adds ``speculate`` to the command line."""
+    one = benches.add_parser("speculate", help="what drafts win")
+    one.add_argument("--model", type=Path, action="append", help=f"GGUF file (default: {model.name})")
+    one.add_argument("--case", choices=list(AT_LEAST), nargs="+", default=list(AT_LEAST))
+    one.add_argument("--latency-ms", type=float, default=10.0, help="of each hop of the far ring (default: 10)")
+    one.add_argument("--tokens", type=int, default=128)
+    one.add_argument("--rounds", type=int, default=5)
+    one.add_argument("--json", help="also write the figures to this file")
