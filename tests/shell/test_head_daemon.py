@@ -181,6 +181,7 @@ class Lab:
             objective="balanced",
             use_all=use_all,
             sequences=1,
+            speculate="off",
             **self.more_options,
         )
         place = Workspace(
