@@ -230,6 +230,7 @@ def test_the_body_without_a_ring():
         "kv": None,
         "cluster": [],
         "checked": None,
+        "drafts": None,
         "embedding": None,
     }
 

@@ -90,7 +90,12 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
             service=Service(
                 model=ModelSource(header, model_profile(header), tmp_path, again_s=1.0),
                 options=SimpleNamespace(
-                    kv_type="f16", rows=16, extra_buffers="off", step_timeout_s=5.0, keep_rows=lambda has_cache: None
+                    kv_type="f16",
+                    rows=16,
+                    extra_buffers="off",
+                    step_timeout_s=5.0,
+                    keep_rows=lambda has_cache: None,
+                    draft=None,
                 ),
                 workload=SimpleNamespace(context_tokens=64),
             ),
