@@ -15,6 +15,7 @@ import http.client
 import os
 import socket
 import ssl
+import time
 from collections.abc import Collection
 from ipaddress import ip_address
 from typing import Final
@@ -29,6 +30,8 @@ MOST_REDIRECTS: Final = 4
 MOST_REDIRECT_BYTES: Final = 1 << 16
 MOST_WAIT_S: Final = 60.0
 """A hub that wants to be asked later is believed so long."""
+MOST_RANGE_S: Final = 600.0
+"""A range of a few MiB that takes longer is given up, though something comes now and then."""
 _REDIRECTS: Final = frozenset((301, 302, 303, 307, 308))
 
 
@@ -144,10 +147,14 @@ class HubRanges:
             )
         if answer.headers.get("Content-Range", "") != f"bytes {offset}-{offset + size - 1}/{file.size_bytes}":
             raise HubError(f"{host} gives another range, or the file changed there", again=False)
-        data = answer.read(size)
+        data, until = bytearray(), time.monotonic() + MOST_RANGE_S
+        while len(data) < size and (piece := answer.read1(size - len(data))):
+            data += piece
+            if time.monotonic() > until:
+                raise TimeoutError
         if len(data) != size or answer.read(1):
-            raise http.client.IncompleteRead(data, size - len(data))
-        return data
+            raise http.client.IncompleteRead(bytes(data), size - len(data))
+        return bytes(data)
 
     def _ask(self, file: RemoteFile, url: str, offset: int, size: int) -> http.client.HTTPResponse:
         parts = urlsplit(url)

@@ -96,7 +96,7 @@ class HeadGiver:
         try:
             link = await self._connected()
             await link.ask(FetchChunk(digest=name, offset=number * CHUNK_BYTES, size=size))
-            answer, data = await link.answer(self._timings.silence_timeout_s)
+            answer, data = await link.answer(self._timings.hub_passing_timeout_s)
         except (SourceError, ProtocolError) as exc:
             await self.close()
             raise HubError(str(exc), again=True) from exc

@@ -73,6 +73,8 @@ class LayerTimings:
     """A device without a way out finds so after so long."""
     hub_silence_timeout_s: float = 30.0
     """A hub of which nothing comes for so long is asked anew."""
+    hub_passing_timeout_s: float = 300.0
+    """A head that passes on what it reads from the hub, for several devices over one line, may take so long for a chunk."""
     hub_again_s: float = 1.0
     """After so long a hub that failed is asked again, then after twice as long, and so on."""
 

@@ -228,6 +228,13 @@ def test_a_file_that_changed_meanwhile_is_refused(hub, cutter, tmp_path):
         draw(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, 0))
 
 
+def test_a_range_that_only_trickles_is_given_up(hub, cutter, monkeypatch):
+    monkeypatch.setattr(hub_ranges, "MOST_RANGE_S", -1.0)
+    with pytest.raises(HubError, match="it takes too long") as caught:
+        HubRanges(own_hubs()).read(cutter.files[0], 0, 4)
+    assert caught.value.again
+
+
 def test_a_disk_without_room_is_told_before_anything_comes(hub, cutter, tmp_path):
     asked = len(hub.asked)
     with pytest.raises(DiskError, match="do not fit"):
