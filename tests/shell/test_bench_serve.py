@@ -83,7 +83,7 @@ def test_a_head_and_two_servers_write_what_llama_cpp_writes_alone(plain: PlainCh
         with RpcServers(library, 2, 1) as servers:
             environ = environment(os.environ, 1, 0)
             sizes = {"context": 256, "rows": 64, "sequences": 3}
-            head = PlainChild(smollm2, 1, "off", environ, **sizes, rpc=servers, remote_layers=21)
+            head = PlainChild(smollm2, 1, "off", environ, **sizes, rpc=servers, gpu_layers=21)
             stack.callback(head.close)
             for answers in (1, 3):
                 ask = {"answers": answers, "of": 9, "after": 40}

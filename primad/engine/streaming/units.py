@@ -16,7 +16,7 @@ from primad.errors import EngineError, ModelError
 from primad.gguf.architectures import SUPPORTED
 from primad.gguf.header import Header, TensorInfo, read_header
 from primad.gguf.layer_file import hash_file
-from primad.gguf.layers import HEADER_BYTES, is_tree_of
+from primad.gguf.layers import DIGEST_BYTES, HEADER_BYTES, is_tree_of
 
 _LAYER: Final = re.compile(r"blk\.(\d+)\.")
 _EXPERTS: Final = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down|gate_up)_exps\.weight")
@@ -144,7 +144,9 @@ def is_still_whole(path: str) -> bool:
     """
     digest = _digest(path)
     try:
+        if len(digest) != 2 * DIGEST_BYTES or Path(path).stat().st_size < HEADER_BYTES:
+            return False
         tree, stamp = hash_file(Path(path))
-        return stamp is not None and is_tree_of(tree, digest, stamp[0] - HEADER_BYTES)
+        return stamp is not None and stamp[0] >= HEADER_BYTES and is_tree_of(tree, digest, stamp[0] - HEADER_BYTES)
     except OSError:
         return False
