@@ -176,3 +176,12 @@ def test_ctrl_c_ends_the_child_and_leaves_no_files(gemma3, tmp_path, monkeypatch
         check(open_model(gemma3), Wanted(), interrupted)
     assert [*tmp_path.iterdir()] == []
     assert set(psutil.Process().children()) <= set(before)
+
+
+def test_a_check_that_is_stopped_does_not_end_as_if_the_model_were_certified(checks, gemma3, tmp_path, monkeypatch):
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("primad.certify.check.check", stopped)
+    assert checks(gemma3) == (1, "", "stopped\n")
+    assert load_verdict(tmp_path / "home", open_model(gemma3)) is None
