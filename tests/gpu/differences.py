@@ -13,33 +13,38 @@ from pathlib import Path
 
 import numpy as np
 
+from primad.gguf.architectures import cut_multiple
 from primad.gguf.header import read_header
 from tests.shell.test_cut_exact import Route, whole_logits
 from tools import synth
 
-CUT = [0, 2, 4, 6]
-"""A first window, a middle one and a tail, of two layers each."""
-PLACES = {
-    "the middle window alone": ((0, 2, 0), False),
-    "one layer of each window": ((1, 1, 1), False),
-    "the output alone": ((0, 0, None), False),
-    "none, helped": ((0, 0, 0), True),
-    "the tail, the others helped": ((0, 0, 2), True),
-    "all": ((2, 2, 2), False),
-}
-APART = {
-    "the middle window alone": ((0, 2, 0), False),
-    "one layer of each window": ((1, 1, 1), False),
-    "all": ((2, 2, 2), False),
-}
-WHOLE_APART = ((2, False), (6, False))
-WHOLE = ((0, True), (2, True), (None, False), (1, False), (2, False), (3, False), (6, False))
+
+def places(each: int) -> dict[str, tuple[tuple[int | None, ...], bool]]:
+    """Of a first window, a middle one and a tail of ``each`` layers how many are there, and whether others are helped."""
+    return {
+        "the middle window alone": ((0, each, 0), False),
+        "one layer of each window": ((1, 1, 1), False),
+        "the output alone": ((0, 0, None), False),
+        "none, helped": ((0, 0, 0), True),
+        "the tail, the others helped": ((0, 0, each), True),
+        "all": ((each, each, each), False),
+    }
+
+
+def whole_places(each: int) -> list[tuple[int | None, bool]]:
+    """Those of a whole model."""
+    return [(0, True), (each, True), (None, False), (1, False), (each, False), (each + 1, False), (3 * each, False)]
+
+
+APART = ("the middle window alone", "one layer of each window", "all")
 
 
 def main(architecture: str, folder: Path, *, apart: bool) -> None:
     """Compute and tell."""
     path = folder / "model.gguf"
     synth.write_model(path, architecture=architecture)
+    each = max(2, cut_multiple(read_header(path)))
+    synth.write_model(path, architecture=architecture, layers=3 * each)
     header = read_header(path)
     chunks, expected = whole_logits(header)
 
@@ -48,15 +53,17 @@ def main(architecture: str, folder: Path, *, apart: bool) -> None:
 
     whole = [
         differs(whole_logits(header, on_gpu, chunks, helped=helped, apart=apart)[1])
-        for on_gpu, helped in (WHOLE_APART if apart else WHOLE)
+        for on_gpu, helped in ([(each, False), (3 * each, False)] if apart else whole_places(each))
     ]
     sys.stdout.write(json.dumps(whole) + "\n")
     sys.stdout.flush()
     found = {}
-    for number, (name, (on_gpu, helped)) in enumerate((APART if apart else PLACES).items()):
+    for number, (name, (on_gpu, helped)) in enumerate(places(each).items()):
+        if apart and name not in APART:
+            continue
         of_route = folder / str(number)
         of_route.mkdir()
-        route = Route(header, CUT, of_route, on_gpu=on_gpu, helped=helped, apart=apart)
+        route = Route(header, [0, each, 2 * each, 3 * each], of_route, on_gpu=on_gpu, helped=helped, apart=apart)
         position, logits = 0, []
         for tokens in chunks:
             logits.append(route.logits(tokens, position))

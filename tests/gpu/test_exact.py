@@ -24,6 +24,7 @@ LEAST_BOUND = 1e-3
 SLACK = 1.1
 """Whole-model llama.cpp cannot have any layers there that windows can: the largest of few differences varies."""
 SOFTWARE = "llvmpipe"
+HYBRIDS = ["lfm2", "qwen35"]
 MIXTURES = ["llama-moe", "qwen3moe", "gpt-oss", "deepseek2"]
 
 
@@ -53,7 +54,9 @@ def test_with_no_layer_offloaded_logits_are_those_of_a_build_without_gpu(archite
         assert seen == plain_logits(model, str(PLAIN), gpu=False)
 
 
-@pytest.mark.parametrize("architecture", [*sorted(set(SUPPORTED) - {"smollm3"} - set(zoo.MODELS)), "llama-moe"])
+@pytest.mark.parametrize(
+    "architecture", [*sorted(set(SUPPORTED) - {"smollm3"} - set(zoo.MODELS)), "llama-moe", *HYBRIDS]
+)
 def test_windows_differ_from_the_cpu_as_whole_models_do(architecture, tmp_path, gpu):
     """All layers there, and layers that it helps with, are the whole model's bit for bit; some differ no more than it does
     with some or all of its own."""
