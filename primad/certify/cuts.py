@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Final
 
-from primad.certify.keys import window_metadata
 from primad.errors import ConfigError, ModelError
 from primad.gguf.architectures import cut_multiple, layer_count
 from primad.gguf.header import Header
+from primad.gguf.windows import window_metadata
 
 CutRoute = tuple[int, ...]
 """Where windows begin, from 0 on, and the number of layers."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-from primad.gguf.architectures import SUPPORTED, layer_count, window_values
+from primad.gguf.architectures import SUPPORTED
 from primad.gguf.header import Header, Scalar, Value, array_value, scalar_value
-from primad.gguf.windows import vocabulary_size
+from primad.gguf.windows import window_metadata
 
 Values = Mapping[str, Value]
 KeyChange = Callable[[dict[str, Value], int, int], None]
@@ -35,12 +35,6 @@ def rewritten(header: Header, cuts: Sequence[int]) -> dict[str, bool]:
             if is_own(header, key) and values.get(key) != header.values.get(key):
                 found[key] = found.get(key, False) or key in values
     return found
-
-
-def window_metadata(header: Header, first: int, last: int) -> dict[str, Value]:
-    """The metadata of a window. Raises ``ModelError`` where the architecture's rules refuse it."""
-    tail = last == layer_count(header)
-    return window_values(header, first, last, vocabulary=vocabulary_size(header) if tail else 1)
 
 
 def is_own(header: Header, key: str) -> bool:

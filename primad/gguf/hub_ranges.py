@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import os
 import socket
 import ssl
 import time
@@ -23,6 +22,7 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 
 from primad import __version__
 from primad.errors import ClusterError, printable
+from primad.gguf.hub_library import endpoint
 from primad.gguf.origins import RemoteFile
 
 DEFAULT_HUB: Final = "https://huggingface.co"
@@ -46,7 +46,7 @@ class HubError(ClusterError):
 
 def own_hubs() -> frozenset[str]:
     """The hubs that this device's owner has it ask."""
-    return frozenset((DEFAULT_HUB, (os.environ.get("HF_ENDPOINT") or DEFAULT_HUB).rstrip("/")))
+    return frozenset((DEFAULT_HUB, (endpoint() or DEFAULT_HUB).rstrip("/")))
 
 
 class HubRanges:

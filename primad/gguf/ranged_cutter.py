@@ -13,7 +13,7 @@ from typing import Final
 from msgspec.structs import astuple
 
 from primad.errors import ModelError
-from primad.gguf.architectures import block_count, layer_count, window_values
+from primad.gguf.architectures import block_count, layer_count
 from primad.gguf.hub_ranges import HubRanges
 from primad.gguf.layers import (
     CHUNK_BYTES,
@@ -30,7 +30,7 @@ from primad.gguf.layers import (
     never,
 )
 from primad.gguf.origins import LayerOrigin, RemoteFile, origin_name, runs_of_chunk
-from primad.gguf.windows import OUTPUT, TOKEN_EMBEDDING, ModelCutter, WindowSpec, token_embedding, vocabulary_size
+from primad.gguf.windows import OUTPUT, TOKEN_EMBEDDING, ModelCutter, WindowSpec, token_embedding, window_metadata
 
 _READERS_KEPT: Final = 4
 
@@ -157,7 +157,7 @@ class RangedCutter(ModelCutter):
         small = self._small(0, layers)
         values = {key: value for key, value in self.header.values.items() if not key.startswith("split.")}
         if layers < block_count(self.header):  # those for multi-token prediction are left out
-            own = window_values(self.header, 0, layers, vocabulary=vocabulary_size(self.header))
+            own = window_metadata(self.header, 0, layers)
             values |= {key: value for key, value in own.items() if not key.startswith(("general.", "tokenizer."))}
             values.pop(f"{self.header.text('general.architecture')}.nextn_predict_layers", None)
         metadata = metadata_split(

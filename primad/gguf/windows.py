@@ -102,10 +102,9 @@ class ModelCutter:
         self, window: int, first: int, last: int, change: Callable[[dict[str, Value]], None] | None = None
     ) -> WindowSpec:
         """The spec of window number ``window``, with a ``change`` of its metadata; hashes what was not hashed before."""
-        tail = last == layer_count(self.header)
         layers = tuple(self.ref(layer) for layer in self.layers_of(first, last))
         small = self._small(first, last)
-        values = window_values(self.header, first, last, vocabulary=vocabulary_size(self.header) if tail else 1)
+        values = window_metadata(self.header, first, last)
         if change is not None:
             change(values)
         metadata = metadata_split(
@@ -156,6 +155,12 @@ def token_embedding(header: Header) -> TensorInfo:
     if tensor is None or len(tensor.shape) != 2:
         raise ModelError(f"{header.path}: has no token embedding; give a complete language model")
     return tensor
+
+
+def window_metadata(header: Header, first: int, last: int) -> dict[str, Value]:
+    """The metadata of a window, of which the tail alone has the vocabulary. Raises ``ModelError`` as ``window_values``."""
+    tail = last == layer_count(header)
+    return window_values(header, first, last, vocabulary=vocabulary_size(header) if tail else 1)
 
 
 def vocabulary_size(header: Header) -> int:

@@ -17,7 +17,7 @@ from primad.certify import check as checking
 from primad.certify.check import Wanted, check
 from primad.certify.child import MakeTiny, Tried, TryCuts, TryWhole
 from primad.certify.cuts import blamed, borders, in_two
-from primad.certify.keys import made_wrong, rewritten, window_metadata
+from primad.certify.keys import made_wrong, rewritten
 from primad.certify.tiny import WAYS, tiny_values
 from primad.certify.verdict import (
     ForbiddenCut,
@@ -30,6 +30,7 @@ from primad.certify.verdict import (
 )
 from primad.errors import ConfigError, DiskError, EngineError, ModelError
 from primad.gguf.header import array_value, scalar_value
+from primad.gguf.windows import window_metadata
 from tests.core.test_architectures import model
 
 SLIDING = {"attention__sliding_window": 512, "attention__key_length": 256, "attention__value_length": 256}

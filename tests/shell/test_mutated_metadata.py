@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from primad.certify.check import Wanted, check
 from primad.certify.cuts import borders, is_allowed, route
-from primad.certify.keys import made_wrong, rewritten, window_metadata
+from primad.certify.keys import made_wrong, rewritten
 from primad.certify.tiny import WAYS, tiny_values
 from primad.certify.verdict import verdict_key
 from primad.errors import PrimadError
@@ -21,6 +21,7 @@ from primad.gguf.header import Value, array_value, scalar_value
 from primad.gguf.layers import SmallTensor, metadata_split
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
+from primad.gguf.windows import window_metadata
 from tools import synth
 
 FAMILIES = (
