@@ -5,8 +5,9 @@ Of a model on a hub it draws its own layers, as every device does, and the token
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
 
 from primad.daemon.bring import bring_layers
 from primad.daemon.layer_files import copy_layers
@@ -19,7 +20,6 @@ from primad.layers.givers import HubWays
 from primad.network.contacts import Contact
 from primad.network.messages import Load
 from primad.planning.batching import least_rows
-from primad.planning.draft_model import draft_model
 from primad.ring.drafting.messages import DraftModel
 from primad.ring.messages import HeadPart
 
@@ -40,7 +40,7 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -
         pieces=inputs.promise.pieces,
         keep_rows=inputs.keep_rows,
         drafting=inputs.promise.drafting,
-        draft=await _draft(inputs, load),
+        draft=_draft(inputs, load),
     )
     ranged = model.ranged
     windows = WindowLoad(
@@ -86,11 +86,9 @@ async def _draw(inputs: RingInputs, cutter: RangedCutter, windows: WindowLoad, s
     await windows.prepare(bring, lambda done, total: reporter.progress(head, "fetch", done, total))
 
 
-async def _draft(inputs: RingInputs, load: Load) -> DraftModel | None:
+def _draft(inputs: RingInputs, load: Load) -> DraftModel | None:
     """The model that guesses; none where nothing is computed ahead."""
-    path = inputs.service.options.draft
-    if path is None or inputs.promise.drafting is None:
+    draft = inputs.service.draft
+    if draft is None or inputs.promise.drafting is None:
         return None
-    header = inputs.service.model.header
-    threads = inputs.station.config.threads
-    return await asyncio.to_thread(draft_model, path, header, context=load.context, threads=threads)
+    return replace(draft, context=min(draft.context, load.context))

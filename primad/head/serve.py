@@ -38,6 +38,7 @@ from primad.head.options import ServeOptions, bind_http, model_id, plan_by_hand,
 from primad.head.service import service_of
 from primad.network.local_heads import announced_head
 from primad.planning.draft_model import MOST_CONTEXT, check_room, draft_model
+from primad.ring.drafting.messages import DraftModel
 from primad.settings.config import LOOPBACK, Config
 from primad.settings.quantities import show_bytes
 from primad.settings.timings import ApiTimings
@@ -76,13 +77,13 @@ def check_speculate(options: ServeOptions, model: ModelProfile) -> None:
         )
 
 
-def _promised_bytes(options: ServeOptions, header: Header) -> int:
-    """What the model that guesses takes of this device's memory. Raises ``ConfigError`` where it cannot guess here."""
+def _draft_of(options: ServeOptions, config: Config, header: Header) -> DraftModel | None:
+    """The model that guesses, if there is one. Raises ``ConfigError`` where it cannot guess here."""
     if options.draft is None:
-        return 0
-    model = draft_model(options.draft, header, context=MOST_CONTEXT, threads=None)
+        return None
+    model = draft_model(options.draft, header, context=MOST_CONTEXT, threads=config.threads)
     check_room(model, memory().available_bytes)
-    return model.memory_bytes
+    return model
 
 
 def check_embedding(path: Path) -> None:
@@ -105,7 +106,8 @@ def serve(
     check_options(options, config, header, model)
     if options.embedding is not None:
         check_embedding(options.embedding)
-    promised_bytes = _promised_bytes(options, header)
+    draft = _draft_of(options, config, header)
+    promised_bytes = 0 if draft is None else draft.memory_bytes
     own_key = new_key()
     door = door_of(options, own_key)
     with contextlib.ExitStack() as stack:
@@ -121,7 +123,7 @@ def serve(
             embedding = _embedding_of(options, config)
             head = HeadDaemon(
                 station,
-                service_of(station, header, model, options, ranged),
+                service_of(station, header, model, options, ranged, draft),
                 profile=OwnProfile(config, reporter, backend.describe, promised_bytes=promised_bytes),
                 backend=backend,
                 reporter=reporter,

@@ -24,6 +24,7 @@ from primad.head.options import ServeOptions, model_id, workload_of
 from primad.head.vocabulary import ModelVocabulary
 from primad.layers.server import LayerSource
 from primad.planning.experts import with_expert_use
+from primad.ring.drafting.messages import DraftModel
 from primad.settings.config import digests_file
 
 
@@ -112,16 +113,22 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """Which model is served, what the owner asked for, and the work that plans are made for."""
+    """Which model is served, what the owner asked for, the work that plans are made for, and the model that guesses."""
 
     model: ModelSource
     options: ServeOptions
     workload: Workload
+    draft: DraftModel | None = None
 
 
 def service_of(
-    station: Station, header: Header, model: ModelProfile, options: ServeOptions, ranged: RangedModel | None = None
+    station: Station,
+    header: Header,
+    model: ModelProfile,
+    options: ServeOptions,
+    ranged: RangedModel | None = None,
+    draft: DraftModel | None = None,
 ) -> Service:
     """The model of ``header`` as ``options`` ask for it. Raises ``PlanError`` when no work can be planned so."""
     source = ModelSource(header, model, station.config.home, ranged, again_s=station.timings.head.model_again_s)
-    return Service(model=source, options=options, workload=workload_of(options, model))
+    return Service(model=source, options=options, workload=workload_of(options, model), draft=draft)

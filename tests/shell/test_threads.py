@@ -95,7 +95,6 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
                     extra_buffers="off",
                     step_timeout_s=5.0,
                     keep_rows=lambda has_cache: None,
-                    draft=None,
                 ),
                 workload=SimpleNamespace(context_tokens=64),
             ),
