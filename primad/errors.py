@@ -11,7 +11,8 @@
     │   ├── WeightsError  weights that are in use: their file is cut short, cannot be read or was written to
     │   └── GrammarError  a grammar that cannot be followed any further; one answer ends, the window goes on
     ├── RingError         the ring broke while serving: a device, a deadline, a process
-    │   └── NextDeviceError  the device behind this one cannot be reached, or takes no steps
+    │   ├── NextDeviceError  the device behind this one cannot be reached, or takes no steps
+    │   └── LoadAgainError   a device has other room than it loaded for; no device is to blame
     └── RequestError      an HTTP request that cannot be served as asked (carries status, code, parameter)
         └── PromptTooLongError  the prompt does not fit the context (carries both sizes)
 
@@ -85,6 +86,10 @@ class RingError(PrimadError):
 
 class NextDeviceError(RingError):
     """The device behind this one in the ring cannot be reached, or takes no steps."""
+
+
+class LoadAgainError(RingError):
+    """A device has other room than it loaded its layers for, and loads them again; neither it nor another is to blame."""
 
 
 class RequestError(PrimadError):

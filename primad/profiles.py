@@ -99,16 +99,16 @@ def shown(value: object) -> str:
 
 
 def with_speeds(profile: DeviceProfile, better: DeviceProfile) -> DeviceProfile:
-    """``profile`` with the speeds of ``better``, a later measurement of the same device; what is free stays what it was."""
-    gpu = better.gpu
-    if gpu is not None and profile.gpu is not None:
-        gpu = replace(gpu, vram_available_bytes=min(profile.gpu.vram_available_bytes, gpu.vram_total_bytes))
+    """``profile`` with the speeds of ``better``, a later measurement of the same device.
+
+    What is free stays what it was, but of the GPU, of whose memory ``better`` says what plans may have.
+    """
     return replace(
         profile,
         cpu=better.cpu,
         ram_read_bytes_per_s=better.ram_read_bytes_per_s,
         disk=replace(better.disk, free_bytes=profile.disk.free_bytes),
-        gpu=gpu,
+        gpu=better.gpu,
     )
 
 

@@ -12,8 +12,8 @@ from typing import Final, NoReturn
 from primad.daemon.gpu_care import GpuCare
 from primad.daemon.layer_files import Workspace, release_files
 from primad.engine.protocol import EngineOptions
-from primad.errors import PrimadError, RingError
-from primad.ring.messages import GpuLoaded, Opened, RingCommand, RingEvent
+from primad.errors import LoadAgainError, PrimadError, RingError
+from primad.ring.messages import GpuLoaded, GpuLow, Opened, RingCommand, RingEvent
 from primad.ring.spawn import RingProcess
 from primad.system.stopped import wait_stopped
 
@@ -59,6 +59,7 @@ class LoadedProcess:
         self._heard: Callable[[RingEvent], None] | None = None
         self._error: PrimadError | None = None
         self._first: RingEvent | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
         for task in self._tasks:
             task.add_done_callback(self._end)
@@ -73,11 +74,29 @@ class LoadedProcess:
             if isinstance(event, GpuLoaded):
                 self.memory_low = event.layers < event.planned
                 if self._gpu_care is not None:
-                    self._gpu_care.loaded(self.number, event)
+                    self._gpu_care.loaded(self.number, event, self._load_again)
+            elif isinstance(event, GpuLow):
+                if self._gpu_care is not None:
+                    self._gpu_care.low(self.number, event)
             elif self._heard is not None and self._events.empty():
                 self._heard(event)  # two turns of the loop less for each token
             else:
                 await self._events.put(event)
+
+    def _load_again(self, reason: str) -> None:
+        """There is other room than its windows were loaded for: it ends, and who hears it loads them once more."""
+        if self._error is not None:
+            return
+        self.memory_low = True
+        self._error = LoadAgainError(reason)
+        with contextlib.suppress(asyncio.QueueFull):
+            self._events.put_nowait(None)
+        self._ending = asyncio.create_task(self._let_go())  # nobody may be there to hear it
+
+    async def _let_go(self) -> None:
+        await self._ring.close()
+        if self._gpu_care is not None:
+            self._gpu_care.released(self.number)
 
     async def _watch(self) -> None:
         await wait_stopped(self._ring.pid)
@@ -153,6 +172,8 @@ class LoadedProcess:
         for task in self._tasks:
             task.cancel()
         try:
+            if self._ending is not None:
+                await asyncio.wait([self._ending])
             await self._ring.close()
         finally:
             release_files(self._place, self.number)

@@ -16,20 +16,22 @@ from primad.system.memory import children, held_bytes, memory
 
 OnRecovered = Callable[[int], Awaitable[None]]
 """Hears how many bytes plans may use from now on."""
+FindRoom = Callable[[], tuple[recovery.Room, int]]
+"""What there is room for now, and all bytes of that memory. Called in a thread."""
 
 
 class MemoryWatch:
-    """``memory_recovered`` hears of room that is there again. ``run`` it beside everything else."""
+    """``memory_recovered`` hears of room that is there again, as ``measure`` finds it. ``run`` it beside everything else."""
 
     def __init__(
         self,
-        limits: OwnerLimits,
+        measure: FindRoom,
         memory_recovered: OnRecovered,
         *,
         look_every_s: float = Timings().memory_look_every_s,
     ) -> None:
         self._look_every_s = look_every_s
-        self._limits, self._memory_recovered = limits, memory_recovered
+        self._measure, self._memory_recovered = measure, memory_recovered
         self._state: recovery.Recovery | None = None
         self._pressed = asyncio.Event()
 
@@ -48,10 +50,14 @@ class MemoryWatch:
     async def press(self, needed_bytes: int) -> int:
         """The device lacks so much; what there is room for beside what serves now, within what the owner allows."""
         room, _ = await asyncio.to_thread(self._measure)
+        self.pressed(room, needed_bytes)
+        return room.beside_bytes
+
+    def pressed(self, room: recovery.Room, needed_bytes: int) -> None:
+        """As ``press``, where it is known what there is room for."""
         if self._state is not None:
             self._state = recovery.press(self._state, room, needed_bytes=needed_bytes, now=time.monotonic())
             self._pressed.set()
-        return room.beside_bytes
 
     async def run(self) -> None:
         """Look until cancelled."""
@@ -67,12 +73,11 @@ class MemoryWatch:
             if told_bytes is not None:
                 await self._memory_recovered(told_bytes)
 
-    def _measure(self) -> tuple[recovery.Room, int]:
-        """What there is room for on this device, and all of its memory."""
-        ours = children()
-        now = memory(ours=ours)
-        total, available = now.total_bytes, now.available_bytes
-        beside = max(0, available - held_bytes(ours))
-        return recovery.Room(
-            available, self._limits.ram_bytes(available, total), self._limits.ram_bytes(beside, total)
-        ), total
+
+def ram_room(limits: OwnerLimits) -> tuple[recovery.Room, int]:
+    """What there is room for on this device within ``limits``, and all of its memory."""
+    ours = children()
+    now = memory(ours=ours)
+    total, available = now.total_bytes, now.available_bytes
+    beside = max(0, available - held_bytes(ours))
+    return recovery.Room(available, limits.ram_bytes(available, total), limits.ram_bytes(beside, total)), total

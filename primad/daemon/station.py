@@ -22,4 +22,8 @@ class Station:
     identity: Identity
     trust: TrustStore
     timings: Timings = Timings()
-    gpu_care: GpuCare = field(default_factory=GpuCare)
+    gpu_care: GpuCare = field(init=False)
+
+    def __post_init__(self) -> None:
+        care = GpuCare(self.config.limits, look_every_s=self.timings.gpu_look_every_s)
+        object.__setattr__(self, "gpu_care", care)

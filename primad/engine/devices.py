@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,10 +11,12 @@ import msgspec
 
 from primad.errors import EngineError
 from primad.system.allocator import without_top
+from primad.system.vram import free_vram
 
 _GPU: Final = 1
 _INTEGRATED_GPU: Final = 2
 """``enum ggml_backend_dev_type`` (ggml-backend.h): 0 is the CPU, 3 an accelerator beside it (BLAS, AMX)."""
+_MOST_RESERVE_BYTES: Final = 256 << 20
 
 
 class GpuDevice(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,17 +41,15 @@ def list_gpus(library: Any = None) -> Iterator[GpuDevice]:
         kind = ggml.ggml_backend_dev_type(device)
         if kind not in (_GPU, _INTEGRATED_GPU):
             continue
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-        registry = ggml.ggml_backend_dev_backend_reg(device)
-        backend = _text(ggml.ggml_backend_reg_name(registry)) if registry else "GPU"
+        free_bytes, total_bytes = _memory(ggml, device)
+        backend = _backend(ggml, device)
         yield GpuDevice(
             id=_text(ggml.ggml_backend_dev_name(device)),
             name=_text(ggml.ggml_backend_dev_description(device)) or _text(ggml.ggml_backend_dev_name(device)),
             backend="Metal" if backend == "MTL" else backend,
-            vram_total_bytes=total.value,
-            vram_available_bytes=min(free.value, total.value),
-            unified_memory=kind == _INTEGRATED_GPU or backend in ("MTL", "Metal"),
+            vram_total_bytes=total_bytes,
+            vram_available_bytes=free_bytes,
+            unified_memory=_is_unified(ggml, device),
         )
 
 
@@ -68,16 +68,64 @@ def find_gpu(wanted: str, library: Any = None) -> int:
 
 
 def free_bytes(wanted: str) -> int:
-    """The memory that the GPU which llama.cpp calls ``wanted`` has free, by its backend. Raises ``EngineError``."""
+    """The memory that the GPU which llama.cpp calls ``wanted`` has free. Raises ``EngineError``."""
     ggml = _library()
-    free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    ggml.ggml_backend_dev_memory(find_gpu(wanted, ggml), ctypes.byref(free), ctypes.byref(total))
-    return free.value
+    return _memory(ggml, find_gpu(wanted, ggml))[0]
+
+
+def own_memory_of(wanted: str, library: Any = None) -> tuple[Callable[[], int], int] | None:
+    """How to ask what the GPU which llama.cpp calls ``wanted`` has free, and what it has in all.
+
+    None where it shares the processor's memory. Raises ``EngineError``.
+    """
+    ggml = library if library is not None else _library()
+    device = find_gpu(wanted, ggml)
+    if _is_unified(ggml, device):
+        return None
+    return (lambda: _memory(ggml, device)[0]), _memory(ggml, device)[1]
+
+
+def reserve_bytes(total_bytes: int) -> int:
+    """What plans leave of a GPU of its own memory for what other programs take between two looks at it."""
+    return min(_MOST_RESERVE_BYTES, total_bytes // 32)
+
+
+def _memory(ggml: Any, device: int) -> tuple[int, int]:
+    """Bytes free, by llama.cpp's backend or by the system, whichever says less, and in all."""
+    free, total, props = ctypes.c_size_t(), ctypes.c_size_t(), _Props()
+    ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+    ggml.ggml_backend_dev_get_props(device, ctypes.byref(props))
+    by_system = free_vram(_text(props.device_id)) if props.device_id else None
+    known = free.value if by_system is None else min(free.value, by_system)
+    return min(known, total.value), total.value
+
+
+def _backend(ggml: Any, device: int) -> str:
+    registry = ggml.ggml_backend_dev_backend_reg(device)
+    return _text(ggml.ggml_backend_reg_name(registry)) if registry else "GPU"
+
+
+def _is_unified(ggml: Any, device: int) -> bool:
+    return ggml.ggml_backend_dev_type(device) == _INTEGRATED_GPU or _backend(ggml, device) in ("MTL", "Metal")
 
 
 def _text(data: bytes | None) -> str:
     text = (data or b"").decode("utf-8", errors="replace")
     return "".join(char for char in text if char.isprintable()).strip()[:100]
+
+
+class _Props(ctypes.Structure):
+    """``struct ggml_backend_dev_props`` (ggml-backend.h) up to what is read of it, and more room than the rest takes."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("description", ctypes.c_char_p),
+        ("memory_free", ctypes.c_size_t),
+        ("memory_total", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("device_id", ctypes.c_char_p),
+        ("rest", ctypes.c_byte * 256),
+    )
 
 
 class _Calls:
@@ -91,6 +139,8 @@ class _Calls:
         self.ggml_backend_dev_get = _call(libraries, "ggml_backend_dev_get", pointer, ctypes.c_size_t)
         self.ggml_backend_dev_type = _call(libraries, "ggml_backend_dev_type", ctypes.c_int, pointer)
         self.ggml_backend_dev_memory = _call(libraries, "ggml_backend_dev_memory", None, pointer, size, size)
+        props = ctypes.POINTER(_Props)
+        self.ggml_backend_dev_get_props = _call(libraries, "ggml_backend_dev_get_props", None, pointer, props)
         self.ggml_backend_dev_backend_reg = _call(libraries, "ggml_backend_dev_backend_reg", pointer, pointer)
         self.ggml_backend_reg_name = _call(libraries, "ggml_backend_reg_name", text, pointer)
         self.ggml_backend_dev_name = _call(libraries, "ggml_backend_dev_name", text, pointer)

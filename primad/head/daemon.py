@@ -11,13 +11,14 @@ import asyncio
 import math
 import random
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import Any, Final
 
 import zmq.asyncio
 
 from primad.daemon.cells import HeldCells
 from primad.daemon.measuring import OwnProfile
-from primad.daemon.memory_watch import MemoryWatch
+from primad.daemon.memory_watch import MemoryWatch, ram_room
 from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
@@ -72,7 +73,7 @@ class HeadDaemon:
         self._station, self._config, self._options = station, config, service.options
         self._backend, self._reporter = backend, reporter
         self._memory_watch = MemoryWatch(
-            config.limits, self._memory_recovered, look_every_s=station.timings.memory_look_every_s
+            partial(ram_room, config.limits), self._memory_recovered, look_every_s=station.timings.memory_look_every_s
         )
         self._context = zmq.asyncio.Context()
         self._events: asyncio.Queue[types.Event] = asyncio.Queue(_MAX_EVENTS)
@@ -89,7 +90,7 @@ class HeadDaemon:
             reporter=reporter,
         )
         self._profile = profile
-        own = OwnDevice(lambda: station.gpu_care.now(profile.now(config.name), config.limits), self._memory_watch)
+        own = OwnDevice(lambda: profile.now(config.name), self._memory_watch, station.gpu_care)
         learning = Learning(config.home)
         self._planner = Planner(service, own, self._devices, learning)
         self._cells = HeldCells(station, self._context)
@@ -109,8 +110,12 @@ class HeadDaemon:
             reporter=reporter,
         )
 
-        station.gpu_care.say = reporter.say
-        station.gpu_care.changed = self._rings.gpu_changed
+        station.gpu_care.attend(
+            lambda: profile.now(config.name),
+            say=reporter.say,
+            changed=self._rings.gpu_changed,
+            recovered=partial(self._memory_recovered, 0),
+        )
 
     def _caller(self) -> Caller:
         config = self._config
@@ -153,6 +158,7 @@ class HeadDaemon:
                     group.create_task(self._rings.conduct()),
                     group.create_task(self._kv.run()),
                     group.create_task(self._memory_watch.run()),
+                    group.create_task(self._station.gpu_care.run()),
                 ]
                 measuring = group.create_task(self._profile.measure())
                 services.append(measuring)
@@ -226,7 +232,7 @@ class HeadDaemon:
             self.post(types.DevicesCorrected(frozenset({self._config.name})))
 
     async def _memory_recovered(self, _: int) -> None:
-        """This device was short of memory and has room again."""
+        """This device was short of memory, or its GPU was, and has room again."""
         self._planner.forget()
         self.post(types.DeviceMemoryRecovered(self._config.name))
 

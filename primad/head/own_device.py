@@ -7,18 +7,20 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from halda import DeviceProfile
+from primad.daemon.gpu_care import GpuCare
 from primad.daemon.memory_watch import MemoryWatch
 
 
 class OwnDevice:
-    """``profile`` gives this device's profile as of now, ``memory_watch`` hears when its memory is low."""
+    """``profile`` gives this device's profile as of now, ``memory_watch`` hears when its memory is low. ``gpu_care`` knows
+    what plans may have of its GPU."""
 
-    def __init__(self, profile: Callable[[], DeviceProfile], memory_watch: MemoryWatch) -> None:
-        self._profile, self._memory_watch = profile, memory_watch
+    def __init__(self, profile: Callable[[], DeviceProfile], memory_watch: MemoryWatch, gpu_care: GpuCare) -> None:
+        self._profile, self._memory_watch, self._gpu_care = profile, memory_watch, gpu_care
 
     async def profile(self) -> DeviceProfile:
         """Its profile as of now, with no more memory than plans may have since it was short of it."""
-        profile = await asyncio.to_thread(self._profile)
+        profile = self._gpu_care.now(await asyncio.to_thread(self._profile))
         most = self._memory_watch.most_bytes(profile.ram_available_bytes)
         return replace(profile, ram_available_bytes=most)
 

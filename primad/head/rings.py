@@ -20,7 +20,7 @@ from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
 from primad.errors import ModelError, PlanError, PrimadError
 from primad.head.backend import GoOn, RingBackend, StatusOf
-from primad.head.blame import blamed
+from primad.head.blame import blamed, loads_again
 from primad.head.core import Core
 from primad.head.corrections import LEAST_TOKENS
 from primad.head.devices import Devices
@@ -156,7 +156,7 @@ class Rings:
         except PrimadError as exc:
             self._model.remember(exc)
             device, lasting = blamed(exc, ring.plan, forming=True)
-            self._core.post(types.RingFailed(epoch, device, str(exc), lasting))
+            self._core.post(types.RingFailed(epoch, device, str(exc), lasting, loads_again(exc)))
             return
         except Exception as exc:  # as above
             logger.exception("ring %d cannot be formed", epoch)

@@ -349,7 +349,8 @@ def _attempt_broke(state: State, attempt: Attempt, event: RingFailed, now: float
         state = replace(_in_vain(state, attempt), attempt=_granted(attempt))
     state = abandon(state, effects)
     failures = state.failures + 1
-    if not state.has_served and (not blamed or _is_hopeless(state, attempt, event.device, failures)):
+    is_fatal = not blamed and not event.again
+    if not state.has_served and (is_fatal or _is_hopeless(state, attempt, event.device, failures)):
         return give_up(state, event.reason, effects)
     effects.append(SayLine(f"{event.reason}; forming the ring again"))
     # Without the device to blame it is another ring, which need not wait.

@@ -286,13 +286,14 @@ class Formed:
 class RingFailed:
     """Ring ``epoch`` broke, or could not be formed. ``device`` is to blame if that is known.
 
-    ``lasting``: the device will not do better soon (as with a full disk).
+    ``lasting``: the device will not do better soon (as with a full disk). ``again``: form it once more.
     """
 
     epoch: int
     device: str | None
     reason: str
     lasting: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

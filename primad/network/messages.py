@@ -273,7 +273,9 @@ class MemoryRecovered(msgspec.Struct, frozen=True, tag="relieved"):
 
 
 class Remeasured(msgspec.Struct, frozen=True, tag="remeasured"):
-    """The device was measured better: plans from now on have the speeds of this profile. What is free is told as ever.
+    """The device was measured better: plans from now on have the speeds of this profile, and what is free of its GPU.
+
+    What is free of its RAM and disk is told as ever.
 
     An older head does not know this and has them from the next time that it meets the device.
     """
@@ -304,10 +306,13 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True):
     """The participation ended; ``error`` is one line.
 
     ``fault`` is what it was doing: fetch, disk, load, ring, or next where the device behind it in the ring takes no steps.
+    If ``again``, nothing is wrong: the device is to load once more, since it has other room than it loaded for. An older
+    head leaves it out for a while instead.
     """
 
     error: str
     fault: Fault
+    again: bool = False
 
 
 class ParticipationState(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from halda import GpuProfile
-from primad.engine.devices import GpuDevice
+from primad.engine.devices import GpuDevice, reserve_bytes
 from primad.errors import ConfigError
 from primad.profiler.trials import child_trials
 from primad.system.memory import memory
@@ -38,14 +38,16 @@ def choose_gpu(gpus: Sequence[GpuProfile], wanted: str | None) -> GpuProfile | N
 
 
 def gpu_now(gpu: GpuProfile, devices: Sequence[GpuDevice] | str) -> GpuProfile | None:
-    """``gpu`` with the memory that is free now; None when it is not among ``devices`` any more, or they cannot be told.
+    """``gpu`` with what plans may have of its memory now; None when it is not among ``devices`` any more.
 
-    Memory that the GPU shares with the CPU is free only as far as the RAM is.
+    Memory that the GPU shares with the CPU is free only as far as the RAM is. Of its own some is left to others.
     """
     for device in () if isinstance(devices, str) else devices:
         if (device.id, device.name, device.backend) == (gpu.id, gpu.name, gpu.backend):
             free = device.vram_available_bytes
             if device.unified_memory:
                 free = min(free, memory().available_bytes)
+            else:
+                free = max(0, free - reserve_bytes(device.vram_total_bytes))
             return replace(gpu, vram_total_bytes=device.vram_total_bytes, vram_available_bytes=free)
     return None

@@ -504,6 +504,13 @@ class GpuLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="gpu"):
     why: str
 
 
+class GpuLow(msgspec.Struct, frozen=True, tag="gpu_low"):
+    """Other programs took of the GPU's memory: ``free_bytes`` are left, ``needed_bytes`` (more than 0) too few."""
+
+    free_bytes: int
+    needed_bytes: int
+
+
 class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What of a ring process's weights is in memory, and what reading the rest cost since it was opened last.
 
@@ -593,6 +600,7 @@ RingEvent = (
     | Drained
     | ProcessMemoryLow
     | GpuLoaded
+    | GpuLow
     | Status
     | RingBroken
 )

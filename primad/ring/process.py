@@ -20,6 +20,7 @@ import zmq
 from primad.errors import NextDeviceError, PrimadError, RingError, WeightsError
 from primad.ring.channel import RingChannel
 from primad.ring.child import inherited
+from primad.ring.gpu_watch import GpuWatch, watch_gpu
 from primad.ring.messages import Open, RingBroken, RingCommand, command_decoder
 from primad.ring.roles import Role, open_role
 from primad.settings.timings import RingTimings, Timings
@@ -49,15 +50,17 @@ def _serve(channel: RingChannel[RingCommand], timings: RingTimings) -> None:
     role = open_role(opening, channel, timings)
     try:
         channel.tell(role.opened())
-        _attend(role, channel, commands)
+        _attend(role, channel, commands, watch_gpu(opening))
     finally:
         role.close()
 
 
-def _attend(role: Role, channel: RingChannel[RingCommand], commands: list[RingCommand]) -> None:
+def _attend(role: Role, channel: RingChannel[RingCommand], commands: list[RingCommand], gpu: GpuWatch | None) -> None:
     """Drive ``role`` until the daemon closes the connection; ``commands`` have arrived already."""
     daemon = channel.connection.fileno()
     while channel.is_open:
+        if gpu is not None and (low := gpu.look(time.monotonic())) is not None:
+            channel.tell(low)
         for command in commands:
             if isinstance(command, Open):
                 raise RingError("a ring process is opened once; Reopen gives it another epoch")

@@ -165,3 +165,5 @@ class Timings:
     worker: WorkerTimings = WorkerTimings()
     memory_look_every_s: float = 2.0
     """How often a head or a worker that was short of memory looks for room, and only while it waits for some."""
+    gpu_look_every_s: float = 20.0
+    """The same for a GPU's memory, which takes a process of its own to see."""

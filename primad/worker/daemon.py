@@ -12,6 +12,7 @@ import time
 from collections import deque
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -20,7 +21,7 @@ import zmq.asyncio
 from halda import DeviceProfile
 from primad.daemon.cells import HeldCells
 from primad.daemon.measuring import OwnProfile
-from primad.daemon.memory_watch import MemoryWatch
+from primad.daemon.memory_watch import MemoryWatch, ram_room
 from primad.daemon.owner import OwnerPause
 from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import Say
@@ -129,7 +130,7 @@ class WorkerDaemon:
         )
         self._cells = HeldCells(station, self._context)
         self._memory_watch = MemoryWatch(
-            config.limits, self._memory_recovered, look_every_s=station.timings.memory_look_every_s
+            partial(ram_room, config.limits), self._memory_recovered, look_every_s=station.timings.memory_look_every_s
         )
         self._participations = Participations(
             station,
@@ -150,8 +151,9 @@ class WorkerDaemon:
         self._tasks, self._holding = Tasks(), Tasks()
         self._turns = asyncio.Semaphore(_MOST_HOLDS)
         self._gpu_care = station.gpu_care
-        self._gpu_care.say = say
-        self._gpu_care.changed = self._on_gpu
+        self._gpu_care.attend(
+            lambda: profile.now(self._name), say=say, changed=self._on_gpu, recovered=self._gpu_recovered
+        )
         self._say_next_s: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -176,6 +178,7 @@ class WorkerDaemon:
                     group.create_task(AdminServer(self._identity, self._config.home, self._administer).run()),
                     group.create_task(self._pause.watch_battery()),
                     group.create_task(self._memory_watch.run()),
+                    group.create_task(self._gpu_care.run()),
                 ]
                 try:
                     await self._stop.wait()
@@ -240,10 +243,17 @@ class WorkerDaemon:
 
     async def _profile_now(self) -> DeviceProfile:
         """This device as of now, as far as its GPU is trusted."""
-        return self._gpu_care.now(await asyncio.to_thread(self._profile.now, self._name), self._config.limits)
+        return self._gpu_care.now(await asyncio.to_thread(self._profile.now, self._name))
 
     def _on_gpu(self) -> None:
         self._tasks.start(self._tell_gpu())
+
+    async def _gpu_recovered(self) -> None:
+        """Other programs took of the GPU's memory, and there is more again."""
+        gpu = (await self._profile_now()).gpu
+        if self._lease is not None:
+            self._lease.profile = replace(self._lease.profile, gpu=gpu)
+            await self._tell_gpu()
 
     async def _tell_gpu(self) -> None:
         """The head's next plan has less of the GPU."""

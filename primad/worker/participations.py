@@ -26,7 +26,15 @@ from primad.daemon.loading import WindowLoad
 from primad.daemon.memory_watch import MemoryWatch
 from primad.daemon.reporter import Say
 from primad.daemon.station import Station
-from primad.errors import ClusterError, DiskError, NextDeviceError, PrimadError, RingError, WeightsError
+from primad.errors import (
+    ClusterError,
+    DiskError,
+    LoadAgainError,
+    NextDeviceError,
+    PrimadError,
+    RingError,
+    WeightsError,
+)
 from primad.gguf.layers import LayerRef
 from primad.layers.fetch import fetch_layers
 from primad.layers.givers import HubWays, own_token
@@ -187,14 +195,15 @@ class Participations:
         except NextDeviceError as exc:
             await self._broke(load, exc, "next")
         except PrimadError as exc:
-            await self._broke(load, exc, fault)
+            await self._broke(load, exc, fault, again=isinstance(exc, LoadAgainError))
         except Exception as exc:  # our own mistake; the head is to hear of it, or it waits for this participation
             logger.exception("the participation in epoch %d failed", load.epoch)
             await self._broke(load, RingError(f"internal error: {type(exc).__name__}: {exc}"), fault)
         finally:
             if process is None or process.number != windows.number:
                 windows.release()
-            if process is not None and fault == "ring" and not process.memory_low:
+            is_kept = not (process is None or process.memory_low or self._station.gpu_care.is_cramped)
+            if process is not None and fault == "ring" and is_kept:
                 self._parking.put(process)
             elif process is not None:
                 self._parking.end(process)
@@ -206,12 +215,12 @@ class Participations:
         self._unreadable = [*lately, (str(error), now)]
         return "disk" if str(error) in dict(lately) or len(lately) >= MOST_UNREADABLE else fault
 
-    async def _broke(self, load: Load, error: PrimadError, fault: Fault) -> None:
+    async def _broke(self, load: Load, error: PrimadError, fault: Fault, *, again: bool = False) -> None:
         if fault == "fetch":  # the head says it, unless it is what went away
             logger.info("epoch %d: %s", load.epoch, error)
         else:
             self._say(str(error))
-        await self._change(load, broken=Broken(error=str(error), fault=fault))
+        await self._change(load, broken=Broken(error=str(error), fault=fault, again=again))
 
     async def _change(self, load: Load, **changes: Any) -> None:
         """The participation whose task this is stands otherwise now; one that was released meanwhile is of no interest."""

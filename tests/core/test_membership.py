@@ -195,6 +195,22 @@ def test_an_attempt_at_the_first_ring_that_breaks_by_nobodys_fault_is_the_end():
     assert broken(shell) == [m.Abandon(1), m.GiveUp("it broke")]
 
 
+def test_an_attempt_at_the_first_ring_that_is_to_load_once_more_is_made_again():
+    shell = head(solo=True)
+    solve(shell)
+    shell.tell(m.RingFailed(1, None, "the GPU has room", again=True))
+    assert not shell.ended
+    live(shell, 3.0)
+    assert shell.attempt == 2
+    for _ in range(3):
+        solve(shell)
+        shell.tell(m.RingFailed(shell.attempt, None, "the GPU has room", again=True))
+        live(shell, 10.0)
+        if shell.ended:
+            return
+    raise AssertionError("it is tried without end")
+
+
 def test_the_first_ring_is_formed_again_without_the_device_to_blame():
     shell = head(wanted=2)
     welcome(shell, "ada", "bo")

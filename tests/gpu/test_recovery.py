@@ -78,3 +78,41 @@ def test_a_gpu_without_room_serves_with_what_fits(smollm2, new_home, with_gpu, c
         assert (told.finish, told.error) == ("length", None), head.run.output
         worker.wait_for("the GPU has too little memory left: none of .* planned layers are on it")
         assert "Traceback" not in worker.output + head.run.output
+
+
+_TAKEN = """
+from primad.engine import devices
+
+asked = devices.own_memory_of
+
+def own_memory_of(wanted):
+    found = asked(wanted)
+    assert found is not None
+    return (lambda: 0 if os.path.exists(FILE) else found[0]()), found[1]
+
+devices.own_memory_of = own_memory_of
+"""
+
+
+def test_layers_leave_the_gpu_when_other_programs_take_its_memory(smollm2, new_home, with_gpu, cluster, tmp_path):
+    """No program takes all of this device's memory: what a ring process reads of it says that one has."""
+    taken = tmp_path / "taken"
+    (tmp_path / "sitecustomize.py").write_text(f"import os\nFILE = {str(taken)!r}\n{_TAKEN}")
+    with ExitStack() as stack:
+        others = {"PYTHONPATH": str(tmp_path)}
+        (worker,) = stack.enter_context(all_joined([with_gpu], cluster, "--threads", WORKER_THREADS, **others))
+        arguments = ("--wait", 1, "--use-all", "--context", 512)
+        head = stack.enter_context(heading(smollm2, new_home("head"), cluster, *arguments, config=""))
+        head.wait_serving()
+        before = gpu_layers(head)
+        assert before > 0, head.run.output
+
+        def take() -> None:
+            taken.touch()
+            worker.wait_for("other programs need memory of the GPU")
+
+        told = ask(head, take)
+        assert (told.finish, told.error) == ("length", None), head.run.output
+        assert told.text
+        wait_until(lambda: gpu_layers(head) < before, "the next ring has fewer layers there")
+        assert "Traceback" not in worker.output + head.run.output

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from halda import HelpedSpeed
+from halda import DeviceProfile, HelpedSpeed
 from halda.assignment import in_memory
+from primad.daemon import memory_watch
 from primad.daemon.gpu_care import GpuCare
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.engine.streaming.units import units_of_window
@@ -19,11 +23,14 @@ from primad.gguf.layers import HEADER_BYTES, layer_header
 from primad.gguf.windows import ModelCutter
 from primad.profiler.synthetic import SMALL, write_window
 from primad.ring.gpu_room import fewer_on_gpu, load_what_fits
-from primad.ring.messages import GpuLoaded, Open
-from primad.settings.limits import NO_LIMITS
+from primad.ring.gpu_watch import GpuWatch
+from primad.ring.messages import GpuLoaded, GpuLow, Open
+from primad.settings.limits import NO_LIMITS, OwnerLimits
 from tests.fakes.profile import GPU, PROFILE
 from tools import synth
 
+GIB = 1 << 30
+PATIENCE_S = 180
 HELPED = HelpedSpeed(type="Q4_K", few_bytes_per_s=5e9, prefill_flop_per_s=2e12)
 OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threads=1, kv_type="f16", lock=False)
 
@@ -154,59 +161,141 @@ def test_help_is_given_up_before_layers_are(tmp_path, gpu_layers, fits):
 
 def test_what_help_holds_is_told_and_plans_without_room_for_it_have_none():
     care, helping = Care(), replace(PROFILE, gpu=replace(GPU, helped=(HELPED,)))
-    care.loaded(1, GpuLoaded(layers=0, planned=0, held_bytes=5, why=""))
+    care.has(1, GpuLoaded(layers=0, planned=0, held_bytes=5, why=""))
     assert care.bounded(helping) == helping
     care.released(1)
-    care.loaded(2, GpuLoaded(layers=0, planned=0, held_bytes=0, why="out of memory"))
+    care.has(2, GpuLoaded(layers=0, planned=0, held_bytes=0, why="out of memory"))
     assert care.bounded(helping) == PROFILE
     assert care.changes == 1
     assert "too little memory left to help with prompts" in care.said[0]
 
 
 class Care(GpuCare):
-    def __init__(self) -> None:
-        super().__init__()
+    """``device`` is as it is measured, ``again`` holds why processes were to load once more."""
+
+    def __init__(self, limits: OwnerLimits = NO_LIMITS) -> None:
+        super().__init__(limits, look_every_s=0.001)
         self.said: list[str] = []
         self.changes = 0
-        self.say = self.said.append
-        self.changed = self._changed
+        self.again: list[str] = []
+        self.room = asyncio.Event()
+        self.device = PROFILE
+        self.attend(lambda: self.device, say=self.said.append, changed=self.count, recovered=self.tell)
 
-    def _changed(self) -> None:
+    def count(self) -> None:
         self.changes += 1
+
+    async def tell(self) -> None:
+        self.room.set()
+
+    def has(self, number: int, event: GpuLoaded) -> None:
+        self.loaded(number, event, self.again.append)
 
 
 def test_plans_have_no_more_of_a_gpu_than_it_gave():
     care = Care()
     assert care.bounded(PROFILE) == PROFILE
-    care.loaded(1, GpuLoaded(layers=3, planned=4, held_bytes=5, why="out of memory"))
+    care.has(1, GpuLoaded(layers=3, planned=4, held_bytes=5, why="out of memory"))
     care.released(1)
     gpu = care.bounded(PROFILE).gpu
     assert gpu is not None
     assert gpu.vram_total_bytes == gpu.vram_available_bytes == GPU.vram_total_bytes * 3 // 4
     assert "3 of 4 planned layers are on it" in care.said[0]
-    care.loaded(2, GpuLoaded(layers=0, planned=2, held_bytes=0, why="out of memory"))
+    care.has(2, GpuLoaded(layers=0, planned=2, held_bytes=0, why="out of memory"))
     assert care.bounded(PROFILE) == replace(PROFILE, gpu=None)
     assert care.changes == 2
     assert care.bounded(replace(PROFILE, gpu=None)).gpu is None
 
 
 def test_what_our_own_rings_hold_counts_as_free():
+    care, capped = Care(), Care(replace(NO_LIMITS, vram=2 * GIB))
+    taken = a_gpu(1 * GIB)
+    for each in (care, capped):
+        each.has(1, GpuLoaded(layers=4, planned=4, held_bytes=3 * GIB, why=""))
+    assert available(care.now(taken)) == 4 * GIB
+    assert available(capped.now(taken)) == 2 * GIB, "the owner's limit is one for all of it"
+    shared = replace(PROFILE, gpu=replace(GPU, vram_available_bytes=GIB, unified_memory=True))
+    assert care.now(shared) == shared, "there it is RAM, of which processes of ours count as free already"
+
+
+def test_a_ring_without_room_beside_the_one_before_is_loaded_again_once_that_has_ended():
     care = Care()
-    taken = replace(PROFILE, gpu=replace(GPU, vram_available_bytes=1 << 30))
-    care.loaded(1, GpuLoaded(layers=4, planned=4, held_bytes=3 << 30, why=""))
-    gpu = care.now(taken, NO_LIMITS).gpu
-    assert gpu is not None
-    assert gpu.vram_available_bytes == 4 << 30
-    bounded = care.now(taken, replace(NO_LIMITS, vram=2 << 30)).gpu
-    assert bounded is not None
-    assert bounded.vram_available_bytes == 2 << 30, "the owner's limit is one for all of it"
-    shared = replace(PROFILE, gpu=replace(GPU, vram_available_bytes=1 << 30, unified_memory=True))
-    assert care.now(shared, NO_LIMITS) == shared, "there it is RAM, of which processes of ours count as free already"
-    care.loaded(2, GpuLoaded(layers=1, planned=4, held_bytes=1 << 30, why="out of memory"))
+    care.has(1, GpuLoaded(layers=4, planned=4, held_bytes=3 * GIB, why=""))
+    care.has(2, GpuLoaded(layers=1, planned=4, held_bytes=1 * GIB, why="out of memory"))
     assert care.bounded(PROFILE) == PROFILE, "the ring that is replaced had the room"
+    assert (care.is_cramped, care.again) == (True, [])
+    care.released(1)
+    assert care.is_cramped is False
+    (reason,) = care.again
+    assert "the GPU has room" in reason
     care.released(1)
     care.released(2)
-    assert care.now(taken, NO_LIMITS) == taken
+    assert care.again == [reason]
+    assert care.now(a_gpu(GIB)) == a_gpu(GIB)
+    assert care.said == []
+
+
+def test_what_other_programs_need_is_given_back_and_had_again_when_they_are_gone(monkeypatch):
+    times = itertools.count(step=10)
+    monkeypatch.setattr(memory_watch, "time", SimpleNamespace(monotonic=lambda: next(times)))
+
+    async def once() -> None:
+        care = Care()
+        care.low(1, GpuLow(free_bytes=0, needed_bytes=GIB))
+        assert (care.changes, care.again) == (0, []), "nothing of ours is on it"
+        assert available(care.now(a_gpu(8 * GIB))) == 8 * GIB
+        care.has(1, GpuLoaded(layers=4, planned=4, held_bytes=6 * GIB, why=""))
+        care.low(1, GpuLow(free_bytes=0, needed_bytes=GIB))
+        assert care.changes == 1
+        assert "other programs need memory of the GPU, 1024 MiB more than is free" in care.again[0]
+        assert available(care.bounded(a_gpu(8 * GIB))) == 6 * GIB, "as much as is there"
+        care.released(1)
+        care.device = a_gpu(6 * GIB)
+        assert available(care.now(care.device)) == 6 * GIB
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(care.run())
+            care.device = a_gpu(9 * GIB)
+            async with asyncio.timeout(PATIENCE_S):
+                await care.room.wait()
+            running.cancel()
+        assert available(care.now(care.device)) == 9 * GIB
+
+    asyncio.run(once())
+
+
+def a_gpu(available_bytes: int) -> DeviceProfile:
+    return replace(PROFILE, gpu=replace(GPU, vram_available_bytes=available_bytes))
+
+
+def available(profile: DeviceProfile) -> int:
+    assert profile.gpu is not None
+    return profile.gpu.vram_available_bytes
+
+
+def test_a_lack_that_lasts_is_told_once_until_it_is_over():
+    free, total = [300 << 20], 24 * GIB
+    watch = GpuWatch(lambda: free[0], total)
+    seconds = itertools.count(step=2)
+
+    def look(free_bytes: int) -> GpuLow | None:
+        free[0] = free_bytes
+        return watch.look(next(seconds))
+
+    low = GpuLow(free_bytes=100 << 20, needed_bytes=156 << 20)
+    assert [look(128 << 20), look(100 << 20), look(200 << 20), look(100 << 20)] == [None] * 4, "it did not last"
+    assert [look(100 << 20), look(90 << 20), look(0), look(256 << 20)] == [low, None, None, None]
+    assert [look(100 << 20), look(100 << 20)] == [None, low]
+    free[0] = 0
+    looked = next(seconds) - 2
+    assert watch.look(looked + 1.9) is None, "too early to look"
+
+
+def test_what_was_not_free_when_it_was_loaded_is_no_lack_of_later():
+    free = [10 << 20]
+    watch = GpuWatch(lambda: free[0], 24 * GIB)
+    assert [watch.look(now) for now in (0, 2, 4)] == [None] * 3
+    free[0] = 4 << 20
+    assert [watch.look(now) for now in (6, 8)] == [None, GpuLow(free_bytes=4 << 20, needed_bytes=6 << 20)]
 
 
 def test_a_driver_that_ends_the_ring_process_twice_leaves_the_gpu_out():

@@ -10,10 +10,10 @@ from typing import NoReturn
 import pytest
 
 from halda import Plan, Window
-from primad.errors import ClusterError, NextDeviceError, RingError
+from primad.errors import ClusterError, LoadAgainError, NextDeviceError, RingError
 from primad.head import ring as head_ring
 from primad.head import ways as head_ways
-from primad.head.blame import DeviceLostError, ParticipationError, blamed
+from primad.head.blame import AGAIN, DeviceLostError, ParticipationError, blamed, loads_again
 from primad.head.participation import Participation
 from primad.head.ring import HeadRing
 from primad.ring.messages import (
@@ -239,6 +239,16 @@ def test_a_worker_that_does_not_reach_the_head_is_done_without_when_a_ring_is_fo
     assert blamed(error, PAIR, forming=True) == ("tab", False)
     assert blamed(error, PAIR) == (None, False), "the head cannot be left out"
     assert blamed(ParticipationError("lap: the same", "lap", "next"), PAIR, forming=True) == ("tab", False)
+
+
+def test_nobody_is_to_blame_for_layers_that_are_loaded_again():
+    error = ParticipationError("lap: other programs need memory of the GPU", "lap", AGAIN)
+    assert blamed(error, PAIR, forming=True) == (None, False)
+    assert [loads_again(each) for each in (error, LoadAgainError("the same"), RingError("broken"))] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_first_worker_that_the_heads_process_does_not_reach_is_to_blame():

@@ -21,6 +21,7 @@ from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.ring.messages import Loading, Open, RingCommand, RingEvent
 from primad.settings.config import load_config, open_home
+from primad.settings.limits import NO_LIMITS
 from tests.fakes.process import FakeProcesses, FakeRingProcess
 from tests.fakes.profile import PROFILE
 from tests.shell.test_participations import a_load
@@ -177,7 +178,9 @@ def test_a_load_that_is_given_up_over_opening_leaves_no_process_and_no_files(pla
 
     async def once() -> None:
         async with asyncio.timeout(PATIENCE_S):
-            windows = WindowLoad(load, 7, SimpleNamespace(workspace=place, config=config, gpu_care=GpuCare()), PROFILE)
+            windows = WindowLoad(
+                load, 7, SimpleNamespace(workspace=place, config=config, gpu_care=GpuCare(NO_LIMITS)), PROFILE
+            )
             await windows.prepare(lambda *_: pytest.fail("nothing is missing"), lambda *_: None)
             starting = asyncio.create_task(windows.start(windows.key()))
             await opening.wait()

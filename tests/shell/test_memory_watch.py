@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from primad.daemon import memory_watch as memory_watch
-from primad.daemon.memory_watch import MemoryWatch
+from primad.daemon.memory_watch import MemoryWatch, ram_room
 from primad.settings.limits import NO_LIMITS, OwnerLimits
 from primad.system.memory import Memory
 
@@ -44,7 +45,7 @@ class Machine:
         return self.now
 
     async def watch(self, limits: OwnerLimits = NO_LIMITS) -> tuple[MemoryWatch, asyncio.Task[None]]:
-        made = MemoryWatch(limits, self.heard.put, look_every_s=0.001)
+        made = MemoryWatch(partial(ram_room, limits), self.heard.put, look_every_s=0.001)
         made.begin(limits.ram_bytes(8 * GIB, 16 * GIB))
         return made, asyncio.create_task(made.run())
 

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from halda.assignment import in_memory
 from primad.daemon import loading
 from primad.daemon import memory_watch as memory_watch
 from primad.daemon.layer_files import Workspace
-from primad.daemon.memory_watch import MemoryWatch
+from primad.daemon.memory_watch import MemoryWatch, ram_room
 from primad.daemon.station import Station
 from primad.engine.protocol import WindowSource
 from primad.errors import ClusterError, DiskError, ModelError, WeightsError
@@ -38,7 +39,7 @@ from primad.network.messages import (
     WorkerMessage,
     WorkerStatus,
 )
-from primad.ring.messages import Connect, Loading, Open, Opened, Overdue, Reopen, Sampled
+from primad.ring.messages import Connect, GpuLoaded, GpuLow, Loading, Open, Opened, Overdue, Reopen, Sampled
 from primad.ring.messages import ProcessMemoryLow as RingPressed
 from primad.settings.config import load_config, open_home
 from primad.settings.timings import Timings, WorkerTimings
@@ -99,16 +100,21 @@ class Worker:
         self.told: list[WorkerMessage] = []
         self.said: list[str] = []
         self._news = asyncio.Condition()
-        self.memory_watch = MemoryWatch(config.limits, self._memory_recovered)
+        self.memory_watch = MemoryWatch(partial(ram_room, config.limits), self._memory_recovered)
         identity = new_identity()
+        station = Station(
+            config=config,
+            workspace=self.place,
+            identity=identity,
+            trust=TrustStore(home, identity, LocalTrust(home / "local")),
+            timings=Timings(worker=WorkerTimings(**timings)),
+        )
+        self.less_of_the_gpu = 0
+        station.gpu_care.attend(
+            lambda: PROFILE, say=self.said.append, changed=self._on_gpu, recovered=partial(self._memory_recovered, 0)
+        )
         self.parts = Participations(
-            Station(
-                config=config,
-                workspace=self.place,
-                identity=identity,
-                trust=TrustStore(home, identity, LocalTrust(home / "local")),
-                timings=Timings(worker=WorkerTimings(**timings)),
-            ),
+            station,
             context=None,
             memory_watch=self.memory_watch,
             tell=self._tell,
@@ -117,6 +123,9 @@ class Worker:
 
     async def _memory_recovered(self, _: int) -> None:
         raise AssertionError("nobody waited for it")
+
+    def _on_gpu(self) -> None:
+        self.less_of_the_gpu += 1
 
     async def _tell(self, message: WorkerMessage) -> None:
         self.told.append(message)
@@ -751,6 +760,41 @@ def test_a_lack_of_memory_is_told_with_what_a_plan_may_use(worker, monkeypatch):
             assert lap.broken() == set()
             await lap.parts.release(1)
             await process.ended()  # what is kept for another ring is memory as well
+
+    asyncio.run(once())
+
+
+def test_layers_on_a_gpu_whose_memory_others_need_are_let_go_at_once_and_no_device_is_to_blame(worker):
+    async def once() -> None:
+        async with worker() as lap:
+            process = await lap.serve(a_load(1, assignments=[in_memory(2, 4, gpu_layers=2)]))
+            process.say(GpuLoaded(layers=2, planned=2, held_bytes=1 << 30, why=""))
+            process.say(GpuLow(free_bytes=0, needed_bytes=256 << 20))
+            broken = await lap.breaks()
+            assert (broken.fault, broken.again) == ("ring", True)
+            assert "other programs need memory of the GPU, 256 MiB more than is free" in broken.error
+            assert lap.less_of_the_gpu == 1
+            await process.ended()  # it is not kept for another ring
+
+    asyncio.run(once())
+
+
+def test_a_ring_process_is_not_kept_while_another_one_lacks_its_room_on_the_gpu(worker):
+    async def once() -> None:
+        async with worker() as lap:
+            on_gpu = [in_memory(2, 4, gpu_layers=2)]
+            before = await lap.serve(a_load(1, assignments=on_gpu))
+            before.say(GpuLoaded(layers=2, planned=2, held_bytes=1 << 30, why=""))
+            after = await lap.serve(a_load(2, assignments=on_gpu))
+            after.say(GpuLoaded(layers=1, planned=2, held_bytes=1 << 29, why="out of memory"))
+            after.say(STATUS)
+            await lap.hears(WorkerStatus, lambda status: status.epoch == 2)
+            assert (lap.less_of_the_gpu, lap.said[2:]) == (0, []), "plans are as they were"
+            await lap.parts.release(1)
+            await before.ended()
+            broken = await lap.breaks(2)
+            assert broken.again
+            assert "the GPU has room" in broken.error
 
     asyncio.run(once())
 

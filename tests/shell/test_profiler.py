@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,7 +20,8 @@ from typer.testing import CliRunner
 
 from halda import RATE_WIDTH, GpuProfile
 from primad.cli import main as cli
-from primad.engine.devices import GpuDevice, find_gpu, list_gpus
+from primad.engine import devices
+from primad.engine.devices import GpuDevice, find_gpu, list_gpus, own_memory_of, reserve_bytes
 from primad.errors import ConfigError, EngineError
 from primad.profiler import device, disk, gpus, measure, processors, speeds
 from primad.profiler.device import check_chosen_gpu, is_profiled, profile_device, unused_gpus
@@ -41,6 +43,7 @@ from primad.profiler.trial import SteppedOn, TimeWindow, TrialTimes, affordable_
 from primad.profiler.trials import child_trials
 from primad.profiles import check_profile
 from primad.settings.limits import NO_LIMITS
+from primad.system import vram
 from primad.system.measuring_lock import measuring
 from primad.system.memory import Memory
 from primad.system.processors import usable_cpus
@@ -437,6 +440,9 @@ class FakeGgml:
     def ggml_backend_dev_memory(self, device: int, free: Any, total: Any) -> None:
         free._obj.value, total._obj.value = self.devices[device][4], self.devices[device][3]
 
+    def ggml_backend_dev_get_props(self, device: int, props: Any) -> None:
+        props._obj.device_id = b"0000:01:00.%d" % device if device else None
+
     def ggml_backend_dev_backend_reg(self, device: int) -> int:
         return device
 
@@ -474,6 +480,43 @@ def test_a_gpu_is_found_by_what_llama_cpp_calls_it():
         find_gpu("GPU0", FakeGgml())
 
 
+def test_what_the_system_counts_as_free_is_believed_where_it_is_less(monkeypatch):
+    counted = {"0000:01:00.1": 5, "0000:01:00.2": 45}
+    monkeypatch.setattr(devices, "free_vram", counted.get)
+    assert [gpu.vram_available_bytes for gpu in list_gpus(FakeGgml())] == [5, 40]
+    found = own_memory_of("GPU1", FakeGgml())
+    assert found is not None
+    free_bytes, total_bytes = found
+    assert (free_bytes(), total_bytes) == (5, 24)
+    counted.clear()
+    assert free_bytes() == 24, "llama.cpp's own figure, no more than all of it"
+    assert own_memory_of("GPU2", FakeGgml()) is None, "it shares the processor's memory"
+
+
+def test_the_counters_of_a_card_are_those_of_its_driver(tmp_path, monkeypatch):
+    class Nvml:
+        NVMLError = RuntimeError
+
+        def nvmlDeviceGetHandleByPciBusId(self, pci: str) -> str:  # noqa: N802
+            if pci != "0000:02:00.0":
+                raise RuntimeError("not found")
+            return pci
+
+        def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:  # noqa: N802
+            return SimpleNamespace(free=7)
+
+    monkeypatch.setattr(vram, "_nvml", lambda: None)
+    assert vram.free_vram("0000:02:00.0", tmp_path) is None
+    monkeypatch.setattr(vram, "_nvml", Nvml)
+    assert vram.free_vram("0000:02:00.0", tmp_path) == 7
+    card = tmp_path / "0000:01:00.0"
+    card.mkdir()
+    assert vram.free_vram("0000:01:00.0", tmp_path) is None
+    (card / "mem_info_vram_total").write_text("24\n")
+    (card / "mem_info_vram_used").write_text("20\n")
+    assert vram.free_vram("0000:01:00.0", tmp_path) == 4
+
+
 def a_device(**changes: Any) -> GpuDevice:
     device = GpuDevice(
         id=GPU.id,
@@ -488,7 +531,8 @@ def a_device(**changes: Any) -> GpuDevice:
 
 def test_free_memory_of_a_gpu_is_read_anew(monkeypatch):
     now = gpus.gpu_now(GPU, [a_device(name="another"), a_device()])
-    assert now == replace(GPU, vram_available_bytes=7 << 30)
+    left = (7 << 30) - reserve_bytes(24 << 30)
+    assert now == replace(GPU, vram_available_bytes=left), "others have some of it"
     assert gpus.gpu_now(GPU, [a_device(name="another")]) is None
     assert gpus.gpu_now(GPU, [a_device(id="CUDA1")]) is None
     assert gpus.gpu_now(GPU, "a trial did not end within 30 s") is None
@@ -683,7 +727,7 @@ def test_a_gpu_that_is_left_out_is_told_and_never_costs_the_device(tmp_path, mea
     monkeypatch.setattr(measure, "measure_gpu", lambda folder, device, *_: GPU if device.id == "CUDA0" else "it hangs")
     monkeypatch.setattr(device, "list_gpus", lambda: (a_device(),))
     profile = profile_device("desk", home, None, lambda _: None)
-    assert profile.gpu == replace(GPU, vram_available_bytes=7 << 30)
+    assert profile.gpu == replace(GPU, vram_available_bytes=(7 << 30) - reserve_bytes(24 << 30))
     assert tuple(map(str, unused_gpus(home, None))) == (
         "the GPU another (CUDA1) stays unused: it hangs; 'primad doctor' looks at it, "
         "'primad profile --remeasure' tries again",

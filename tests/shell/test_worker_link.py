@@ -517,7 +517,8 @@ def test_a_device_that_was_measured_better_is_planned_with_that_from_then_on():
                 heard.news.clear()
                 await heard.news.wait()
             assert heard.better == ["nas"]
-            assert link.profile == dataclasses.replace(before, cpu=cpu, disk=disk), "what is free is told as ever"
+            told = dataclasses.replace(before, cpu=cpu, disk=disk, gpu=better.gpu)
+            assert link.profile == told, "what is free of RAM and disk is told as ever"
             link.close()
 
     asyncio.run(once())

@@ -1,0 +1,53 @@
+"""What a graphics card has free by the counters of its system: they see what all programs take of it.
+
+llama.cpp's own figures do so with most drivers, but with some they know of this process alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+_DEVICES: Final = Path("/sys/bus/pci/devices")
+
+
+def free_vram(pci: str, devices: Path = _DEVICES) -> int | None:
+    """Bytes that the card at the PCI address ``pci`` (``0000:01:00.0``) has free; None where no counter tells.
+
+    NVIDIA's driver tells on Linux and Windows, that of AMD's cards on Linux. Of memory that a GPU shares with the processor
+    (Apple's, integrated ones) the system's memory is what counts.
+    """
+    found = _of_amd(devices / pci)
+    return found if found is not None else _of_nvidia(pci)
+
+
+def _of_amd(device: Path) -> int | None:
+    try:
+        total, used = (int((device / f"mem_info_vram_{name}").read_text()) for name in ("total", "used"))
+    except (OSError, ValueError):
+        return None
+    return max(0, total - used)
+
+
+def _of_nvidia(pci: str) -> int | None:
+    nvml = _nvml()
+    if nvml is None:
+        return None
+    with contextlib.suppress(nvml.NVMLError):
+        handle = nvml.nvmlDeviceGetHandleByPciBusId(pci)
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle).free)
+    return None
+
+
+@cache
+def _nvml() -> Any:
+    """NVIDIA's library, begun; None where there is none."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
