@@ -44,7 +44,7 @@ def predict(
     rows = []
     with tempfile.TemporaryDirectory(prefix="primad-predict-") as name, measuring():
         # What streams has no extra buffers, and the rings here have none at all.
-        cpu = measure_cpu(Path(name), threads, lambda _: None, Effort(types=types_of(model))).without_extra_buffers()
+        cpu = measure_cpu(Path(name), threads, lambda _: None, Effort(types=types_of(model))).with_extra_buffers(())
         rate = ram_read_bytes_per_s(threads)
     links = [asyncio.run(loopback())]
     with tempfile.TemporaryDirectory(prefix="primad-predict-", dir=os.environ.get("TMPDIR", "/var/tmp")) as name:

@@ -11,7 +11,7 @@ from primad.head.ring_inputs import RingInputs
 from primad.head.ways import Ways
 from primad.layers.fetch import hash_in_thread, in_thread
 from primad.network.messages import Load
-from primad.planning.extra_buffers import as_planned, choose_extra_buffers
+from primad.planning.extra_buffers import as_planned, choose_extra_buffers, suited
 
 
 async def loads_of(inputs: RingInputs, ways: Ways) -> dict[str, Load]:
@@ -19,11 +19,14 @@ async def loads_of(inputs: RingInputs, ways: Ways) -> dict[str, Load]:
     specs = await _specs(inputs)
     head = inputs.promise.plan.head
     question = inputs.promise.question
-    planned = () if question is None else question.devices
     profiles = {head: inputs.profile} | {name: worker.profile for name, worker in inputs.devices.workers.items()}
+    workload, objective = inputs.service.workload, inputs.service.options.objective
     extra = choose_extra_buffers(
         inputs.promise.assignments,
-        {name: as_planned(profile, planned) for name, profile in profiles.items()},
+        {
+            name: suited(profile, workload, objective) if question is None else as_planned(profile, question.devices)
+            for name, profile in profiles.items()
+        },
         inputs.service.model.profile,
         inputs.service.options.extra_buffers,
     )

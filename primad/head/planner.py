@@ -24,7 +24,7 @@ from primad.head.worker_link import WorkerLink
 from primad.planning.batching import batches_of
 from primad.planning.context import attends_plainly
 from primad.planning.drafting import drafting_of
-from primad.planning.extra_buffers import as_planned, without_copies
+from primad.planning.extra_buffers import as_planned, suited, without_copies
 from primad.planning.fitting import fitted
 from primad.system.tasks import Tasks
 
@@ -149,11 +149,15 @@ class Planner:
         if len(devices) > 1:
             cuttable(model.header)
         names = [device.device for device in devices]
+        workload = self._workload(served)
         asked = SolverRequest(
-            devices=devices,
+            devices=[
+                device if options.extra_buffers == "on" else suited(device, workload, options.objective)
+                for device in devices
+            ],
             links=links,
             model=await model.planned(),
-            workload=self._workload(served),
+            workload=workload,
             objective=options.objective,
             require=frozenset(names) if options.use_all else require,
             time_limit_s=SOLVE_S,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -33,7 +34,8 @@ class DescribedPlan:
     """One plan; ``solution`` is how Halda found it, None for the paper's plan.
 
     ``why_context``: why the context is not more, where nobody said how much. ``batches`` is how several answers at once are
-    computed, None for one and for the paper's plan.
+    computed, None for one and for the paper's plan. ``extra_buffers``: why a device has extra buffers or none, where its
+    profile has both.
     """
 
     plan: Plan
@@ -42,6 +44,7 @@ class DescribedPlan:
     solution: Solution | None = None
     why_context: str = ""
     batches: Batches | None = None
+    extra_buffers: Mapping[str, str] = field(default_factory=dict)
 
 
 def ring_part(answer: DescribedPlan) -> RingJson:
@@ -117,6 +120,7 @@ def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) ->
         gpu_layers=found.gpu_layers,
         cpu_experts=found.cpu_experts,
         helped=name in plan.helped,
+        extra_buffers=answer.extra_buffers.get(name, ""),
         resident_layers=kept.resident_layers,
         streamed_layers=kept.streamed_layers,
         ahead_bytes=found.ahead_bytes,

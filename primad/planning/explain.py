@@ -31,7 +31,7 @@ from primad.planning.describe import (
     ring_part,
     workload_part,
 )
-from primad.planning.extra_buffers import without_copies
+from primad.planning.extra_buffers import suited, why_extra, without_copies
 from primad.planning.fitting import fitted
 from primad.planning.question import Question
 from primad.planning.schema import SCHEMA, AloneJson, Explanation, LeftOutJson, WhatIf
@@ -92,7 +92,12 @@ def _plans(question: Question) -> tuple[DescribedPlan, DescribedPlan]:
 def best_plan(question: Question) -> DescribedPlan:
     """Halda's plan, with the best head where the question leaves it open. Raises ``Infeasible``."""
     heads = [device.device for device in question.devices] if question.head is None else [question.head]
-    return _answer(*_solve(question, question.devices, heads, question.time_limit_s))
+    planned, solution = _solve(question, question.devices, heads, question.time_limit_s)
+    extra = {
+        measured.device: why_extra(measured, device, question.model)
+        for measured, device in zip(question.devices, planned.devices, strict=True)
+    }
+    return replace(_answer(planned, solution), extra_buffers=extra)
 
 
 def _solve(
@@ -106,6 +111,7 @@ def _solve(
 
     Raises ``Infeasible``.
     """
+    devices = [suited(device, question.workload, question.objective) for device in devices]
     while True:
         solution = solve(
             devices,
@@ -123,9 +129,9 @@ def _solve(
         )
         others = without_copies(solution.plan, devices, question.model, "auto")
         if others is None:
-            return question, solution
-        devices, found = others, {device.device: device for device in others}
-        question = replace(question, devices=tuple(found.get(each.device, each) for each in question.devices))
+            found = {device.device: device for device in devices}
+            return replace(question, devices=tuple(found.get(each.device, each) for each in question.devices)), solution
+        devices = others
 
 
 def _answer(question: Question, solution: Solution) -> DescribedPlan:
@@ -155,7 +161,8 @@ def _paper(question: Question, head: str) -> DescribedPlan:
     plan: Plan = research.solve_published(
         question.devices, question.all_links, question.model, question.workload, limits=question.limits, head=head
     ).plan
-    asked = _instance(question, head)
+    devices = tuple(suited(device, question.workload, question.objective) for device in question.devices)
+    asked = _instance(replace(question, devices=devices), head)
     return DescribedPlan(plan, evaluate(plan, asked), asked)
 
 

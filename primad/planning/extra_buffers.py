@@ -2,7 +2,8 @@
 
 On some builds they crash (LLAMA issue 20824: GCC before 12.4 on a CPU with AMX), on some machines they make decode faster
 and prefill slower, for some types they change nothing. A device's profile was measured with its build of llama.cpp, in
-processes where a crash is an answer; it says for each type whether a typical exchange is faster with them.
+processes where a crash is an answer; it has the speed of each type with and without them. Which of both is better depends on
+what the plan is for (``suited``): a token, the first token, or a typical request.
 
 Windows that stream have none, so that a plan that was made for their speed may not come true. Then it is made again with
 such devices as they are without (``without_copies``), until every device of the plan is as it was planned for.
@@ -14,10 +15,66 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from halda import Assignment, CpuProfile, DeviceProfile, ModelProfile, Plan, WindowAssignment, assignments
+from halda import (
+    Assignment,
+    CpuProfile,
+    DeviceProfile,
+    ModelProfile,
+    Objective,
+    Plan,
+    TypeSpeed,
+    WindowAssignment,
+    Workload,
+    assignments,
+)
+from halda.quantisation import bytes_per_weight
 
 MEMORY_SHARE: Final = 0.4
 """Extra buffers copy weights: only where the copies on a machine take at most this share of what plans may use there."""
+WORTH: Final = 0.97
+"""Extra buffers double the memory that a window holds: they must save 3 % of what the plan is for."""
+
+
+def suited(device: DeviceProfile, workload: Workload, objective: Objective) -> DeviceProfile:
+    """``device`` with extra buffers for no other types than those that reach ``objective`` sooner with them."""
+    return device.with_extra_buffers(
+        [
+            speed.type
+            for speed in device.cpu.speeds
+            if speed.extra_buffers
+            and (
+                speed.plain is None
+                or _weight_s(speed, workload, objective) < WORTH * _weight_s(speed.plain, workload, objective)
+            )
+        ]
+    )
+
+
+def _weight_s(speed: TypeSpeed, workload: Workload, objective: Objective) -> float:
+    """What a weight takes of what the plan is for: of a token, of the first token, or of a typical request."""
+    token_s = bytes_per_weight(speed.type) / speed.decode_bytes_per_s
+    prompt_s = 2 * workload.prompt_tokens / speed.prefill_flop_per_s
+    if objective == "ttft":
+        return prompt_s + token_s
+    return workload.answer_tokens * token_s + (prompt_s if objective == "balanced" else 0.0)
+
+
+def why_extra(measured: DeviceProfile, planned: DeviceProfile, model: ModelProfile) -> str:
+    """Why ``measured`` has extra buffers as it was ``planned``, or has none; empty where nothing is faster with them."""
+    speeds = {speed.type: speed for speed in measured.cpu.speeds if speed.plain is not None}
+    weights = Counter[str](model.output_bytes_by_type)
+    for layer in model.layers:
+        weights.update(layer.bytes_by_type)
+        weights.update(layer.expert_bytes_by_type)
+    kind = max(speeds, key=lambda each: weights[each], default="")
+    if not weights[kind] or (plain := speeds[kind].plain) is None:
+        return ""
+    token = plain.decode_bytes_per_s / speeds[kind].decode_bytes_per_s
+    prompt = plain.prefill_flop_per_s / speeds[kind].prefill_flop_per_s
+    takes = f"of {kind} a token takes {token:.2f} times as long with them, a prompt {prompt:.2f}"
+    if any(speed.type == kind and speed.extra_buffers for speed in planned.cpu.speeds):
+        return f"has extra buffers: {takes}"
+    return f"has no extra buffers: {takes}, or their copies have no room"
 
 
 def choose_extra_buffers(
@@ -64,10 +121,10 @@ def without_copies(
 
 
 def as_planned(device: DeviceProfile, planned: Sequence[DeviceProfile]) -> DeviceProfile:
-    """``device`` as it is now, without extra buffers where it was ``planned`` so."""
+    """``device`` as it is now, with extra buffers for those types that it was ``planned`` with."""
     for other in planned:
-        if other.device == device.device and not any(speed.extra_buffers for speed in other.cpu.speeds):
-            return device.without_extra_buffers()
+        if other.device == device.device:
+            return device.with_extra_buffers([speed.type for speed in other.cpu.speeds if speed.extra_buffers])
     return device
 
 

@@ -36,7 +36,8 @@ class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
     ``shard_bytes`` is what the layer cache holds. Layers that are resident and streamed are counted by their worth, since
     the same share of each streams; of ``streamed_bytes`` are ``ahead_bytes`` in memory at most. ``disk_bytes_per_token``
     counts all that streams, less what the room of compute buffers holds then, but of layers with experts at most those that
-    a row uses.
+    a row uses. ``extra_buffers`` says in words why it has llama.cpp's repacked copies of weights, or none; empty where they
+    are not known to make anything faster.
     """
 
     name: str
@@ -46,6 +47,7 @@ class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
     gpu_layers: int
     cpu_experts: int
     helped: bool
+    extra_buffers: str
     resident_layers: int
     streamed_layers: int
     ahead_bytes: int

@@ -116,6 +116,9 @@ def _facts(answer: Explanation) -> Table:
     helped = [device.name for device in answer.devices if device.helped]
     if helped:
         table.add_row("helped", f"prompts through layers in RAM are computed by the GPU of {', '.join(helped)}")
+    for device in answer.devices:
+        if device.extra_buffers:
+            table.add_row("copies", f"{device.name} {device.extra_buffers}")
     apart = [f"{device.cpu_experts} layers of {device.name}" for device in answer.devices if device.cpu_experts]
     if apart:
         table.add_row("experts", f"in RAM, computed by the processor, of {', '.join(apart)} on the GPU")

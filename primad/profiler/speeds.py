@@ -34,10 +34,8 @@ MAIN: Final = TYPES[0]
 SMALL_LAYERS: Final = (2, 12)
 ROW_COUNTS: Final = (2, 4, 16)
 """Counts of rows that the main type is measured with besides 1, ``BATCH_ROWS`` and a chunk of a prompt."""
-PROMPT_ROWS: Final = 512
-ANSWER_TOKENS: Final = 128
 WORTH: Final = 0.97
-"""Extra buffers double the memory that a window holds: below 3 % of a typical exchange they are not worth it."""
+"""Extra buffers double the memory that a window holds: a token or a prompt must take 3 % less with them."""
 _LEAST_S: Final = 1e-6
 _LEAST_SHARE: Final = 0.5
 _LEAST_SHARE_GPU: Final = 0.1
@@ -268,12 +266,16 @@ class _Trial:
     middle: TrialTimes | None
 
 
+_Timings = list[TrialTimes | None]
+"""What a trial of a type took each time that it was run; None at first where it was not."""
+
+
 def measure_types(bench: Bench, step_s: float, advance: Callable[[str], None]) -> tuple[float, tuple[TypeSpeed, ...]]:
     """The fixed seconds of a layer, and the speed of every type that llama.cpp computes here and for which time is left.
 
-    Each type has extra buffers where they are worth it, which takes more than a quick effort to find out; then its speed
-    without them comes besides. The first one is measured in any case. Raises ``EngineError`` when none is
-    computed, ``OSError`` when the files cannot be written.
+    Each type has extra buffers where a token or a prompt takes less with them, which takes more than a quick effort to find
+    out; then its speed without them comes besides, and a plan decides. The first one is measured in any case. Raises
+    ``EngineError`` when none is computed, ``OSError`` when the files cannot be written.
     """
     trials = _again(bench, _first_trials(bench, advance))
     lines = [
@@ -305,7 +307,7 @@ def _first_trials(bench: Bench, advance: Callable[[str], None]) -> list[_Trial]:
         has_one = any(isinstance(each, TrialTimes) for each in decode)
         rows = bench.time_rows(kind, settings, _OF_ROWS * share_s) if has_one else decode
         plain, *more = [together(one, many) for one, many in zip(decode, rows, strict=True)]
-        chosen, extra = choose(bench, kind, plain, more[0] if more else "not tried")
+        chosen, extra = choose(plain, more[0] if more else "not tried")
         if isinstance(chosen, str):
             logger.warning("%s is not measured: %s", kind, chosen)
             why = why or chosen
@@ -334,29 +336,33 @@ def _again(bench: Bench, trials: list[_Trial]) -> list[_Trial]:
     What else a machine does slows it for seconds, and so would be taken for the speed of the type that was timed then.
     """
     seconds = _OF_ROW * _OF_FIRST * max(0.0, bench.budget.left_s) / len(trials)
-    found = [([trial.big], [trial.big], [trial.middle]) for trial in trials]
+    found: list[tuple[_Timings, ...]] = [
+        ([trial.big], [trial.big], [trial.middle], [trial.plain], [trial.plain]) for trial in trials
+    ]
     took_s = 0.0
     for _ in range(0 if bench.effort.is_quick else _MOST_AGAIN):
-        for trial, (big, rows, middle) in zip(trials, found, strict=True):
+        for trial, (big, rows, middle, plain, plain_rows) in zip(trials, found, strict=True):
             left_s = bench.budget.left_s
             if left_s <= took_s:
                 break
-            extra = (trial.extra,)
-            for times, timings in (
-                (big, bench.time_decode(BIG, trial.kind, extra, seconds)[0]),
-                (rows, bench.time_rows(trial.kind, extra, seconds)[0]),
-                (middle, bench.time_decode(MIDDLE, trial.kind, extra, seconds)[0]),
+            settings = (trial.extra,) if trial.plain is None else (trial.extra, False)
+            for several, timings in (
+                ((big, plain), bench.time_decode(BIG, trial.kind, settings, seconds)),
+                ((rows, plain_rows), bench.time_rows(trial.kind, settings, seconds)),
+                ((middle,), bench.time_decode(MIDDLE, trial.kind, (trial.extra,), seconds)),
             ):
-                if isinstance(timings, TrialTimes) and times[0] is not None:
-                    times.append(timings)
+                for times, timing in zip(several, timings, strict=False):
+                    if isinstance(timing, TrialTimes) and times[0] is not None:
+                        times.append(timing)
             took_s = max(took_s, left_s - bench.budget.left_s)
     return [
         replace(
             trial,
             big=_with_rows(_with_row(trial.big, big), rows),
+            plain=None if trial.plain is None else _with_rows(_with_row(trial.plain, plain), plain_rows),
             middle=None if trial.middle is None else _with_row(trial.middle, middle),
         )
-        for trial, (big, rows, middle) in zip(trials, found, strict=True)
+        for trial, (big, rows, middle, plain, plain_rows) in zip(trials, found, strict=True)
     ]
 
 
@@ -407,20 +413,20 @@ def together(decode: TrialTimes | str, rows: TrialTimes | str) -> TrialTimes | s
     )
 
 
-def choose(bench: Bench, kind: str, plain: TrialTimes | str, extra: TrialTimes | str) -> tuple[TrialTimes | str, bool]:
-    """The better of both settings by the time of a typical exchange, and whether it is the one with extra buffers."""
+def choose(plain: TrialTimes | str, extra: TrialTimes | str) -> tuple[TrialTimes | str, bool]:
+    """The timing with extra buffers and True where a token or a prompt takes less with them, else the one without."""
     if isinstance(extra, str):
         return plain, False
-    if isinstance(plain, str) or _exchange_s(bench, kind, extra) < WORTH * _exchange_s(bench, kind, plain):
+    if isinstance(plain, str) or any(
+        with_them < WORTH * without for with_them, without in zip(_rates(extra), _rates(plain), strict=True)
+    ):
         return extra, True
     return plain, False
 
 
-def _exchange_s(bench: Bench, kind: str, timings: TrialTimes) -> float:
-    """Seconds a layer of a typical exchange."""
-    prefill_s = statistics.median(timings.prefill_s) / timings.prefill_rows / bench.layers_to_compute
-    decode_s = statistics.median(timings.decode_s) / bench.layers_to_read(BIG, kind)
-    return PROMPT_ROWS * prefill_s + ANSWER_TOKENS * decode_s
+def _rates(timings: TrialTimes) -> tuple[float, float]:
+    """Seconds of a row by itself, and of one of a prompt."""
+    return statistics.median(timings.decode_s), statistics.median(timings.prefill_s) / timings.prefill_rows
 
 
 def speed(

@@ -6,7 +6,7 @@ as stored, so ``bytes / rate`` is a time whatever the type.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
@@ -140,9 +140,9 @@ class CpuProfile:
     exact_rows: tuple[TypeRows, ...] = ()
     caches: tuple[CacheCost, ...] = ()
 
-    def without_extra_buffers(self) -> CpuProfile:
-        """The processor where weights are computed as they lie in their files, as those that stream are."""
-        return replace(self, speeds=tuple(speed.plain or speed for speed in self.speeds))
+    def with_extra_buffers(self, types: Collection[str]) -> CpuProfile:
+        """The processor that has extra buffers for weights of ``types`` at most; others it computes as they lie in files."""
+        return replace(self, speeds=tuple(at if at.type in types else at.plain or at for at in self.speeds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,9 +204,13 @@ class DeviceProfile:
     gpu: GpuProfile | None
     wireless: bool = False
 
+    def with_extra_buffers(self, types: Collection[str]) -> DeviceProfile:
+        """The device whose processor has extra buffers for weights of ``types`` at most."""
+        return replace(self, cpu=self.cpu.with_extra_buffers(types))
+
     def without_extra_buffers(self) -> DeviceProfile:
-        """The device whose processor does without them."""
-        return replace(self, cpu=self.cpu.without_extra_buffers())
+        """The device whose processor does without them, as all do with what streams."""
+        return self.with_extra_buffers(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -332,13 +332,15 @@ def test_a_disturbed_trial_is_repeated_while_there_is_patience(tmp_path):
     [
         (steady(0.010), steady(0.005), True),
         (steady(0.010), steady(0.0099), False),  # not worth the memory
-        (steady(0.010, prefill_s=1.0), steady(0.005, prefill_s=3.0), False),  # the prompt costs more than is won
+        (steady(0.010, prefill_s=1.0), steady(0.005, prefill_s=3.0), True),  # a plan decides
+        (steady(0.010, prefill_s=3.0), steady(0.020, prefill_s=1.0), True),
+        (steady(0.010, prefill_s=1.0), steady(0.010, prefill_s=3.0), False),
         (steady(0.010), "crashed", False),
         ("crashed", steady(0.010), True),
     ],
 )
-def test_extra_buffers_are_chosen_by_the_time_of_an_exchange(tmp_path, plain, extra, chosen):
-    assert choose(bench(tmp_path, Machine()), "Q4_K", plain, extra) == (extra if chosen else plain, chosen)
+def test_a_type_has_extra_buffers_where_a_token_or_a_prompt_takes_less_with_them(plain, extra, chosen):
+    assert choose(plain, extra) == (extra if chosen else plain, chosen)
 
 
 def test_fewer_threads_are_taken_only_where_they_are_clearly_faster():
