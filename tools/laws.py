@@ -1,7 +1,7 @@
 """Laws of the source that neither ruff nor import-linter sees; ``tools/check`` runs it. It prints what breaks one.
 
 No public type name is defined twice in what runs; tools import nothing of the tests; tests import no tools but the lab and
-the model maker.
+the model maker; nothing imports ``packaging/``, whose scripts know each other alone.
 
     tools/laws.py [ROOT]
 """
@@ -85,6 +85,16 @@ def wrong_imports(root: Path) -> Iterator[str]:
                 yield f"{path}:{line}: a test imports {module}; what both need belongs to tools/lab"
 
 
+def imports_of_packaging(root: Path) -> Iterator[str]:
+    """Lines about files that import a script of ``packaging/``, by its own name or through the folder's."""
+    scripts = {path.stem for path in (root / "packaging").rglob("*.py")}
+    for path, tree in trees(root, *PRODUCT, "solver/halda_research", "tools", "tests", "examples"):
+        for module, line in imported(tree):
+            first, _, rest = module.partition(".")
+            if first in scripts or (first == "packaging" and rest.partition(".")[0] in scripts):
+                yield f"{path}:{line}: imports {module} of packaging/, which nothing imports"
+
+
 def _is_for_tests(module: str) -> bool:
     return any(module == each or module.startswith(f"{each}.") for each in FOR_TESTS)
 
@@ -92,7 +102,7 @@ def _is_for_tests(module: str) -> bool:
 def main() -> int:
     """Print what breaks a law; the exit code."""
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent
-    broken = [*names_defined_twice(root), *wrong_imports(root)]
+    broken = [*names_defined_twice(root), *wrong_imports(root), *imports_of_packaging(root)]
     for line in broken:
         print(line, file=sys.stderr)
     return 1 if broken else 0

@@ -10,7 +10,7 @@ from primad.settings import config
 from tests.fakes.documents import PAGES, ROOT, anchors, links, spans
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-_FILE = re.compile(r"(?:primad|solver|tests|tools|profiles|docs|examples)/[\w./-]+")
+_FILE = re.compile(r"(?:primad|solver|tests|tools|packaging|profiles|docs|examples)/[\w./-]+")
 _IN_A_ROOM = re.compile(r"[a-z_]+/[\w/]+\.py")
 
 

@@ -76,3 +76,18 @@ def test_tests_import_the_lab_and_the_model_maker_alone(tmp_path: Path) -> None:
         f"tests/a.py:1: a test imports tools.bench; {what}",
         f"tests/b.py:1: a test imports tools.synthesis; {what}",
     ]
+
+
+def test_nothing_imports_packaging(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        packaging__man="",
+        packaging__system_files="import man",
+        tests__a="from packaging.version import Version",
+    )
+    assert broken(tmp_path) == []
+    write(tmp_path, primad__a="import man", tools__b="def f():\n    from packaging.man import page")
+    assert broken(tmp_path) == [
+        "primad/a.py:1: imports man of packaging/, which nothing imports",
+        "tools/b.py:2: imports packaging.man of packaging/, which nothing imports",
+    ]

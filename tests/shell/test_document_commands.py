@@ -70,7 +70,7 @@ def test_commands_can_be_typed(page):
         match words[0].removeprefix("./"):
             case "primad":
                 assert_ours(words[1:])
-            case tool if tool.startswith("tools/"):
+            case tool if tool.startswith(("tools/", "packaging/")):
                 assert_tool((tool, *words[1:]))
             case "python":
                 assert (ROOT / words[1]).is_file(), words

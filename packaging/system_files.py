@@ -1,0 +1,58 @@
+"""What a system package of primad has beside the program: the manual page and the completions of three shells.
+
+    packaging/system_files.py FOLDER     writes them under FOLDER, as they lie under /usr
+
+The same sources give the same bytes.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import man
+
+COMPLETIONS: Final = {
+    "bash": "share/bash-completion/completions/primad",
+    "zsh": "share/zsh/vendor-completions/_primad",
+    "fish": "share/fish/vendor_completions.d/primad.fish",
+}
+
+
+def completion(shell: str) -> str:
+    """The script that completes ``primad`` in a shell: it asks the program itself, so it is never behind."""
+    said = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.argv[0] = 'primad'; from primad.cli.main import main; main()"],
+        env=os.environ | {"_PRIMAD_COMPLETE": f"source_{shell}", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # zsh loads the file at the first Tab, and that Tab wants its answer too.
+    return said.stdout.strip() + ('\n\n_primad_completion "$@"\n' if shell == "zsh" else "\n")
+
+
+def files() -> dict[str, bytes]:
+    """What to write, by its place under the prefix."""
+    made = {"share/man/man1/primad.1.gz": gzip.compress(man.page().encode(), mtime=0)}
+    return made | {place: completion(shell).encode() for shell, place in COMPLETIONS.items()}
+
+
+def main() -> int:
+    """Write them; the exit code."""
+    if len(sys.argv) != 2:
+        print("system_files: error: needs the folder to write to", file=sys.stderr)
+        return 2
+    for place, data in files().items():
+        path = Path(sys.argv[1], place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

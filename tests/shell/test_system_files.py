@@ -1,0 +1,85 @@
+"""The manual page and the shell completions that packages ship: made from the commands, whole, and clean."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from primad.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+CHECKS = {
+    "bash": ("share/bash-completion/completions/primad", ("bash", "-n")),
+    "zsh": ("share/zsh/vendor-completions/_primad", ("zsh", "-n")),
+    "fish": ("share/fish/vendor_completions.d/primad.fish", ("fish", "--no-execute")),
+}
+
+
+def written(folder: Path) -> Path:
+    environment = os.environ | {"SOURCE_DATE_EPOCH": "1700000000"}
+    subprocess.run([sys.executable, ROOT / "packaging" / "system_files.py", folder], env=environment, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("usr"))
+
+
+@pytest.fixture(scope="module")
+def page(prefix: Path) -> Path:
+    """The manual page, unpacked."""
+    path = prefix / "primad.1"
+    path.write_bytes(gzip.decompress((prefix / "share/man/man1/primad.1.gz").read_bytes()))
+    return path
+
+
+def test_the_same_commands_give_the_same_files(prefix: Path, tmp_path: Path) -> None:
+    again = written(tmp_path)
+    files = [path.relative_to(again) for path in again.rglob("*") if path.is_file()]
+    assert len(files) >= 4
+    assert [name for name in files if (prefix / name).read_bytes() != (again / name).read_bytes()] == []
+
+
+def test_the_manual_page_has_every_command_and_option(page: Path) -> None:
+    text = page.read_text().replace("\\-", "-")
+    commands = list(get_command(app).commands.items())  # type: ignore[attr-defined]
+    for name, command in commands:
+        assert f".SS primad {name} " in text
+        commands += [(f"{name} {inner}", each) for inner, each in getattr(command, "commands", {}).items()]
+        assert [
+            word for param in command.params for word in param.opts if word.startswith("-") and word not in text
+        ] == []
+
+
+def test_roff_has_nothing_to_say_against_the_manual_page(page: Path) -> None:
+    if shutil.which("groff") is None:
+        pytest.skip("groff is not installed")
+    argv = ["groff", "-man", "-ww", "-k", "-Tutf8", str(page)]
+    ended = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+    assert "large language model" in ended.stdout
+
+
+@pytest.mark.parametrize("shell", CHECKS)
+def test_completions_are_scripts_of_their_shell(prefix: Path, shell: str) -> None:
+    place, check = CHECKS[shell]
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    subprocess.run([*check, prefix / place], check=True)
+
+
+def test_bash_completes_commands(prefix: Path) -> None:
+    if shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
+    script = '. "$0"; COMP_WORDS=(primad se) COMP_CWORD=1; _primad_completion "$1"; echo "${COMPREPLY[@]}"'
+    program = Path(sys.executable).with_name("primad")
+    argv = ["bash", "-c", script, str(prefix / CHECKS["bash"][0]), str(program)]
+    assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split() == ["serve"]
