@@ -17,11 +17,13 @@ from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devi
 from primad.cli.grouped import grouped
 from primad.cli.hub import model_path
 from primad.cli.options import Context, Experts, KvCacheType
-from primad.cli.output import tables
-from primad.settings.config import load_config
+from primad.cli.output import err, tables
+from primad.errors import ConfigError
+from primad.settings.config import load_config, models_folder
 
 if TYPE_CHECKING:
-    from primad.planning.question import Question, Wishes
+    from primad.gguf.header import Header
+    from primad.planning.question import PlannedDraft, Question, Wishes
 
 Checked = Callable[[Iterable[int]], str | None]
 
@@ -35,6 +37,15 @@ class ModelOptions:
     model: Annotated[Path | None, typer.Option(help="The GGUF file; its header is enough.", show_default=False)] = None
     model_shape: Annotated[
         str | None, typer.Option(help="A built-in model, as in llama3-70b-q4k.", show_default=False)
+    ] = None
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --model: a small GGUF file of its family that guesses tokens, or auto, as for serve. Shows what it "
+            "takes and would win.",
+            metavar="FILE|auto",
+            show_default=False,
+        ),
     ] = None
 
 
@@ -143,6 +154,8 @@ def _ask(
     from primad.planning.sources import read_model
 
     path = model.model
+    if path is None and model.draft is not None:
+        raise ConfigError(f"--draft {model.draft}: goes with --model, whose tokens it must have; give that as well")
     if path is not None:
         otherwise = ", and --model-shape plans without"
         path = model_path(path, lambda: load_config({"home": live.home}), fetches=False, otherwise=otherwise)
@@ -150,13 +163,35 @@ def _ask(
     check(wishes, profile)
     found = found_devices(fleet, files, live)
     checked: Checked = _unknown
+    draft: PlannedDraft | None = None
     if path is not None:
         header, home = open_model(path, header_only=True), found.home or load_config({"home": live.home}).home
         profile, checked = with_verdict(profile, header, home), partial(windows_line, home, header)
         if found.home is not None:
             profile = with_expert_use(profile, header, found.home)
+        draft = _draft(model.draft, header, home)
     asked = ask(dataclasses.replace(wishes, head=wishes.head or found.own), found.devices, found.links, profile)
-    return asked, checked
+    return dataclasses.replace(asked, draft=draft), checked
+
+
+def _draft(given: Path | None, header: Header, home: Path) -> PlannedDraft | None:
+    """The model that guesses. Raises ``ConfigError`` for one that cannot."""
+    from primad.planning.draft_choice import AUTO, choose_draft, models_here
+    from primad.planning.draft_model import MOST_CONTEXT, draft_profile, memory_of
+    from primad.planning.question import PlannedDraft
+
+    if given is None:
+        return None
+    if given == AUTO:
+        found = choose_draft(header, models_here(header, models_folder(home)), context=MOST_CONTEXT, free_bytes=None)
+        err.print(f"--draft auto: {found}", markup=False, highlight=False)
+        path = found.path
+    else:
+        path = model_path(given, lambda: load_config({"home": home}), fetches=False)
+    if path is None:
+        return None
+    _, profile = draft_profile(path, header, header_only=True)
+    return PlannedDraft(path=str(path), model=profile, memory_bytes=memory_of(profile, MOST_CONTEXT))
 
 
 def _unknown(_: Iterable[int]) -> None:

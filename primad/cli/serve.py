@@ -209,7 +209,9 @@ class ComputeOptions:
     draft: Annotated[
         Path | None,
         typer.Option(
-            help="A small GGUF file of the same family, or one by name, that guesses the next tokens on this device.",
+            help="A small GGUF file of the same family, or one by name, that guesses the next tokens on this device. "
+            "auto: one of those that are here.",
+            metavar="FILE|auto",
             show_default=False,
         ),
     ] = None

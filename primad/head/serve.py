@@ -37,9 +37,10 @@ from primad.head.facts import facts_of
 from primad.head.options import ServeOptions, bind_http, model_id, plan_by_hand, workload_of
 from primad.head.service import service_of
 from primad.network.local_heads import announced_head
+from primad.planning.draft_choice import AUTO, choose_draft, models_here
 from primad.planning.draft_model import MOST_CONTEXT, check_room, draft_model
 from primad.ring.drafting.messages import DraftModel
-from primad.settings.config import LOOPBACK, Config
+from primad.settings.config import LOOPBACK, Config, models_folder
 from primad.settings.quantities import show_bytes
 from primad.settings.timings import ApiTimings
 from primad.system.memory import memory
@@ -67,7 +68,9 @@ def check_speculate(options: ServeOptions, model: ModelProfile) -> None:
     """Raises ``ConfigError`` where drafts were asked for and ``model`` cannot take back what was computed of them."""
     mode = options.speculate
     if mode == "draft" and options.draft is None:
-        raise ConfigError("--speculate draft: needs a model that guesses; give it with --draft FILE.gguf")
+        raise ConfigError(
+            "--speculate draft: needs a model that guesses; give it with --draft FILE.gguf, or --draft auto"
+        )
     if mode in ("off", "lookup") and options.draft is not None:
         raise ConfigError(f"--draft {options.draft}: contradicts --speculate {mode}; leave one of them out")
     if model.is_recurrent and (mode not in ("auto", "off") or options.draft is not None):
@@ -77,12 +80,18 @@ def check_speculate(options: ServeOptions, model: ModelProfile) -> None:
         )
 
 
-def _draft_of(options: ServeOptions, config: Config, header: Header) -> DraftModel | None:
+def _draft_of(options: ServeOptions, config: Config, header: Header, reporter: Reporter) -> DraftModel | None:
     """The model that guesses, if there is one. Raises ``ConfigError`` where it cannot guess here."""
-    if options.draft is None:
+    path, free_bytes = options.draft, memory().available_bytes
+    if path == AUTO:
+        paths = models_here(header, models_folder(config.home))
+        found = choose_draft(header, paths, context=MOST_CONTEXT, free_bytes=free_bytes)
+        reporter.say(f"--draft auto: {found}")
+        path = found.path
+    if path is None:
         return None
-    model = draft_model(options.draft, header, context=MOST_CONTEXT, threads=config.threads)
-    check_room(model, memory().available_bytes)
+    model = draft_model(path, header, context=MOST_CONTEXT, threads=config.threads)
+    check_room(model, free_bytes)
     return model
 
 
@@ -106,7 +115,7 @@ def serve(
     check_options(options, config, header, model)
     if options.embedding is not None:
         check_embedding(options.embedding)
-    draft = _draft_of(options, config, header)
+    draft = _draft_of(options, config, header, reporter)
     promised_bytes = 0 if draft is None else draft.memory_bytes
     own_key = new_key()
     door = door_of(options, own_key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from halda import ModelProfile
 from halda.cost import kv_bytes_per_token
 from primad.errors import ConfigError
 from primad.gguf.architectures import block_count
@@ -22,12 +23,12 @@ BESIDE_BYTES: Final = 128 << 20
 """What its process takes beside weights and KV cache."""
 
 
-def draft_model(path: Path, header: Header, *, context: int, threads: int | None) -> DraftModel:
-    """The model file ``path`` as the one that guesses for that of ``header``, on half of all cores or so many ``threads``.
+def draft_profile(path: Path, header: Header, *, header_only: bool = False) -> tuple[Header, ModelProfile]:
+    """The model file ``path``, of which the header may be enough, as one that can guess for that of ``header``.
 
     Raises ``ConfigError`` where it cannot, with the difference, and ``ModelError`` for a bad file.
     """
-    own = open_model(path)
+    own = open_model(path, header_only=header_only)
     profile = model_profile(own)
     if profile.is_recurrent:
         raise ConfigError(
@@ -38,15 +39,28 @@ def draft_model(path: Path, header: Header, *, context: int, threads: int | None
         raise ConfigError(
             f"--draft {path}: has other tokens than {header.path.name}: {difference}; choose a smaller model of its family"
         )
-    context = min(context, MOST_CONTEXT)
-    kv = sum(kv_bytes_per_token(layer, "f16") for layer in profile.layers) * context
+    return own, profile
+
+
+def memory_of(profile: ModelProfile, context: int) -> int:
+    """Bytes that the process of ``profile`` takes for texts of at most ``context`` tokens."""
+    kv = sum(kv_bytes_per_token(layer, "f16") for layer in profile.layers) * min(context, MOST_CONTEXT)
+    return profile.size_bytes + kv + BESIDE_BYTES
+
+
+def draft_model(path: Path, header: Header, *, context: int, threads: int | None) -> DraftModel:
+    """The model file ``path`` as the one that guesses for that of ``header``, on half of all cores or so many ``threads``.
+
+    Raises as ``draft_profile``.
+    """
+    own, profile = draft_profile(path, header)
     return DraftModel(
         path=str(path),
         layers=block_count(own),
         bytes=profile.size_bytes,
-        memory_bytes=profile.size_bytes + kv + BESIDE_BYTES,
+        memory_bytes=memory_of(profile, context),
         threads=threads or max(1, usable_cores() // 2),
-        context=context,
+        context=min(context, MOST_CONTEXT),
     )
 
 

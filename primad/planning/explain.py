@@ -31,6 +31,7 @@ from primad.planning.describe import (
     ring_part,
     workload_part,
 )
+from primad.planning.draft_gain import draft_part, with_room_for_draft
 from primad.planning.extra_buffers import suited, why_extra, without_copies
 from primad.planning.fitting import fitted
 from primad.planning.question import Question
@@ -53,6 +54,7 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
     """
     earlier = None if before is None else _before(changes, before)
     try:
+        question = _with_room(question)
         halda, chosen = _plans(question)
     except Infeasible as exc:
         raise PlanError(_no_plan(str(exc), earlier)) from exc
@@ -77,7 +79,15 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
         kept=kept_part(chosen),
         compared=None if chosen is halda else ring_part(halda),
         what_if=earlier,
+        draft=draft_part(question, chosen.plan, chosen.instance),
     )
+
+
+def _with_room(question: Question) -> Question:
+    """``question`` with room for the model that guesses on the head, the best one without it. Raises ``Infeasible``."""
+    if question.draft is None:
+        return question
+    return with_room_for_draft(question, question.head or best_plan(question).plan.head)
 
 
 def _plans(question: Question) -> tuple[DescribedPlan, DescribedPlan]:
@@ -172,7 +182,7 @@ def _instance(question: Question, head: str) -> Instance:
 
 def _before(changes: Sequence[str], before: Question) -> WhatIf:
     try:
-        _, answer = _plans(before)
+        _, answer = _plans(_with_room(before))
     except Infeasible as exc:
         return WhatIf(changes=list(changes), before=None, reason=str(exc))
     return WhatIf(changes=list(changes), before=ring_part(answer), reason=None)

@@ -62,11 +62,20 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedDraft:
+    """The model file ``path``, which is to guess on the head, and the RAM that its process takes there."""
+
+    path: str
+    model: ModelProfile
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """What is to be planned. ``head`` is None where the best device is looked for.
 
     ``links`` are known ones; what they do not cover goes by ``default_link``. ``widens``: nobody said how much context, so
-    the plan's has as much as it has room for.
+    the plan's has as much as it has room for. ``draft`` is the model that guesses, if there is one.
     """
 
     devices: tuple[DeviceProfile, ...]
@@ -81,6 +90,7 @@ class Question:
     time_limit_s: float
     experts: ExpertPlace = "auto"
     widens: bool = False
+    draft: PlannedDraft | None = None
 
     @property
     def all_links(self) -> tuple[LinkProfile, ...]:

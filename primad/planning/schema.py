@@ -115,6 +115,32 @@ class KeptJson(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
+class GainJson(msgspec.Struct, frozen=True, kw_only=True):
+    """If the ``share`` of guesses holds an answer has so many ``times`` the tokens a second."""
+
+    share: float
+    times: float
+
+
+class DraftJson(msgspec.Struct, frozen=True, kw_only=True):
+    """The model that guesses, on the head: it takes ``memory_bytes`` of its RAM, which the plan leaves free, and
+    ``token_ms`` for a guess.
+
+    ``kind``: ``ahead`` of the next token so many ``rows`` are in the ring at once, ``together`` a step has so many at most,
+    ``none``: nothing is guessed, and ``why``. ``gains`` has nothing for none.
+    """
+
+    name: str
+    path: str
+    bytes: int
+    memory_bytes: int
+    token_ms: float
+    kind: str
+    rows: int
+    gains: list[GainJson]
+    why: str
+
+
 class ShortJson(msgspec.Struct, frozen=True, kw_only=True):
     """A limit that a plan breaks: ``what`` is RAM, VRAM or disk."""
 
@@ -209,8 +235,9 @@ class Explanation(RingJson, frozen=True, kw_only=True):
     """The whole answer; ``schema`` is ``SCHEMA``, ``primad`` the version that answered.
 
     ``load`` is there for several sequences and a plan of Halda's. ``checked`` says whether windows of the model were
-    found to be exact; null for a shape, and where one device has it whole. ``compared`` is Halda's plan beside that of
-    the paper's solver under the same evaluation; null where the plan is Halda's.
+    found to be exact; null for a shape, and where one device has it whole. ``draft`` is the model that guesses, null without
+    one. ``compared`` is Halda's plan beside that of the paper's solver under the same evaluation; null where the plan is
+    Halda's.
     """
 
     schema: int
@@ -225,6 +252,7 @@ class Explanation(RingJson, frozen=True, kw_only=True):
     compared: RingJson | None
     what_if: WhatIf | None
     checked: str | None = None
+    draft: DraftJson | None = None
 
 
 def encode(answer: Explanation) -> bytes:

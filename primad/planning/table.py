@@ -11,7 +11,17 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from primad.planning.schema import DeviceJson, Explanation, KeptJson, LoadJson, Predicted, Proof, RingJson, WhatIf
+from primad.planning.schema import (
+    DeviceJson,
+    DraftJson,
+    Explanation,
+    KeptJson,
+    LoadJson,
+    Predicted,
+    Proof,
+    RingJson,
+    WhatIf,
+)
 from primad.settings.quantities import show_bytes, show_ms, show_rate, show_speed
 
 _PLAIN_WIDTH: Final = 160
@@ -124,6 +134,8 @@ def _facts(answer: Explanation) -> Table:
         table.add_row("experts", f"in RAM, computed by the processor, of {', '.join(apart)} on the GPU")
     for i, kept in enumerate(answer.kept):
         table.add_row("kept twice" if i == 0 else "", _kept(kept))
+    if answer.draft is not None:
+        table.add_row("draft", _draft(answer.draft, answer.head))
     table.add_row("bottleneck", found.bottleneck)
     if answer.checked is not None:
         table.add_row("exact", answer.checked)
@@ -152,6 +164,17 @@ def _kept(kept: KeptJson) -> str:
         return f"not the KV cells of {kept.device}: {kept.why}"
     size = show_bytes(kept.bytes_per_token)
     return f"{kept.device}'s KV cells by {kept.keeper}, {size} a token, {show_rate(kept.bytes_per_s)}"
+
+
+def _draft(draft: DraftJson, head: str) -> str:
+    """What the model that guesses takes, how its guesses are computed, and what they win."""
+    takes = f"{draft.name} takes {show_bytes(draft.memory_bytes)} of {head} and {show_ms(draft.token_ms)} a guess"
+    if draft.kind == "none":
+        return f"{takes}; nothing would be guessed: {draft.why}"
+    how = f"{draft.rows} rows of an answer at once" if draft.kind == "ahead" else f"up to {draft.rows} rows a step"
+    times = ", ".join(f"{gain.times:.2g}" for gain in draft.gains)
+    shares = ", ".join(f"{gain.share:.0%}" for gain in draft.gains)
+    return f"{takes}; {how}: {times} times the tokens/s if {shares} of the guesses hold"
 
 
 def _reading(answer: Explanation) -> str:

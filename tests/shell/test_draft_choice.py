@@ -16,6 +16,7 @@ from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.head.options import ServeOptions
 from primad.head.serve import check_speculate
+from primad.planning.draft_choice import choose_draft, models_here
 from primad.planning.draft_model import MOST_CONTEXT, check_room, draft_model
 from tools.synth import write_model
 
@@ -91,3 +92,52 @@ def test_a_state_that_cannot_be_cut_back_is_refused_by_name(served):
         check_speculate(options(speculate=mode), recurrent)
     with pytest.raises(ConfigError, match=f"^--speculate lookup: layers of {profile.name} keep a state that cannot"):
         check_speculate(options(speculate="lookup"), recurrent)
+
+
+# ---- auto ------------------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_model_of_the_family_with_most_nearly_a_tenth_of_the_weights(tmp_path):
+    served = tmp_path / "served.gguf"
+    write_model(served, width=256, layers=12)
+    header = open_model(served)
+    family = {
+        "tiny.gguf": {"width": 64, "layers": 1},
+        "right.gguf": {"width": 128, "layers": 2},
+        "large.gguf": {"width": 256, "layers": 11},
+    }
+    for name, shape in family.items():
+        write_model(tmp_path / name, seed=3, **shape)
+    write_model(tmp_path / "other.gguf", width=128, layers=2, values={"tokenizer.ggml.tokens": words(*"ab" * 160)})
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    (tmp_path / "lost.gguf").symlink_to(tmp_path / "nowhere")
+    paths = models_here(header, tmp_path / "models")
+    assert served in paths
+    found = choose_draft(header, paths, context=100, free_bytes=1 << 40)
+    assert found.path == tmp_path / "right.gguf"
+    assert "it has the tokens of served.gguf and 0." in found.why
+    assert found.why.endswith("; of 2 that could it is the one with most nearly a tenth")
+    assert str(choose_draft(header, [served], context=100, free_bytes=None)).startswith("nothing guesses: none of the")
+    small = choose_draft(header, paths, context=100, free_bytes=1000)
+    assert (small.path, small.why) == (
+        None,
+        "those that could guess for served.gguf do not fit the 1.00 kB that are free here",
+    )
+
+
+def test_auto_prefers_the_architecture_of_the_model_that_is_served(tmp_path):
+    served = tmp_path / "served.gguf"
+    write_model(served, width=256, layers=12)
+    write_model(tmp_path / "qwen.gguf", architecture="qwen3", width=128, layers=2)
+    write_model(tmp_path / "llama.gguf", width=64, layers=1)
+    header = open_model(served)
+    found = choose_draft(header, models_here(header, tmp_path / "models"), context=100, free_bytes=None)
+    assert found.path == tmp_path / "llama.gguf"
+
+
+def test_models_that_were_fetched_by_name_are_looked_at(tmp_path, served):
+    folder = tmp_path / "models"
+    kept = folder / "owner" / "repo" / "small-Q4_K_M.gguf"
+    kept.parent.mkdir(parents=True)
+    write_model(kept, layers=1)
+    assert kept in models_here(served, folder)

@@ -14,6 +14,7 @@ from primad.planning import schema
 from primad.planning.schema import Explanation
 from primad.profiler.store import save_profile
 from tests.fakes.planning import GB, device
+from tools.synth import write_model
 
 MODEL = ("--model-shape", "llama3-8b")
 FLEET = ("--fleet", "apple-home")
@@ -169,3 +170,24 @@ def test_a_damaged_profile_is_named(plan, profiles):
     assert code == 2
     assert "desk.json" in err
     assert "ram_available_bytes" in err
+
+
+def test_a_model_that_guesses_is_planned_for(plan, tmp_path):
+    served, small = tmp_path / "served.gguf", tmp_path / "small.gguf"
+    write_model(served, width=256, layers=12)
+    write_model(small, layers=2)
+    for given in (small, "auto"):
+        code, out, err = plan("--model", served, *FLEET, "--draft", given, "--json")
+        assert code == 0, err
+        answer = msgspec.json.decode(out, type=Explanation)
+        assert answer.draft is not None
+        assert answer.draft.path == str(small)
+    assert f"--draft auto: {small} guesses: it has the tokens of served.gguf" in err
+    code, out, _ = plan("--model", served, *FLEET, "--draft", small)
+    assert f"a guess; nothing would be guessed: {answer.draft.why}"[:60] in " ".join(out.split())
+
+
+def test_a_model_that_cannot_guess_is_refused(plan, tmp_path):
+    code, _, err = plan(*MODEL, *FLEET, "--draft", "auto")
+    assert code != 0
+    assert "--draft auto: goes with --model, whose tokens it must have; give that as well" in err

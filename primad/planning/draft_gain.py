@@ -1,0 +1,129 @@
+"""What a model that guesses would win for a plan, and what it takes: ``primad plan --draft``.
+
+With E = 1 / (1 - a) tokens in a row that hold, where a is the share of guesses that do, a ring in which M rows of one answer
+are on their way at once has E M / (M + E - 1) times the tokens: behind a guess that failed the ring fills anew. A step of
+1 + n rows gives (1 - a^(n + 1)) / (1 - a) tokens. A guess that failed leaves the model with nothing to say, so the step
+behind it has the next token alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from halda import DeviceProfile, ModelProfile, Plan, arrange, evaluate, instance
+from halda.instance import Instance
+from primad.planning.batching import batches_of
+from primad.planning.drafting import drafting_of
+from primad.planning.question import Question, default_workload
+from primad.planning.schema import DraftJson, GainJson
+from primad.ring.drafting.drafter import Drafting
+
+SHARES: Final = (0.6, 0.7, 0.8)
+"""Of guesses that hold, for which the gain is told: nobody knows before."""
+HALF_THE_CORES: Final = 2.0
+"""Its process has half of the head's cores, and takes so many times as long as all of them at most."""
+
+DraftKind = Literal["ahead", "together", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftGain:
+    """``kind``: guesses are computed ``ahead`` of the next token, in ``rows`` steps of one row that are in the ring at once,
+    or ``together`` with it, as so many rows of one step at most, or not (``none``), and then ``why``.
+
+    The model takes ``token_s`` for a guess. ``times`` has the tokens a second, in those without, for each of ``SHARES``.
+    """
+
+    kind: DraftKind
+    rows: int
+    token_s: float
+    times: tuple[float, ...]
+    why: str = ""
+
+
+def draft_gain(drafting: Drafting | None, plan: Plan, question: Instance, draft: ModelProfile) -> DraftGain:
+    """What the model ``draft`` wins for ``plan``, whose drafts are computed as ``drafting`` says."""
+    head = next(device for device in question.devices if device.device == plan.head)
+    token_s = _token_s(head, draft, question.workload.context_tokens)
+    if drafting is None:
+        return DraftGain(
+            kind="none", rows=0, token_s=token_s, times=(1.0,) * len(SHARES), why=_why_none(plan, question)
+        )
+    lap_s = evaluate(plan, replace(question, workload=replace(question.workload, sequences=1))).tpot_s
+    if len(drafting.costs) > 1:
+        times = tuple(_together(drafting.costs, lap_s, token_s, share) for share in SHARES)
+        return DraftGain(kind="together", rows=len(drafting.costs), token_s=token_s, times=times)
+    times = tuple(_ahead(drafting.room, lap_s, token_s, share) for share in SHARES)
+    return DraftGain(kind="ahead", rows=drafting.room, token_s=token_s, times=times)
+
+
+def with_room_for_draft(question: Question, head: str) -> Question:
+    """``question`` for ``head``, of whose RAM the model that guesses has its part, if there is one."""
+    draft = question.draft
+    if draft is None:
+        return question
+    devices = tuple(
+        replace(each, ram_available_bytes=max(0, each.ram_available_bytes - draft.memory_bytes))
+        if each.device == head
+        else each
+        for each in question.devices
+    )
+    return replace(question, head=head, devices=devices)
+
+
+def draft_part(question: Question, plan: Plan, asked: Instance) -> DraftJson | None:
+    """What the model that guesses takes and would win under ``plan``, as ``primad serve --draft`` would use it."""
+    draft = question.draft
+    if draft is None:
+        return None
+    batches = batches_of("auto", plan, asked, asked.workload.sequences)
+    gain = draft_gain(drafting_of("auto", "auto", plan, asked, batches), plan, asked, draft.model)
+    pairs = zip(SHARES, gain.times, strict=True)
+    return DraftJson(
+        name=draft.model.name,
+        path=draft.path,
+        bytes=draft.model.size_bytes,
+        memory_bytes=draft.memory_bytes,
+        token_ms=gain.token_s * 1e3,
+        kind=gain.kind,
+        rows=gain.rows,
+        gains=[GainJson(share=share, times=times) for share, times in pairs] if gain.kind != "none" else [],
+        why=gain.why,
+    )
+
+
+def _token_s(head: DeviceProfile, draft: ModelProfile, context: int) -> float:
+    """What a guess takes on half of the processor of ``head``."""
+    alone = replace(head, gpu=None)
+    plan = arrange([head.device], [len(draft.layers)], rounds=1, model=draft)
+    question = instance([alone], [], draft, default_workload(context, 1, "f16"), {}, head.device)
+    return HALF_THE_CORES * evaluate(plan, question).tpot_s
+
+
+def _ahead(room: int, lap_s: float, token_s: float, share: float) -> float:
+    """The model guesses one token after the other, so there are no more of them in a lap than it has time for."""
+    rows = max(1.0, min(room, lap_s / token_s))
+    right = 1 / (1 - share)
+    return right * rows / (rows + right - 1)
+
+
+def _together(costs: Sequence[float], lap_s: float, token_s: float, share: float) -> float:
+    best = 1.0
+    for guesses in range(1, len(costs)):
+        if guesses * token_s > lap_s:  # it has the time of one step for those of the next one
+            break
+        tokens = (1 - share ** (guesses + 1)) / (1 - share)
+        fails = 1 - share**guesses
+        best = max(best, (tokens + fails) / (costs[guesses] / costs[0] + fails))
+    return best
+
+
+def _why_none(plan: Plan, question: Instance) -> str:
+    if question.model.is_recurrent:
+        return f"layers of {question.model.name} keep a state that cannot be cut back to the tokens that held"
+    fast = batches_of("fast", plan, question, question.workload.sequences)
+    if drafting_of("auto", "fast", plan, question, fast) is not None:
+        return "it is not known that several rows in one step are exact here; --batching fast takes them"
+    return "one row keeps all of these devices busy, and several in one step take as much longer"
