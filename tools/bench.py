@@ -12,6 +12,7 @@
     tools/bench serve [--json FILE] [--rounds N] [--model FILE.gguf ...] [--devices N ...] [--rows N ...] [--streams N ...]
                       [--cpus SHARE | --beside [--rpc FILE]]
     tools/bench serve --case CASE ... [--json FILE] [--model FILE.gguf ...] [--devices N ...]
+    tools/bench all [--quick] [--only BENCH ...] [--folder FOLDER] [--keep] [--report]
 
 ``ring``: plain llama.cpp (low-level llama-cpp-python, one process) against primad's ring of 1, 2, 3 and 4 local processes.
 Plain runs with extra buffers off and on, and with its threads waiting as by default and as primad has them wait (bound to
@@ -19,7 +20,7 @@ a core each); decode and prefill are each compared with the best of the four. Al
 and take turns, so that whatever else the machine does disturbs all of them alike. With ``--gpu`` all layers and the output
 matrix of all of them are on the first GPU that llama.cpp sees. ``memory``: see ``bench_memory.py``;
 ``predict``, ``solve`` and ``paper``: see ``bench_solver.py``; ``api``: ``bench_api.py``; ``copies``: ``bench_copies.py``;
-``speculate``: ``bench_speculate.py``; ``serve``: ``bench_serve.py`` and ``bench_together.py``.
+``speculate``: ``bench_speculate.py``; ``serve``: ``bench_serve.py`` and ``bench_together.py``; ``all``: ``bench_report.py``.
 """
 
 from __future__ import annotations
@@ -60,12 +61,14 @@ from tools import (  # noqa: E402
     bench_copies,
     bench_limited,
     bench_memory,
+    bench_report,
     bench_serve,
     bench_solver,
     bench_speculate,
     bench_together,
 )
 from tools.lab import LabError, drafted  # noqa: E402
+from tools.lab.energy import Gauge, Reading, gauge  # noqa: E402
 from tools.lab.local_ring import LocalRing, even_windows, types_of  # noqa: E402
 from tools.lab.plain_child import PlainChild  # noqa: E402
 from tools.lab.plain_llama import PROMPT  # noqa: E402
@@ -94,11 +97,23 @@ class Series:
 
     decode: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
+    joules: list[float] = field(default_factory=list)
+    """Of each token; that of a ring has its short prompt with it."""
+
+    def add_joules(self, energy: Gauge | None, before: Reading | None, tokens: int) -> None:
+        """Count what was taken since ``before``, for so many tokens."""
+        if energy is not None and before is not None and tokens:
+            joules = energy.joules(before, energy.read())
+            self.joules += [] if joules is None else [joules / tokens]
 
 
 @dataclass
 class Row:
-    """One line of the result; rates in tokens/s, ratios to plain llama.cpp at its better setting."""
+    """One line of the result; rates in tokens/s, ratios to plain llama.cpp at its best, by run and their medians.
+
+    ``joules_per_token`` is what the processor, or the whole machine, takes while answers are written; None where it cannot
+    be read.
+    """
 
     model: str
     system: str
@@ -107,6 +122,9 @@ class Row:
     prefill_tokens_per_s: float
     decode_ratio: float | None
     prefill_ratio: float | None
+    decode_ratios: list[float]
+    prefill_ratios: list[float]
+    joules_per_token: float | None
     hop_median_us: float | None
     hop_p99_us: float | None
     rss_bytes: list[int]
@@ -145,15 +163,20 @@ async def bench_model(model: Path, devices: Sequence[int], runs: int, threads: i
             rings[count] = await stack.enter_async_context(ring)
         names: list[str | int] = [*plain, *rings]
         series = {name: Series() for name in names}
+        energy = gauge()
         for run in range(runs + 1):  # the first warms up and is not counted
             for setting, child in plain.items():
+                before = energy.read() if energy else None
                 decode = await asyncio.to_thread(child.ask, decode=DECODE_TOKENS, after=DECODE_AFTER)
+                series[setting].add_joules(energy, before, DECODE_TOKENS)
                 prefill = await asyncio.to_thread(child.ask, prefill=PREFILL_ROWS)
                 if run:
                     series[setting].decode.append(DECODE_TOKENS / decode)
                     series[setting].prefill.append(PREFILL_ROWS / prefill)
             for count, ring in rings.items():
+                before = energy.read() if energy else None
                 sampled, finished = await ring.generate(PROMPT[:DECODE_AFTER], DECODE_TOKENS + 1)
+                series[count].add_joules(energy, before, len(sampled))
                 rate = (len(sampled) - 1) / finished.decode_s if len(sampled) > 1 else math.nan
                 _, prompted = await ring.generate(PROMPT, 1)
                 if run:
@@ -176,6 +199,9 @@ async def _rows(
             prefill_tokens_per_s=statistics.median(series[setting].prefill),
             decode_ratio=None,
             prefill_ratio=None,
+            decode_ratios=[],
+            prefill_ratios=[],
+            joules_per_token=_median(series[setting].joules),
             hop_median_us=None,
             hop_p99_us=None,
             rss_bytes=[child.rss_bytes],
@@ -187,6 +213,8 @@ async def _rows(
     for count, ring in rings.items():
         statuses = [await ring.status(name) for name in ring.plan.devices]
         hops = sorted(hop for status in statuses for hop in status.hop_s)
+        decoded = _ratios(series[count].decode, series[best_decode].decode)
+        prefilled = _ratios(series[count].prefill, series[best_prefill].prefill)
         rows.append(
             Row(
                 model=model.stem,
@@ -194,8 +222,11 @@ async def _rows(
                 processes=count,
                 decode_tokens_per_s=statistics.median(series[count].decode),
                 prefill_tokens_per_s=statistics.median(series[count].prefill),
-                decode_ratio=_ratio(series[count].decode, series[best_decode].decode),
-                prefill_ratio=_ratio(series[count].prefill, series[best_prefill].prefill),
+                decode_ratio=_median(decoded),
+                prefill_ratio=_median(prefilled),
+                decode_ratios=decoded,
+                prefill_ratios=prefilled,
+                joules_per_token=_median(series[count].joules),
                 hop_median_us=statistics.median(hops) * 1e6 if hops else None,
                 hop_p99_us=hops[len(hops) * 99 // 100] * 1e6 if hops else None,
                 rss_bytes=[status.rss_bytes for status in statuses],
@@ -206,9 +237,13 @@ async def _rows(
     return rows
 
 
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Median of the ratios of runs that stood side by side."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+def _ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Of runs that stood side by side."""
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def _median(figures: Sequence[float]) -> float | None:
+    return statistics.median(figures) if figures else None
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -224,6 +259,7 @@ def show(rows: Sequence[Row]) -> None:
             "ratio",
             "hop\nus",
             "p99\nus",
+            "J a\ntoken",
             "all MB\n(own)",
             "extra",
         ):
@@ -248,6 +284,7 @@ def _cells(row: Row) -> list[str]:
         shown(row.prefill_ratio, 3),
         shown(row.hop_median_us, 0),
         shown(row.hop_p99_us, 0),
+        shown(row.joules_per_token, 2),
         f"{sum(row.rss_bytes) / 1e6:.0f}{private}",
         f"{sum(row.extra_buffers)}/{len(row.extra_buffers)}",
     ]
@@ -455,6 +492,7 @@ def main() -> int:
     benches.choices["predict"].set_defaults(run=predict)
     benches.choices["solve"].set_defaults(run=solve)
     benches.choices["paper"].set_defaults(run=paper)
+    bench_report.add_bench(benches)
     options = parser.parse_args()
     if options.bench == "serve" and options.cpus is not None and options.beside:
         parser.error("--cpus limits primad's devices alone, so it does not go with --beside")

@@ -90,11 +90,11 @@ out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 class Row:
     """One model under one limit; medians of all runs. What begins with ``baseline`` is of plain llama.cpp.
 
-    ``ratio`` is the median of runs that stood side by side. ``disk_limit_share``: the time that the bytes read would take at
-    the rate that the disk was measured at meanwhile, over the time that a token took. ``read_ratio`` is what was read
-    over what the plan says, which should be at most 1.05. ``told_bytes_per_token`` is what primad itself counts;
-    ``streamed_bytes`` and ``ahead_bytes``, which are held ahead, are the plan's. ``busy_share`` is the most
-    that others used of the processors before a run.
+    ``ratio`` is the median of ``ratios``, of runs that stood side by side. ``disk_limit_share``: the time that the bytes
+    read would take at the rate that the disk was measured at meanwhile, over the time that a token took. ``read_ratio``
+    is what was read over what the plan says, which should be at most 1.05. ``told_bytes_per_token`` is what primad itself
+    counts; ``streamed_bytes`` and ``ahead_bytes``, which are held ahead, are the plan's. ``busy_share`` is the most that
+    others used of the processors before a run.
     """
 
     model: str
@@ -105,6 +105,7 @@ class Row:
     tokens_per_s: float
     baseline_tokens_per_s: float
     ratio: float
+    ratios: list[float]
     bytes_read_per_token: float | None
     baseline_bytes_read_per_token: float | None
     told_bytes_per_token: float | None
@@ -189,6 +190,7 @@ def _limit(
     counters = [each for run in ours for each in run.counters]
     told = any(status.memory is not None for run in ours for status in run.statuses)
     anonymous = max(each.anonymous_bytes for each in counters)
+    ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(ours, plain, strict=True)]
     kept = assignments(solution.plan, model)["d0"]
     return Row(
         model=path.stem,
@@ -198,7 +200,8 @@ def _limit(
         rows=workload.chunk_rows,
         tokens_per_s=speed,
         baseline_tokens_per_s=_median(plain, "tokens_per_s"),
-        ratio=statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in zip(ours, plain, strict=True)),
+        ratio=statistics.median(ratios),
+        ratios=ratios,
         bytes_read_per_token=reads,
         baseline_bytes_read_per_token=_median_read(plain),
         told_bytes_per_token=_median(ours, "told_bytes_per_token") if told else None,
