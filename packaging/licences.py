@@ -1,0 +1,161 @@
+"""The licences of everything that primad needs to run: made from what the installed packages say of themselves.
+
+    packaging/licences.py             writes docs/licences.md
+    packaging/licences.py --check     says what is missing there, or too much; writes nothing
+    packaging/licences.py --copy DIR  copies their metadata there, so that packaging/sbom sees them alone
+
+The list is of names and licences, not of versions: it changes when a dependency comes or goes, or changes its licence, and
+not with each release of one. Run it in the environment of tools/setup.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT: Final = Path(__file__).parents[1]
+PAGE: Final = ROOT / "docs" / "licences.md"
+EXTRAS: Final = ("hub", "plot")
+"""What users may choose; the packages of the extra ``dev`` reach nobody."""
+SAID_ELSEWHERE: Final[dict[str, str]] = {}
+"""Licences of packages whose metadata has none, as their licence file says."""
+_CLASSIFIER: Final = "License :: OSI Approved :: "
+_ROW: Final = re.compile(r"^\| \[([\w.-]+)\]", re.MULTILINE)
+"""The names in the table."""
+_HEAD: Final = """# Licences
+
+primad has the [MIT licence](../LICENSE). It needs these packages, and has none of their code in its own; packages that carry
+them along (`.deb`, container) have their licence files too. Made by `packaging/licences.py`; `packaging/sbom` makes a
+list with versions in the form of CycloneDX.
+
+llama-cpp-python carries [llama.cpp](https://github.com/ggml-org/llama.cpp) with ggml (MIT), which computes.
+
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """One that is installed. ``extra`` is the extra of primad that needs it; empty where all of primad does."""
+
+    name: str
+    licence: str
+    page: str
+    extra: str
+
+
+def packages() -> list[Package]:
+    """All that primad needs here, in the order of their names. Raises ``PackageNotFoundError`` where one is missing."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    found: dict[str, Package] = {}
+    for extra in ("", *EXTRAS):
+        wanted = project["optional-dependencies"][extra] if extra else project["dependencies"]
+        for name in _closure(Requirement(each) for each in wanted):
+            if name not in found:
+                found[name] = _package(name, extra)
+    return [found[name] for name in sorted(found)]
+
+
+def _closure(wanted: Iterator[Requirement]) -> set[str]:
+    """The names of the packages that are wanted and of all that they need on this system."""
+    found: set[str] = set()
+    waiting = [(each.name, frozenset(each.extras)) for each in wanted if each.marker is None or each.marker.evaluate()]
+    seen = set(waiting)
+    while waiting:
+        name, extras = waiting.pop()
+        found.add(canonicalize_name(name))
+        for text in metadata.requires(name) or ():
+            needed = Requirement(text)
+            marker = needed.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in (*extras, "")):
+                more = (needed.name, frozenset(needed.extras))
+                if more not in seen:
+                    seen.add(more)
+                    waiting.append(more)
+    return found
+
+
+def _package(name: str, extra: str) -> Package:
+    said: Any = metadata.metadata(name)
+    links = dict(line.split(", ", 1) for line in said.get_all("Project-URL") or () if ", " in line)
+    by_kind = {kind.lower(): url for kind, url in links.items()}
+    page = said.get("Home-page") or next(
+        (by_kind[kind] for kind in ("homepage", "repository", "source", "source code", "github") if kind in by_kind),
+        f"https://pypi.org/project/{name}/",
+    )
+    return Package(name=said["Name"], licence=_licence(name, said), page=page, extra=extra)
+
+
+def _licence(name: str, said: Any) -> str:
+    """The licence's SPDX expression, or what stands in place of one."""
+    classified = [
+        each.removeprefix(_CLASSIFIER) for each in said.get_all("Classifier") or () if each.startswith(_CLASSIFIER)
+    ]
+    text = (said.get("License") or "").strip()
+    short = text if 0 < len(text) <= 60 and "\n" not in text else ""
+    licence = said.get("License-Expression") or SAID_ELSEWHERE.get(name) or short or ", ".join(classified)
+    if not licence:
+        raise SystemExit(
+            f"licences: error: {name} names no licence; look into its licence file and put it into SAID_ELSEWHERE"
+        )
+    return licence
+
+
+def table(found: list[Package]) -> str:
+    """The page."""
+    lines = ["| package | licence | for |", "|---|---|---|"]
+    lines += [
+        f"| [{each.name}]({each.page}) | {each.licence} | {each.extra and f'extra `{each.extra}`'} |" for each in found
+    ]
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+def stale(page: str, found: list[Package]) -> list[str]:
+    """Lines about what the page lacks, and what it has that nothing needs on any system."""
+    told = {canonicalize_name(name) for name in _ROW.findall(page)}
+    here = {canonicalize_name(each.name) for each in found}
+    elsewhere = {canonicalize_name(Requirement(text).name) for name in here for text in metadata.requires(name) or ()}
+    return [f"{name} is missing" for name in sorted(here - told)] + [
+        f"{name} is not needed any more" for name in sorted(told - here - elsewhere)
+    ]
+
+
+def copy_metadata(found: list[Package], folder: Path) -> None:
+    """What the packages, and primad, say of themselves, without what they are."""
+    for name in ("primad", *(each.name for each in found)):
+        for file in metadata.distribution(name).files or ():
+            if file.parts[0].endswith(".dist-info"):
+                target = folder.joinpath(*file.parts)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(Path(str(file.locate())).read_bytes())
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page, or say what is wrong with it; the exit code."""
+    found = packages()
+    if arguments == ["--check"]:
+        wrong = stale(PAGE.read_text(encoding="utf-8"), found)
+        for line in wrong:
+            print(f"docs/licences.md: {line}; run packaging/licences.py")
+        return 1 if wrong else 0
+    if arguments[:1] == ["--copy"] and len(arguments) == 2:
+        copy_metadata(found, Path(arguments[1]))
+        return 0
+    if arguments:
+        print(f"licences: error: {arguments[0]}: not known; there are --check and --copy DIR", file=sys.stderr)
+        return 2
+    PAGE.write_text(table(found), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
