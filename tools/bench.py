@@ -20,7 +20,7 @@ a core each); decode and prefill are each compared with the best of the four. Al
 and take turns, so that whatever else the machine does disturbs all of them alike. With ``--gpu`` all layers and the output
 matrix of all of them are on the first GPU that llama.cpp sees. ``memory``: see ``bench_memory.py``;
 ``predict``, ``solve`` and ``paper``: see ``bench_solver.py``; ``api``: ``bench_api.py``; ``copies``: ``bench_copies.py``;
-``speculate``: ``bench_speculate.py``; ``serve``: ``bench_serve.py`` and ``bench_together.py``; ``all``: ``bench_report.py``.
+``speculate``: ``bench_speculate.py``; ``serve``: ``bench_serve.py`` and ``bench_together.py``; ``all``: ``lab/report.py``.
 """
 
 from __future__ import annotations
@@ -61,13 +61,12 @@ from tools import (  # noqa: E402
     bench_copies,
     bench_limited,
     bench_memory,
-    bench_report,
     bench_serve,
     bench_solver,
     bench_speculate,
     bench_together,
 )
-from tools.lab import LabError, drafted  # noqa: E402
+from tools.lab import LabError, drafted, report  # noqa: E402
 from tools.lab.energy import Gauge, Reading, gauge  # noqa: E402
 from tools.lab.local_ring import LocalRing, even_windows, types_of  # noqa: E402
 from tools.lab.plain_child import PlainChild  # noqa: E402
@@ -492,7 +491,7 @@ def main() -> int:
     benches.choices["predict"].set_defaults(run=predict)
     benches.choices["solve"].set_defaults(run=solve)
     benches.choices["paper"].set_defaults(run=paper)
-    bench_report.add_bench(benches)
+    report.add_bench(benches)
     options = parser.parse_args()
     if options.bench == "serve" and options.cpus is not None and options.beside:
         parser.error("--cpus limits primad's devices alone, so it does not go with --beside")

@@ -251,7 +251,11 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], mode
 
 
 def show(figures: ApiFigures) -> list[dict[str, Any]]:
-    """Print what is judged; plain data for ``--json``."""
+    """Print what is judged; plain data for ``--json``, each figure with what is wanted of it."""
+    rows = [asdict(figures)]
     for name, value, unit, target in figures.rows():
         out.print(f"{name:<38} {value:7.3f} {unit} ({target})")
-    return [asdict(figures)]
+        least, bound = target.startswith("at least"), float(target.split()[-1])
+        wanted = {"at_least": bound if least else None, "at_most": None if least else bound}
+        rows.append({"what": f"{name}: {unit}", "value": value, "is_ratio": least} | wanted)
+    return rows

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from primad.errors import EngineError
-from tools.bench_report import BEGIN, END, PAGE, into_page, report
+from tools.lab.report import BEGIN, END, PAGE, into_page, report
 
 RUN = {
     "command": "./tools/bench ring",

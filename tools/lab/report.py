@@ -29,9 +29,8 @@ from rich.console import Console
 from primad import __version__
 from primad.errors import EngineError
 from primad.profiler.processors import cpu_name
-from tools.bench_api import ApiFigures
 
-ROOT: Final = Path(__file__).parent.parent
+ROOT: Final = Path(__file__).parent.parent.parent
 SMALL: Final = ROOT / ".models" / "smollm2-135m-q4_1.gguf"
 FOLDER: Final = ROOT / "docs" / "benchmarks"
 PAGE: Final = ROOT / "docs" / "benchmarks.md"
@@ -114,25 +113,18 @@ def _paper(rows: Rows) -> Iterator[Figure]:
         yield Figure(what=what, values=(row["median"],), at_least=1.0)
 
 
-def _api(rows: Rows) -> Iterator[Figure]:
-    for row in rows:
-        for name, value, unit, target in ApiFigures(**row).rows():
-            least, bound = target.startswith("at least"), float(target.split()[-1])
-            yield Figure(
-                what=f"{name}: {unit}",
-                values=(value,),
-                at_least=bound if least else None,
-                at_most=None if least else bound,
-                is_ratio=least,
-            )
-
-
 def _judged(rows: Rows) -> Iterator[Figure]:
     """Rows of benches that say themselves what is wanted of what."""
     for row in rows:
         if "at_least" in row:
             what, value = row.get("what") or row["ratio"], row.get("value") or row["times"]
-            yield Figure(what=what, values=(value,), at_least=row["at_least"], at_most=row.get("at_most"))
+            yield Figure(
+                what=what,
+                values=(value,),
+                at_least=row["at_least"],
+                at_most=row.get("at_most"),
+                is_ratio=row.get("is_ratio", True),
+            )
 
 
 def _copies(rows: Rows) -> Iterator[Figure]:
@@ -154,7 +146,7 @@ class Bench:
 BENCHES: Final[Mapping[str, Bench]] = {
     "ring": Bench(quick=("--quick", "--model", str(SMALL)), read=_ring),
     "memory": Bench(quick=("--quick",), read=_memory),
-    "api": Bench(quick=("--rounds", "3"), read=_api),
+    "api": Bench(quick=("--rounds", "3"), read=_judged),
     "serve": Bench(quick=("--rounds", "1", "--model", str(SMALL), "--streams", "1", "4"), read=_judged),
     "speculate": Bench(quick=("--rounds", "1", "--tokens", "64"), read=_judged),
     "copies": Bench(quick=("--rounds", "3"), read=_copies),
