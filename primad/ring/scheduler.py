@@ -41,6 +41,7 @@ from primad.errors import RingError
 from primad.ring.chunks import Chunking
 from primad.ring.drafting.drafter import Drafting, Guess
 from primad.ring.drafting.lookup import PromptLookup
+from primad.ring.drafting.pace import Losses
 from primad.ring.drafting.speculation import BeginsDrafter, Speculation
 from primad.ring.drafting.tally import Tally
 from primad.ring.grouping import Batching, Candidate
@@ -134,6 +135,7 @@ class Scheduler:
     ) -> None:
         self._context = context
         self._drafting, self._drafter = drafting, drafter
+        self._losses = Losses()
         self._void: list[int] = []
         self.tally = Tally()
         self._chunking = chunking
@@ -495,7 +497,9 @@ class Scheduler:
     def _begin(self, generate: Generate, now: float) -> None:
         running = self._slots.begin(generate, now, self._running.values())
         if self._drafting is not None and generate.speculates:
-            running.speculation = Speculation(self._drafter(generate.prompt), self._drafting, generate.sampled)
+            running.speculation = Speculation(
+                self._drafter(generate.prompt), self._drafting, generate.sampled, self._losses
+            )
         self._running[generate.request] = running
         if generate.tells_begin:
             self._begun.append(PromptProgress(request=generate.request, tokens=0))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from primad.ring.drafting.drafter import Drafting, Guess
 from primad.ring.drafting.lookup import PromptLookup
-from primad.ring.drafting.pace import BEGINS_AFTER, JUDGED_AFTER, PAUSES, Pace
+from primad.ring.drafting.pace import BEGINS_AFTER, HOPELESS_AFTER, JUDGED_AFTER, MOST_LOST, PAUSES, Losses, Pace
 from primad.ring.drafting.speculation import Speculation
 
 
@@ -105,13 +105,43 @@ def test_while_drafts_win_time_they_go_on():
     assert all(paced(1.0, 0.9, 2000)[BEGINS_AFTER:])
 
 
-@pytest.mark.parametrize("drafted_s", [1.0, 1.5])
-def test_drafts_that_win_no_time_end_and_are_tried_again_ever_more_rarely(drafted_s):
+@pytest.mark.parametrize(("drafted_s", "trial"), [(1.0, JUDGED_AFTER), (1.2, JUDGED_AFTER), (1.5, 9), (3.0, 3)])
+def test_drafts_that_win_no_time_end_and_are_tried_again_ever_more_rarely(drafted_s, trial):
     wanted = paced(1.0, drafted_s, 5000)
-    assert wanted[BEGINS_AFTER:][:JUDGED_AFTER] == [True] * JUDGED_AFTER
-    assert not any(wanted[BEGINS_AFTER + JUDGED_AFTER :][: PAUSES[0]])
+    assert wanted[BEGINS_AFTER:][:trial] == [True] * trial
+    assert not any(wanted[BEGINS_AFTER + trial :][: PAUSES[0]])
     assert sum(wanted) / len(wanted) < 0.04
     assert any(wanted[-PAUSES[1] - JUDGED_AFTER :])
+
+
+def test_drafts_of_which_none_holds_end_sooner():
+    pace = Pace()
+    for now in range(BEGINS_AFTER):
+        pace.took(now, drafted=False, missed=False)
+    for now in range(HOPELESS_AFTER):
+        assert not pace.is_off
+        pace.took(BEGINS_AFTER + now, drafted=True, missed=True)
+    assert pace.is_off
+
+
+def test_what_one_answer_lost_is_counted_for_the_next_ones():
+    losses = Losses()
+
+    def begun() -> Pace:
+        pace = Pace(losses=losses)
+        for now in range(BEGINS_AFTER):
+            pace.took(now, drafted=False, missed=False)
+        return pace
+
+    first = begun()
+    for number in range(1, 4):
+        first.took(BEGINS_AFTER - 1 + 3 * number, drafted=True, missed=True)
+    assert first.is_off
+    assert begun().is_off, "a trial would lose as much again"
+    pace = begun()
+    for now in range(round(2 * losses.trial_s / MOST_LOST)):
+        pace.took(BEGINS_AFTER + now, drafted=False, missed=False)
+    assert not begun().is_off
 
 
 def test_after_misses_guesses_must_be_surer_and_where_the_ring_was_idle_less_so():
@@ -119,10 +149,10 @@ def test_after_misses_guesses_must_be_surer_and_where_the_ring_was_idle_less_so(
     for now in range(BEGINS_AFTER):
         pace.took(now, drafted=False, missed=False)
     assert pace.wants(0.5)
-    for now in range(10):
+    for now in range(BEGINS_AFTER, BEGINS_AFTER + HOPELESS_AFTER - 1):
         pace.took(now, drafted=True, missed=True)
     assert not pace.wants(0.5)
-    for now in range(20):
+    for now in range(BEGINS_AFTER + HOPELESS_AFTER, 40):
         pace.wants(0.5)
         pace.took(now, drafted=False, missed=False)
     assert pace.wants(0.5)

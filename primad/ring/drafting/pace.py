@@ -4,6 +4,10 @@ As in PipeInfer (Butler et al., 2024) the confidence that is needed rises by a r
 by a decay factor where the ring was idle although there was a guess. Both adapt: they become bolder while drafts win time.
 What they win is measured: the time from token to token with drafts on their way and without. Where it is no shorter with
 them there are none for a while, each time for twice as long.
+
+Each trial may cost something, and who asks for a short answer pays for one as well. So what trials cost is counted for all
+answers of a ring together, and another one begins when that and another such loss are a small share of all time: a draft
+that is always wrong costs about ``MOST_LOST``, however slow it makes a token.
 """
 
 from __future__ import annotations
@@ -15,14 +19,41 @@ BEGINS_AFTER: Final = 4
 """Tokens without drafts, to compare with."""
 JUDGED_AFTER: Final = 16
 """Tokens with drafts."""
+HOPELESS_AFTER: Final = 8
+"""Tokens with drafts of which none held."""
+MOST_LOST: Final = 0.03
+"""Of the time of all answers, by drafts that did not pay."""
+ENDS_AT: Final = 4.0
+"""Tokens' worth of time: drafts that lost so much of late end at once."""
+_CAPPED: Final = 4.0
+"""A token that takes more than so many times as long as without drafts was held up by something else as well, unless it
+happens again."""
 PAUSES: Final = (32, 1024)
-"""Tokens without drafts after they did not pay, for the first time and at most."""
+"""Tokens without drafts after they did not pay, for the first time and at most, unless what was lost takes more."""
 _FADES: Final = 0.95
 _CUTOFF: Final = (0.1, 0.4, 0.95)
 """At least, at first, at most."""
 _RECOVERY: Final = (0.005, 0.03, 0.1)
 _DECAY: Final = (0.8, 0.93, 0.99)
 _ADAPTS: Final = 0.98
+
+
+@dataclass(slots=True)
+class Losses:
+    """What drafts that did not pay cost all answers of a ring: ``lost_s`` of ``decode_s``, the latest trial ``trial_s``."""
+
+    decode_s: float = 0.0
+    lost_s: float = 0.0
+    trial_s: float = 0.0
+
+    def add(self, loss_s: float) -> None:
+        """A token with drafts took so much longer than one without; what they win makes up for what they lost."""
+        self.lost_s = max(0.0, self.lost_s + loss_s)
+
+    @property
+    def allow_another(self) -> bool:
+        """Whether another trial may lose as much as the latest one that failed."""
+        return self.lost_s + self.trial_s <= MOST_LOST * self.decode_s
 
 
 @dataclass(slots=True)
@@ -43,15 +74,36 @@ class _Gaps:
         return self.sum_s / self.weight
 
 
+@dataclass(slots=True)
+class _Trial:
+    """Tokens with drafts since they began last: how many of the drafts held, what was lost by all, and of late."""
+
+    held: int = 0
+    missed: int = 0
+    lost_s: float = 0.0
+    late_s: float = 0.0
+    beyond_s: float | None = None
+
+    def loss_s(self, gap_s: float, usual_s: float) -> float:
+        """What is counted as lost where a token took ``gap_s``, which takes ``usual_s`` without drafts."""
+        beyond_s = gap_s - _CAPPED * usual_s
+        if beyond_s <= 0:
+            return gap_s - usual_s
+        earlier_s, self.beyond_s = self.beyond_s, 0.0 if self.beyond_s is not None else beyond_s
+        return (_CAPPED - 1) * usual_s if earlier_s is None else gap_s - usual_s + earlier_s
+
+
 class Pace:
     """Of one answer; the confidence that is needed stays as it is unless it ``adapts``. Time is passed in, in seconds on
-    any scale.
+    any scale. ``losses`` are those of all answers.
     """
 
-    def __init__(self, *, adapts: bool = True) -> None:
+    def __init__(self, *, adapts: bool = True, losses: Losses | None = None) -> None:
         self._adapts = adapts
+        self._losses = losses or Losses()
         self._cutoff, self._recovery, self._decay = _CUTOFF[1], _RECOVERY[1], _DECAY[1]
         self._with, self._without = _Gaps(), _Gaps()
+        self._trial = _Trial()
         self._last_s: float | None = None
         self._off, self._pause = BEGINS_AFTER, PAUSES[0]
         self._was_refused = False
@@ -76,8 +128,7 @@ class Pace:
         That a drafter ``worked`` without any of it on its way is judged sooner.
         """
         if self._last_s is not None:
-            gaps = self._with if drafted or worked else self._without
-            gaps.add(now - self._last_s, 1 if drafted or not worked else 2)
+            self._count(now - self._last_s, drafted=drafted, missed=missed, worked=worked)
         self._last_s = now
         if not self._adapts:
             pass
@@ -88,15 +139,45 @@ class Pace:
         self._was_refused = False
         if self._off:
             self._off -= 1
-        elif (drafted or worked) and self._with.count >= JUDGED_AFTER and self._without.count >= BEGINS_AFTER - 1:
+            if not self._off and not self._losses.allow_another:
+                self._off = 1
+        elif drafted or worked:
             self._judge()
 
+    def _count(self, gap_s: float, *, drafted: bool, missed: bool, worked: bool) -> None:
+        self._losses.decode_s += gap_s
+        if not (drafted or worked):
+            self._without.add(gap_s, 1)
+            return
+        self._with.add(gap_s, 1 if drafted else 2)
+        if not self._without.count:
+            return
+        usual_s, trial = self._without.mean_s, self._trial
+        loss_s = trial.loss_s(gap_s, usual_s)
+        self._losses.add(loss_s)
+        trial.lost_s += loss_s
+        trial.late_s = max(0.0, trial.late_s + loss_s)
+        trial.missed += drafted and missed
+        trial.held += drafted and not missed
+
     def _judge(self) -> None:
-        if self._with.mean_s < self._without.mean_s:
+        if self._without.count < BEGINS_AFTER - 1:
+            return
+        is_hopeless = not self._trial.held and self._trial.missed >= HOPELESS_AFTER
+        if is_hopeless or self._trial.late_s > ENDS_AT * self._without.mean_s:
+            self._end()
+        elif self._with.count < JUDGED_AFTER:
+            return
+        elif self._with.mean_s < self._without.mean_s:
             self._recovery = max(_RECOVERY[0], self._recovery * _ADAPTS)
             self._decay = max(_DECAY[0], self._decay * _ADAPTS)
-            return
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        """Drafts did not pay."""
         self._recovery = min(_RECOVERY[2], self._recovery / _ADAPTS)
         self._decay = min(_DECAY[2], self._decay / _ADAPTS)
         self._off, self._pause = self._pause, min(2 * self._pause, PAUSES[1])
-        self._with = _Gaps()
+        self._losses.trial_s = max(0.0, self._trial.lost_s)
+        self._with, self._trial = _Gaps(), _Trial()

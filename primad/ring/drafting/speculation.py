@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from primad.ring.drafting.drafter import Drafter, Drafting, Guess
-from primad.ring.drafting.pace import Pace
+from primad.ring.drafting.pace import Losses, Pace
 
 WORTH_IT: Final = 1.1
 """Steps of several rows must promise so much: what they cost is predicted, not measured."""
@@ -33,11 +33,13 @@ class BeginsDrafter(Protocol):
 
 
 class Speculation:
-    """The guesses of one answer. ``drafted`` of them were handed out, ``accepted`` held."""
+    """The guesses of one answer in a ring with such ``losses``. ``drafted`` of them were handed out, ``accepted`` held."""
 
-    def __init__(self, drafter: Drafter, drafting: Drafting, known: Sequence[int] = ()) -> None:
+    def __init__(
+        self, drafter: Drafter, drafting: Drafting, known: Sequence[int] = (), losses: Losses | None = None
+    ) -> None:
         self._drafter, self._drafting = drafter, drafting
-        self._pace = Pace(adapts=drafting.adapts)
+        self._pace = Pace(adapts=drafting.adapts, losses=losses)
         self._ahead: deque[_Ahead] = deque()
         self._is_touched = False
         self.drafted = self.accepted = 0
@@ -101,12 +103,13 @@ class Speculation:
     def took(self, token: int, now: float) -> bool:
         """``token`` is the next one of the answer; whether what is on its way holds. If not it is to be taken back."""
         held = not self._ahead or self._ahead[0].guess.token == token
-        if held and self._ahead:
+        is_accepted = held and bool(self._ahead)
+        if is_accepted:
             self._ahead.popleft()
             self.accepted += 1
         self._pace.took(now, drafted=self._is_touched, missed=not held, worked=self._drafter.works)
         self._drafter.took(token)
-        self._is_touched = bool(self._ahead)
+        self._is_touched = is_accepted or bool(self._ahead)  # the next one is drawn from a draft's row, or before one
         return held
 
     def take_back(self) -> None:

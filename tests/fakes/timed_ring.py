@@ -1,0 +1,125 @@
+"""The fake ring under a simulated clock: what drafts win and cost, the same on every machine.
+
+A device computes one visit at a time, which takes as long as its rows cost; a message is ``hop_s`` on its way. What is to be
+skipped is taken before what waits is computed, as a real device does, and what it names takes no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from primad.engine.protocol import Rows
+from primad.ring.head import Send, Tell
+from primad.ring.messages import Sampled, Skip, Step, decode_route, encode
+from tests.fakes.ring import FakeRing
+
+
+class TimedRing(FakeRing):
+    """A ring of which a visit of n rows takes ``visit_s`` times ``costs[n - 1]``, the last of them for more rows.
+
+    The head's own visits take ``busy`` times as long while its drafter works. ``told_s`` is when each token was told.
+    """
+
+    def __init__(
+        self,
+        devices: int,
+        *,
+        visit_s: float = 0.01,
+        hop_s: float = 0.0,
+        costs: Sequence[float] = (1.0,),
+        busy: Callable[[], float] = lambda: 1.0,
+        **options: Any,
+    ) -> None:
+        super().__init__([[1] * devices] if devices > 1 else [], 1, **options)
+        self._visit_s, self._hop_s, self._costs, self._busy = visit_s, hop_s, costs, busy
+        self._free_s = [0.0] * devices
+        self._due_s: list[list[tuple[float, bytes, bytes]]] = [[] for _ in range(devices)]
+        self.now_s = 0.0
+        self.told_s: list[float] = []
+        owners = [*range(devices), 0] if devices > 1 else [0]
+        for owner, window in zip(owners, self.windows, strict=True):
+            setattr(window, "forward", self._timed(window.forward, is_head=owner == 0))  # noqa: B010
+
+    def _timed(self, forward: Callable[[Rows], Any], *, is_head: bool) -> Callable[[Rows], Any]:
+        def timed(rows: Rows) -> Any:
+            count = len(rows.positions)
+            cost = self._costs[min(count, len(self._costs)) - 1]
+            self.now_s += self._visit_s * cost * (self._busy() if is_head else 1.0)
+            return forward(rows)
+
+        return timed
+
+    def finish(self) -> float:
+        """Run until everything is quiet; the seconds from the first token told to the last."""
+        while self._next():
+            pass
+        assert self.scheduler.is_idle, "the ring went quiet with work left"
+        return self.told_s[-1] - self.told_s[0]
+
+    def _next(self) -> bool:
+        """Let the device move that can first: the head takes what has come before it computes."""
+        self.now_s = self._free_s[0]
+        self._take(0)
+        if self._head_turn():
+            return True
+        due = [(max(self._free_s[i], each[0][0]), i) for i, each in enumerate(self._due_s) if each]
+        if not due:
+            return False
+        at_s, device = min(due)
+        self.now_s = at_s
+        if device == 0:
+            self._free_s[0] = at_s  # it waited
+        else:
+            self._work(device)
+        return True
+
+    def _head_turn(self) -> bool:
+        """A turn of the head at its own time, unless another device would move before and could reach it."""
+        others = [max(self._free_s[i], each[0][0]) for i, each in enumerate(self._due_s) if each and i]
+        if others and min(others) < self.now_s:
+            return False
+        outcome = self.head.turn()
+        match outcome:
+            case None:
+                return False
+            case Send(step, hidden):
+                self._put(0, step, hidden.tobytes())
+            case Skip():
+                self._put(0, outcome, b"")
+            case Tell(events):
+                self.events += events
+                self.told_s += [self.now_s for event in events if isinstance(event, Sampled)]
+        self._free_s[0] = self.now_s
+        return True
+
+    def _take(self, device: int) -> None:
+        """Take all that has come to ``device`` by now: the head its steps, others what is to be skipped."""
+        for message in [each for each in self._due_s[device] if each[0] <= self.now_s]:
+            step = decode_route(message[1], len(message[2]), self.limits[device])
+            if isinstance(step, Skip):
+                self._due_s[device].remove(message)
+                if device:
+                    self.workers[device - 1].skip(step)
+                    self._put(device, step, b"")
+            elif device == 0:
+                self._due_s[0].remove(message)
+                self.head.receive(step, np.frombuffer(message[2], np.float32).reshape(step.payload_shape))
+
+    def _work(self, device: int) -> None:
+        self._take(device)
+        if not self._due_s[device] or self._due_s[device][0][0] > self.now_s:
+            return
+        _, header, payload = self._due_s[device].pop(0)
+        step = decode_route(header, len(payload), self.limits[device])
+        assert isinstance(step, Step)
+        hidden = np.frombuffer(payload, np.float32).reshape(step.payload_shape)
+        following, out = self.workers[device - 1].receive(step, hidden)
+        self._free_s[device] = self.now_s
+        self._put(device, following, out.tobytes())
+
+    def _put(self, device: int, message: Step | Skip, payload: bytes) -> None:
+        following = (device + 1) % len(self._due_s)
+        self._due_s[following].append((self.now_s + self._hop_s, encode(message), payload))
