@@ -50,6 +50,7 @@ from primad.network.admin import (
 )
 from primad.network.gate import Gate
 from primad.profiler.effort import QUICK
+from primad.system.notify import report
 from primad.system.tasks import Tasks
 
 HOLD_S: Final = 900.0
@@ -159,6 +160,7 @@ class HeadDaemon:
                     group.create_task(self._kv.run()),
                     group.create_task(self._memory_watch.run()),
                     group.create_task(self._station.gpu_care.run()),
+                    group.create_task(report(lambda: self._backend.health().detail)),
                 ]
                 measuring = group.create_task(self._profile.measure())
                 services.append(measuring)

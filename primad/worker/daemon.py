@@ -74,6 +74,7 @@ from primad.network.scopes import bare
 from primad.network.versions import OURS, Versions, build_gap, version_gap
 from primad.profiles import with_speeds
 from primad.settings.config import DEFAULT_CONTROL_PORT, is_loopback
+from primad.system.notify import report
 from primad.system.tasks import Tasks
 from primad.worker.introductions import Introductions
 from primad.worker.participations import Participations
@@ -179,6 +180,7 @@ class WorkerDaemon:
                     group.create_task(self._pause.watch_battery()),
                     group.create_task(self._memory_watch.run()),
                     group.create_task(self._gpu_care.run()),
+                    group.create_task(report(self._state)),
                 ]
                 try:
                     await self._stop.wait()

@@ -1,0 +1,44 @@
+"""Property lists for macOS' launchd: an agent of a user's session, or a daemon of the machine.
+
+launchd has no watchdog and bounds nobody's memory: ``--max-ram`` alone does that there. What it starts as ``Standard`` it
+slows down as it likes; an answer is what somebody waits for.
+"""
+
+from __future__ import annotations
+
+import plistlib
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+from primad.supervisor.service import NAME, RESTART_S, STOP_S, DaemonService
+
+SYSTEM_FOLDER: Final = PurePosixPath("/Library/LaunchDaemons")
+USER_FOLDER: Final = PurePosixPath("Library/LaunchAgents")
+"""In the user's home."""
+
+
+def label(name: str = NAME) -> str:
+    """What launchd calls the service ``name``."""
+    return f"org.primad.{name}"
+
+
+def plist(service: DaemonService) -> bytes:
+    """Its property list as XML."""
+    content: dict[str, Any] = {
+        "Label": label(service.name),
+        "ProgramArguments": list(service.command),
+        "EnvironmentVariables": service.variables,
+        "WorkingDirectory": str(service.home),
+        "RunAtLoad": True,
+        "KeepAlive": {"SuccessfulExit": False},
+        "ThrottleInterval": RESTART_S,
+        "ExitTimeOut": STOP_S,
+        "ProcessType": "Interactive",
+        "Umask": 0o077,
+        "SoftResourceLimits": {"NumberOfFiles": 8192},
+    }
+    if service.log is not None:
+        content |= {"StandardOutPath": str(service.log), "StandardErrorPath": str(service.log)}
+    if service.user is not None:
+        content["UserName"] = service.user
+    return plistlib.dumps(content, sort_keys=True)

@@ -1,0 +1,157 @@
+"""Units for systemd: one for the machine, with its own user and shut in, and one for a user's session.
+
+What a unit of the machine may not do follows from what primad does. It needs the network (also multicast, and netlink for
+the list of interfaces), the devices of GPUs, all of ``/proc/meminfo`` and of the control groups, and to write into its own
+folders. So there is no ``PrivateDevices``, ``ProtectClock`` (which bars every device but one), ``ProcSubset`` or
+``MemoryDenyWriteExecute`` (drivers of GPUs compile code). ``KillMode=mixed`` has the daemon alone hear that it should end:
+it hands over what its ring process computes. ``OOMPolicy=continue``: a ring process that was killed is an event in the
+daemon, not its end; and where memory runs out primad goes before what its owner does. ``HOME`` is the service's own folder:
+the caches that lie there are its own, whoever it runs as.
+
+A user's manager has no rights to set up most of that; its unit says what it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from primad.supervisor.service import (
+    DESCRIPTIONS,
+    MEMORY_MARGIN_BYTES,
+    NAME,
+    RESTART_S,
+    STOP_S,
+    WATCHDOG_S,
+    DaemonService,
+)
+
+SYSTEM_USER: Final = "primad"
+SYSTEM_HOME: Final = "/var/lib/primad"
+ENVIRONMENT_FILE: Final = "/etc/default/primad"
+"""Variables for the service of the machine, such as ``PRIMAD_API_KEY``, which the list of processes would show."""
+GPU_GROUPS: Final = ("render", "video")
+"""Who may use a GPU on Linux."""
+
+_SHUT_IN: Final = (
+    "CapabilityBoundingSet=",
+    "LockPersonality=yes",
+    "NoNewPrivileges=yes",
+    "PrivateTmp=yes",
+    "ProtectControlGroups=yes",
+    "ProtectHome=read-only",
+    "ProtectHostname=yes",
+    "ProtectKernelLogs=yes",
+    "ProtectKernelModules=yes",
+    "ProtectKernelTunables=yes",
+    "ProtectProc=invisible",
+    "ProtectSystem=strict",
+    "RemoveIPC=yes",
+    "RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX AF_NETLINK",
+    "RestrictNamespaces=yes",
+    "RestrictRealtime=yes",
+    "RestrictSUIDSGID=yes",
+    "SystemCallArchitectures=native",
+    "SystemCallErrorNumber=EPERM",
+    "SystemCallFilter=@system-service",
+    "UMask=0077",
+)
+_SHUT_IN_BY_A_USER: Final = (
+    "LockPersonality=yes",
+    "NoNewPrivileges=yes",
+    "RestrictRealtime=yes",
+    "RestrictSUIDSGID=yes",
+    "SystemCallArchitectures=native",
+    "UMask=0077",
+)
+
+
+def unit_name(name: str = NAME) -> str:
+    """The file name of the unit of the service ``name``."""
+    return f"{name}.service"
+
+
+def unit(service: DaemonService) -> str:
+    """The text of its unit: one for the machine where the service has a user, else one for a user's session."""
+    return "\n".join(
+        [
+            "[Unit]",
+            f"Description={DESCRIPTIONS[service.role]}",
+            "Documentation=man:primad(1)",
+            *(["After=network-online.target", "Wants=network-online.target"] if service.user is not None else []),
+            "StartLimitIntervalSec=0",
+            "",
+            "[Service]",
+            "Type=notify",
+            "NotifyAccess=main",
+            f"ExecStart={_command(service)}",
+            f"WorkingDirectory=-{_escaped(str(service.home))}",
+            *(f"Environment={_quoted(f'{key}={value}')}" for key, value in sorted(_variables(service).items())),
+            *(
+                []
+                if service.environment_file is None
+                else [f"EnvironmentFile=-{_escaped(str(service.environment_file))}"]
+            ),
+            "",
+            "Restart=on-failure",
+            f"RestartSec={RESTART_S}",
+            f"WatchdogSec={WATCHDOG_S}",
+            # A model by name may have to be fetched first.
+            f"TimeoutStartSec={'infinity' if service.role == 'serve' else 300}",
+            f"TimeoutStopSec={STOP_S}",
+            "KillMode=mixed",
+            "",
+            *_resources(service),
+            "",
+            *(_rights(service) if service.user is not None else _SHUT_IN_BY_A_USER),
+            "",
+            "[Install]",
+            f"WantedBy={'multi-user' if service.user is not None else 'default'}.target",
+            "",
+        ]
+    )
+
+
+def _variables(service: DaemonService) -> dict[str, str]:
+    return service.variables if service.user is None else {"HOME": str(service.home)} | service.variables
+
+
+def _command(service: DaemonService) -> str:
+    words = [_quoted(word, is_command=True) for word in service.command]
+    return " ".join([*words, *([] if service.options_variable is None else [f"${service.options_variable}"])])
+
+
+def _resources(service: DaemonService) -> Iterable[str]:
+    yield "OOMPolicy=continue"
+    yield "OOMScoreAdjust=500"
+    yield "TasksMax=4096"
+    if service.max_ram_bytes is not None:
+        yield f"MemoryMax={service.max_ram_bytes + MEMORY_MARGIN_BYTES}"
+    if service.user is not None:
+        yield "LimitNOFILE=65536"
+        yield "LimitMEMLOCK=infinity"
+
+
+def _rights(service: DaemonService) -> Iterable[str]:
+    yield f"User={service.user}"
+    if service.groups:
+        yield f"SupplementaryGroups={' '.join(service.groups)}"
+    if str(service.home) == SYSTEM_HOME:
+        yield "StateDirectory=primad"
+        yield "StateDirectoryMode=0700"
+    writable = [path for path in (service.home, *service.writable) if str(path) != SYSTEM_HOME]
+    for path in writable:
+        yield f"ReadWritePaths={_quoted(f'-{path}')}"
+    yield from _SHUT_IN
+
+
+def _quoted(word: str, *, is_command: bool = False) -> str:
+    """``word`` as systemd reads one word: nothing in it is a quote, a specifier (%) or, in a command, a variable ($)."""
+    text = _escaped(word).replace("\\", "\\\\").replace('"', '\\"')
+    if is_command:
+        text = text.replace("$", "$$")
+    return f'"{text}"' if not text or any(sign in text for sign in " \t'\"\\;") else text
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")

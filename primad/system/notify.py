@@ -1,0 +1,82 @@
+"""What a daemon tells systemd: that it is ready, how it stands, that its loop still comes round, that it is ending.
+
+The protocol is ``sd_notify(3)``: one datagram of lines ``KEY=VALUE`` to the socket that ``NOTIFY_SOCKET`` names. Where
+nobody set that variable, nothing is sent. The watchdog is fed by the daemon's own loop, so that a daemon that hangs is
+started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Final
+
+logger = logging.getLogger(__name__)
+
+STATUS_EVERY_S: Final = 5.0
+"""A changed status is told so often at most, and the watchdog at least so often where its time allows."""
+_MOST_STATUS_CHARS: Final = 300
+_SEND_S: Final = 1.0
+
+
+def is_awaited(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether somebody wants to be told."""
+    return bool(environ.get("NOTIFY_SOCKET")) and hasattr(socket, "AF_UNIX")
+
+
+def notify(*lines: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Send ``lines`` to whoever started us and wants to know; whether somebody did."""
+    if not is_awaited(environ):
+        return False
+    address = environ["NOTIFY_SOCKET"]
+    if address.startswith("@"):  # a name that no file has
+        address = "\0" + address[1:]
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as link:
+            link.settimeout(_SEND_S)
+            link.sendto("\n".join(lines).encode(), address)
+    except (OSError, ValueError) as exc:
+        logger.debug("NOTIFY_SOCKET: %s", exc)
+        return False
+    return True
+
+
+def watchdog_s(environ: Mapping[str, str] = os.environ) -> float | None:
+    """The time within which this process must be heard of; None where nobody watches it."""
+    try:
+        timeout_us = int(environ.get("WATCHDOG_USEC", ""))
+        watched = int(environ.get("WATCHDOG_PID", "") or os.getpid())
+    except ValueError:
+        return None
+    return timeout_us / 1e6 if timeout_us > 0 and watched == os.getpid() else None
+
+
+async def report(status: Callable[[], str], environ: Mapping[str, str] = os.environ) -> None:
+    """Say that this daemon is ready, and from then on ``status`` and that it lives, until cancelled.
+
+    Returns at once where nobody wants to know.
+    """
+    if not is_awaited(environ):
+        return
+    timeout_s = watchdog_s(environ)
+    every_s = STATUS_EVERY_S if timeout_s is None else min(STATUS_EVERY_S, timeout_s / 2)
+    told = _line(status())
+    notify("READY=1", told, environ=environ)
+    try:
+        while True:
+            await asyncio.sleep(every_s)
+            said = _line(status())
+            lines = [] if said == told else [said]
+            if timeout_s is not None:
+                lines.append("WATCHDOG=1")
+            if lines and notify(*lines, environ=environ):
+                told = said
+    finally:
+        notify("STOPPING=1", environ=environ)
+
+
+def _line(status: str) -> str:
+    return f"STATUS={' '.join(status.split())[:_MOST_STATUS_CHARS]}"

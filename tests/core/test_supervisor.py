@@ -1,0 +1,174 @@
+"""What systemd, launchd and the Task Scheduler are told: it can be read back, and says what the owner said."""
+
+from __future__ import annotations
+
+import dataclasses
+import plistlib
+import shlex
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.main import get_command
+
+from primad.cli.main import app
+from primad.settings.quantities import parse_bytes
+from primad.supervisor import launchd, systemd, task_scheduler
+from primad.supervisor.service import MEMORY_MARGIN_BYTES, DaemonService
+
+WORKER = DaemonService(
+    role="join",
+    program=("/usr/bin/primad",),
+    arguments=("--max-ram", "8000000000B", "--nice", "10"),
+    home=PurePosixPath("/home/alice/primad home"),
+    max_ram_bytes=8_000_000_000,
+)
+HEAD = dataclasses.replace(
+    WORKER,
+    role="serve",
+    program=("/opt/pri mad/bin/python", "-m", "primad"),
+    arguments=("--model", "/srv/models/50% of $HOME; \"it's\\n.gguf", "--alias", "a,b", "--wait", "2"),
+    home=PurePosixPath(systemd.SYSTEM_HOME),
+    user="primad",
+    groups=("render",),
+    writable=(PurePosixPath("/srv/kv"),),
+    environment={"LANG": "C.UTF-8"},
+    environment_file=PurePosixPath(systemd.ENVIRONMENT_FILE),
+    max_ram_bytes=None,
+)
+each_service = pytest.mark.parametrize("service", [WORKER, HEAD], ids=["worker", "head"])
+WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1)
+
+
+def unit(service: DaemonService) -> dict[str, list[str]]:
+    """The values of each key of its unit."""
+    found: dict[str, list[str]] = {}
+    for line in systemd.unit(service).splitlines():
+        if line and not line.startswith("["):
+            key, _, value = line.partition("=")
+            found.setdefault(key, []).append(value)
+    return found
+
+
+def words(line: str) -> list[str]:
+    """What systemd makes of a command: quotes as in a shell, and no specifiers and variables left in it."""
+    return [word.replace("%%", "%").replace("$$", "$") for word in shlex.split(line)]
+
+
+def judged(command: tuple[str, ...] | list[str], program: tuple[str, ...]) -> dict[str, Any]:
+    """The options as primad's own command line reads the command."""
+    assert tuple(command[: len(program)]) == program
+    role, *arguments = command[len(program) :]
+    group: Any = get_command(app)
+    return dict(group.commands[role].make_context(role, list(arguments)).params)
+
+
+@each_service
+def test_a_unit_starts_the_command_that_was_meant(service: DaemonService) -> None:
+    (line,) = unit(service)["ExecStart"]
+    assert tuple(words(line)) == service.command
+    assert judged(words(line), service.program) == judged(service.command, service.program)
+
+
+@given(argument=WORDS)
+def test_no_argument_means_anything_to_systemd(argument: str) -> None:
+    (line,) = unit(dataclasses.replace(WORKER, arguments=(argument,)))["ExecStart"]
+    assert words(line)[-1] == argument
+    assert "%" not in line.replace("%%", "")
+    assert "$" not in line.replace("$$", "")
+
+
+@pytest.mark.parametrize("ram", ["8GB", "512MiB"])
+def test_the_limit_of_memory_leaves_room_for_what_max_ram_does_not_count(ram: str) -> None:
+    limited = dataclasses.replace(WORKER, max_ram_bytes=parse_bytes(ram, "--max-ram"))
+    assert unit(limited)["MemoryMax"] == [str(parse_bytes(ram, "--max-ram") + MEMORY_MARGIN_BYTES)]
+    assert "MemoryMax" not in unit(dataclasses.replace(WORKER, max_ram_bytes=None))
+
+
+def test_a_unit_of_the_machine_is_shut_in_and_may_write_to_its_own_folders_only() -> None:
+    told = unit(HEAD)
+    assert told["User"] == ["primad"]
+    assert told["NoNewPrivileges"] == ["yes"]
+    assert told["ProtectSystem"] == ["strict"]
+    assert told["StateDirectory"] == ["primad"]
+    assert told["Environment"] == ["HOME=/var/lib/primad", "LANG=C.UTF-8", "PRIMAD_HOME=/var/lib/primad"]
+    assert told["ReadWritePaths"] == ["-/srv/kv"]
+    assert told["CapabilityBoundingSet"] == [""]
+
+
+def test_a_unit_of_a_session_asks_for_nothing_that_only_root_can_give() -> None:
+    told = unit(WORKER)
+    assert not {"User", "ProtectSystem", "CapabilityBoundingSet", "LimitMEMLOCK"} & set(told)
+    assert told["NoNewPrivileges"] == ["yes"]
+    assert told["WantedBy"] == ["default.target"]
+
+
+@each_service
+def test_a_daemon_that_fails_or_hangs_is_started_again(service: DaemonService) -> None:
+    told = unit(service)
+    assert (told["Type"], told["Restart"], told["KillMode"]) == (["notify"], ["on-failure"], ["mixed"])
+    assert int(told["WatchdogSec"][0]) > 0
+    assert int(told["TimeoutStopSec"][0]) > 60  # a worker hands over for so long
+
+
+@each_service
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
+def test_systemd_finds_nothing_wrong(service: DaemonService, tmp_path: Path) -> None:
+    path = tmp_path / systemd.unit_name()
+    here = dataclasses.replace(service, program=(sys.executable, "-m", "primad"))
+    path.write_text(systemd.unit(here), encoding="utf-8")
+    scope = "--system" if service.user is not None else "--user"
+    said = subprocess.run(
+        ["systemd-analyze", "verify", scope, "--man=no", "--recursive-errors=no", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"XDG_RUNTIME_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"},
+    )
+    assert (said.returncode, said.stderr) == (0, "")
+
+
+@each_service
+def test_a_property_list_starts_the_command_that_was_meant(service: DaemonService) -> None:
+    told = plistlib.loads(launchd.plist(dataclasses.replace(service, log=PurePosixPath("/tmp/primad.log"))))
+    assert tuple(told["ProgramArguments"]) == service.command
+    assert told["Label"] == "org.primad.primad"
+    assert told["EnvironmentVariables"]["PRIMAD_HOME"] == str(service.home)
+    assert told["KeepAlive"] == {"SuccessfulExit": False}  # one that its owner ended stays ended
+    assert told.get("UserName") == service.user
+    assert told["StandardErrorPath"] == "/tmp/primad.log"
+
+
+@pytest.mark.parametrize(
+    ("user", "trigger"),
+    [(None, "LogonTrigger"), (task_scheduler.LOCAL_SERVICE, "BootTrigger")],
+    ids=["user", "machine"],
+)
+def test_a_task_starts_the_command_that_was_meant(user: str | None, trigger: str) -> None:
+    service = DaemonService(
+        role="join",
+        program=(r"C:\Users\Al & Bo\primad.exe",),
+        arguments=("--name", "desk"),
+        home=PureWindowsPath(r"C:\Users\Al & Bo\primad"),
+        log=PureWindowsPath(r"C:\Users\Al & Bo\primad\primad.log"),
+        user=user,
+    )
+    data = task_scheduler.task(service)
+    assert data[:2] in (b"\xff\xfe", b"\xfe\xff")  # schtasks wants UTF-16
+    root = ET.fromstring(data)
+    name = "{" + task_scheduler.NAMESPACE + "}"
+    assert root.find(f"{name}Triggers/{name}{trigger}") is not None
+    assert root.findtext(f"{name}Principals/{name}Principal/{name}UserId") == user
+    assert root.findtext(f"{name}Settings/{name}ExecutionTimeLimit") == "PT0S"
+    assert root.findtext(f"{name}Actions/{name}Exec/{name}Command") == "cmd.exe"
+    arguments = root.findtext(f"{name}Actions/{name}Exec/{name}Arguments")
+    assert arguments == (
+        r'/d /s /c "set "PRIMAD_HOME=C:\Users\Al & Bo\primad" & "C:\Users\Al & Bo\primad.exe" join --name desk'
+        r' >> "C:\Users\Al & Bo\primad\primad.log" 2>&1"'
+    )

@@ -1,0 +1,105 @@
+"""What systemd hears of a daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from primad.system import notify as module
+from primad.system.notify import notify, report, watchdog_s
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="systemd is Linux's")
+
+
+@pytest.fixture
+def ear() -> Iterator[socket.socket]:
+    """Where a service manager listens; a short path, since such addresses have at most 108 characters."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(Path(folder, "notify")))
+        listener.settimeout(60)
+        yield listener
+
+
+def environment(ear: socket.socket, **more: str) -> dict[str, str]:
+    return {"NOTIFY_SOCKET": ear.getsockname(), **more}
+
+
+def test_nothing_is_sent_where_nobody_wants_to_know(tmp_path: Path) -> None:
+    assert not notify("READY=1", environ={})
+    assert not notify("READY=1", environ={"NOTIFY_SOCKET": str(tmp_path / "nobody")})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such names")
+def test_a_socket_without_a_file_is_reached() -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind("")  # Linux chooses a name that is free
+        listener.settimeout(60)
+        name = listener.getsockname().decode().replace("\0", "@")
+        assert notify("READY=1", environ={"NOTIFY_SOCKET": name})
+        assert listener.recv(100) == b"READY=1"
+
+
+@pytest.mark.parametrize(
+    ("environ", "seconds"),
+    [
+        ({}, None),
+        ({"WATCHDOG_USEC": "90000000"}, 90.0),
+        ({"WATCHDOG_USEC": "90000000", "WATCHDOG_PID": str(os.getpid())}, 90.0),
+        ({"WATCHDOG_USEC": "90000000", "WATCHDOG_PID": "1"}, None),  # of another process, whose environment we have
+        ({"WATCHDOG_USEC": "soon"}, None),
+        ({"WATCHDOG_USEC": "0"}, None),
+    ],
+    ids=["none", "all", "ours", "another", "no number", "zero"],
+)
+def test_the_watchdog_is_the_one_of_this_process(environ: dict[str, str], seconds: float | None) -> None:
+    assert watchdog_s(environ) == seconds
+
+
+def test_a_daemon_says_that_it_is_ready_lives_and_ends(ear: socket.socket) -> None:
+    states = iter(["waiting for a head", "waiting for a head"])
+
+    async def hear() -> str:
+        return (await asyncio.to_thread(ear.recv, 1000)).decode()
+
+    async def live() -> list[str]:
+        task = asyncio.create_task(
+            report(lambda: next(states, "computes\nfor desk"), environment(ear, WATCHDOG_USEC="20000"))
+        )
+        said = [await hear() for _ in range(3)]
+        task.cancel()
+        await asyncio.wait([task])
+        while (last := await hear()) == "WATCHDOG=1":
+            pass
+        return [*said, last]
+
+    assert asyncio.run(live()) == [
+        "READY=1\nSTATUS=waiting for a head",
+        "WATCHDOG=1",
+        "STATUS=computes for desk\nWATCHDOG=1",
+        "STOPPING=1",
+    ]
+
+
+def test_without_a_watchdog_only_changes_are_told(ear: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STATUS_EVERY_S", 0.001)
+    states = iter(["one", "one", "one", "two"])
+
+    async def live() -> list[str]:
+        task = asyncio.create_task(report(lambda: next(states, "two"), environment(ear)))
+        said = [(await asyncio.to_thread(ear.recv, 1000)).decode() for _ in range(2)]
+        task.cancel()
+        await asyncio.wait([task])
+        return said
+
+    assert asyncio.run(live()) == ["READY=1\nSTATUS=one", "STATUS=two"]
+
+
+def test_where_nobody_listens_a_daemon_does_not_tend_it() -> None:
+    asyncio.run(report(lambda: "state", {}))
