@@ -5,7 +5,7 @@
     packaging/licences.py --copy DIR  copies their metadata there, so that packaging/sbom sees them alone
 
 The list is of names and licences, not of versions: it changes when a dependency comes or goes, or changes its licence, and
-not with each release of one. Run it in the environment of tools/setup.
+not with each release of one. Run it in the environment of tools/setup: ``.venv/bin/python packaging/licences.py``.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--check"]:
         wrong = stale(PAGE.read_text(encoding="utf-8"), found)
         for line in wrong:
-            print(f"docs/licences.md: {line}; run packaging/licences.py")
+            print(f"docs/licences.md: {line}; run .venv/bin/python packaging/licences.py")
         return 1 if wrong else 0
     if arguments[:1] == ["--copy"] and len(arguments) == 2:
         copy_metadata(found, Path(arguments[1]))
