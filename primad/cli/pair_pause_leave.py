@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
 
 from primad.cli.options import Home
-from primad.cli.output import out
-from primad.errors import ClusterError
-from primad.settings.config import load_config
+from primad.cli.output import out, print_json
+from primad.errors import ClusterError, ConfigError
+from primad.settings.config import Config, check_address, load_config
 
 if TYPE_CHECKING:
     from primad.daemon.owner import OwnerPause
@@ -16,28 +19,96 @@ if TYPE_CHECKING:
 
 LEAVE_S = 60.0
 """Handing over may mean that others load layers first."""
+BRING_S = 60.0
+"""A daemon looks for the device that shows a code five times."""
 
 
-def pair(home: Home = None) -> None:
-    """Show a code by which another device pairs with this one, for good.
+def pair(
+    home: Home = None,
+    code: Annotated[
+        str | None, typer.Option(help="Pair with the device that shows this code.", show_default=False)
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="With --code: host:port that the other device shows beside it, where multicast is blocked.",
+            show_default=False,
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the code as JSON.")] = False,
+) -> None:
+    """Show a code by which another device pairs with this one for good, or bring the code that another one shows.
 
-    Asks the 'primad serve' or 'primad join' that runs here. Each code is good for one device and a few minutes.
+    Asks the 'primad serve' or 'primad join' that runs here; a code is brought also where none runs. Each code is good for
+    one device and a few minutes.
 
     Examples:
 
         primad pair
 
+        primad pair --code 7-lamp-river
+
         primad pair --home /tmp/second
     """
+    if code is not None:
+        if json:
+            raise ConfigError("--json: prints the code that is shown here; leave it or --code out")
+        _bring(home, code, device)
+        return
+    if device is not None:
+        raise ConfigError(f"--device {device}: says where to pair; give the other device's --code too, or leave it out")
     from primad.network.admin import OpenPairing, PairingCode
 
     answer = _ask(home, OpenPairing())
     if not isinstance(answer, PairingCode):
         _unexpected(answer)
+    if json:
+        print_json({"code": answer.code, "expires_s": round(answer.expires_s, 1), "port": answer.port})
+        return
     _say(f"code {answer.code}, good for {_minutes(answer.expires_s)}; on the other device type:")
     _say(f"  primad join --code {answer.code}")
     _say("where multicast is blocked add the address of this device:")
     _say(f"  primad join --code {answer.code} --device ADDRESS:{answer.port}")
+
+
+def _bring(home: Path | None, code: str, device: str | None) -> None:
+    """Have the daemon of ``home`` pair with the device that shows ``code``, or do it here where none runs."""
+    from primad.network.admin import BringCode, is_running
+    from primad.trust.words import parse_code
+
+    parse_code(code)
+    if device is not None:
+        check_address(device, "--device")
+    config = load_config({"home": home})
+    if is_running(config.home):
+        _do(home, BringCode(code=code, at=device), BRING_S)
+    else:
+        _pair_here(config, code, device)
+
+
+def _pair_here(config: Config, code: str, device: str | None) -> None:
+    from primad.daemon.pairing_service import pair as bring
+    from primad.daemon.run import own_station, run
+
+    _check_owner(config.home)
+    with own_station(config) as station:
+
+        async def bring_code() -> None:
+            other = await bring(station, code, device, lambda _: None)
+            _say(f"{config.name} is paired with {other.device} (no primad runs here now)")
+
+        run(bring_code())
+
+
+def _check_owner(folder: Path) -> None:
+    """What root wrote into the folder of a service, the service could not read."""
+    if not hasattr(os, "geteuid") or not folder.is_dir():
+        return
+    owner = folder.stat().st_uid
+    if os.geteuid() == 0 and owner != 0:
+        raise ConfigError(
+            f"--home {folder}: belongs to user {owner}, and no primad runs with it; start its service first"
+        )
 
 
 def leave(home: Home = None) -> None:

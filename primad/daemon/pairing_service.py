@@ -26,6 +26,7 @@ class PairingService:
     """Where this daemon lets new devices in. One code is open at a time; who was paired is in the trust store."""
 
     def __init__(self, station: Station, say: Say) -> None:
+        self._station = station
         self._config, self._identity, self._trust = station.config, station.identity, station.trust
         self._say = say
         self._open: tuple[Code, PairingServer, float] | None = None
@@ -50,6 +51,10 @@ class PairingService:
                 await self._discovery.set_pairing(code.number, server.port)
         code, server, ends_at = self._open
         return PairingCode(code=str(code), expires_s=max(0.0, ends_at - loop.time()), port=server.port)
+
+    async def bring(self, code: str, at: str | None) -> TrustedDevice:
+        """Pair with the device that shows ``code``. Raises as ``pair``."""
+        return await pair(self._station, code, at, self._say)
 
     async def close(self) -> None:
         """No code is good any more."""

@@ -40,8 +40,10 @@ from primad.network.admin import (
     AdminAnswer,
     AdminRequest,
     AdminServer,
+    BringCode,
     Describe,
     Described,
+    Done,
     Leave,
     OpenPairing,
     Pause,
@@ -288,10 +290,12 @@ class HeadDaemon:
 
     async def _administer(self, request: AdminRequest) -> AdminAnswer:
         match request:
-            case OpenPairing() if self._options.alone:
+            case OpenPairing() | BringCode() if self._options.alone:
                 return Refusal(reason=f"{self._config.name} serves with --alone; start it without to pair devices")
             case OpenPairing():
                 return await self._pairing.open()
+            case BringCode(code=code, at=at):
+                return Done(text=f"{self._config.name} is paired with {(await self._pairing.bring(code, at)).device}")
             case Describe():
                 epoch = self._state.epoch if self._state is not None else 0
                 return Described(

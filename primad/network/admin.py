@@ -42,6 +42,13 @@ class OpenPairing(msgspec.Struct, tag=True, frozen=True):
     """Show a code by which another device can pair; the one that is open, if one is."""
 
 
+class BringCode(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Pair with the device that shows ``code``, at ``at`` (host:port), or looked for by mDNS."""
+
+    code: str
+    at: str | None
+
+
 class Leave(msgspec.Struct, tag=True, frozen=True):
     """Hand over what this device computes, then end the daemon."""
 
@@ -84,7 +91,7 @@ class PairingCode(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     port: int
 
 
-AdminRequest = OpenPairing | Leave | Pause | Resume | Describe
+AdminRequest = OpenPairing | BringCode | Leave | Pause | Resume | Describe
 AdminAnswer = Done | Refusal | Described | PairingCode
 Handler = Callable[[AdminRequest], Awaitable[AdminAnswer]]
 """What the daemon does about a request. A ``PrimadError`` becomes a ``Refusal``."""

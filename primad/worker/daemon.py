@@ -32,6 +32,7 @@ from primad.network.admin import (
     AdminAnswer,
     AdminRequest,
     AdminServer,
+    BringCode,
     Describe,
     Described,
     Done,
@@ -491,6 +492,8 @@ class WorkerDaemon:
         match request:
             case OpenPairing():
                 return await self._pairing.open()
+            case BringCode(code=code, at=at):
+                return Done(text=f"{self._name} is paired with {(await self._pairing.bring(code, at)).device}")
             case Leave():
                 first = self.leave()
                 return Done(text=f"{self._name} hands over and ends" if first else f"{self._name} is ending already")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from dataclasses import replace
@@ -16,7 +17,18 @@ from primad.cli import devices as devices_command
 from primad.cli import main as cli
 from primad.cli import pair_pause_leave as device_commands
 from primad.network import admin
-from primad.network.admin import AdminRequest, Described, Done, Leave, OpenPairing, PairingCode, Pause, Refusal, Resume
+from primad.network.admin import (
+    AdminRequest,
+    BringCode,
+    Described,
+    Done,
+    Leave,
+    OpenPairing,
+    PairingCode,
+    Pause,
+    Refusal,
+    Resume,
+)
 from primad.network.peer import Peer
 from primad.settings.config import any_host
 from primad.settings.quantities import Share
@@ -217,6 +229,43 @@ def test_pair_shows_the_code_and_what_to_type(primad, daemon):
     assert "code 7-lamp-river, good for 10 minutes" in out
     assert "  primad join --code 7-lamp-river\n" in out
     assert "--device ADDRESS:4711" in out
+
+
+def test_pair_shows_the_code_to_programs(primad, daemon):
+    daemon[OpenPairing] = PairingCode(code="7-lamp-river", expires_s=600.0, port=4711)
+    code, out, err = primad("pair", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {"code": "7-lamp-river", "expires_s": 600.0, "port": 4711}
+
+
+def test_a_code_is_brought_to_the_daemon_that_runs(primad, daemon):
+    daemon[BringCode] = Done(text="mini is paired with desk")
+    assert primad("pair", "--code", "7-lamp-river", "--device", "desk:4711") == (0, "mini is paired with desk\n", "")
+    daemon[BringCode] = Refusal(reason="the code is not the one that is shown there")
+    assert_refused(primad("pair", "--code", "7-lamp-river"), "the code is not the one that is shown there")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--code", "lamp"), "--code: 'lamp' is no code"),
+        (("--code", "7-lamp-river", "--device", "desk"), "--device: 'desk' is no device address"),
+        (("--device", "desk:4711"), "give the other device's --code too"),
+        (("--code", "7-lamp-river", "--json"), "--json: "),
+    ],
+    ids=["no code", "no address", "no code for it", "json"],
+)
+def test_options_that_pair_refuses(primad, home, arguments, named):
+    assert_refused(primad("pair", *arguments), named)
+    assert not home.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root could")
+def test_root_writes_nothing_into_the_folder_of_a_service(primad, home):
+    home.mkdir()
+    os.chown(home, 12345, 12345)
+    assert_refused(primad("pair", "--code", "7-lamp-river"), "belongs to user 12345", "start its service first")
+    assert list(home.iterdir()) == []
 
 
 @pytest.mark.parametrize(("command", "request_type"), [("leave", Leave), ("pause", Pause), ("resume", Resume)])

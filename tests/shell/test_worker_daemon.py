@@ -35,7 +35,7 @@ from primad.layers.cache import LayerCache
 from primad.membership import types
 from primad.network import messages
 from primad.network.addresses import Interface
-from primad.network.admin import Describe, Leave, Pause, Resume
+from primad.network.admin import BringCode, Describe, Done, Leave, Pause, Resume
 from primad.network.contacts import Contact
 from primad.network.control import HeadEnd
 from primad.network.discovery import MulticastError
@@ -75,7 +75,10 @@ from primad.settings.config import load_config, open_home
 from primad.settings.timings import Timings, WorkerTimings
 from primad.trust.identity import Identity, new_identity
 from primad.trust.local_trust import LocalTrust
-from primad.trust.trust import BY_HAND, TrustStore, trusted_now
+from primad.trust.pairing import Who
+from primad.trust.pairing_links import PairingServer
+from primad.trust.trust import BY_HAND, TrustedDevice, TrustStore, trusted_now
+from primad.trust.words import new_code
 from primad.worker import daemon as worker_module
 from primad.worker import participations as parts_module
 from primad.worker.daemon import WorkerDaemon
@@ -289,6 +292,25 @@ def lab(monkeypatch, tmp_path) -> Callable[..., AbstractAsyncContextManager[Lab]
             context.destroy(linger=0)
 
     return make
+
+
+# ---- trust that is brought to it ------------------------------------------------------------------------------------
+
+
+def test_a_code_that_its_owner_brings_pairs_a_worker_that_runs(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            code, paired = new_code(), list[TrustedDevice]()
+            desk = Who(device="desk", key=STRANGER.public, cluster=lap.daemon._config.cluster, version="0.1.0")
+            server = PairingServer(HOST, code, desk, paired.append)
+            shown = asyncio.create_task(server.run())
+            answer = await lap.admin(BringCode(code=str(code), at=f"{HOST}:{server.port}"))
+            await shown
+            assert answer == Done(text="lap is paired with desk")
+            assert lap.daemon._trust.trusts(STRANGER.public)
+            assert [device.device for device in paired] == ["lap"]
+
+    asyncio.run(once())
 
 
 # ---- one head -------------------------------------------------------------------------------------------------------
