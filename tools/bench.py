@@ -8,7 +8,8 @@
     tools/bench paper [--json FILE] [--fleets N]
     tools/bench api [--json FILE] [--rounds N] [--model FILE.gguf]
     tools/bench copies [--json FILE] [--rounds N] [--model FILE.gguf]
-    tools/bench speculate [--json FILE] [--rounds N] [--model FILE.gguf ...] [--case CASE ...] [--latency-ms MS]
+    tools/bench speculate [--json FILE] [--rounds N] [--model FILE.gguf ...] [--case CASE ...] [--way WAY ...]
+                          [--windows N ...] [--latency-ms MS ...] [--target f16]
     tools/bench serve [--json FILE] [--rounds N] [--model FILE.gguf ...] [--devices N ...] [--rows N ...] [--streams N ...]
                       [--cpus SHARE | --beside [--rpc FILE]]
     tools/bench serve --case CASE ... [--json FILE] [--model FILE.gguf ...] [--devices N ...]
@@ -354,14 +355,21 @@ def speculate(options: argparse.Namespace) -> int:
         rows = [
             row
             for model in options.model or [SMALL]
-            for case in options.case
-            for row in asyncio.run(bench_speculate.measure(case, model, options))
+            for case, devices, latency_s in bench_speculate.rings_of(options)
+            for row in asyncio.run(bench_speculate.measure(case, devices, latency_s, model, options))
+        ]
+        counted = [
+            asyncio.run(bench_speculate.differing(model, options))
+            for model in options.model or [SMALL]
+            if bench_speculate.DIFFERING in options.case
         ]
     except LabError as exc:
         out.print(f"tools/bench speculate: error: {exc}")
         return 1
     drafted.show(rows)
-    write_json(options.json, "speculate", facts, drafted.plain_data(rows))
+    for each in counted:
+        out.print(str(each))
+    write_json(options.json, "speculate", facts, [*drafted.plain_data(rows), *map(asdict, counted)])
     return 0
 
 

@@ -3,13 +3,16 @@
 Every way of drafting has a ring of its own, all loaded before the first run, and answers each question twice in turn:
 without drafts and with them. So each figure is a ratio of neighbours. ``as served`` is what a plan for these devices and
 links says; the others leave one thing out: no steps ahead of the next token (``one step``: plain synchronous speculation),
-nothing skipped on its way, a confidence that does not adapt. ``model`` is as served with the same model in Q2_K that
-guesses as well, ``wrong model`` with one that knows nothing.
+nothing skipped on its way, a confidence that does not adapt (``fixed``: nor do drafts end that win nothing). ``model`` is
+as served with the same model in Q2_K that guesses as well, ``wrong model`` with one that knows nothing.
 
-``two``: two devices with a core each. ``far``: four devices whose hops take 10 ms longer (``--latency-ms``).
+``two``: two devices with a core each. ``far``: four devices (``--windows``) whose hops take 10 ms longer (``--latency-ms``).
 ``streams``: one device that has memory for half of the model in Q8_0, of which several rows of a step are exact (needs
 cgroups and root). Questions: code to edit, a story to go on with, a chat over a text, and random tokens, of which nothing
-can be guessed.
+can be guessed. ``--way`` has some of the ways alone, ``--target f16`` the model requantised first.
+
+``differing`` asks for no speed: it counts of how many of 50 answers the text is another one where a step has up to 8 rows
+whether they are exact or not, as with ``--batching fast``.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,12 +50,12 @@ from primad.ring.messages import Sampled
 from tools.bench_solver import device_here, links_between
 from tools.bench_together import NO_DISK
 from tools.lab import LabError
-from tools.lab.drafted import AS_SERVED, AT_LEAST, COPIES, Drafted, DraftedAnswer
+from tools.lab.drafted import AS_SERVED, AT_LEAST, COPIES, Differing, Drafted, DraftedAnswer
 from tools.lab.local_ring import LocalRing, even_windows, types_of
 from tools.lab.memory import LimitedGroup
 from tools.lab.memory_runs import device_in, plan_alone, prefetch_rate
-from tools.lab.quantised import quantised
-from tools.lab.questions import QUESTIONS
+from tools.lab.quantised import FORMS, quantised
+from tools.lab.questions import QUESTIONS, fifty
 from tools.synth import write_model
 
 CONTEXT: Final = 1024
@@ -62,6 +66,9 @@ EVERYWHERE: Final = (AS_SERVED, "model", "wrong model")
 """Ways that answer all questions; the others those where there is something to win."""
 BESIDE_BYTES: Final = 105 << 20
 """What the process takes beside weights."""
+WAYS: Final = (AS_SERVED, "one step", "no skipping", "fixed", "model", "wrong model")
+DIFFERING: Final = "differing"
+FAST_ROWS: Final = 8
 DRAWN: Final = msgspec.structs.replace(GREEDY, temperature=1.0, seed=7)
 
 
@@ -132,23 +139,33 @@ async def ask(ring: LocalRing, question: _Question, tokens: int, *, speculates: 
     )
 
 
-async def measure(case: str, path: Path, options: argparse.Namespace) -> list[Drafted]:
+def rings_of(options: argparse.Namespace) -> Iterator[tuple[str, int, float]]:
+    """The cases that are asked for, each with its devices and the seconds that a hop takes longer."""
+    for case in options.case:
+        if case == "far":
+            yield from (
+                (case, devices, ms / 1e3) for devices, ms in itertools.product(options.windows, options.latency_ms)
+            )
+        elif case != DIFFERING:
+            yield case, 2 if case == "two" else 1, 0.0
+
+
+async def measure(case: str, devices: int, latency_s: float, path: Path, options: argparse.Namespace) -> list[Drafted]:
     """All ways of one case, all questions."""
     async with AsyncExitStack() as stack:
         # not in memory: what streams is read from a disk
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-speculate-", dir="/var/tmp")))
+        form = options.target or ("q8_0" if case == "streams" else None)
+        if form is not None:
+            path = await asyncio.to_thread(quantised, path, form, folder, 2)
         if case == "streams":
-            path = await asyncio.to_thread(quantised, path, "q8_0", folder, 2)
             rings, name = await _streaming(stack, path, folder)
         else:
-            devices, latency_s = (2, 0.0) if case == "two" else (4, options.latency_ms / 1e3)
             served = await asyncio.to_thread(as_served, path, devices, latency_s)
-            rings = await _near_and_far(stack, path, served, devices, latency_s, folder)
-            name = (
-                f"{case}, room {served.room}"
-                if case == "two"
-                else f"{case}, {options.latency_ms:g} ms, room {served.room}"
-            )
+            rings = await _near_and_far(stack, path, served, devices, latency_s, folder, options.way)
+            name = f"two, room {served.room}"
+            if case == "far":
+                name = f"far, {devices} devices, {1e3 * latency_s:g} ms, room {served.room}"
         asked = questions(path)
         found = [
             Drafted(case=name, model=path.stem, way=way, question=question)
@@ -180,13 +197,20 @@ def drafts(path: Path, folder: Path) -> dict[str, DraftModel]:
 
 
 async def _near_and_far(
-    stack: AsyncExitStack, path: Path, served: Drafting, devices: int, latency_s: float, folder: Path
+    stack: AsyncExitStack,
+    path: Path,
+    served: Drafting,
+    devices: int,
+    latency_s: float,
+    folder: Path,
+    asked: Sequence[str],
 ) -> dict[str, LocalRing]:
     layers = len(model_profile(open_model(path)).layers)
     rings: dict[str, LocalRing] = {}
     models = await asyncio.to_thread(drafts, path, folder)
     compared = ways(served) | dict.fromkeys(models, served)
-    for way, drafting in compared.items():
+    for way in asked:
+        drafting = compared[way]
         ring = LocalRing(
             path,
             even_windows(layers, devices),
@@ -232,12 +256,42 @@ async def _streaming(stack: AsyncExitStack, path: Path, folder: Path) -> tuple[d
     return {AS_SERVED: await stack.enter_async_context(ring)}, f"streams, {share:.0%}, {drafting.rows} rows"
 
 
+async def differing(path: Path, options: argparse.Namespace) -> Differing:
+    """Of how many answers the text is another one where a step has several rows, whether they are exact or not."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-speculate-")))
+        if options.target is not None:
+            path = await asyncio.to_thread(quantised, path, options.target, folder, 2)
+        model = draft_model(
+            await asyncio.to_thread(quantised, path, "q2_k", folder, 2), open_model(path), context=CONTEXT, threads=1
+        )
+        fast = Drafting(rows=FAST_ROWS, costs=(1.0,) * FAST_ROWS, adapts=False)
+        ring = await stack.enter_async_context(
+            LocalRing(path, None, context=CONTEXT, rows=ROWS, threads=1, drafting=fast, draft=model, folder=folder)
+        )
+        found = Differing(model=path.stem, rows=FAST_ROWS)
+        vocabulary = LlamaVocabulary(path)
+        stack.callback(vocabulary.release)
+        for text in fifty()[: options.prompts]:
+            asked = _Question(vocabulary.tokenize(text, add_special=True, parse_special=True), GREEDY)
+            off, on = [await ask(ring, asked, options.long_tokens, speculates=each) for each in (False, True)]
+            found.count(off, on)
+        return found
+
+
 def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], model: Path) -> None:
     """Adds ``speculate`` to the command line."""
     one = benches.add_parser("speculate", help="what drafts win")
     one.add_argument("--model", type=Path, action="append", help=f"GGUF file (default: {model.name})")
-    one.add_argument("--case", choices=list(AT_LEAST), nargs="+", default=list(AT_LEAST))
-    one.add_argument("--latency-ms", type=float, default=10.0, help="of each hop of the far ring (default: 10)")
+    one.add_argument("--case", choices=[*AT_LEAST, DIFFERING], nargs="+", default=list(AT_LEAST))
+    one.add_argument("--way", choices=WAYS, nargs="+", default=list(WAYS), help="what is compared (default: all)")
+    one.add_argument("--windows", type=int, nargs="+", default=[4], help="of far rings, a device each (default: 4)")
+    one.add_argument(
+        "--latency-ms", type=float, nargs="+", default=[10.0], help="of each hop of far rings (default: 10)"
+    )
+    one.add_argument("--target", choices=list(FORMS), help="requantise the model first")
+    one.add_argument("--prompts", type=int, default=50, help="of the case differing (default: 50)")
+    one.add_argument("--long-tokens", type=int, default=200, help="of its answers (default: 200)")
     one.add_argument("--tokens", type=int, default=128)
     one.add_argument("--rounds", type=int, default=5)
     one.add_argument("--json", help="also write the figures to this file")

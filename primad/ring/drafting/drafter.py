@@ -17,7 +17,8 @@ _FADES: Final = 0.97
 class Drafting:
     """How drafts are computed: one row a step as long as fewer than ``room`` such steps are in the ring, and up to ``rows``
     rows in one step where that pays. A step of n rows takes ``costs[n - 1]`` times as long as one of a single row; of more
-    rows nothing is known. What turns out wrong is skipped on its way if the ring ``skips``.
+    rows nothing is known. What turns out wrong is skipped on its way if the ring ``skips``. Unless it
+    ``adapts`` the confidence that is needed stays as it is, and drafts go on where they win nothing.
     """
 
     room: int = 1

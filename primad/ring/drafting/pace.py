@@ -94,8 +94,8 @@ class _Trial:
 
 
 class Pace:
-    """Of one answer; the confidence that is needed stays as it is unless it ``adapts``. Time is passed in, in seconds on
-    any scale. ``losses`` are those of all answers.
+    """Of one answer; unless it ``adapts`` the confidence that is needed stays as it is, and drafts do not end. Time is
+    passed in, in seconds on any scale. ``losses`` are those of all answers.
     """
 
     def __init__(self, *, adapts: bool = True, losses: Losses | None = None) -> None:
@@ -139,9 +139,9 @@ class Pace:
         self._was_refused = False
         if self._off:
             self._off -= 1
-            if not self._off and not self._losses.allow_another:
+            if self._adapts and not self._off and not self._losses.allow_another:
                 self._off = 1
-        elif drafted or worked:
+        elif self._adapts and (drafted or worked):
             self._judge()
 
     def _count(self, gap_s: float, *, drafted: bool, missed: bool, worked: bool) -> None:
