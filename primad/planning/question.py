@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from halda import KV_BLOCK, KV_TYPES, CacheType, DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
+from halda.cost import WITHOUT_FLASH
 from halda.evaluate import OBJECTIVES, Objective
 from halda.instance import DEFAULT_LINK_BYTES_PER_S, DEFAULT_ROUND_TRIP_S, EXPERT_PLACES, ExpertPlace
 from primad.errors import ConfigError
@@ -19,8 +20,6 @@ Solver = Literal["halda", "paper"]
 SOLVERS: Final[tuple[Solver, ...]] = get_args(Solver)
 CHUNK_ROWS: Final = 512
 """Rows of a chunk of the prompt, as ``primad serve`` computes them."""
-_WITHOUT_FLASH_ATTENTION: Final = ("grok",)
-"""Architectures for which llama.cpp has no flash attention, which a quantised KV cache needs."""
 DEFAULT_CONTEXT_TOKENS: Final = 4096
 DEFAULT_PROMPT_TOKENS: Final = 512
 DEFAULT_ANSWER_TOKENS: Final = 256
@@ -307,7 +306,7 @@ def check_kv_type(kv_type: CacheType, model: ModelProfile) -> None:
             f"--kv-type {kv_type}: needs heads of a multiple of {KV_BLOCK} values; those of {model.name} have "
             f"{model.kv_head_width}; choose f16"
         )
-    if model.architecture in _WITHOUT_FLASH_ATTENTION:
+    if model.architecture in WITHOUT_FLASH:
         raise ConfigError(
             f"--kv-type {kv_type}: needs flash attention, which llama.cpp does not have for {model.architecture}; choose f16"
         )

@@ -82,12 +82,16 @@ TWO_MASKS: Final = frozenset(
         "gemma3",
         "gemma4",
         "gpt-oss",
+        "laguna",
         "llama4",
         "mimo2",
         "olmo2",
+        "step35",
     )
 )
 """Architectures with layers that attend to a sliding window only: they have a mask of their own, as large."""
+WITHOUT_FLASH: Final = frozenset(("grok",))
+"""Architectures that llama.cpp has no flash attention for, whatever it is told."""
 KV_VALUE_BYTES: Final[Mapping[CacheType, Fraction]] = {
     "f16": Fraction(2),
     "q8_0": Fraction(34, 32),
@@ -401,14 +405,17 @@ def compute_buffer_bytes(model: ModelProfile, workload: Workload) -> int:
     four widths, and 2 bytes for each cell of the KV cache. This estimate, which has only the bytes of a layer, is 1 to 5 %
     above it for Llama of 135M to 8B, Qwen2, Gemma 3, Mixtral and Qwen3 MoE, 5 to 30 % for other mixtures of experts, and 25
     to 50 % where feed-forward has no gate or there are as many keys as queries (StarCoder2, Phi-3). Without flash attention
-    a row has a score for each head and cell, at another time than feed-forward's values (1 % above for Llama).
+    a row has a score for each head and cell, at another time than feed-forward's values (1 % above for Llama). The states
+    of a recurrent layer are there once more.
     """
     cells, values = workload.context_tokens, max(_values_a_row(layer, model) for layer in model.layers)
     masks = cells * (2 if model.architecture in TWO_MASKS else 1)
-    mask_bytes = MASK_BYTES if workload.flash else ACTIVATION_BYTES
-    if not workload.flash:
+    flash = workload.flash and model.architecture not in WITHOUT_FLASH
+    mask_bytes = MASK_BYTES if flash else ACTIVATION_BYTES
+    if not flash:
         values = max(values, model.attention_heads * cells + ATTENTION_WIDTHS * model.width)
-    return math.ceil(_largest_rows(workload) * (values * ACTIVATION_BYTES + masks * mask_bytes))
+    states = workload.sequences * max(layer.state_bytes for layer in model.layers)
+    return math.ceil(_largest_rows(workload) * (values * ACTIVATION_BYTES + masks * mask_bytes)) + states
 
 
 def _largest_rows(workload: Workload) -> int:
@@ -442,16 +449,20 @@ def _converted_bytes_a_row(layer: LayerProfile, model: ModelProfile) -> float:
 
 
 def _values_a_row(layer: LayerProfile, model: ModelProfile) -> float:
-    """Values that a row has in the compute buffer at the most, from the weights that it uses.
+    """Values that a row has in the compute buffer at the most, from the weights that it uses or as the layer says.
 
     Attention counts as feed-forward, which is a width and a third more than there is. Experts have a row for each that is
     used, and what comes out of them is kept apart until it is added up.
     """
     always = _weights(layer.bytes_by_type) / (3 * model.width)
     if not layer.expert_bytes:
-        return 3 * always + 2 * model.width
+        return max(layer.row_values, 3 * always + 2 * model.width)
     experts = _weights(layer.expert_bytes_by_type) * model.experts_used / model.experts / (3 * model.width)
-    return max(3 * (always + experts) + 2 * model.width, 2 * experts + (2 * model.experts_used + 1) * model.width)
+    return max(
+        layer.row_values,
+        3 * (always + experts) + 2 * model.width,
+        2 * experts + (2 * model.experts_used + 1) * model.width,
+    )
 
 
 def _weights(bytes_by_type: Mapping[str, int]) -> float:

@@ -254,7 +254,8 @@ class Limits:
 class LayerProfile:
     """One layer: bytes of weights by quantisation type, and bytes of KV cache (F16) per token of context.
 
-    A recurrent layer has ``state_bytes`` for each sequence instead, whatever its length.
+    A recurrent layer has ``state_bytes`` for each sequence instead, whatever its length. ``row_values`` are those that a row
+    has in the compute buffer where the weights would let expect fewer: of a recurrent layer, or of latent attention.
 
     ``bytes_by_type`` are the weights that every row uses, ``expert_bytes_by_type`` those of all experts, of which a row uses
     ``experts_used`` of ``experts``.
@@ -264,6 +265,7 @@ class LayerProfile:
     expert_bytes_by_type: Mapping[str, int]
     kv_bytes_per_token: int
     state_bytes: int = 0
+    row_values: int = 0
 
     @property
     def size_bytes(self) -> int:

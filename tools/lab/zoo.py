@@ -156,7 +156,7 @@ MODELS: Final[dict[str, dict[str, Content]]] = {
         "residual_scale": 0.5,
         "logit_scale": 2.0,
     },
-    "jamba": {**_SSM, "ssm.inner_size": 128, "attention.head_count_kv": _FEW},
+    "jamba": {**_SSM, "ssm.inner_size": 128, "ssm.group_count": 0, "attention.head_count_kv": _FEW},
     "lfm2": {"attention.head_count_kv": _FEW, "shortconv.l_cache": 3},
     "lfm2moe": {**_MOE, "leading_dense_block_count": 2, "attention.head_count_kv": _FEW, "shortconv.l_cache": 3},
     "nemotron_h": {**_SSM, "attention.head_count_kv": _FEW, "feed_forward_length": [0, 96, 0, 96, 0, 96, 0, 96]},

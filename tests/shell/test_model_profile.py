@@ -1,0 +1,93 @@
+"""What a model takes besides its weights is what llama.cpp says that it allocates: cells, states and compute buffers."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from halda import Workload
+from halda.cost import compute_buffer_bytes, kv_bytes
+from primad.engine.llama import WholeModel
+from primad.gguf.architectures import layer_count
+from primad.gguf.header import read_header
+from primad.gguf.profile import model_profile
+from primad.gguf.windows import vocabulary_size
+from tests.core.test_architectures import model
+from tests.shell.test_cut_exact import HYBRIDS, OPTIONS, assigned, files_of
+from tools import synth
+
+MIB = 1 << 20
+WORK = Workload(context_tokens=256, kv_type="f16", sequences=32, prompt_tokens=128, answer_tokens=128, chunk_rows=64)
+_BUFFER = re.compile(r" (KV|RS) buffer size = +([0-9.]+) MiB")
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.DEBUG, "primad.engine.llama")
+    return caplog
+
+
+LATENT = ["bailingmoe3", "deepseek2", "mistral4"]
+DIFFERING = ["gemma4", "glm4moe", "gpt-oss", "llama", "mimo2", "openelm", "step35"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", sorted({*HYBRIDS, *LATENT, *DIFFERING}))
+def test_cells_and_states_are_what_llama_cpp_allocates(architecture, said, tmp_path):
+    """Also where layers slide, differ in their heads, keep a state or have one latent vector for all heads."""
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture=architecture)
+    header = read_header(path)
+    options = msgspec.structs.replace(OPTIONS, context=WORK.context_tokens, sequences=WORK.sequences)
+    files = files_of(path, (), assigned(layer_count(header), 0, is_tail=True))
+    WholeModel(files, options, frozenset(), vocabulary=vocabulary_size(header)).release()
+    found: Counter[str] = Counter()
+    for record in said.records:
+        if match := _BUFFER.search(record.getMessage()):
+            found[match[1]] += round(float(match[2]) * MIB)
+    layers = model_profile(header).layers
+    states = sum(layer.state_bytes for layer in layers) * WORK.sequences
+    assert found["RS"] == pytest.approx(states, abs=0.011 * MIB)
+    assert found["KV"] == pytest.approx(sum(kv_bytes(each, WORK) for each in layers) - states, abs=0.021 * MIB)
+
+
+def latent(width: int, heads: int) -> dict[str, int]:
+    return {
+        "embedding_length": width,
+        "attention__head_count": heads,
+        "attention__head_count_kv": 1,
+        "attention__key_length": 576,
+        "attention__value_length": 512,
+        "attention__key_length_mla": 192,
+        "attention__value_length_mla": 128,
+    }
+
+
+def state_space(width: int, inner: int, state: int, groups: int) -> dict[str, int]:
+    sizes = {"conv_kernel": 4, "inner_size": inner, "state_size": state, "group_count": groups}
+    return {"embedding_length": width, **{f"ssm__{key}": size for key, size in sizes.items()}}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "measured_mib"),
+    [
+        ("deepseek2", latent(7168, 128), 412.0),
+        ("mistral4", latent(7168, 64), 220.0),
+        ("nemotron_h", state_space(4480, 10240, 128, 8), 147.8),
+        ("falcon-h1", state_space(5120, 10240, 256, 2), 156.2),
+        ("granitehybrid", state_space(4096, 8192, 128, 1), 115.9),
+        ("jamba", state_space(4096, 8192, 16, 0), 108.7),
+        ("grok", {"embedding_length": 6144, "attention__head_count": 48}, 456.0),
+    ],
+    ids=["latent-128", "latent-64", "mamba-2", "mamba-2-beside", "mamba-2-one-group", "mamba-1", "without-flash"],
+)
+def test_buffers_hold_more_than_weights_say(name, keys, measured_mib):
+    """``measured_mib`` is what llama.cpp allocates for chunks of 512 rows and 4,096 tokens, beside a small feed-forward."""
+    profile = replace(model_profile(model(name, context_length=4096, **keys)), width=keys["embedding_length"])
+    asked = replace(WORK, context_tokens=4096, sequences=1, chunk_rows=512)
+    assert compute_buffer_bytes(profile, asked) == pytest.approx(measured_mib * MIB, rel=0.08)
