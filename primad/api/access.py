@@ -15,8 +15,10 @@ from primad.api.generation import Written
 from primad.api.keys import Allowance, ApiKey, key_like
 from primad.errors import RequestError
 
-OPEN_PATHS: Final = ("/health", "/api/hello")
-"""What answers without a key, for who looks whether the server lives."""
+OPEN_PATHS: Final = ("/health", "/api/hello", "/", "/ui/owner")
+"""What answers without a key: for who looks whether the server lives, and for the page until it has one."""
+OPEN_FOLDER: Final = "/page/"
+"""The page's files, which hold no secret."""
 
 _asking: contextvars.ContextVar[Allowance | None] = contextvars.ContextVar("asking", default=None)
 
@@ -36,7 +38,7 @@ class Door:
 
         Raises ``RequestError`` (401, 429).
         """
-        if self._keys is None or path in OPEN_PATHS:
+        if self._keys is None or path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
             return None
         key = None if said is None else key_like(said, self._keys())
         if key is None:

@@ -32,6 +32,9 @@ from primad.api.ollama import routes as ollama
 from primad.api.openai import routes as openai
 from primad.api.openai.errors import error_response
 from primad.api.openai.shapes import HealthBody
+from primad.api.page import files
+from primad.api.page.owner import Owner
+from primad.api.page.routes import Page
 from primad.api.responses import routes as responses
 from primad.api.status import StatusBody, status_body
 from primad.errors import PrimadError, RequestError
@@ -55,16 +58,21 @@ def create_app(
     timings: ApiTimings = ApiTimings(),
     names: ModelNames = ModelNames(),
     embeddings: Embeddings | None = None,
+    owner_key: str | None = None,
 ) -> FastAPI:
     """The API over ``backend``, whose model is also called by ``names``.
 
     ``hosts`` are names, besides localhost and IP addresses, by which clients may reach it; web pages of ``origins`` may
     ask it. ``door`` lets clients in. ``embeddings`` is a model beside that one, if there is one.
+    Who says ``owner_key`` may change things by way of the page.
     """
     app = _App(title="primad", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     metrics = Metrics()
     endpoint = Endpoint(backend, metrics, timings, names, embeddings)
-    routes = [*_Server(endpoint, metrics).routes(), *(route for one in DIALECTS for route in one.routes(endpoint))]
+    server = _Server(endpoint, metrics)
+    page = Page(server.look, Owner(owner_key), timings)
+    dialects = [route for one in DIALECTS for route in one.routes(endpoint)]
+    routes = [*server.routes(), *page.routes(), *dialects]
     metrics.know(route.path for route in routes)
     app.add_middleware(KeyGuard, door=door, refuse=_refuse)
     if origins:  # the middleware that is added last sees a request first
@@ -99,7 +107,9 @@ class _Server:
         )
 
     async def about(self, request: Request) -> Response:
-        """What this is."""
+        """The page for browsers, for others what this is."""
+        if files.wants_page(request):
+            return files.answer(request, files.INDEX)
         return json_response({"name": "primad", "version": __version__, "api": "OpenAI-compatible, under /v1"})
 
     async def health(self, request: Request) -> Response:
@@ -114,14 +124,15 @@ class _Server:
 
     async def status(self, request: Request) -> Response:
         """Who computes which layers, and what every device did and holds."""
-        return json_response(await self._status())
+        return json_response(await self.look())
 
     async def metrics(self, request: Request) -> Response:
         """Requests, tokens, times, and what every device did and holds, for Prometheus."""
-        status = await self._status()
+        status = await self.look()
         return Response(self._metrics.render(status), media_type=MEDIA_TYPE)
 
-    async def _status(self) -> StatusBody:
+    async def look(self) -> StatusBody:
+        """The status of this moment."""
         ring = await self._backend.status()
         beside = self._endpoint.embeddings
         embedding = None if beside is None else beside.status()

@@ -197,6 +197,8 @@ class Metrics:
         """A request was answered with status ``code``."""
         if path.startswith("/v1/models/"):
             path = "/v1/models/{id}"
+        elif path.startswith("/page/"):
+            path = "/page/{name:path}"
         elif path not in self._paths:
             path = OTHER
         self._requests.labels(path, str(code)).inc()

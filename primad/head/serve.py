@@ -138,7 +138,7 @@ def serve(
                 reporter=reporter,
             )
             async with asyncio.TaskGroup() as group:
-                http = _http_server(backend, http_host, options, door, station.timings.api, embedding)
+                http = _http_server(backend, http_host, options, door, station.timings.api, embedding, own_key)
                 serving = group.create_task(http.serve(sockets=[listener]))
                 heading = asyncio.create_task(_run(head, embedding, reporter))
                 try:
@@ -215,6 +215,7 @@ def _http_server(
     door: Door,
     timings: ApiTimings,
     embeddings: EmbeddingService | None,
+    own_key: str,
 ) -> uvicorn.Server:
     names = ModelNames(aliases=options.aliases, any_model=options.any_model)
     hosts = (host, socket.gethostname(), *options.allowed_hosts)
@@ -226,6 +227,7 @@ def _http_server(
         timings=timings,
         names=names,
         embeddings=embeddings,
+        owner_key=own_key,
     )
     config = uvicorn.Config(
         app,

@@ -56,6 +56,8 @@ class ApiTimings:
     """A client that does not take one event in this time has left: it would hold its sequence for ever."""
     admitted_s: float = 1.0
     """Who is refused hears it at once: a stream of which nothing came after so long begins with its headers."""
+    page_every_s: float = 1.0
+    """How often pages that are open are told how things stand."""
     keepalive_s: float = 10.0
     """Clients and what lies between give up on a stream that says nothing, as it may while a new ring is formed."""
 

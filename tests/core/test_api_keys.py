@@ -51,10 +51,12 @@ def test_tokens_that_were_used_are_waited_for():
     assert allowance.ask(31.0) is None
 
 
-def test_the_door_lets_everybody_in_without_keys_and_the_health_check_always():
+def test_the_door_lets_everybody_in_without_keys_and_always_to_the_health_check_and_the_files_of_the_page():
     assert OPEN.enter("/v1/models", None, 0.0) is None
-    assert Door(lambda: [LAPTOP]).enter("/health", None, 0.0) is None
-    for path in ("/", "/healthy", "/health/", "//health", "/status", "/metrics", "/openapi.json"):
+    for path in ("/health", "/", "/page/page.css", "/ui/owner"):
+        assert Door(lambda: [LAPTOP]).enter(path, None, 0.0) is None
+    closed = ("/healthy", "/health/", "//health", "/status", "/metrics", "/openapi.json")
+    for path in (*closed, "/page", "/pages/", "/ui/events", "/ui/ticket", "/ui/owner/"):
         with pytest.raises(RequestError) as refused:
             Door(lambda: [LAPTOP]).enter(path, None, 0.0)
         assert refused.value.status == 401
@@ -72,14 +74,14 @@ def test_a_key_that_is_taken_away_lets_nobody_in_any_more():
 def test_each_key_has_its_own_allowance_and_a_new_limit_begins_anew():
     keys = [LAPTOP, limited(requests=1)]
     door = Door(lambda: keys)
-    door.enter("/", "guest", 0.0)
+    door.enter("/status", "guest", 0.0)
     with pytest.raises(TooOftenError) as refused:
-        door.enter("/", "guest", 0.0)
+        door.enter("/status", "guest", 0.0)
     assert (refused.value.status, refused.value.wait_s) == (429, 60)
     assert "guest" in str(refused.value)
-    door.enter("/", KEY, 0.0)
+    door.enter("/status", KEY, 0.0)
     keys[1] = limited(requests=2)
-    door.enter("/", "guest", 0.0)
+    door.enter("/status", "guest", 0.0)
 
 
 @given(

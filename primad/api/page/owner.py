@@ -1,0 +1,63 @@
+"""Who may change things by way of the page: whoever proves to be this user, as the commands do.
+
+The head's key for its user's commands (``run/head.json``) is the proof. It is not to stand in a list of processes nor in a
+browser's history, so ``primad page`` gets a ticket with it, which is good for one use and a minute, and the page changes the
+ticket for the key. A key that lets clients ask (``--api-key``) changes nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Final
+
+from primad.api.keys import ApiKey, digest_of, key_like
+from primad.errors import RequestError
+
+TICKET_S: Final = 60.0
+_MOST_TICKETS: Final = 16
+
+
+class Owner:
+    """The user who runs the head, known by ``key``; with no key nobody is."""
+
+    def __init__(self, key: str | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._key, self._clock = key, clock
+        self._tickets: dict[str, float] = {}
+        """When each ends, by its digest."""
+
+    def is_owner(self, said: str | None) -> bool:
+        """Whether who says this key is the owner."""
+        if self._key is None or said is None:
+            return False
+        return key_like(said, [ApiKey(name="owner", digest=digest_of(self._key))]) is not None
+
+    def check(self, said: str | None) -> None:
+        """Raises ``RequestError`` (403) for all others."""
+        if not self.is_owner(said):
+            raise RequestError(
+                "only the owner of this head may do that; open the page with 'primad page' on the head's device",
+                status=403,
+                code="not_the_owner",
+            )
+
+    def ticket(self) -> str:
+        """A new ticket."""
+        now_s = self._clock()
+        live = {digest: end_s for digest, end_s in self._tickets.items() if end_s > now_s}
+        self._tickets = dict(list(live.items())[-(_MOST_TICKETS - 1) :])
+        ticket = secrets.token_urlsafe(24)
+        self._tickets[digest_of(ticket)] = now_s + TICKET_S
+        return ticket
+
+    def key_for(self, ticket: str) -> str:
+        """The key, once. Raises ``RequestError`` (403) for a ticket that is used, too old or none."""
+        end_s = self._tickets.pop(digest_of(ticket), 0.0)
+        if self._key is None or end_s <= self._clock():
+            raise RequestError(
+                "this link was used already, or is older than a minute; 'primad page' makes a new one",
+                status=403,
+                code="ticket_over",
+            )
+        return self._key

@@ -1,0 +1,115 @@
+"""What the page asks for under ``/ui``.
+
+No page of another origin may ask here, whatever ``--cors-origin`` allows elsewhere: the browser says where a request comes
+from (``Origin``, ``Sec-Fetch-Site``), and what is asked for must be JSON and carries its key in a header, never in a cookie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from primad.api.connection import MessageStream, read_json
+from primad.api.dialect import Route
+from primad.api.endpoint import json_response
+from primad.api.guard import said_key
+from primad.api.page import files
+from primad.api.page.owner import Owner
+from primad.api.page.watch import SNAPSHOTS, Watch
+from primad.api.status import StatusBody
+from primad.errors import RequestError
+from primad.settings.timings import ApiTimings
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Good once, for the owner's key."""
+
+    ticket: str
+
+
+class OwnerKey(msgspec.Struct, frozen=True, kw_only=True):
+    """What the page says from now on."""
+
+    key: str
+
+
+class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An empty object: what is asked needs no more words."""
+
+
+class Asker(msgspec.Struct, frozen=True, kw_only=True):
+    """Who asks."""
+
+    is_owner: bool
+
+
+class Page:
+    """The page's routes. ``look`` gives the status; who is the ``owner`` may change things."""
+
+    def __init__(self, look: Callable[[], Awaitable[StatusBody]], owner: Owner, timings: ApiTimings) -> None:
+        self._owner, self._timings = owner, timings
+        self._watch = Watch(look, timings.page_every_s)
+
+    def routes(self) -> Sequence[Route]:
+        """All of them, beside ``/`` itself."""
+        return (
+            Route(path="/page/{name:path}", handler=self.file, methods=("GET", "HEAD")),
+            Route(path="/ui/events", handler=self.events, methods=("GET",)),
+            Route(path="/ui/who", handler=self.who, methods=("GET",)),
+            Route(path="/ui/ticket", handler=self.ticket),
+            Route(path="/ui/owner", handler=self.owner),
+        )
+
+    async def file(self, request: Request) -> Response:
+        """A file of the page."""
+        return files.answer(request, request.path_params["name"])
+
+    async def events(self, request: Request) -> Response:
+        """The status, once a second, as server-sent events."""
+        check_origin(request)
+        return MessageStream(self._watch.snapshots(), SNAPSHOTS, self._timings)
+
+    async def who(self, request: Request) -> Response:
+        """Whether who asks may change things."""
+        check_origin(request)
+        return json_response(Asker(is_owner=self._owner.is_owner(said_key(request.headers))))
+
+    async def ticket(self, request: Request) -> Response:
+        """A ticket for the owner, who is let in by it elsewhere."""
+        await self._asked(request, Nothing)
+        return json_response(Ticket(ticket=self._owner.ticket()))
+
+    async def owner(self, request: Request) -> Response:
+        """The owner's key for a ticket."""
+        check_origin(request)
+        asked = decoded(await read_json(request, self._timings.body_timeout_s), Ticket)
+        return json_response(OwnerKey(key=self._owner.key_for(asked.ticket)))
+
+    async def _asked(self, request: Request, kind: type[T]) -> T:
+        """What the owner asks for. Raises ``RequestError`` for all others."""
+        check_origin(request)
+        self._owner.check(said_key(request.headers))
+        return decoded(await read_json(request, self._timings.body_timeout_s), kind)
+
+
+def check_origin(request: Request) -> None:
+    """Raises ``RequestError`` (403) when a page of another origin asks."""
+    origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "same-origin")
+    is_ours = origin is None or urlsplit(origin).netloc.lower() == request.headers.get("host", "").lower()
+    if not is_ours or site not in ("same-origin", "none"):
+        raise RequestError("pages of other origins may not ask here", status=403, code="foreign_origin")
+
+
+def decoded(body: bytes, kind: type[T]) -> T:
+    """``body`` as ``kind``. Raises ``RequestError``."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise RequestError(f"the body is not what is asked here: {exc}") from exc

@@ -1,0 +1,99 @@
+// The frame of the page: views, how the head is, the key, the theme.
+
+import { startChat } from "/page/js/chat.js";
+import { icon } from "/page/js/dom.js";
+import { speed } from "/page/js/format.js";
+import { onStatus, rate, watch } from "/page/js/live.js";
+import { becomeOwner, keys, onKeyWanted } from "/page/js/server.js";
+
+const THEME = "primad.theme";
+const VIEWS = ["chat"];
+const by = (id) => document.getElementById(id);
+
+function showView(name, focus = false) {
+  for (const view of VIEWS) {
+    const tab = by(`tab-${view}`);
+    const isShown = view === name;
+    tab.setAttribute("aria-selected", String(isShown));
+    tab.tabIndex = isShown ? 0 : -1;
+    by(view).hidden = !isShown;
+    if (isShown && focus) tab.focus();
+  }
+  document.title = `primad · ${by(`tab-${name}`).textContent}`;
+}
+
+function startTabs() {
+  for (const view of VIEWS) by(`tab-${view}`).addEventListener("click", () => (location.hash = view));
+  document.querySelector(".tabs").addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    const at = VIEWS.findIndex((view) => by(`tab-${view}`) === document.activeElement);
+    if (!step || at < 0) return;
+    event.preventDefault();
+    location.hash = VIEWS[(at + step + VIEWS.length) % VIEWS.length];
+    by(`tab-${location.hash.slice(1)}`).focus();
+  });
+  const follow = () => showView(VIEWS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "chat");
+  addEventListener("hashchange", follow);
+  follow();
+}
+
+function startTheme() {
+  const themes = ["auto", "light", "dark"];
+  const button = by("theme-button");
+  button.append(icon("theme"));
+  const apply = (theme) => {
+    document.documentElement.dataset.theme = theme;
+    button.title = `Theme: ${theme}`;
+    button.setAttribute("aria-label", `Theme: ${theme}`);
+  };
+  apply(localStorage.getItem(THEME) ?? "auto");
+  button.addEventListener("click", () => {
+    const next = themes[(themes.indexOf(document.documentElement.dataset.theme) + 1) % themes.length];
+    localStorage.setItem(THEME, next);
+    apply(next);
+  });
+}
+
+function startKey() {
+  const dialog = by("key-dialog");
+  const input = by("key-input");
+  const open = () => {
+    if (dialog.open) return;
+    input.value = keys.api;
+    dialog.returnValue = "cancel";
+    dialog.showModal();
+  };
+  by("key-button").append(icon("key"));
+  by("key-button").addEventListener("click", open);
+  onKeyWanted(open);
+  input.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter") return;
+    event.preventDefault();
+    dialog.close("save");
+  });
+  dialog.addEventListener("close", () => {
+    if (dialog.returnValue === "cancel") return;
+    keys.api = dialog.returnValue === "save" ? input.value.trim() : "";
+    dispatchEvent(new Event("primad-key"));
+  });
+}
+
+function showState(news) {
+  const { status, isConnected, error } = news;
+  const perSecond = rate(news, (each) => each.tokens?.completion);
+  let [state, text] = ["waiting", status?.detail ?? "connecting"];
+  if (!isConnected) [state, text] = ["gone", error];
+  else if (status.serving) [state, text] = ["serving", perSecond ? `${speed(perSecond)} tokens/s` : "ready"];
+  by("pill").dataset.state = state;
+  if (by("pill-text").textContent !== text) by("pill-text").textContent = text;
+  by("pill").title = status?.detail ?? "";
+}
+
+startTabs();
+startTheme();
+startKey();
+startChat(by("chat"));
+onStatus(showState);
+becomeOwner()
+  .catch(() => false)
+  .finally(watch);

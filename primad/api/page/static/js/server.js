@@ -1,0 +1,106 @@
+// The head, as the page asks it. A key goes in a header, never in a cookie.
+
+const API_KEY = "primad.key";
+const OWNER_KEY = "primad.owner";
+
+/** What the head refused. */
+export class Refused extends Error {
+  constructor(message, status, code) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+export const keys = {
+  get api() {
+    return localStorage.getItem(API_KEY) ?? "";
+  },
+  set api(key) {
+    if (key) localStorage.setItem(API_KEY, key);
+    else localStorage.removeItem(API_KEY);
+  },
+  get owner() {
+    return sessionStorage.getItem(OWNER_KEY) ?? "";
+  },
+  set owner(key) {
+    if (key) sessionStorage.setItem(OWNER_KEY, key);
+    else sessionStorage.removeItem(OWNER_KEY);
+  },
+};
+
+let askForKey = () => {};
+
+/** Calls `handler` when the head wants a key that the page does not have. */
+export function onKeyWanted(handler) {
+  askForKey = handler;
+}
+
+async function request(path, { body, signal, ...options } = {}) {
+  const headers = {};
+  const key = keys.owner || keys.api;
+  if (key) headers.authorization = `Bearer ${key}`;
+  if (body !== undefined) headers["content-type"] = "application/json";
+  const response = await fetch(path, {
+    method: body === undefined ? "GET" : "POST",
+    headers,
+    body: body === undefined ? undefined : JSON.stringify(body),
+    signal,
+    cache: "no-store",
+    credentials: "omit",
+    ...options,
+  });
+  if (response.status === 401 && keys.owner) {
+    keys.owner = ""; // of a head that ended since
+    return request(path, { body, signal, ...options });
+  }
+  if (!response.ok) {
+    const error = (await response.json().catch(() => null))?.error;
+    if (response.status === 401) askForKey();
+    throw new Refused(error?.message ?? `the head answered ${response.status}`, response.status, error?.code);
+  }
+  return response;
+}
+
+/** The answer to a question, as JSON. Throws `Refused`, or `TypeError` where nobody answers. */
+export async function ask(path, body, signal) {
+  return (await request(path, { body, signal })).json();
+}
+
+/** Server-sent events, each with its `event` and `data`, until the stream ends. */
+export async function* events(path, body, signal) {
+  const response = await request(path, { body, signal });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const blocks = (rest + value).split("\n\n");
+      rest = blocks.pop();
+      for (const block of blocks) {
+        const found = { event: "message", data: "" };
+        for (const line of block.split("\n")) {
+          if (line.startsWith("event: ")) found.event = line.slice(7);
+          if (line.startsWith("data: ")) found.data += line.slice(6);
+        }
+        if (found.data) yield found;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+/** Whether who looks at the page may change things; a ticket in the address (of `primad page`) makes it so. */
+export async function becomeOwner() {
+  const ticket = new URLSearchParams(location.hash.slice(1)).get("ticket");
+  if (ticket) {
+    history.replaceState(null, "", location.pathname);
+    keys.owner = (await ask("/ui/owner", { ticket })).key;
+  }
+  if (!keys.owner) return false;
+  const { is_owner: isOwner } = await ask("/ui/who");
+  if (!isOwner) keys.owner = "";
+  return isOwner;
+}

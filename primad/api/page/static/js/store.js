@@ -1,0 +1,55 @@
+// Conversations and settings, kept by this browser alone.
+
+const CHATS = "primad.chats";
+const SETTINGS = "primad.settings";
+const MOST_CHATS = 100;
+
+export const DEFAULTS = {
+  system: "",
+  temperature: "",
+  top_p: "",
+  top_k: "",
+  min_p: "",
+  max_tokens: "",
+  seed: "",
+  tools: "",
+};
+
+function read(name, otherwise) {
+  try {
+    return JSON.parse(localStorage.getItem(name)) ?? otherwise;
+  } catch {
+    return otherwise;
+  }
+}
+
+export function settings() {
+  return { ...DEFAULTS, ...read(SETTINGS, {}) };
+}
+
+export function keepSettings(values) {
+  localStorage.setItem(SETTINGS, JSON.stringify(values));
+}
+
+/** All conversations, the latest first. */
+export function chats() {
+  const kept = read(CHATS, []);
+  return Array.isArray(kept) ? kept : [];
+}
+
+/** Keeps `chat` as the latest; the oldest go where there is no room. */
+export function keep(chat) {
+  let all = [chat, ...chats().filter((each) => each.id !== chat.id)].slice(0, MOST_CHATS);
+  for (; all.length; all = all.slice(0, -1)) {
+    try {
+      localStorage.setItem(CHATS, JSON.stringify(all));
+      return;
+    } catch {
+      // full: without the oldest there may be room
+    }
+  }
+}
+
+export function forget(id) {
+  localStorage.setItem(CHATS, JSON.stringify(chats().filter((each) => each.id !== id)));
+}

@@ -1,0 +1,77 @@
+"""One look at the ring a second for all pages that are open, and none while there is none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+
+from primad.api.dialect import EVENT_STREAM, Framing
+from primad.api.openai.errors import error_body
+from primad.api.status import StatusBody
+from primad.errors import PrimadError, RequestError
+
+MOST_LISTENERS: Final = 64
+
+
+def _error(exc: PrimadError) -> bytes:
+    return b"event: error\ndata: " + msgspec.json.encode(error_body(exc)) + b"\n\n"
+
+
+SNAPSHOTS: Final = Framing(
+    media_type=EVENT_STREAM,
+    message=lambda snapshot: b"event: status\ndata: " + snapshot.json + b"\n\n",
+    error=_error,
+    end=b"",
+    waiting=b": still here\n\n",
+)
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """A status as JSON, the same bytes for whoever looks."""
+
+    json: bytes
+
+
+class Watch:
+    """What ``look`` says, every ``every_s`` seconds while anybody listens."""
+
+    def __init__(self, look: Callable[[], Awaitable[StatusBody]], every_s: float) -> None:
+        self._look, self._every_s = look, every_s
+        self._listeners = 0
+        self._producer: asyncio.Task[None] | None = None
+        self._next: asyncio.Future[Snapshot] | None = None
+
+    async def snapshots(self) -> AsyncGenerator[Snapshot, None]:
+        """The snapshots from now on; who is slow gets the latest. Raises ``RequestError`` where too many listen."""
+        if self._listeners >= MOST_LISTENERS:
+            raise RequestError(f"{MOST_LISTENERS} pages are open already; close one", status=429, code="too_many_pages")
+        self._listeners += 1
+        if self._producer is None or self._producer.done():
+            self._next = asyncio.get_running_loop().create_future()
+            self._producer = asyncio.create_task(self._produce())
+        try:
+            while True:
+                assert self._next is not None
+                upcoming, producer = self._next, self._producer
+                either: list[asyncio.Future[Any]] = [upcoming, producer]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if not upcoming.done():
+                    producer.result()  # it failed, and so does whoever listens
+                yield upcoming.result()
+        finally:
+            self._listeners -= 1
+            if not self._listeners:
+                self._producer.cancel()
+                self._producer = None
+
+    async def _produce(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            snapshot = Snapshot(msgspec.json.encode(await self._look()))
+            assert self._next is not None
+            self._next.set_result(snapshot)
+            self._next = loop.create_future()
+            await asyncio.sleep(self._every_s)

@@ -1,0 +1,273 @@
+"""The page over HTTP: its files, who may use it, tickets, and one look a second for all who listen."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import httpx
+import pytest
+
+from primad.api.access import Door
+from primad.api.app import create_app
+from primad.api.keys import ApiKey, digest_of
+from primad.api.page import files
+from primad.api.page.owner import TICKET_S, Owner
+from primad.api.page.watch import MOST_LISTENERS, Snapshot, Watch
+from primad.api.status import StatusBody, decoder
+from primad.errors import RequestError, RingError
+from primad.settings.timings import ApiTimings
+from tests.fakes.backend import FakeBackend, says
+from tests.fakes.status import device, ring
+
+OWNER, GUEST = "the-owner's-key-is-long", "a-guest's-key-is-long"
+BROWSER = {"accept": "text/html,application/xhtml+xml"}
+PATIENCE_S = 180
+
+
+def app_of(*keys: ApiKey, **more):
+    """The app with an owner; with ``keys`` it asks for one."""
+    given = {"door": Door(lambda: keys)} if keys else {}
+    return create_app(FakeBackend(says("Hi")), owner_key=OWNER, **given, **more)
+
+
+def ask(app, method: str, path: str, **request) -> httpx.Response:
+    async def once() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with (
+            asyncio.timeout(PATIENCE_S),
+            httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client,
+        ):
+            return await client.request(method, path, **request)
+
+    return asyncio.run(once())
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_browser_gets_the_page_and_a_client_of_the_api_is_told_what_this_is():
+    page = ask(app_of(), "GET", "/", headers=BROWSER)
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "<title>primad</title>" in page.text
+    assert ask(app_of(), "GET", "/").json()["name"] == "primad"
+
+
+def test_everything_that_the_page_loads_is_a_file_of_this_server():
+    texts = {name: file.content.decode() for name, file in files.files().items() if not name.startswith("vendor/")}
+    loaded = {path for text in texts.values() for path in re.findall(r'["(](/page/[^"#)]+)', text)}
+    assert {f"/page/{name}" for name in texts if name.endswith((".js", ".css", ".svg"))} <= loaded
+    for path in loaded:
+        assert ask(app_of(), "GET", path).status_code == 200, path
+    for name, text in texts.items():
+        assert not set(re.findall(r"https?://[^\s\"'`)]+", text)) - {"http://www.w3.org/2000/svg"}, name
+
+
+def test_nothing_on_the_page_is_inline_and_the_policy_forbids_it():
+    answer = ask(app_of(), "GET", "/", headers=BROWSER)
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "http" not in policy
+    assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\bsrc=)", answer.text)
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_what_is_vendored_has_its_licence_beside_it():
+    vendored = list((files.FOLDER / "vendor").glob("*.js"))
+    assert vendored
+    assert all(path.with_suffix(".LICENSE").is_file() for path in vendored)
+
+
+def test_a_file_that_the_browser_has_is_not_sent_again():
+    first = ask(app_of(), "GET", "/page/page.css")
+    again = ask(app_of(), "GET", "/page/page.css", headers={"if-none-match": first.headers["etag"]})
+    assert (first.status_code, again.status_code, again.content) == (200, 304, b"")
+
+
+@pytest.mark.parametrize(
+    "path", ["nothing.js", "", "../routes.py", "..%2froutes.py", "%2e%2e/routes.py", "/etc/passwd"]
+)
+def test_no_other_file_is_given(path):
+    assert ask(app_of(), "GET", f"/page/{path}").status_code == 404
+
+
+# ---- who may --------------------------------------------------------------------------------------------------------
+
+
+def test_where_there_are_keys_the_page_loads_and_tells_nothing():
+    app = app_of(ApiKey(name="guest", digest=digest_of(GUEST)))
+    assert ask(app, "GET", "/", headers=BROWSER).status_code == 200
+    assert ask(app, "GET", "/page/js/main.js").status_code == 200
+    assert ask(app, "GET", "/ui/events").status_code == 401
+    assert ask(app, "GET", "/ui/who").status_code == 401
+    assert ask(app, "GET", "/ui/who", headers=bearer(GUEST)).json() == {"is_owner": False}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "http://evil.example"},
+        {"origin": "http://127.0.0.1:9999"},
+        {"origin": "null"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+    ],
+    ids=["host", "port", "null", "cross", "same-site"],
+)
+@pytest.mark.parametrize(("method", "path"), [("GET", "/ui/events"), ("GET", "/ui/who"), ("POST", "/ui/ticket")])
+def test_pages_of_other_origins_may_not_ask_even_where_they_may_use_the_api(method, path, headers):
+    app = app_of(origins=("http://evil.example",))
+    answer = ask(
+        app, method, path, headers=headers | bearer(OWNER) | {"content-type": "application/json"}, content="{}"
+    )
+    assert answer.status_code == 403
+    assert answer.json()["error"]["code"] == "foreign_origin"
+
+
+def test_a_ticket_is_for_the_owner_alone_and_good_once():
+    app = app_of()
+    assert ask(app, "POST", "/ui/ticket", json={}).status_code == 403
+    assert ask(app, "POST", "/ui/ticket", json={}, headers=bearer(GUEST)).json()["error"]["code"] == "not_the_owner"
+    ticket = ask(app, "POST", "/ui/ticket", json={}, headers=bearer(OWNER)).json()
+    here = {"origin": "http://127.0.0.1:8080", "sec-fetch-site": "same-origin"}
+    assert ask(app, "POST", "/ui/owner", json=ticket, headers=here).json() == {"key": OWNER}
+    assert ask(app, "POST", "/ui/owner", json=ticket, headers=here).json()["error"]["code"] == "ticket_over"
+    assert ask(app, "GET", "/ui/who", headers=bearer(OWNER)).json() == {"is_owner": True}
+
+
+def test_a_ticket_ends_and_none_is_good_without_an_owner():
+    now = [0.0]
+    owner = Owner(OWNER, clock=lambda: now[0])
+    late, early = owner.ticket(), owner.ticket()
+    now[0] = TICKET_S - 1
+    assert owner.key_for(early) == OWNER
+    now[0] = TICKET_S
+    with pytest.raises(RequestError, match="primad page"):
+        owner.key_for(late)
+    nobody = Owner(None)
+    assert not nobody.is_owner(OWNER)
+    with pytest.raises(RequestError):
+        nobody.key_for(nobody.ticket())
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"data": {"a": "b"}},
+        {"content": "{}", "headers": {"content-type": "text/plain"}},
+        {"json": []},
+        {"json": {"a": 1}},
+    ],
+    ids=["form", "text", "list", "unknown"],
+)
+def test_a_change_is_asked_for_in_json(request_):
+    headers = request_.pop("headers", {}) | bearer(OWNER)
+    assert ask(app_of(), "POST", "/ui/ticket", headers=headers, **request_).status_code == 400
+
+
+# ---- events ---------------------------------------------------------------------------------------------------------
+
+
+class Looks:
+    """Counts how often it is looked, and fails when it is told to."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.fails = False
+
+    async def __call__(self) -> StatusBody:
+        self.count += 1
+        if self.fails:
+            raise RingError("broken")
+        return StatusBody(serving=True, detail=str(self.count), model=None)
+
+
+def detail(snapshot: Snapshot) -> str:
+    return decoder.decode(snapshot.json).detail
+
+
+def test_all_who_listen_get_the_same_look_and_nobody_looks_for_nobody():
+    async def run() -> None:
+        looks = Looks()
+        watch = Watch(looks, 0.001)
+        one, other = watch.snapshots(), watch.snapshots()
+        async with asyncio.timeout(PATIENCE_S), aclosing(one), aclosing(other):
+            tasks = [asyncio.create_task(anext(each)) for each in (one, other)]
+            assert {detail(snapshot) for snapshot in await asyncio.gather(*tasks)} == {"1"}
+            assert int(detail(await anext(one))) > 1
+        ended = looks.count
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert looks.count <= ended + 1
+        async with asyncio.timeout(PATIENCE_S), aclosing(watch.snapshots()) as again:
+            assert int(detail(await anext(again))) > ended
+
+    asyncio.run(run())
+
+
+def test_a_look_that_fails_ends_the_streams_and_the_next_one_begins_anew():
+    async def run() -> None:
+        looks = Looks()
+        looks.fails = True
+        watch = Watch(looks, 0.001)
+        async with asyncio.timeout(PATIENCE_S):
+            with pytest.raises(RingError):
+                await anext(watch.snapshots())
+            looks.fails = False
+            async with aclosing(watch.snapshots()) as again:
+                assert detail(await anext(again)) == "2"
+
+    asyncio.run(run())
+
+
+def test_pages_that_listen_are_bounded():
+    async def run() -> None:
+        watch = Watch(Looks(), 0.001)
+        streams: list[AsyncGenerator[Snapshot, None]] = [watch.snapshots() for _ in range(MOST_LISTENERS)]
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*(anext(each) for each in streams))
+            with pytest.raises(RequestError, match="pages are open"):
+                await anext(watch.snapshots())
+            for each in streams:
+                await each.aclose()
+            async with aclosing(watch.snapshots()) as again:
+                await anext(again)
+
+    asyncio.run(run())
+
+
+def test_the_stream_says_the_status():
+    async def run() -> bytes:
+        backend = FakeBackend(says("Hi"))
+        backend.ring = ring(device("desk", role="head"), device("mini"))
+        app = create_app(backend, timings=ApiTimings(page_every_s=0.001))
+        got: asyncio.Queue[dict] = asyncio.Queue()
+        left = asyncio.Event()
+
+        async def receive() -> dict:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        scope = {
+            "type": "http", "method": "GET", "path": "/ui/events", "raw_path": b"/ui/events", "query_string": b"",
+            "root_path": "", "scheme": "http", "http_version": "1.1", "headers": [(b"host", b"localhost")],
+            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2), "asgi": {"version": "3.0"},
+        }  # fmt: skip
+        async with asyncio.timeout(PATIENCE_S):
+            serving = asyncio.create_task(app(scope, receive, got.put))
+            while not (message := await got.get()).get("body"):
+                pass
+            left.set()
+            await serving
+        return message["body"]
+
+    body = asyncio.run(run())
+    assert body.startswith(b"event: status\ndata: ")
+    assert [each.name for each in decoder.decode(body.split(b"data: ", 1)[1]).devices] == ["desk", "mini"]
