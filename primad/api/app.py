@@ -33,6 +33,7 @@ from primad.api.openai import routes as openai
 from primad.api.openai.errors import error_response
 from primad.api.openai.shapes import HealthBody
 from primad.api.page import files
+from primad.api.page.desk import Desk
 from primad.api.page.owner import Owner
 from primad.api.page.routes import Page
 from primad.api.responses import routes as responses
@@ -59,18 +60,19 @@ def create_app(
     names: ModelNames = ModelNames(),
     embeddings: Embeddings | None = None,
     owner_key: str | None = None,
+    desk: Desk | None = None,
 ) -> FastAPI:
     """The API over ``backend``, whose model is also called by ``names``.
 
     ``hosts`` are names, besides localhost and IP addresses, by which clients may reach it; web pages of ``origins`` may
     ask it. ``door`` lets clients in. ``embeddings`` is a model beside that one, if there is one.
-    Who says ``owner_key`` may change things by way of the page.
+    Who says ``owner_key`` may change things at ``desk`` by way of the page.
     """
     app = _App(title="primad", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     metrics = Metrics()
     endpoint = Endpoint(backend, metrics, timings, names, embeddings)
     server = _Server(endpoint, metrics)
-    page = Page(server.look, Owner(owner_key), timings)
+    page = Page(server.look, desk, Owner(owner_key), timings)
     dialects = [route for one in DIALECTS for route in one.routes(endpoint)]
     routes = [*server.routes(), *page.routes(), *dialects]
     metrics.know(route.path for route in routes)
@@ -136,7 +138,7 @@ class _Server:
         ring = await self._backend.status()
         beside = self._endpoint.embeddings
         embedding = None if beside is None else beside.status()
-        return status_body(self._backend.health(), self._backend.model(), ring, embedding)
+        return status_body(self._backend.health(), self._backend.model(), ring, embedding, self._metrics.tokens())
 
 
 class _App(FastAPI):

@@ -30,6 +30,7 @@ from primad.api.status import (
     MemoryFigures,
     RingFigures,
     StatusBody,
+    TokenCounts,
 )
 from primad.errors import PrimadError, RequestError
 
@@ -187,6 +188,14 @@ class Metrics:
     def answers_open(self) -> int:
         """How many answers are being written, or wait."""
         return int(self._registry.get_sample_value("primad_answers_open") or 0)
+
+    def tokens(self) -> TokenCounts:
+        """What was read and written so far."""
+        return TokenCounts(
+            prompt=int(self._registry.get_sample_value("primad_prompt_tokens_total") or 0),
+            completion=int(self._registry.get_sample_value("primad_completion_tokens_total") or 0),
+            answers_open=self.answers_open,
+        )
 
     def render(self, status: StatusBody) -> bytes:
         """Everything, with what the ring says in ``status``."""

@@ -17,7 +17,11 @@ from primad.settings.quantities import show_ms
 
 
 class RingFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a ring process did and holds since it was opened last; ``steps`` counts every visit of a step to a window."""
+    """What a ring process did and holds since it was opened last; ``steps`` counts every visit of a step to a window.
+
+    ``compute_ms_per_token`` is of the latest tokens of answers, all windows of the device together. A hop is the time that
+    its software takes for a message, on the way in and out.
+    """
 
     steps: int
     rows: int
@@ -28,6 +32,7 @@ class RingFigures(msgspec.Struct, frozen=True, kw_only=True):
     rss_bytes: int
     private_bytes: int
     refused_messages: int
+    compute_ms_per_token: float | None = None
 
 
 class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +60,8 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
 class PlannedFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What the plan predicts for a device, named and counted as in ``MemoryFigures``.
 
-    ``ram_bytes`` is all that it should need: weights, what is held ahead, KV cache and buffers.
+    ``ram_bytes`` is all that it should need: weights, what is held ahead, KV cache and buffers. ``hop_ms`` is the time of
+    a token on the links that it sends on.
     """
 
     resident: int | None = None
@@ -64,6 +70,8 @@ class PlannedFigures(msgspec.Struct, frozen=True, kw_only=True):
     ram_bytes: int | None = None
     bytes_read_per_token: float | None = None
     stall_ms_per_token: float | None = None
+    compute_ms_per_token: float | None = None
+    hop_ms: float | None = None
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,6 +172,30 @@ class ClusterMember(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class LeftOutDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """A device that the plan gives no layers, and why."""
+
+    device: str
+    reason: str
+
+
+class ClusterEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened at ``at_s`` (Unix time): a device ``joined`` or is ``gone``, another ``ring`` serves, or what
+    else the head told its owner (``note``)."""
+
+    at_s: float
+    kind: str
+    text: str
+
+
+class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of all prompts and answers since the head's start, and how many answers are being written or wait."""
+
+    prompt: int
+    completion: int
+    answers_open: int
+
+
 class EmbeddingStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The ``model`` of ``--embedding``, and what was done with it since the head's start.
 
@@ -186,7 +218,7 @@ class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /status``: ``serving``, ``detail`` and ``model`` as in the health check, then the ring that serves.
 
     It writes ``sequences`` answers at once. ``checked`` says whether windows of the model were found to be exact; null where
-    one device has it whole.
+    one device has it whole. ``events`` are the latest ones, the oldest first.
     """
 
     serving: bool
@@ -203,15 +235,22 @@ class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
     drafts: DraftFigures | None = None
     checked: str | None = None
     cluster: list[ClusterMember] = []
+    left_out: list[LeftOutDevice] = []
+    events: list[ClusterEvent] = []
+    tokens: TokenCounts | None = None
     embedding: EmbeddingStatus | None = None
 
 
 def status_body(
-    health: Health, served: ServedModel | None, ring: Mapping[str, Any], embedding: Mapping[str, Any] | None = None
+    health: Health,
+    served: ServedModel | None,
+    ring: Mapping[str, Any],
+    embedding: Mapping[str, Any] | None = None,
+    tokens: TokenCounts | None = None,
 ) -> StatusBody:
-    """The whole status out of ``ring``, the backend's part of it, and of ``embedding``, if there is such a model."""
+    """The whole status out of ``ring``, the backend's part of it, of ``embedding``, if there is one, and ``tokens``."""
     own = {"serving": health.serving, "detail": health.detail, "model": served.id if served is not None else None}
-    return msgspec.convert({**ring, **own, "embedding": embedding}, StatusBody)
+    return msgspec.convert({**ring, **own, "embedding": embedding, "tokens": tokens}, StatusBody)
 
 
 _TERMS: Final = {"compute": "computing on {}", "disk": "waiting for the disk of {}", "hops": "the hops between devices"}

@@ -23,6 +23,7 @@ from primad.cli.key import key_app
 from primad.cli.models import models, pull, rm
 from primad.cli.options import Gpu, Home, Name, Threads
 from primad.cli.output import err, out
+from primad.cli.page import page
 from primad.cli.pair_pause_leave import leave, pair, pause, resume
 from primad.cli.plan import plan
 from primad.cli.progress import RichReporter
@@ -130,7 +131,7 @@ devices_app.command()(revoke)
 app.add_typer(devices_app, name="devices")
 app.add_typer(cache_app, name="cache")
 app.add_typer(key_app, name="key")
-for command in (status, pair, leave, pause, resume, doctor, chat, check, pull, models, rm):
+for command in (status, page, pair, leave, pause, resume, doctor, chat, check, pull, models, rm):
     app.command()(command)
 
 

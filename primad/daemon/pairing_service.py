@@ -49,12 +49,21 @@ class PairingService:
             self._task = asyncio.create_task(self._run(server))
             if self._discovery is not None:
                 await self._discovery.set_pairing(code.number, server.port)
-        code, server, ends_at = self._open
-        return PairingCode(code=str(code), expires_s=max(0.0, ends_at - loop.time()), port=server.port)
+        shown = self.shown()
+        assert shown is not None
+        return shown
 
     async def bring(self, code: str, at: str | None) -> TrustedDevice:
         """Pair with the device that shows ``code``. Raises as ``pair``."""
         return await pair(self._station, code, at, self._say)
+
+    def shown(self) -> PairingCode | None:
+        """The code that is open."""
+        if self._open is None:
+            return None
+        code, server, ends_at = self._open
+        left_s = max(0.0, ends_at - asyncio.get_running_loop().time())
+        return PairingCode(code=str(code), expires_s=left_s, port=server.port)
 
     async def close(self) -> None:
         """No code is good any more."""

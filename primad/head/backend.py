@@ -156,6 +156,8 @@ class RingBackend:
         self._open: dict[int, _Open] = {}
         self._unsent: list[Generate] = []
         self.find_cells: PromptCells = _no_cells
+        self.around: Callable[[], dict[str, Any]] = dict
+        """What the status has besides the ring, and while there is none."""
         self.created = int(time.time())
 
     def health(self) -> Health:
@@ -165,8 +167,8 @@ class RingBackend:
         return self._served
 
     async def status(self) -> dict[str, Any]:
-        """What the ring did and holds; an empty object while there is none."""
-        return await self._ring.status() if self._ring is not None else {}
+        """What the ring did and holds, if there is one, and what is around it."""
+        return (await self._ring.status() if self._ring is not None else {}) | self.around()
 
     @property
     def generations(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from primad.head.backend import StatusOf
 from primad.membership import types
 
 
@@ -16,6 +15,3 @@ class Core(Protocol):
 
     def describe(self, what: str) -> None:
         """What goes on, for the health check while nothing is served."""
-
-    def with_cluster(self, ring_status: StatusOf) -> StatusOf:
-        """The status of a ring and of all devices that the core knows."""

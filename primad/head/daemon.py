@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import time
+from collections import deque
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any, Final
@@ -23,7 +25,8 @@ from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
 from primad.errors import ClusterError
-from primad.head.backend import RingBackend, StatusOf
+from primad.head.backend import RingBackend
+from primad.head.desk import HeadDesk
 from primad.head.devices import Devices
 from primad.head.kv_backup import KvBackup
 from primad.head.learning import Learning
@@ -34,6 +37,7 @@ from primad.head.service import Service
 from primad.head.worker_link import Caller
 from primad.layers.server import LayerServer
 from primad.membership import types
+from primad.membership.news import news
 from primad.membership.step import phase_of, step, wake_at
 from primad.membership.waiting import waiting_line
 from primad.network.admin import (
@@ -58,6 +62,7 @@ from primad.system.tasks import Tasks
 HOLD_S: Final = 900.0
 """Open answers wait at most this long for a ring that is on its way: layers may have to cross a slow network first."""
 _MAX_EVENTS: Final = 10_000
+NEWS_KEPT: Final = 100
 
 
 class HeadDaemon:
@@ -82,6 +87,7 @@ class HeadDaemon:
         self._events: asyncio.Queue[types.Event] = asyncio.Queue(_MAX_EVENTS)
         self._state: types.State | None = None
         self._awaited = ""
+        self._news: deque[dict[str, Any]] = deque(maxlen=NEWS_KEPT)
         self._tasks = Tasks()
         self._pairing = PairingService(station, reporter.say)
         self._devices = Devices(
@@ -92,6 +98,7 @@ class HeadDaemon:
             core=self,
             reporter=reporter,
         )
+        self.desk = HeadDesk(station, self._pairing, lambda: self._devices.in_sight, alone=service.options.alone)
         self._profile = profile
         own = OwnDevice(lambda: profile.now(config.name), self._memory_watch, station.gpu_care)
         learning = Learning(config.home)
@@ -99,6 +106,7 @@ class HeadDaemon:
         self._cells = HeldCells(station, self._context)
         self._kv = KvBackup(station, service, self._devices, self._cells, reporter)
         backend.find_cells = self._kv.find
+        backend.around = self._around
         self._rings = Rings(
             station,
             service,
@@ -190,8 +198,11 @@ class HeadDaemon:
         event: types.Event = types.Tick() if self._events.empty() else self._events.get_nowait()
         while True:
             now = loop.time()
+            before = state
             state, effects = step(state, event, now)
             self._state = state
+            for each in news(before, state, effects):
+                self._news.append({"at_s": time.time(), "kind": str(each.kind), "text": each.text})
             for effect in effects:
                 self._do(effect)
             self._say_who_is_awaited(now)
@@ -271,13 +282,9 @@ class HeadDaemon:
         if not self._backend.health().serving:
             self._backend.describe(what)
 
-    def with_cluster(self, ring_status: StatusOf) -> StatusOf:
-        """The status of a ring, and beside it all devices that the core knows."""
-
-        async def status() -> dict[str, Any]:
-            return await ring_status() | {"cluster": self._cluster()}
-
-        return status
+    def _around(self) -> dict[str, Any]:
+        """What the status says whether or not a ring serves."""
+        return {"cluster": self._cluster(), "events": list(self._news)}
 
     def _cluster(self) -> list[dict[str, Any]]:
         state = self._state

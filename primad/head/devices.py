@@ -70,6 +70,11 @@ class Devices:
             name for name, peer in self._peers.items() if peer.is_measuring and self._trust.trusts(peer.key)
         )
 
+    @property
+    def in_sight(self) -> list[Peer]:
+        """Those that announce themselves, trusted or not."""
+        return list(self._peers.values())
+
     def present(self, names: Collection[str]) -> list[WorkerLink]:
         """Those of ``names`` that are spoken to, by name."""
         return [self.workers[name] for name in sorted(names) if name in self.workers]

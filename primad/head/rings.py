@@ -78,6 +78,8 @@ class Rings:
         self._rings: dict[int, HeadRing] = {}
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._serving = 0
+        self._why_left_out: dict[str, str] = {}
+        """Why the ring that serves has no layers on these devices."""
         self._promised: Promise | None = None
         """By the latest ring that served; the next one keeps its context and its sequences where it can."""
         self._learner: asyncio.Task[None] | None = None
@@ -285,11 +287,10 @@ class Rings:
         count = len(ring.plan.devices)
         detail = f"serving with {count} device{'s' if count > 1 else ''}"
         served = await self._served(promise)
-        await self._backend.attach(
-            served, epoch, ring.send, self._core.with_cluster(self._status_of(ring)), detail, cells
-        )
+        await self._backend.attach(served, epoch, ring.send, self._status_of(ring), detail, cells)
         if instead is not None:
             self._tasks.start(self._abandon(instead))
+        self._why_left_out = {left.device: left.reason for left in ring.plan.left_out}
         self._foresee(epoch)
         for worker in self._devices.present(ring.plan.devices):
             worker.why_idle = ""
@@ -299,12 +300,16 @@ class Rings:
             await self._say_what_serves(epoch, ring, promise)
 
     def _status_of(self, ring: HeadRing) -> StatusOf:
-        """The status of ``ring``, and beside it how KV cells are kept and whether windows were checked."""
+        """The status of ``ring``, beside it how KV cells are kept, whether windows were checked and who is left out."""
 
         firsts = [window.first for window in ring.plan.route]
 
         async def status() -> dict[str, Any]:
-            also = {"kv": msgspec.to_builtins(self._kv.status()), "checked": await self._service.model.checked(firsts)}
+            also = {
+                "kv": msgspec.to_builtins(self._kv.status()),
+                "checked": await self._service.model.checked(firsts),
+                "left_out": [{"device": device, "reason": reason} for device, reason in self._why_left_out.items()],
+            }
             return await ring.status() | also
 
         return status
@@ -315,6 +320,7 @@ class Rings:
         if self._serving != epoch:
             return
         for left, line in zip(ring.plan.left_out, why, strict=False):
+            self._why_left_out[left.device] = line.removeprefix(f"{left.device} is left out: ")
             if (worker := self._devices.workers.get(left.device)) is not None:
                 worker.why_idle = line
         why += [left_out_line(left.device, left.reason, None) for left in ring.plan.left_out[MOST_EXPLAINED:]]

@@ -33,6 +33,7 @@ from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
 from primad.head.backend import RingBackend
 from primad.head.daemon import HeadDaemon
+from primad.head.desk import HeadDesk
 from primad.head.facts import facts_of
 from primad.head.options import ServeOptions, bind_http, model_id, plan_by_hand, workload_of
 from primad.head.service import service_of
@@ -138,7 +139,9 @@ def serve(
                 reporter=reporter,
             )
             async with asyncio.TaskGroup() as group:
-                http = _http_server(backend, http_host, options, door, station.timings.api, embedding, own_key)
+                http = _http_server(
+                    backend, http_host, options, door, station.timings.api, embedding, own_key, head.desk
+                )
                 serving = group.create_task(http.serve(sockets=[listener]))
                 heading = asyncio.create_task(_run(head, embedding, reporter))
                 try:
@@ -216,6 +219,7 @@ def _http_server(
     timings: ApiTimings,
     embeddings: EmbeddingService | None,
     own_key: str,
+    desk: HeadDesk,
 ) -> uvicorn.Server:
     names = ModelNames(aliases=options.aliases, any_model=options.any_model)
     hosts = (host, socket.gethostname(), *options.allowed_hosts)
@@ -228,6 +232,7 @@ def _http_server(
         names=names,
         embeddings=embeddings,
         owner_key=own_key,
+        desk=desk,
     )
     config = uvicorn.Config(
         app,

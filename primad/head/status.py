@@ -163,6 +163,7 @@ def _figures(status: Status) -> RingFigures:
         rss_bytes=status.rss_bytes,
         private_bytes=status.private_bytes,
         refused_messages=status.refused,
+        compute_ms_per_token=None if status.decode is None else status.decode.compute_s * 1e3,
     )
 
 
@@ -186,5 +187,7 @@ def _planned(prediction: Prediction | None, kept: Assignment, name: str) -> Plan
                 ram_bytes=device.ram_bytes,
                 bytes_read_per_token=device.disk_bytes_per_token,
                 stall_ms_per_token=device.stall_s * 1e3,
+                compute_ms_per_token=device.compute_s * 1e3,
+                hop_ms=device.hop_s * 1e3,
             )
     return PlannedFigures()

@@ -106,6 +106,10 @@ class TrustStore:
         """The keys that were revoked."""
         return frozenset(self._refresh().revoked)
 
+    def lost(self) -> list[TrustedDevice]:
+        """All that were revoked, by name."""
+        return sorted(self._refresh().revoked.values(), key=lambda each: (each.device, each.key))
+
     def add(self, device: TrustedDevice) -> None:
         """Trust ``device``; paired or by hand also when it was revoked before. Raises ``ConfigError``."""
         trusted_now(device.device, device.key, device.how)

@@ -43,7 +43,9 @@ def predicted(device: str, **figures: float) -> DevicePrediction:
     return DevicePrediction(**fields | {"device": device})
 
 
-LAP = predicted("lap", layers=10, ahead_bytes=200, ram_bytes=900, disk_bytes_per_token=300, stall_s=0.02)
+LAP = predicted(
+    "lap", layers=10, ahead_bytes=200, ram_bytes=900, disk_bytes_per_token=300, stall_s=0.02, compute_s=0.1, hop_s=0.001
+)
 DESK = predicted("desk", layers=15, ahead_bytes=250, ram_bytes=800, disk_bytes_per_token=50, stall_s=0.01)
 PREDICTION = Prediction(
     tpot_s=0.25,
@@ -148,6 +150,8 @@ def test_the_memory_of_a_device_stands_beside_what_was_planned():
         ram_bytes=900,
         bytes_read_per_token=300,
         stall_ms_per_token=20,
+        compute_ms_per_token=100,
+        hop_ms=1,
     )
     assert found.ring is not None
     assert (found.ring.hops, found.ring.hop_median_s, found.ring.hop_p99_s) == (3, 0.002, 0.003)
@@ -229,6 +233,9 @@ def test_the_body_without_a_ring():
         "links": [],
         "kv": None,
         "cluster": [],
+        "left_out": [],
+        "events": [],
+        "tokens": None,
         "checked": None,
         "drafts": None,
         "embedding": None,

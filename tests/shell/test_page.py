@@ -20,6 +20,7 @@ from primad.api.status import StatusBody, decoder
 from primad.errors import RequestError, RingError
 from primad.settings.timings import ApiTimings
 from tests.fakes.backend import FakeBackend, says
+from tests.fakes.desk import FakeDesk, known
 from tests.fakes.status import device, ring
 
 OWNER, GUEST = "the-owner's-key-is-long", "a-guest's-key-is-long"
@@ -170,6 +171,42 @@ def test_a_ticket_ends_and_none_is_good_without_an_owner():
 def test_a_change_is_asked_for_in_json(request_):
     headers = request_.pop("headers", {}) | bearer(OWNER)
     assert ask(app_of(), "POST", "/ui/ticket", headers=headers, **request_).status_code == 400
+
+
+# ---- the desk -------------------------------------------------------------------------------------------------------
+
+CHANGES = ("/ui/pair", "/ui/trust", "/ui/revoke")
+
+
+@pytest.mark.parametrize("key", [None, GUEST], ids=["nobody", "guest"])
+def test_nobody_but_the_owner_sees_or_changes_devices(key):
+    desk = FakeDesk([known("mini")])
+    app = app_of(desk=desk)
+    headers = bearer(key) if key else {}
+    assert ask(app, "GET", "/ui/devices", headers=headers).json()["error"]["code"] == "not_the_owner"
+    for path in CHANGES:
+        answer = ask(app, "POST", path, headers=headers, json={"device": "mini", "key": desk.known[0].key})
+        assert answer.status_code == 403
+    assert not desk.calls
+
+
+def test_the_owner_shows_a_code_approves_and_revokes():
+    mini, sofa = known("mini"), known("sofa", "no")
+    desk = FakeDesk([mini, sofa])
+    app, owner = app_of(desk=desk), bearer(OWNER)
+    assert ask(app, "POST", "/ui/pair", headers=owner, json={}).json()["code"] == "7-lamp-river"
+    assert ask(app, "POST", "/ui/trust", headers=owner, json={"device": "sofa", "key": sofa.key}).status_code == 200
+    assert ask(app, "POST", "/ui/revoke", headers=owner, json={"device": "mini", "key": mini.key}).status_code == 200
+    body = ask(app, "GET", "/ui/devices", headers=owner).json()
+    assert {each["device"]: each["trusted"] for each in body["devices"]} == {"mini": "revoked", "sofa": "yes"}
+    assert body["code"]["port"] == 7771
+
+
+def test_what_the_daemon_refuses_is_told_and_is_no_mistake_of_ours():
+    app = app_of(desk=FakeDesk())
+    answer = ask(app, "POST", "/ui/revoke", headers=bearer(OWNER), json={"device": "mini", "key": "00"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "refused")
+    assert ask(app_of(), "POST", "/ui/pair", headers=bearer(OWNER), json={}).status_code == 404
 
 
 # ---- events ---------------------------------------------------------------------------------------------------------

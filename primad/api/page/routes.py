@@ -19,12 +19,14 @@ from primad.api.dialect import Route
 from primad.api.endpoint import json_response
 from primad.api.guard import said_key
 from primad.api.page import files
+from primad.api.page.desk import Desk
 from primad.api.page.owner import Owner
 from primad.api.page.watch import SNAPSHOTS, Watch
 from primad.api.status import StatusBody
-from primad.errors import RequestError
+from primad.errors import PrimadError, RequestError
 from primad.settings.timings import ApiTimings
 
+A = TypeVar("A")
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -44,6 +46,13 @@ class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An empty object: what is asked needs no more words."""
 
 
+class NamedKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device by its name and its key, as 64 hexadecimal digits."""
+
+    device: str
+    key: str
+
+
 class Asker(msgspec.Struct, frozen=True, kw_only=True):
     """Who asks."""
 
@@ -51,10 +60,12 @@ class Asker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Page:
-    """The page's routes. ``look`` gives the status; who is the ``owner`` may change things."""
+    """The page's routes. ``look`` gives the status; who is the ``owner`` may change things at ``desk``, if there is one."""
 
-    def __init__(self, look: Callable[[], Awaitable[StatusBody]], owner: Owner, timings: ApiTimings) -> None:
-        self._owner, self._timings = owner, timings
+    def __init__(
+        self, look: Callable[[], Awaitable[StatusBody]], desk: Desk | None, owner: Owner, timings: ApiTimings
+    ) -> None:
+        self._desk, self._owner, self._timings = desk, owner, timings
         self._watch = Watch(look, timings.page_every_s)
 
     def routes(self) -> Sequence[Route]:
@@ -65,6 +76,10 @@ class Page:
             Route(path="/ui/who", handler=self.who, methods=("GET",)),
             Route(path="/ui/ticket", handler=self.ticket),
             Route(path="/ui/owner", handler=self.owner),
+            Route(path="/ui/devices", handler=self.devices, methods=("GET",)),
+            Route(path="/ui/pair", handler=self.pair),
+            Route(path="/ui/trust", handler=self.trust),
+            Route(path="/ui/revoke", handler=self.revoke),
         )
 
     async def file(self, request: Request) -> Response:
@@ -92,6 +107,34 @@ class Page:
         asked = decoded(await read_json(request, self._timings.body_timeout_s), Ticket)
         return json_response(OwnerKey(key=self._owner.key_for(asked.ticket)))
 
+    async def devices(self, request: Request) -> Response:
+        """The devices that this one knows, and the pairing code that is open."""
+        check_origin(request)
+        self._owner.check(said_key(request.headers))
+        return json_response(await done(self._open_desk().devices()))
+
+    async def pair(self, request: Request) -> Response:
+        """A pairing code."""
+        await self._asked(request, Nothing)
+        return json_response(await done(self._open_desk().open_code()))
+
+    async def trust(self, request: Request) -> Response:
+        """Trust a device by its key."""
+        asked = await self._asked(request, NamedKey)
+        await done(self._open_desk().trust(asked.device, asked.key))
+        return json_response(Nothing())
+
+    async def revoke(self, request: Request) -> Response:
+        """Trust a device no longer."""
+        asked = await self._asked(request, NamedKey)
+        await done(self._open_desk().revoke(asked.key))
+        return json_response(Nothing())
+
+    def _open_desk(self) -> Desk:
+        if self._desk is None:
+            raise RequestError("this server has no devices", status=404)
+        return self._desk
+
     async def _asked(self, request: Request, kind: type[T]) -> T:
         """What the owner asks for. Raises ``RequestError`` for all others."""
         check_origin(request)
@@ -105,6 +148,16 @@ def check_origin(request: Request) -> None:
     is_ours = origin is None or urlsplit(origin).netloc.lower() == request.headers.get("host", "").lower()
     if not is_ours or site not in ("same-origin", "none"):
         raise RequestError("pages of other origins may not ask here", status=403, code="foreign_origin")
+
+
+async def done(work: Awaitable[A]) -> A:
+    """What ``work`` gives. Raises ``RequestError`` (409) where the daemon refuses it."""
+    try:
+        return await work
+    except RequestError:
+        raise
+    except PrimadError as exc:
+        raise RequestError(str(exc), status=409, code="refused") from exc
 
 
 def decoded(body: bytes, kind: type[T]) -> T:

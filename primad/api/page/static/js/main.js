@@ -1,13 +1,15 @@
 // The frame of the page: views, how the head is, the key, the theme.
 
 import { startChat } from "/page/js/chat.js";
+import { letOwnerIn, startDevices } from "/page/js/devices.js";
 import { icon } from "/page/js/dom.js";
 import { speed } from "/page/js/format.js";
 import { onStatus, rate, watch } from "/page/js/live.js";
+import { startRing } from "/page/js/ring.js";
 import { becomeOwner, keys, onKeyWanted } from "/page/js/server.js";
 
 const THEME = "primad.theme";
-const VIEWS = ["chat"];
+const VIEWS = ["chat", "ring", "devices"];
 const by = (id) => document.getElementById(id);
 
 function showView(name, focus = false) {
@@ -93,7 +95,10 @@ startTabs();
 startTheme();
 startKey();
 startChat(by("chat"));
+startRing(by("ring"));
+startDevices(by("devices"));
 onStatus(showState);
 becomeOwner()
+  .then((isOwner) => isOwner && letOwnerIn())
   .catch(() => false)
   .finally(watch);

@@ -1,0 +1,175 @@
+// Devices: pair, approve, revoke. Only the owner of the head may, whom 'primad page' lets in.
+
+import { announce, h, iconButton } from "/page/js/dom.js";
+import { onStatus } from "/page/js/live.js";
+import { ask } from "/page/js/server.js";
+
+const EVERY_MS = 2000;
+
+let parts = {};
+let isOwner = false;
+let latest = "";
+let status = null;
+let codeEnds = 0;
+
+export function startDevices(panel) {
+  parts = { panel, body: h("div", { class: "devices-view" }) };
+  panel.append(parts.body);
+  showGuest();
+  onStatus((news) => {
+    status = news.status;
+    if (!isOwner) showGuest();
+  });
+}
+
+/** From now on who looks may change things. */
+export function letOwnerIn() {
+  isOwner = true;
+  parts.code = h("div", { class: "card" });
+  parts.list = h("div", { class: "device-list" });
+  parts.own = h("p", { class: "muted" });
+  parts.failed = h("p", { class: "failed", role: "alert", hidden: true });
+  parts.body.replaceChildren(parts.failed, parts.code, h("h2", {}, "Devices"), parts.list, parts.own, confirmDialog());
+  refresh();
+  setInterval(() => {
+    if (!parts.panel.hidden) refresh();
+  }, EVERY_MS);
+  setInterval(tickCode, 1000);
+}
+
+function showGuest() {
+  const members = status?.cluster ?? [];
+  const key = JSON.stringify(members);
+  if (key === latest) return;
+  latest = key;
+  parts.body.replaceChildren(
+    h(
+      "div",
+      { class: "card" },
+      h("h2", {}, "Only the owner of the head changes devices"),
+      h("p", {}, "On the head's device, type this; it opens the page with your rights:"),
+      command("primad page"),
+    ),
+    members.length
+      ? h("ul", { class: "device-list" }, members.map((each) => h("li", { class: "card" }, h("h3", {}, each.device), h("p", { class: "muted" }, `${each.phase}${each.reason ? `: ${each.reason}` : ""}`))))
+      : h("p", { class: "muted" }, "The head knows no other device."),
+  );
+}
+
+function command(text) {
+  return h("p", { class: "command" }, h("code", {}, text), iconButton("copy", `Copy: ${text}`, () => navigator.clipboard?.writeText(text)));
+}
+
+async function refresh() {
+  try {
+    const body = await ask("/ui/devices");
+    const { code, ...rest } = body;
+    codeEnds = code ? performance.now() + code.expires_s * 1000 : 0;
+    const key = JSON.stringify([code?.code, rest, status?.cluster]);
+    if (key === latest) return;
+    latest = key;
+    showCode(code, body.own);
+    showList(body);
+  } catch (error) {
+    fail(error);
+  }
+}
+
+function fail(error) {
+  parts.failed.hidden = false;
+  parts.failed.textContent = error.message;
+}
+
+/** Asks for a change, then shows what came of it. */
+async function change(path, body, done) {
+  try {
+    const answer = await ask(path, body);
+    parts.failed.hidden = true;
+    announce(done);
+    await refresh();
+    return answer;
+  } catch (error) {
+    fail(error);
+    return null;
+  }
+}
+
+function showCode(code, own) {
+  const button = h("button", { type: "button", class: "main", onclick: () => change("/ui/pair", {}, "A pairing code is shown.") }, "Show a pairing code");
+  parts.left = h("span", { class: "muted", id: "code-left" });
+  parts.code.replaceChildren(
+    h("h2", {}, "Add a device"),
+    ...(code
+      ? [
+          h("p", { class: "code-words", "aria-label": "Pairing code" }, code.code),
+          h("p", {}, "On the other device type:"),
+          command(`primad join --code ${code.code}`),
+          h("p", { class: "muted" }, "Good for one device. Where multicast is blocked, add ", h("code", {}, `--device ADDRESS:${code.port}`), `, the address of ${own.device}. `, parts.left),
+        ]
+      : [h("p", { class: "muted" }, "A short code pairs two devices once; after that they know each other by their keys."), button]),
+  );
+  tickCode();
+}
+
+function tickCode() {
+  if (!parts.left || !codeEnds) return;
+  const left = Math.max(0, Math.round((codeEnds - performance.now()) / 1000));
+  parts.left.textContent = `${Math.floor(left / 60)}:${String(left % 60).padStart(2, "0")} left.`;
+}
+
+function showList({ own, devices }) {
+  const phases = new Map((status?.cluster ?? []).map((each) => [each.device, each]));
+  parts.list.replaceChildren(...devices.map((device) => drawn(device, phases.get(device.device), own)));
+  if (!devices.length) parts.list.append(h("p", { class: "muted" }, "No other device is known or in sight."));
+  parts.own.replaceChildren(`This head is ${own.device}, `, h("code", {}, own.fingerprint));
+}
+
+const TRUST = { yes: ["trusted", "good"], no: ["not paired", "warn"], revoked: ["revoked", "bad"] };
+
+function drawn(device, member, own) {
+  const [word, tone] = TRUST[device.trusted];
+  const isTrusted = device.trusted === "yes";
+  return h(
+    "article",
+    { class: "card known", "aria-label": device.device },
+    h("header", {}, h("h3", {}, device.device), h("span", { class: `tag ${tone}` }, word), member ? h("span", { class: "tag" }, member.phase) : h("span", { class: "tag" }, device.in_sight ? "in sight" : "not in sight")),
+    member?.reason ? h("p", { class: "muted" }, member.reason) : null,
+    h("p", { class: "muted" }, h("code", {}, device.fingerprint), device.how ? ` · ${device.how}` : ""),
+    h(
+      "p",
+      { class: "row" },
+      isTrusted
+        ? h("button", { type: "button", class: "danger", onclick: () => confirm(`Revoke ${device.device}?`, "It loses its layers at once and stays out until you pair with it again.", "Revoke", () => change("/ui/revoke", { device: device.device, key: device.key }, `${device.device} is revoked.`)) }, "Revoke")
+        : h("button", { type: "button", onclick: () => approve(device, own) }, "Approve"),
+    ),
+  );
+}
+
+function approve(device, own) {
+  confirm(
+    `Approve ${device.device}?`,
+    h("span", {}, "Compare its fingerprint with what ", h("code", {}, "primad devices"), " shows there: ", h("code", {}, device.fingerprint), ". It has to trust this head as well; type there: ", command(`primad devices trust ${own.device} --key ${own.key}`)),
+    "Approve",
+    () => change("/ui/trust", { device: device.device, key: device.key }, `${device.device} is approved.`),
+  );
+}
+
+function confirmDialog() {
+  parts.dialog = h("dialog", { "aria-labelledby": "confirm-title" });
+  return parts.dialog;
+}
+
+function confirm(title, text, word, then) {
+  parts.dialog.replaceChildren(
+    h(
+      "form",
+      { method: "dialog" },
+      h("h2", { id: "confirm-title" }, title),
+      h("div", {}, text),
+      h("p", { class: "row end" }, h("button", { value: "no", class: "quiet" }, "Cancel"), h("button", { value: "yes", class: "main" }, word)),
+    ),
+  );
+  parts.dialog.returnValue = "no";
+  parts.dialog.addEventListener("close", () => parts.dialog.returnValue === "yes" && then(), { once: true });
+  parts.dialog.showModal();
+}

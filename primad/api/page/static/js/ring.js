@@ -1,0 +1,201 @@
+// The ring, live: the picture, figures beside what was planned, events.
+
+import { announce, h, svg } from "/page/js/dom.js";
+import { bytes, clock, count, ms, ranges, speed } from "/page/js/format.js";
+import { onStatus, rate } from "/page/js/live.js";
+import { colour, drawRing, keyOf, legend } from "/page/js/picture.js";
+
+const KEPT = 120;
+const OFF = 1.25;
+const KINDS = { joined: "joined", gone: "gone", ring: "new ring", note: "note" };
+
+let parts = {};
+let drawn = "";
+let told = "";
+let shown = null;
+const speeds = [];
+
+export function startRing(panel) {
+  parts = {
+    picture: h("figure", { class: "card ring-card" }),
+    facts: h("dl", { class: "facts" }),
+    line: h("div", { class: "spark" }),
+    wrong: h("p", { class: "wrong", hidden: true }),
+    events: h("ol", { class: "events", tabindex: 0, "aria-label": "Events, the latest first" }),
+    devices: h("div", { class: "device-cards" }),
+    others: h("div", { class: "others" }),
+  };
+  panel.append(
+    h(
+      "div",
+      { class: "ring-view" },
+      h(
+        "div",
+        { class: "ring-top" },
+        parts.picture,
+        h(
+          "div",
+          { class: "ring-side" },
+          h("div", { class: "card" }, h("h2", {}, "Now"), parts.line, parts.facts, parts.wrong),
+          h("div", { class: "card grows" }, h("h2", {}, "Events"), parts.events),
+        ),
+      ),
+      h("h2", { class: "unseen" }, "Devices of the ring"),
+      parts.devices,
+      parts.others,
+      h("div", { id: "what-if" }),
+    ),
+  );
+  onStatus(update);
+}
+
+function update(news) {
+  const { status, isConnected } = news;
+  if (!status) return;
+  const isForming = !status.devices.length;
+  if (!isForming) shown = status;
+  const now = rate(news, (each) => each.tokens?.completion);
+  speeds.push(now ?? 0);
+  speeds.splice(0, speeds.length - KEPT);
+  const pictured = { ...(shown ?? status), cluster: status.cluster };
+  if (keyOf(pictured) !== drawn) {
+    drawn = keyOf(pictured);
+    parts.picture.replaceChildren(drawRing(pictured), legend(pictured) ?? "");
+  }
+  parts.picture.classList.toggle("stale", isForming || !isConnected);
+  writeCentre(status, now, isForming, isConnected);
+  parts.line.replaceChildren(sparkline());
+  parts.facts.replaceChildren(...facts(status));
+  showWrong(status);
+  parts.devices.replaceChildren(...(isForming ? [] : status.devices.map((device, i) => card(device, i, news))));
+  showOthers(status);
+  showEvents(status.events);
+}
+
+function writeCentre(status, now, isForming, isConnected) {
+  const [big, under, second] = parts.picture.querySelectorAll(".speed, .under");
+  const measured = status.measured ? 1000 / status.measured.tpot_ms : null;
+  const figure = now || measured;
+  if (!isConnected) [big.textContent, under.textContent] = ["–", "the head does not answer"];
+  else if (isForming) [big.textContent, under.textContent] = ["…", status.detail.slice(0, 44)];
+  else [big.textContent, under.textContent] = [figure ? speed(figure) : "–", now ? "tokens/s now" : measured ? "tokens/s, latest answer" : "nothing asked yet"];
+  second.textContent = status.predicted && isConnected && !isForming ? `planned ${speed(status.predicted.tokens_per_s)}` : "";
+  const pulse = parts.picture.querySelector(".pulse");
+  pulse.classList.toggle("moves", Boolean(now) && isConnected);
+  if (now) pulse.style.animationDuration = `${Math.max(0.5, Math.min(8, 1 / now)).toFixed(1)}s`;
+}
+
+function sparkline() {
+  const most = Math.max(1, ...speeds);
+  const [width, height] = [300, 44];
+  const points = speeds.map((each, i) => `${(((KEPT - speeds.length + i) * width) / (KEPT - 1)).toFixed(1)},${(height - 2 - (each / most) * (height - 6)).toFixed(1)}`);
+  return svg(
+    "svg",
+    { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": `Tokens a second in the last two minutes, at most ${speed(most)}` },
+    svg("polyline", { points: points.join(" ") }),
+  );
+}
+
+function facts(status) {
+  const rows = [];
+  const add = (name, value) => rows.push(h("div", {}, h("dt", {}, name), h("dd", {}, value)));
+  if (status.measured) add("a token took", ms(status.measured.tpot_ms));
+  if (status.predicted) add("planned", ms(status.predicted.tpot_ms));
+  if (status.predicted) add("first token, planned", ms(status.predicted.ttft_ms));
+  if (status.tokens) add("answers open", `${status.tokens.answers_open}${status.sequences ? ` of ${status.sequences} at once` : ""}`);
+  if (status.tokens) add("written", count(status.tokens.completion, "token"));
+  if (status.drafts?.drafted) add("guessed right", `${Math.round((100 * status.drafts.accepted) / status.drafts.drafted)} %`);
+  if (status.epoch) add("plan", `epoch ${status.epoch}, ${count(status.rounds ?? 1, "round")}`);
+  if (status.kv?.twice_bytes) add("KV cells kept twice", bytes(status.kv.twice_bytes));
+  return rows;
+}
+
+function showWrong(status) {
+  const wrong = status.measured?.wrong;
+  parts.wrong.hidden = !wrong;
+  if (!wrong) return;
+  const terms = { compute: `computing on ${wrong.device}`, disk: `waiting for the disk of ${wrong.device}`, hops: "the hops between devices" };
+  parts.wrong.textContent = `Most off: ${terms[wrong.term] ?? wrong.term}, ${ms(wrong.measured_ms)} where ${ms(wrong.predicted_ms)} were planned.`;
+}
+
+function card(device, place, news) {
+  const { memory, predicted: planned, ring } = device;
+  const find = (status) => status.devices.find((each) => each.name === device.name);
+  const reads = rate(news, (status) => find(status)?.memory.read_bytes);
+  const next = news.status.links.find((link) => link.source === device.name && link.target === following(device, news.status));
+  const rows = [
+    row("resident layers", number(memory.resident), number(planned.resident)),
+    row("streamed layers", number(memory.streamed) + (memory.streams_output ? " + output" : ""), number(planned.streamed)),
+    row("computing, a token", ms(ring?.compute_ms_per_token), ms(planned.compute_ms_per_token), ratio(ring?.compute_ms_per_token, planned.compute_ms_per_token)),
+    row("waiting for disk", ms(memory.stall_ms_per_token), ms(planned.stall_ms_per_token), memory.stall_ms_per_token > 1 ? ratio(memory.stall_ms_per_token, planned.stall_ms_per_token) : null),
+    row("read, a token", bytes(memory.bytes_read_per_token), bytes(planned.bytes_read_per_token)),
+    row("read now", reads === null ? "?" : `${bytes(reads)}/s`, ""),
+    row("hop, software", ring?.hop_median_s == null ? "?" : ms(ring.hop_median_s * 1000), ms(planned.hop_ms)),
+    row("memory", bytes(ring?.rss_bytes), bytes(planned.ram_bytes), ratio(ring?.rss_bytes, planned.ram_bytes)),
+  ];
+  return h(
+    "article",
+    { class: `card device ${colour(place)}`, "aria-label": device.name },
+    h(
+      "header",
+      {},
+      h("span", { class: "swatch", "aria-hidden": "true" }),
+      h("h3", {}, device.name),
+      h("span", { class: "tag" }, device.role),
+      ring === null ? h("span", { class: "tag bad" }, "does not answer") : pressure(memory.pressure),
+    ),
+    h("p", { class: "muted" }, `${count(device.layers, "layer")}: ${ranges(device.windows)}${device.gpu_layers ? `, ${device.gpu_layers} on the GPU` : ""}`),
+    h("table", {}, h("thead", {}, h("tr", {}, h("td", {}), h("th", { scope: "col" }, "now"), h("th", { scope: "col" }, "plan"))), h("tbody", {}, rows)),
+    next ? h("p", { class: "muted" }, `→ ${next.target}: ${ms(next.round_trip_ms)} there and back, ${speed(next.mbit_per_s)} Mbit/s`) : null,
+  );
+}
+
+/** The device behind `device` in the ring. */
+function following(device, { devices }) {
+  const at = devices.indexOf(device);
+  return devices[(at + 1) % devices.length].name;
+}
+
+function number(value) {
+  return value === null || value === undefined ? "?" : String(value);
+}
+
+function row(name, now, plan, over = null) {
+  return h("tr", {}, h("th", { scope: "row" }, name), h("td", { class: over > OFF ? "over" : null }, now), h("td", {}, plan));
+}
+
+function ratio(now, plan) {
+  return now && plan ? now / plan : null;
+}
+
+function pressure(level) {
+  if (!level || level === "calm") return null;
+  return h("span", { class: `tag ${level === "high" ? "bad" : "warn"}` }, `memory pressure: ${level}`);
+}
+
+function showOthers(status) {
+  const inRing = new Set(status.devices.map((device) => device.name));
+  const why = new Map(status.left_out.map((each) => [each.device, each.reason]));
+  const lines = status.cluster
+    .filter((member) => !inRing.has(member.device))
+    .map((member) => h("li", {}, h("strong", {}, member.device), ` ${member.phase}`, text(member.reason || why.get(member.device))));
+  parts.others.replaceChildren(...(lines.length ? [h("div", { class: "card" }, h("h2", {}, "Not in the ring"), h("ul", {}, lines))] : []));
+}
+
+function text(reason) {
+  return reason ? `: ${reason}` : "";
+}
+
+function showEvents(events) {
+  const key = JSON.stringify(events.at(-1) ?? null) + events.length;
+  if (key === told) return;
+  const isFirst = told === "";
+  told = key;
+  parts.events.replaceChildren(
+    ...[...events].reverse().map((each) =>
+      h("li", { class: each.kind }, h("time", {}, clock(each.at_s)), h("span", { class: "kind" }, KINDS[each.kind] ?? each.kind), h("span", {}, each.text)),
+    ),
+  );
+  if (!events.length) parts.events.append(h("li", { class: "muted" }, "Nothing yet."));
+  if (!isFirst && events.length) announce(events.at(-1).text);
+}

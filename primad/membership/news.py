@@ -1,0 +1,62 @@
+"""What happened in a step of the membership core, as people are told it: pure, out of the states before and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from primad.membership.transitions import is_spoken_to
+from primad.membership.types import Effect, Fail, GiveUp, Purpose, SayLine, Serve, State
+
+
+class NewsKind(StrEnum):
+    """What sort of news it is."""
+
+    JOINED = "joined"
+    GONE = "gone"
+    RING = "ring"
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """One line of news."""
+
+    kind: NewsKind
+    text: str
+
+
+def news(before: State, after: State, effects: Iterable[Effect]) -> Iterator[News]:
+    """The news of a step from ``before`` to ``after``, in order."""
+    gone = {}
+    for name, device in after.devices.items():
+        known = before.devices.get(name)
+        was_there = known is not None and is_spoken_to(known)
+        if is_spoken_to(device) and not was_there:
+            yield News(NewsKind.JOINED, f"{name} joined")
+        elif known is not None and was_there and not is_spoken_to(device):
+            how = "left" if known.leaving else "is gone"
+            gone[name] = f"{name} {how}" + (f": {device.reason}" if device.reason else "")
+    yield from (News(NewsKind.GONE, line) for line in gone.values())
+    for effect in effects:
+        match effect:
+            case SayLine(text) if text not in gone.values():
+                yield News(NewsKind.NOTE, text)
+            case Serve(epoch):
+                yield News(NewsKind.RING, f"{_members(after)} form ring {epoch}{_why(before)}")
+            case Fail(reason) | GiveUp(reason):
+                yield News(NewsKind.NOTE, reason)
+
+
+def _members(state: State) -> str:
+    members = sorted(state.serving.members) if state.serving is not None else []
+    return ", ".join([state.settings.head, *members])
+
+
+def _why(before: State) -> str:
+    """What the ring was formed for, where that is no news of its own."""
+    attempt = before.attempt
+    if attempt is None or attempt.why is Purpose.FIRST:
+        return ""
+    return f", because of {attempt.why.value}"

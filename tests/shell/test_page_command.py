@@ -1,0 +1,85 @@
+"""``primad page`` against the app under uvicorn: the owner gets a ticket, others the plain address."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from socket import socket
+
+import httpx
+import pytest
+import uvicorn
+
+from primad.api.app import create_app
+from primad.cli import main as cli
+from primad.cli import page as page_command
+from tests.fakes.backend import FakeBackend, says
+
+OWNER = "the-owner's-key-is-long"
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    listener = socket()
+    listener.bind(("127.0.0.1", 0))
+    app = create_app(FakeBackend(says("Hi")), owner_key=OWNER)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+    listener.close()
+
+
+@pytest.fixture
+def opened(monkeypatch) -> list[str]:
+    """What was opened in a browser."""
+    found: list[str] = []
+    monkeypatch.setattr(page_command.webbrowser, "open", lambda address: bool(found.append(address) or True))
+    return found
+
+
+@pytest.fixture
+def primad(capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["primad", *arguments])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as exc:
+            code = int(exc.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_address_of_the_owner_lets_in_once(primad, url, opened):
+    code, out, err = primad("page", "--url", url, "--api-key", OWNER)
+    assert (code, err) == (0, "")
+    (address,) = opened
+    assert out.strip() == address
+    assert OWNER not in address
+    _, _, ticket = address.partition("/#ticket=")
+    assert httpx.post(f"{url}/ui/owner", json={"ticket": ticket}, trust_env=False).json() == {"key": OWNER}
+
+
+def test_others_get_the_page_as_it_is_for_all(primad, url, opened):
+    code, out, _ = primad("page", "--url", url, "--print")
+    assert code == 0
+    assert out.splitlines()[-1] == url
+    assert "only who runs the head" in out
+    assert not opened
+
+
+def test_nobody_answers_there(primad, opened):
+    code, _, err = primad("page", "--url", "http://127.0.0.1:9")
+    assert code == 2
+    assert "is 'primad serve' running?" in err
+    assert not opened
