@@ -30,6 +30,7 @@ from primad.head.desk import HeadDesk
 from primad.head.devices import Devices
 from primad.head.kv_backup import KvBackup
 from primad.head.learning import Learning
+from primad.head.lending import Lending
 from primad.head.own_device import OwnDevice
 from primad.head.planner import Planner
 from primad.head.rings import Rings
@@ -63,6 +64,7 @@ HOLD_S: Final = 900.0
 """Open answers wait at most this long for a ring that is on its way: layers may have to cross a slow network first."""
 _MAX_EVENTS: Final = 10_000
 NEWS_KEPT: Final = 100
+PAUSED: Final = "paused by the owner of this head"
 
 
 class HeadDaemon:
@@ -98,11 +100,11 @@ class HeadDaemon:
             core=self,
             reporter=reporter,
         )
-        self.desk = HeadDesk(station, self._pairing, lambda: self._devices.in_sight, alone=service.options.alone)
         self._profile = profile
         own = OwnDevice(lambda: profile.now(config.name), self._memory_watch, station.gpu_care)
         learning = Learning(config.home)
-        self._planner = Planner(service, own, self._devices, learning)
+        self._lending = Lending(config.home)
+        self._planner = Planner(service, own, self._devices, learning, self._lending)
         self._cells = HeldCells(station, self._context)
         self._kv = KvBackup(station, service, self._devices, self._cells, reporter)
         backend.find_cells = self._kv.find
@@ -115,12 +117,23 @@ class HeadDaemon:
             devices=self._devices,
             planner=self._planner,
             learning=learning,
+            lending=self._lending,
             backend=backend,
             kv=self._kv,
             core=self,
             reporter=reporter,
         )
 
+        self.desk = HeadDesk(
+            station,
+            pairing=self._pairing,
+            devices=self._devices,
+            planner=self._planner,
+            lending=self._lending,
+            promised=lambda: self._rings.promised,
+            core=self,
+            alone=service.options.alone,
+        )
         station.gpu_care.attend(
             lambda: profile.now(config.name),
             say=reporter.say,
@@ -291,7 +304,11 @@ class HeadDaemon:
         if state is None:
             return []
         return [
-            {"device": name, "phase": str(phase_of(state, name)), "reason": device.reason}
+            {
+                "device": name,
+                "phase": str(phase_of(state, name)),
+                "reason": device.reason or (PAUSED if self._lending.of(name).is_paused else ""),
+            }
             for name, device in sorted(state.devices.items())
         ]
 

@@ -15,6 +15,7 @@ from primad.errors import ModelError, PlanError, PrimadError
 from primad.gguf.architectures import cuttable
 from primad.head.devices import Devices
 from primad.head.learning import Learning
+from primad.head.lending import Lending
 from primad.head.options import plan_by_hand, stream_by_hand
 from primad.head.own_device import OwnDevice
 from primad.head.promise import Promise
@@ -26,6 +27,7 @@ from primad.planning.context import attends_plainly
 from primad.planning.drafting import drafting_of
 from primad.planning.extra_buffers import as_planned, suited, without_copies
 from primad.planning.fitting import fitted
+from primad.planning.question import LinkSpeed, both_ways
 from primad.system.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -41,8 +43,11 @@ PlanResult = tuple[Promise, float]
 class Planner:
     """Plans for ``service`` on ``own`` and the workers among ``devices``, with what ``learning`` knows of them."""
 
-    def __init__(self, service: Service, own: OwnDevice, devices: Devices, learning: Learning) -> None:
+    def __init__(
+        self, service: Service, own: OwnDevice, devices: Devices, learning: Learning, lending: Lending
+    ) -> None:
         self._service, self._own, self._devices, self._learning = service, own, devices, learning
+        self._lending = lending
         self._foreseen: dict[frozenset[str], tuple[list[DeviceProfile], PlanResult]] = {}
         self.foreseeing: asyncio.Task[None] | None = None
         """The planning for losses that is under way."""
@@ -103,7 +108,7 @@ class Planner:
 
         None where there is no such plan, or none is solved for.
         """
-        if self._service.options.windows is not None or serving_value <= 0:
+        if self._service.options.windows is not None or serving_value <= 0 or not self._lending.unpaused({device}):
             return None
         try:
             _, value = await self._solve(
@@ -117,11 +122,33 @@ class Planner:
             return None
         return value / serving_value - 1
 
+    async def what_if(
+        self, served: Promise | None, without: frozenset[str], more: Sequence[DeviceProfile], speed: LinkSpeed
+    ) -> Promise:
+        """What a plan would promise without some devices, and with ``more`` that are not here, on links of ``speed``.
+
+        Raises ``PlanError`` where there is none.
+        """
+        if self._service.options.windows is not None:
+            raise PlanError("--windows sets the plan by hand; there is nothing to compare it with")
+        workers = self._devices.present(frozenset(self._devices.workers) - without)
+        names = [(await self._own.profile()).device, *(worker.profile.device for worker in workers)]
+        links = list[LinkProfile]()
+        for place, each in enumerate(more):
+            others = [*names, *(other.device for other in more[:place])]
+            links += [link for other in others for link in both_ways(each.device, other, speed)]
+        try:
+            promise, _ = await self._solve(workers, served, background=True, more=more, more_links=links)
+        except Infeasible as exc:
+            raise PlanError(f"there is no such plan: {exc}") from exc
+        return promise
+
     def _known(self, measured: Sequence[DeviceProfile]) -> tuple[list[DeviceProfile], list[LinkProfile]]:
         """Devices and the links between them, with what was learnt of them."""
         corrections = self._learning.planned(measured)
         links = self._devices.book.between(each.device for each in measured)
-        return [corrections.apply(each) for each in measured], [corrections.apply_link(link) for link in links]
+        lent = [self._lending.apply(corrections.apply(each)) for each in measured]
+        return lent, [corrections.apply_link(link) for link in links]
 
     def _workload(self, served: Promise | None) -> Workload:
         """What was asked to be planned for, with the context of ``served``, or as much as was asked for."""
@@ -135,15 +162,22 @@ class Planner:
         *,
         require: frozenset[str] = frozenset(),
         background: bool = False,
+        more: Sequence[DeviceProfile] = (),
+        more_links: Sequence[LinkProfile] = (),
     ) -> PlanResult:
         """The plan for the head and ``workers``, in which those of ``require`` have layers; what it promises, its objective.
+
+        Workers that are paused are left out of it. ``more`` are devices that are not here, with their links.
 
         It keeps the context of ``served``, unless nobody asked for it and there is no plan with it; and its sequences,
         unless nobody asked for them and the plan has no room. Nothing is predicted for a plan that was set by hand.
         ``background`` lets all other work of this device go first.
         """
         model, options = self._service.model, self._service.options
+        usable = self._lending.unpaused(worker.profile.device for worker in workers)
+        workers = [worker for worker in workers if worker.profile.device in usable]
         devices, links = self._known([await self._own.profile(), *(worker.profile for worker in workers)])
+        devices, links = [*devices, *more], [*links, *more_links]
         if options.windows is not None:
             return self._by_hand(options.windows, devices), 0.0
         if len(devices) > 1:

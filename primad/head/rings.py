@@ -27,6 +27,7 @@ from primad.head.devices import Devices
 from primad.head.facts import facts_of
 from primad.head.kv_backup import KvBackup
 from primad.head.learning import Learning
+from primad.head.lending import Lending
 from primad.head.options import model_id
 from primad.head.own_device import OwnDevice
 from primad.head.planner import Planner
@@ -63,6 +64,7 @@ class Rings:
         devices: Devices,
         planner: Planner,
         learning: Learning,
+        lending: Lending,
         backend: RingBackend,
         kv: KvBackup,
         core: Core,
@@ -71,6 +73,7 @@ class Rings:
         self._station, self._service, self._model = station, service, service.model
         self._own, self._devices, self._planner, self._backend = own, devices, planner, backend
         self._learning, self._kv, self._core, self._reporter = learning, kv, core, reporter
+        self._lending = lending
         self._context = context
         self.layer_port = 0
         self._candidates: dict[int, frozenset[str]] = {}
@@ -101,6 +104,11 @@ class Rings:
     def abandon(self, epoch: int) -> None:
         """Forget ring ``epoch``, wherever it is."""
         self._tasks.start(self._abandon(epoch))
+
+    @property
+    def promised(self) -> Promise | None:
+        """What the latest ring that served promised."""
+        return self._promised
 
     def order(self, order: Order) -> None:
         """Let another ring serve, or none; after what was ordered before."""
@@ -290,6 +298,8 @@ class Rings:
         await self._backend.attach(served, epoch, ring.send, self._status_of(ring), detail, cells)
         if instead is not None:
             self._tasks.start(self._abandon(instead))
+        for name in frozenset(ring.plan.devices) - {ring.plan.head} - self._lending.unpaused(ring.plan.devices):
+            self._core.post(types.DeviceMemoryLow(name, by_owner=True))  # it was paused while the ring was formed
         self._why_left_out = {left.device: left.reason for left in ring.plan.left_out}
         self._foresee(epoch)
         for worker in self._devices.present(ring.plan.devices):

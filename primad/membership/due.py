@@ -179,8 +179,14 @@ def _attempt(state: State, now: float, effects: list[Effect]) -> State:
     instead: int | None = None
     if why is Purpose.PRESSURE:
         assert state.serving is not None
-        names = ", ".join(sorted(state.memory_low))
-        effects.append(SayLine(f"{names}: other programs need the memory; looking for a plan that asks less of it"))
+        why_less = {
+            "other programs need the memory": state.memory_low - state.lent_less,
+            "the owner lends less of it": state.memory_low & state.lent_less,
+        }
+        for reason, devices in why_less.items():
+            if devices:
+                names = ", ".join(sorted(devices))
+                effects.append(SayLine(f"{names}: {reason}; looking for a plan that asks less of it"))
         instead, state = state.serving.epoch, replace(state, recover_at_s=now + RELIEVE_S)
     attempt = Attempt(epoch=epoch, why=why, candidates=candidates)
     if why is Purpose.GAIN and (state.memory_recovered or state.corrected):

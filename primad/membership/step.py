@@ -125,10 +125,10 @@ def _take(state: State, event: Event, now: float, effects: list[Effect]) -> Stat
             return lose(state, device, reason, now, effects)
         case DeviceLeaving(device, reason):
             return _leaving(state, device, reason, effects)
-        case DeviceMemoryLow(device):
-            return _pressed(state, device)
-        case DeviceMemoryRecovered(device):
-            return _memory_recovered(state, device)
+        case DeviceMemoryLow(device, by_owner):
+            return _pressed(state, device, by_owner)
+        case DeviceMemoryRecovered(device, by_owner):
+            return _memory_recovered(state, device, by_owner)
         case DevicesCorrected(devices):
             return _corrected(state, devices)
         case Solved():
@@ -253,18 +253,20 @@ def _leaving(state: State, name: str, reason: str, effects: list[Effect]) -> Sta
     return state
 
 
-def _pressed(state: State, name: str) -> State:
+def _pressed(state: State, name: str, by_owner: bool) -> State:
     serving = state.serving
     if serving is None or name not in serving.members | {state.settings.head}:
         return state
-    return replace(state, memory_low=state.memory_low | {name})
+    state = replace(state, memory_low=state.memory_low | {name}, lent_less=state.lent_less - {name})
+    return replace(state, lent_less=state.lent_less | {name}, recover_at_s=0.0) if by_owner else state
 
 
-def _memory_recovered(state: State, name: str) -> State:
-    state = replace(state, memory_low=state.memory_low - {name})
+def _memory_recovered(state: State, name: str, by_owner: bool) -> State:
+    state = replace(state, memory_low=state.memory_low - {name}, lent_less=state.lent_less - {name})
     if state.serving is None or name not in state.devices.keys() | {state.settings.head}:
         return state
-    return replace(state, memory_recovered=state.memory_recovered | {name})
+    state = replace(state, memory_recovered=state.memory_recovered | {name})
+    return replace(state, regain_at_s=0.0) if by_owner else state
 
 
 def _corrected(state: State, names: frozenset[str]) -> State:

@@ -134,7 +134,8 @@ class State:
     tried last in vain, for what. ``last_resort``: there is no plan without devices that are barred, so they may take part.
     Until ``retry_at_s`` the candidates that were tried are not tried again; ``failures`` is the number of attempts in a row
     that broke, ``breaks`` that of rings in a row that broke soon after they began to serve. ``memory_low``: devices of the
-    serving ring that are short of memory; from ``recover_at_s`` on another plan may be looked for.
+    serving ring that are short of memory; from ``recover_at_s`` on another plan may be looked for. ``lent_less``: those of
+    which the owner lends less, for what is said of it.
     ``memory_recovered``: devices that were and have room again, ``corrected``: those of which other figures are known than
     the serving ring was planned with; from ``regain_at_s`` on a better plan may be looked for. ``ended``: the core gave up.
     """
@@ -157,6 +158,7 @@ class State:
     failures: int = 0
     breaks: int = 0
     memory_low: frozenset[str] = frozenset()
+    lent_less: frozenset[str] = frozenset()
     recover_at_s: float = 0.0
     memory_recovered: frozenset[str] = frozenset()
     corrected: frozenset[str] = frozenset()
@@ -235,16 +237,24 @@ class DeviceLeaving:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemoryLow:
-    """A worker or the head itself is short of memory for its part in the serving ring; plans from now on respect it."""
+    """A worker or the head itself is short of memory for its part in the serving ring; plans from now on respect it.
+
+    ``by_owner``: it is the head's owner who lends less of it, and waits for that.
+    """
 
     device: str
+    by_owner: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemoryRecovered:
-    """A worker or the head itself that was short of memory has room again; plans from now on know."""
+    """A worker or the head itself that was short of memory has room again; plans from now on know.
+
+    ``by_owner``: the head's owner lends more of it, and waits for that.
+    """
 
     device: str
+    by_owner: bool = False
 
 
 @dataclass(frozen=True, slots=True)

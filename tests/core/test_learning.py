@@ -42,6 +42,7 @@ from primad.head.corrections import (
     verdict_of,
 )
 from primad.head.learning import Learning, correction_line, corrections_file, read_corrections
+from primad.head.lending import Lending
 from primad.head.planner import Planner
 from primad.head.promise import Promise
 from primad.planning.question import default_workload
@@ -424,7 +425,9 @@ def test_what_a_plan_takes_is_told_with_what_was_learnt_since(tmp_path):
     )
     book = SimpleNamespace(between=lambda names: [link("desk", "lap"), link("lap", "desk")])
     learning = Learning(tmp_path)
-    planner = Planner(service, SimpleNamespace(profile=own), SimpleNamespace(present=present, book=book), learning)
+    planner = Planner(
+        service, SimpleNamespace(profile=own), SimpleNamespace(present=present, book=book), learning, Lending(tmp_path)
+    )
     promise = dataclasses.replace(PROMISE, prediction=dataclasses.replace(PREDICTED, chunk_rows=16))
     before = asyncio.run(planner.value(promise))
     learning.corrections = learnt(learning.corrections, verdict_of(PLAN, PREDICTED, USED, LAP_SLOW), PLAN, USED)

@@ -796,6 +796,24 @@ def test_other_plans_are_not_looked_for_all_the_time():
     assert live(shell, 1.0, "ada", "bo") == [m.Solve(3, frozenset({"ada", "bo"}), 1)]
 
 
+def test_the_owner_who_lends_less_or_more_of_a_device_need_not_wait_for_the_next_look():
+    shell = serving("ada", "bo")
+    shell.tell(m.DeviceMemoryLow("bo"))
+    no_plan(shell)
+    assert shell.tell(m.DeviceMemoryLow("bo", by_owner=True)) == [
+        m.SayLine("bo: the owner lends less of it; looking for a plan that asks less of it"),
+        m.Solve(3, frozenset({"ada", "bo"}), 1),
+    ]
+    solve(shell, "ada", value=2.0)
+    form(shell)
+    live(shell, SETTLE_S + 0.5, "ada", "bo")
+    for epoch in (4, 5):
+        assert acts(shell.tell(m.DeviceMemoryRecovered("bo", by_owner=True))) == [
+            m.Solve(epoch, frozenset({"ada", "bo"}))
+        ]
+        solve(shell, value=2.0)
+
+
 def test_a_ring_settles_before_it_is_relieved():
     shell = serving("ada", "bo")
     shell.tell(m.DeviceMemoryLow("bo"))

@@ -12,6 +12,7 @@ from halda import DeviceProfile, ModelProfile, Solution, solve
 from primad.errors import ModelError
 from primad.head import planner as planner_module
 from primad.head.learning import Learning
+from primad.head.lending import Lending
 from primad.head.planner import Planner, PlanResult
 from primad.head.promise import Promise
 from primad.head.solver_process import SolverRequest
@@ -74,7 +75,7 @@ class House:
         book = SimpleNamespace(between=lambda names: [link("desk", "lap"), link("lap", "desk")])
         monkeypatch.setattr(planner_module, "cuttable", lambda header: None)
         own, devices = SimpleNamespace(profile=self._own), SimpleNamespace(present=self._present, book=book)
-        self.planner = Planner(service, own, devices, Learning(tmp_path))
+        self.planner = Planner(service, own, devices, Learning(tmp_path), Lending(tmp_path))
 
     def plan(self, candidates: frozenset[str] = frozenset(), served: Promise | None = None) -> PlanResult:
         return asyncio.run(self.planner.plan(candidates, served))

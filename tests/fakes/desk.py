@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from primad.api.page.desk import DevicesBody, HeadKey, KnownDevice, OpenCode
-from primad.errors import ConfigError
+import msgspec
+
+from primad.api.page.desk import (
+    DevicesBody,
+    HeadKey,
+    Imagined,
+    KnownDevice,
+    Loan,
+    OpenCode,
+    OtherCluster,
+    PlannedDevice,
+)
+from primad.errors import ConfigError, PlanError
 
 
 def known(device: str, trusted: str = "yes", *, in_sight: bool = True) -> KnownDevice:
@@ -49,6 +60,35 @@ class FakeDesk:
     async def revoke(self, key: str) -> None:
         self.calls.append(("revoke", key))
         self._become(key, "revoked")
+
+    async def lend(self, loan: Loan) -> None:
+        self.calls.append(("lend", loan.device))
+        self.known = [
+            msgspec.structs.replace(each, is_paused=loan.is_paused, ram_bytes=loan.ram_bytes)
+            if each.device == loan.device
+            else each
+            for each in self.known
+        ]
+
+    async def what_if(self, asked: OtherCluster) -> Imagined:
+        self.calls.append(("what_if", *asked.without, *asked.profiles))
+        if "mini" in asked.without and "laptop" in asked.without:
+            raise PlanError("there is no such plan: 1 device is short of 2.10 GB")
+        names = [each.device for each in self.known if each.trusted == "yes" and each.device not in asked.without]
+        return Imagined(
+            tokens_per_s=14.2 - 5.1 * len(asked.without) + 3.4 * len(asked.profiles),
+            ttft_ms=900.0,
+            sequences=4,
+            devices=[
+                PlannedDevice(device=name, layers=8, gpu_layers=0, streamed=2)
+                for name in ("desk", *names, *asked.profiles)
+            ],
+            now_tokens_per_s=14.2,
+            now_ttft_ms=900.0,
+        )
+
+    def profiles(self) -> list[str]:
+        return ["mac-mini-m4-24gb", "mini-pc-n100-16gb"]
 
     def _become(self, key: str, trusted: str) -> None:
         if not any(each.key == key for each in self.known):

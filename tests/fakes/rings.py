@@ -245,6 +245,9 @@ class FakeDiscovery:
         self.announced.set()
         return name
 
+    async def set_pairing(self, number: int, port: int | None) -> None:
+        """Codes are announced to nobody here."""
+
     async def close(self) -> None:
         self._changed = None
 

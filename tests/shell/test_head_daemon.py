@@ -15,10 +15,11 @@ import zmq.asyncio
 
 from halda import DevicePrediction, Prediction
 from halda.instance import Instance
+from primad.api.page.desk import Loan, OtherCluster
 from primad.daemon import memory_watch as memory_watch
 from primad.daemon.layer_files import Workspace
 from primad.daemon.station import Station
-from primad.errors import ClusterError, RingError, WeightsError
+from primad.errors import ClusterError, PlanError, RingError, WeightsError
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
@@ -925,6 +926,100 @@ def test_a_head_short_of_memory_plans_anew(lab):
         await here.says("desk: other programs need the memory")
         assert await here.serves("nas", after=first.epoch)
         assert first.drained
+
+    run(lab, test)
+
+
+# ---- the desk -------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_is_paused_has_no_layers_until_it_is_resumed(lab):
+    async def test(here: Lab) -> None:
+        here.device("nas")
+        here.device("lap")
+        here.start()
+        first = await here.serves("lap", "nas")
+        await here.daemon.desk.lend(Loan(device="nas", is_paused=True))
+        await here.says("nas: the owner lends less of it")
+        second = await here.serves("lap", after=first.epoch)
+        assert first.drained
+        status = await here.backend.status()
+        (nas,) = [each for each in status["cluster"] if each["device"] == "nas"]
+        assert (nas["phase"], nas["reason"]) == ("ready", "paused by the owner of this head")
+        here.solver.value = lambda count: 10.0 / count
+        await here.daemon.desk.lend(Loan(device="nas"))
+        assert await here.serves("lap", "nas", after=second.epoch)
+
+    run(lab, test)
+
+
+def test_plans_have_no_more_of_a_device_than_is_lent(lab):
+    async def test(here: Lab) -> None:
+        here.device("nas")
+        here.start()
+        first = await here.serves("nas")
+        here.solver.layers = {"nas": 3}
+        await here.daemon.desk.lend(Loan(device="nas", ram_bytes=1 << 30))
+        await here.serves("nas", after=first.epoch)
+        assert here.solver.memory["nas"] == 1 << 30
+        (nas,) = (await here.daemon.desk.devices()).devices
+        assert (nas.device, nas.trusted, nas.in_sight, nas.ram_bytes) == ("nas", "yes", True, 1 << 30)
+
+    run(lab, test)
+
+
+@pytest.mark.parametrize("device", ["desk", "nobody"])
+def test_only_other_devices_that_are_trusted_are_lent(lab, device):
+    async def test(here: Lab) -> None:
+        here.start()
+        await here.serves()
+        with pytest.raises(ClusterError, match="no other device"):
+            await here.daemon.desk.lend(Loan(device=device, is_paused=True))
+
+    run(lab, test)
+
+
+def test_another_cluster_is_imagined_and_nothing_changes(lab):
+    async def test(here: Lab) -> None:
+        here.solver.prediction = prediction(desk_s=0.1, nas_s=0.1)
+        here.device("nas")
+        here.start()
+        ring = await here.serves("nas")
+        asked = OtherCluster(without=["nas"], profiles=["mini-pc-n100-16gb", "mini-pc-n100-16gb"])
+        found = await here.daemon.desk.what_if(asked)
+        assert [each.device for each in found.devices] == ["desk", "mini-pc-n100-16gb", "mini-pc-n100-16gb-2"]
+        assert (found.tokens_per_s, found.now_tokens_per_s) == (5.0, 5.0)
+        here.solver.least = 2
+        with pytest.raises(PlanError, match="there is no such plan: 1 devices are short"):
+            await here.daemon.desk.what_if(OtherCluster(without=["nas"]))
+        with pytest.raises(ClusterError, match="no profile that comes with primad"):
+            await here.daemon.desk.what_if(OtherCluster(profiles=["../devices/mini-pc-n100-16gb"]))
+        assert (await here.backend.status())["epoch"] == ring.epoch
+
+    run(lab, test)
+
+
+def test_the_desk_shows_a_code_approves_and_revokes(lab):
+    async def test(here: Lab) -> None:
+        here.device("nas", trusted=False)
+        here.solver.value = lambda count: 10.0 / count
+        here.start()
+        alone = await here.serves()
+        desk = here.daemon.desk
+        assert (await desk.devices()).code is None
+        code = await desk.open_code()
+        body = await desk.devices()
+        assert body.code is not None
+        assert body.code.code == code.code
+        assert [(each.device, each.trusted) for each in body.devices] == [("nas", "no")]
+        await desk.trust("nas", body.devices[0].key)
+        both = await here.serves("nas", after=alone.epoch)
+        await desk.revoke(body.devices[0].key)
+        assert [each.trusted for each in (await desk.devices()).devices] == ["revoked"]
+        await here.serves(after=both.epoch)
+        kinds = [each["kind"] for each in (await here.backend.status())["events"]]
+        assert kinds[0] == "ring"
+        assert {"joined", "gone"} <= set(kinds)
 
     run(lab, test)
 

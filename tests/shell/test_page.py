@@ -175,7 +175,7 @@ def test_a_change_is_asked_for_in_json(request_):
 
 # ---- the desk -------------------------------------------------------------------------------------------------------
 
-CHANGES = ("/ui/pair", "/ui/trust", "/ui/revoke")
+CHANGES = ("/ui/pair", "/ui/trust", "/ui/revoke", "/ui/lend")
 
 
 @pytest.mark.parametrize("key", [None, GUEST], ids=["nobody", "guest"])
@@ -200,6 +200,29 @@ def test_the_owner_shows_a_code_approves_and_revokes():
     body = ask(app, "GET", "/ui/devices", headers=owner).json()
     assert {each["device"]: each["trusted"] for each in body["devices"]} == {"mini": "revoked", "sofa": "yes"}
     assert body["code"]["port"] == 7771
+
+
+def test_the_owner_pauses_a_device_and_caps_its_memory():
+    desk = FakeDesk([known("mini")])
+    app, owner = app_of(desk=desk), bearer(OWNER)
+    loan = {"device": "mini", "is_paused": True, "ram_bytes": 4_000_000_000}
+    assert ask(app, "POST", "/ui/lend", headers=owner, json=loan).status_code == 200
+    (mini,) = ask(app, "GET", "/ui/devices", headers=owner).json()["devices"]
+    assert (mini["is_paused"], mini["ram_bytes"]) == (True, 4_000_000_000)
+
+
+def test_whoever_may_ask_may_ask_what_another_cluster_would_do():
+    app = app_of(desk=FakeDesk([known("mini"), known("laptop")]))
+    without = ask(app, "POST", "/ui/what-if", json={"without": ["mini"]}).json()
+    assert without["tokens_per_s"] < without["now_tokens_per_s"]
+    assert [each["device"] for each in without["devices"]] == ["desk", "laptop"]
+    profiles = ask(app, "GET", "/ui/profiles").json()["profiles"]
+    more = ask(app, "POST", "/ui/what-if", json={"profiles": profiles[:1]}).json()
+    assert more["tokens_per_s"] > more["now_tokens_per_s"]
+    none = ask(app, "POST", "/ui/what-if", json={"without": ["mini", "laptop"]})
+    assert (none.status_code, none.json()["error"]["message"][:22]) == (409, "there is no such plan:")
+    foreign = ask(app, "POST", "/ui/what-if", json={}, headers={"origin": "http://evil.example"})
+    assert foreign.status_code == 403
 
 
 def test_what_the_daemon_refuses_is_told_and_is_no_mistake_of_ours():

@@ -26,7 +26,8 @@ class OpenCode(msgspec.Struct, frozen=True, kw_only=True):
 class KnownDevice(msgspec.Struct, frozen=True, kw_only=True):
     """A device that is trusted, was, or announces itself. ``key`` has 64 hexadecimal digits.
 
-    ``how`` and ``since`` say how it came to be trusted; of one that is only announced both are empty.
+    ``how`` and ``since`` say how it came to be trusted; of one that is only announced both are empty. The head uses nothing
+    of it while it ``is_paused``, and of its memory no more than ``ram_bytes``.
     """
 
     device: str
@@ -36,6 +37,8 @@ class KnownDevice(msgspec.Struct, frozen=True, kw_only=True):
     how: str
     since: str
     in_sight: bool
+    is_paused: bool = False
+    ram_bytes: int | None = None
 
 
 class DevicesBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +47,49 @@ class DevicesBody(msgspec.Struct, frozen=True, kw_only=True):
     own: HeadKey
     devices: list[KnownDevice]
     code: OpenCode | None
+
+
+class Loan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the head may use of ``device``: nothing while it ``is_paused``, else ``ram_bytes`` at most (None: all)."""
+
+    device: str
+    is_paused: bool = False
+    ram_bytes: int | None = None
+
+
+class OtherCluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Another cluster: ``without`` some devices, and with profiles that come with primad, on links of a speed
+    (``1Gbit/s,0.5ms``)."""
+
+    without: list[str] = []
+    profiles: list[str] = []
+    link: str = "1Gbit/s,0.5ms"
+
+
+class PlannedDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan gives one device."""
+
+    device: str
+    layers: int
+    gpu_layers: int
+    streamed: int
+
+
+class Imagined(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan for another cluster promises, and what the one that serves does."""
+
+    tokens_per_s: float
+    ttft_ms: float
+    sequences: int
+    devices: list[PlannedDevice]
+    now_tokens_per_s: float | None
+    now_ttft_ms: float | None
+
+
+class ProfileNames(msgspec.Struct, frozen=True, kw_only=True):
+    """The profiles that come with primad."""
+
+    profiles: list[str]
 
 
 class Desk(Protocol):
@@ -60,3 +106,12 @@ class Desk(Protocol):
 
     async def revoke(self, key: str) -> None:
         """Trust it no longer."""
+
+    async def lend(self, loan: Loan) -> None:
+        """Use no more of a device than ``loan`` says, from now on and after a restart."""
+
+    async def what_if(self, asked: OtherCluster) -> Imagined:
+        """What a plan for another cluster would promise."""
+
+    def profiles(self) -> list[str]:
+        """The profiles that come with primad, by name."""

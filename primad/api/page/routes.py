@@ -19,7 +19,7 @@ from primad.api.dialect import Route
 from primad.api.endpoint import json_response
 from primad.api.guard import said_key
 from primad.api.page import files
-from primad.api.page.desk import Desk
+from primad.api.page.desk import Desk, Loan, OtherCluster, ProfileNames
 from primad.api.page.owner import Owner
 from primad.api.page.watch import SNAPSHOTS, Watch
 from primad.api.status import StatusBody
@@ -80,6 +80,9 @@ class Page:
             Route(path="/ui/pair", handler=self.pair),
             Route(path="/ui/trust", handler=self.trust),
             Route(path="/ui/revoke", handler=self.revoke),
+            Route(path="/ui/lend", handler=self.lend),
+            Route(path="/ui/profiles", handler=self.profiles, methods=("GET",)),
+            Route(path="/ui/what-if", handler=self.what_if),
         )
 
     async def file(self, request: Request) -> Response:
@@ -129,6 +132,23 @@ class Page:
         asked = await self._asked(request, NamedKey)
         await done(self._open_desk().revoke(asked.key))
         return json_response(Nothing())
+
+    async def lend(self, request: Request) -> Response:
+        """Use no more of a device."""
+        loan = await self._asked(request, Loan)
+        await done(self._open_desk().lend(loan))
+        return json_response(Nothing())
+
+    async def profiles(self, request: Request) -> Response:
+        """Devices to imagine."""
+        check_origin(request)
+        return json_response(ProfileNames(profiles=self._open_desk().profiles()))
+
+    async def what_if(self, request: Request) -> Response:
+        """What another cluster would do, for whoever may ask: nothing changes by it."""
+        check_origin(request)
+        asked = decoded(await read_json(request, self._timings.body_timeout_s), OtherCluster)
+        return json_response(await done(self._open_desk().what_if(asked)))
 
     def _open_desk(self) -> Desk:
         if self._desk is None:

@@ -100,6 +100,11 @@ function toggle(name, label, target, how) {
     },
     { "aria-expanded": String(isShown()), "aria-controls": target.id, class: `icon toggle-${name}` },
   );
+  target.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || !isShown()) return;
+    button.click();
+    button.focus();
+  });
   return button;
 }
 

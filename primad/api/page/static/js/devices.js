@@ -66,7 +66,7 @@ async function refresh() {
     const { code, ...rest } = body;
     codeEnds = code ? performance.now() + code.expires_s * 1000 : 0;
     const key = JSON.stringify([code?.code, rest, status?.cluster]);
-    if (key === latest) return;
+    if (key === latest || parts.list.contains(document.activeElement)) return; // nobody's typing is disturbed
     latest = key;
     showCode(code, body.own);
     showList(body);
@@ -86,6 +86,7 @@ async function change(path, body, done) {
     const answer = await ask(path, body);
     parts.failed.hidden = true;
     announce(done);
+    document.activeElement?.blur();
     await refresh();
     return answer;
   } catch (error) {
@@ -132,7 +133,7 @@ function drawn(device, member, own) {
   return h(
     "article",
     { class: "card known", "aria-label": device.device },
-    h("header", {}, h("h3", {}, device.device), h("span", { class: `tag ${tone}` }, word), member ? h("span", { class: "tag" }, member.phase) : h("span", { class: "tag" }, device.in_sight ? "in sight" : "not in sight")),
+    h("header", {}, h("h3", {}, device.device), h("span", { class: `tag ${tone}` }, word), device.is_paused ? h("span", { class: "tag warn" }, "paused") : null, member ? h("span", { class: "tag" }, member.phase) : h("span", { class: "tag" }, device.in_sight ? "in sight" : "not in sight")),
     member?.reason ? h("p", { class: "muted" }, member.reason) : null,
     h("p", { class: "muted" }, h("code", {}, device.fingerprint), device.how ? ` · ${device.how}` : ""),
     h(
@@ -141,8 +142,27 @@ function drawn(device, member, own) {
       isTrusted
         ? h("button", { type: "button", class: "danger", onclick: () => confirm(`Revoke ${device.device}?`, "It loses its layers at once and stays out until you pair with it again.", "Revoke", () => change("/ui/revoke", { device: device.device, key: device.key }, `${device.device} is revoked.`)) }, "Revoke")
         : h("button", { type: "button", onclick: () => approve(device, own) }, "Approve"),
+      isTrusted ? pauseButton(device) : null,
+      isTrusted ? cap(device) : null,
     ),
   );
+}
+
+function pauseButton({ device, is_paused: isPaused, ram_bytes }) {
+  const lend = () => change("/ui/lend", { device, is_paused: !isPaused, ram_bytes }, isPaused ? `${device} computes again.` : `${device} is paused.`);
+  return h("button", { type: "button", onclick: lend }, isPaused ? "Resume" : "Pause");
+}
+
+/** So much of its memory at most; empty is all that it offers. */
+function cap({ device, is_paused, ram_bytes }) {
+  const id = `cap-${device}`;
+  const input = h("input", { id, type: "number", min: 0.1, step: 0.1, placeholder: "all", value: ram_bytes === null ? null : ram_bytes / 1e9 });
+  input.addEventListener("change", () => {
+    if (!input.reportValidity()) return;
+    const bytes = input.value === "" ? null : Math.round(Number(input.value) * 1e9);
+    change("/ui/lend", { device, is_paused, ram_bytes: bytes }, bytes === null ? `All memory of ${device} may be used.` : `At most ${input.value} GB of ${device} are used.`);
+  });
+  return h("span", { class: "cap" }, h("label", { for: id }, "Memory at most"), input, "GB");
 }
 
 function approve(device, own) {

@@ -3,6 +3,7 @@
 import { announce, h, svg } from "/page/js/dom.js";
 import { bytes, clock, count, ms, ranges, speed } from "/page/js/format.js";
 import { onStatus, rate } from "/page/js/live.js";
+import { startWhatIf } from "/page/js/what_if.js";
 import { colour, drawRing, keyOf, legend } from "/page/js/picture.js";
 
 const KEPT = 120;
@@ -24,6 +25,7 @@ export function startRing(panel) {
     events: h("ol", { class: "events", tabindex: 0, "aria-label": "Events, the latest first" }),
     devices: h("div", { class: "device-cards" }),
     others: h("div", { class: "others" }),
+    whatIf: h("div", {}),
   };
   panel.append(
     h(
@@ -43,9 +45,10 @@ export function startRing(panel) {
       h("h2", { class: "unseen" }, "Devices of the ring"),
       parts.devices,
       parts.others,
-      h("div", { id: "what-if" }),
+      parts.whatIf,
     ),
   );
+  startWhatIf(parts.whatIf);
   onStatus(update);
 }
 
