@@ -28,6 +28,7 @@ from primad.cli.pair_pause_leave import leave, pair, pause, resume
 from primad.cli.plan import plan
 from primad.cli.progress import RichReporter
 from primad.cli.serve import serve
+from primad.cli.service import service_app
 from primad.cli.status import status
 from primad.cli.trust import revoke, trust
 from primad.errors import ConfigError, PrimadError, Stopped
@@ -131,6 +132,7 @@ devices_app.command()(revoke)
 app.add_typer(devices_app, name="devices")
 app.add_typer(cache_app, name="cache")
 app.add_typer(key_app, name="key")
+app.add_typer(service_app, name="service")
 for command in (status, page, pair, leave, pause, resume, doctor, chat, check, pull, models, rm):
     app.command()(command)
 

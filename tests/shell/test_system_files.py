@@ -82,4 +82,4 @@ def test_bash_completes_commands(prefix: Path) -> None:
     script = '. "$0"; COMP_WORDS=(primad se) COMP_CWORD=1; _primad_completion "$1"; echo "${COMPREPLY[@]}"'
     program = Path(sys.executable).with_name("primad")
     argv = ["bash", "-c", script, str(prefix / CHECKS["bash"][0]), str(program)]
-    assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split() == ["serve"]
+    assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split() == ["serve", "service"]
