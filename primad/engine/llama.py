@@ -348,14 +348,17 @@ class _Batch:
         return batch
 
 
-def n_gpu_layers(assignment: WindowAssignment) -> int:
+def n_gpu_layers(assignment: WindowAssignment, predicting: int = 0) -> int:
     """What llama.cpp is told, for the layers and the output matrix of a window that go to the GPU.
 
     It counts the output as one more layer, the last of all, and offloads from the end: n + 1 is the last n layers and the
     output, 1 the output alone, and layers without the output cannot be asked for. A window that ends in hidden states has a
-    stand-in of one row in the place of the output, which may lie on the GPU as well.
+    stand-in of one row in the place of the output, which may lie on the GPU as well. Behind the layers of a whole model may be
+    some that are ``predicting`` tokens: llama.cpp does not load them, but counts them.
     """
-    return assignment.gpu_layers + 1 if assignment.gpu_layers or assignment.output == "gpu" else 0
+    if assignment.gpu_layers:
+        return assignment.gpu_layers + predicting + 1
+    return 1 if assignment.output == "gpu" else 0
 
 
 class _TensorPlace(ctypes.Structure):
@@ -384,12 +387,14 @@ class _Model:
 
     _takes_tokens: ClassVar = False
 
-    def __init__(self, source: WindowSource, options: EngineOptions, *, tap: _Tap, outputs: int) -> None:
+    def __init__(
+        self, source: WindowSource, options: EngineOptions, *, tap: _Tap, outputs: int, predicting: int = 0
+    ) -> None:
         self._options = options
         self._batch = _Batch(options.rows, options.sequences)
         self._tap = tap
         params = llama.llama_model_default_params()
-        params.n_gpu_layers = n_gpu_layers(source.assignment)
+        params.n_gpu_layers = n_gpu_layers(source.assignment, predicting)
         # Whoever names no device gets them all: their memory for what the CPU computes, and layers spread over several.
         named = [find_gpu(options.gpu)] if source.assignment.uses_gpu else []
         devices = (ctypes.c_void_p * (len(named) + 1))(*named, None)
@@ -666,9 +671,10 @@ class _LogitsWindow(_Model):
         *,
         vocabulary: int,
         file: Path | None = None,
+        predicting: int = 0,
     ) -> None:
         assert source.assignment.output == "gpu" or not source.assignment.gpu_layers
-        super().__init__(source, options, tap=_Tap(None, 0), outputs=MAX_OUTPUT_ROWS)
+        super().__init__(source, options, tap=_Tap(None, 0), outputs=MAX_OUTPUT_ROWS, predicting=predicting)
         self._ends = ends
         self._vocabulary = vocabulary
         self._words = Words(lambda: LlamaVocabulary(file or Path(source.metadata)))
@@ -704,7 +710,10 @@ class TailWindow(_LogitsWindow):
 
 
 class WholeModel(_LogitsWindow):
-    """The single window of a single-device plan: the user's file as it is, token ids in, logits out."""
+    """The single window of a single-device plan: the user's file as it is, token ids in, logits out.
+
+    The last ``predicting`` of its layers are for multi-token prediction and in no plan.
+    """
 
     _takes_tokens: ClassVar = True
 

@@ -13,7 +13,7 @@ from primad.engine.protocol import EngineOptions, HiddenWindow, RouteWindow, Win
 from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.engine.streaming.units import WindowUnits, units_of_model, units_of_window
 from primad.errors import EngineError
-from primad.gguf.architectures import embedding_scale
+from primad.gguf.architectures import block_count, embedding_scale, layer_count
 from primad.gguf.header import Header, read_header
 from primad.gguf.model import open_model
 from primad.gguf.windows import control_tokens, token_embedding
@@ -142,7 +142,8 @@ def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple
         for window in opening.windows:
             options = opening.options
             if opening.route == 1:
-                tail = WholeModel(window, options, ends, vocabulary=size, file=header.path)
+                predicting = block_count(header) - layer_count(header)
+                tail = WholeModel(window, options, ends, vocabulary=size, file=header.path, predicting=predicting)
             elif window.window == 0:
                 table = header if part.embedding is None else read_header(Path(part.embedding))
                 embedding = TokenEmbedding(token_embedding(table), embedding_scale(header))

@@ -11,7 +11,7 @@ from halda.assignment import in_memory
 from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
 from primad.engine.protocol import EngineOptions, Rows, WindowSource
 from primad.errors import EngineError
-from primad.gguf.architectures import SUPPORTED, cut_multiple, cuttable, embedding_scale, layer_count
+from primad.gguf.architectures import SUPPORTED, block_count, cut_multiple, cuttable, embedding_scale, layer_count
 from primad.gguf.header import array_value, read_header, scalar_value
 from primad.gguf.layers import layer_header
 from primad.gguf.profile import model_profile
@@ -110,7 +110,8 @@ def whole_logits(header, on_gpu=0, chunks=(), *, helped=False, apart=False):
     """
     assignment = assigned(layer_count(header), on_gpu, is_tail=True, helped=helped, apart=apart)
     files = files_of(header.path, (), assignment)
-    model = WholeModel(files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header))
+    predicting = block_count(header) - layer_count(header)
+    model = WholeModel(files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header), predicting=predicting)
     chunks, position, expected = list(chunks) or [PROMPT[:64], PROMPT[64:]], 0, []
     for step in range(2 + DECODED):
         tokens = chunks[step]

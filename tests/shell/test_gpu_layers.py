@@ -38,6 +38,12 @@ def test_the_output_counts_as_the_last_layer(layers, output, told):
     assert n_gpu_layers(in_memory(0, 8, gpu_layers=layers, output="gpu" if output else "none")) == told
 
 
+@pytest.mark.parametrize(("layers", "output", "told"), [(0, "cpu", 0), (0, "gpu", 1), (1, "gpu", 4), (8, "gpu", 11)])
+def test_layers_for_multi_token_prediction_are_counted_but_never_there(layers, output, told):
+    """They come between a whole model's other layers and its output."""
+    assert n_gpu_layers(in_memory(0, 8, gpu_layers=layers, output=output), 2) == told
+
+
 def test_what_llama_cpp_cannot_do_is_our_mistake():
     with pytest.raises(AssertionError):
         MiddleWindow(on_gpu(0, "gpu"), OPTIONS, width=8)
