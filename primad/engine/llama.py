@@ -353,8 +353,8 @@ def n_gpu_layers(assignment: WindowAssignment, predicting: int = 0) -> int:
 
     It counts the output as one more layer, the last of all, and offloads from the end: n + 1 is the last n layers and the
     output, 1 the output alone, and layers without the output cannot be asked for. A window that ends in hidden states has a
-    stand-in of one row in the place of the output, which may lie on the GPU as well. Behind the layers of a whole model may be
-    some that are ``predicting`` tokens: llama.cpp does not load them, but counts them.
+    stand-in of one row in the place of the output, which may lie on the GPU as well. Behind the layers of a whole model may
+    be some that are ``predicting`` tokens: llama.cpp does not load them, but counts them.
     """
     if assignment.gpu_layers:
         return assignment.gpu_layers + predicting + 1
