@@ -1,9 +1,8 @@
 """What a model that guesses would win for a plan, and what it takes: ``primad plan --draft``.
 
 With E = 1 / (1 - a) tokens in a row that hold, where a is the share of guesses that do, a ring in which M rows of one answer
-are on their way at once has E M / (M + E - 1) times the tokens: behind a guess that failed the ring fills anew. A step of
-1 + n rows gives (1 - a^(n + 1)) / (1 - a) tokens. A guess that failed leaves the model with nothing to say, so the step
-behind it has the next token alone.
+are on their way at once has E M / (M + E - 1) times the tokens: behind a guess that failed the ring fills anew. What steps
+of several rows win stands in ``primad/ring/drafting/waiting.py``.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from primad.planning.drafting import drafting_of
 from primad.planning.question import Question, default_workload
 from primad.planning.schema import DraftJson, GainJson
 from primad.ring.drafting.drafter import Drafting
+from primad.ring.drafting.waiting import best_wait, rate_without_waiting
 
 SHARES: Final = (0.6, 0.7, 0.8)
 """Of guesses that hold, for which the gain is told: nobody knows before."""
@@ -110,14 +110,8 @@ def _ahead(room: int, lap_s: float, token_s: float, share: float) -> float:
 
 
 def _together(costs: Sequence[float], lap_s: float, token_s: float, share: float) -> float:
-    best = 1.0
-    for guesses in range(1, len(costs)):
-        if guesses * token_s > lap_s:  # it has the time of one step for those of the next one
-            break
-        tokens = (1 - share ** (guesses + 1)) / (1 - share)
-        fails = 1 - share**guesses
-        best = max(best, (tokens + fails) / (costs[guesses] / costs[0] + fails))
-    return best
+    guess = token_s / lap_s
+    return max(rate_without_waiting(costs, share, guess), best_wait(costs, share, guess)[1])
 
 
 def _why_none(plan: Plan, question: Instance) -> str:

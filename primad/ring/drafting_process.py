@@ -10,10 +10,12 @@ import os
 import select
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from halda.assignment import WindowAssignment
 from primad.engine.llama import LlamaVocabulary, WholeModel
@@ -82,9 +84,10 @@ def _guess() -> None:
                     for token in tokens:
                         chain.took(token)
         if channel.is_open and chain is not None and chain.has_work:
+            began_s = time.perf_counter()
             drafted = chain.work()
             if drafted is not None:
-                channel.tell(drafted)
+                channel.tell(replace(drafted, guess_s=time.perf_counter() - began_s))
 
 
 if __name__ == "__main__":

@@ -178,10 +178,10 @@ class Head:
         """
         if self._news or (self._arrived and may_compute):
             return 0.0
+        now, waits_until_s = self._clock(), self._scheduler.waits_until_s
         if not self._deadlines:
-            return math.inf
+            return math.inf if waits_until_s is None else max(0.0, waits_until_s - now)
         step, deadline = min(self._deadlines.items(), key=lambda item: item[1])
-        now = self._clock()
         if deadline <= now:
             raise RingError(f"step {step} did not come back within {self._step_timeout_s:g} s; a device hangs")
         return max(0.0, min(deadline, self._laps.due_s()) - now)

@@ -152,6 +152,8 @@ class Scheduler:
         """Who asks, and the latest step for them, counted as for ``waits_since``."""
         self._drains = False
         self._now_s = 0.0
+        self.waits_until_s: float | None = None
+        """Until when there is no next step since guesses come soon."""
 
     @property
     def in_flight(self) -> int:
@@ -230,7 +232,7 @@ class Scheduler:
 
     def next_step(self, now: float) -> PlannedStep | None:
         """The next step of the log, or None when the ring must answer first or there is nothing to do."""
-        self._now_s = now
+        self._now_s, self.waits_until_s = now, None
         if self._drains:
             return self._without_rows()
         if sum(not step.is_draft for step in self._in_flight.values()) >= self._depth:
@@ -252,6 +254,8 @@ class Scheduler:
             if of_earlier_epoch and (self._batching.replays > 1 or not running.generate.replays_rows):
                 return self._replay(running)
             if of_earlier_epoch or self._may_decode():
+                if self._waits(running):
+                    return None
                 return self._decode([each for each in ready if each.is_decoding], running)
         if not ready and (step := self._draft()) is not None:
             return step
@@ -436,19 +440,33 @@ class Scheduler:
     def _drafts_with(self, step: PlannedStep, running: Running) -> tuple[int, ...]:
         """Drafts of ``running`` whose rows ``step``, which has its next token, computes as well."""
         speculation, sequence = running.speculation, running.sequence
-        if self._drafting is None or speculation is None or not step.draws or self._waiting or len(self._running) > 1:
+        if speculation is None or not step.draws:
             return ()
-        rows = self._batching.in_one_step(sequence.cells - 1, self._drafting.rows)
-        guesses = speculation.together(min(rows - 1, self._drafts_wanted(running)))
+        guesses = speculation.together(self._most_with(running, sequence.cells - 1))
         for guess in guesses:
             step.tokens.append(guess.token)
             step.positions.append(sequence.cells)
             step.sequences.append(sequence.number)
             step.draws[len(step.tokens) - 1] = [running.generate]
             sequence.cells += 1
-        speculation.handed_out(guesses, step.step)
+        speculation.handed_out(guesses, step.step, together=True)
         self.tally.drafted += len(guesses)
         return tuple(guess.token for guess in guesses)
+
+    def _most_with(self, running: Running, cells: int) -> int:
+        """How many drafts of ``running`` a step may have with its next token, which is behind so many ``cells``."""
+        if self._drafting is None or self._waiting or len(self._running) > 1:
+            return 0
+        room = min(running.generate.max_tokens, self._context - len(running.generate.prompt)) - len(running.sampled)
+        return max(0, min(self._batching.in_one_step(cells, self._drafting.rows), room) - 1)
+
+    def _waits(self, running: Running) -> bool:
+        """Whether its next step waits for guesses."""
+        speculation, cells = running.speculation, running.sequence.cells
+        if speculation is None or self._in_flight or cells != running.known - 1:
+            return False
+        self.waits_until_s = speculation.waits(self._most_with(running, cells), self._now_s)
+        return self.waits_until_s is not None
 
     def _bridge(self, step: PlannedStep, sequence: KvSequence) -> None:
         """A row of nobody behind the cells of ``sequence``, forgotten with the next step in which it has a row.

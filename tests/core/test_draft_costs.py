@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,11 @@ class Nothing:
 
     def took(self, token: int) -> None:
         """Learns nothing."""
+
+    guess_s = None
+
+    def awaits(self, most: int, alpha: float) -> bool:
+        return False
 
     def guess(self, drafts: Sequence[int]) -> Guess | None:
         return None
@@ -123,4 +129,89 @@ def test_after_long_success_drafts_that_become_wrong_are_given_up():
 
     drafting = Drafting(rows=5, costs=PREDICTED)
     costs = [1 + 0.5 * rows for rows in range(5)]
-    assert seconds(1, lambda _: Turning(ANSWER, 0.9, 1.0, 3), drafting=drafting, costs=costs) < seconds(1)
+    assert seconds(1, lambda _: Turning(ANSWER, 0.9, 1.0, 4), drafting=drafting, costs=costs) < seconds(1)
+
+
+# ---- guesses that come late ------------------------------------------------------------------------------------------
+
+
+RIGHT = [random.Random(place).random() < 0.8 for place in range(TOKENS)]
+
+
+class Behind(Oracle):
+    """Guesses a token every ``guess_s`` from when it knows the text, as long as it was right so far."""
+
+    ring: TimedRing
+    each_s: float
+    waits = True
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._since_s, self._ready, self._begun = 0.0, 0, False
+
+    def _look(self) -> None:
+        if not self._begun:
+            self._begun, self._since_s = True, self.ring.now_s
+        self._ready += int((self.ring.now_s - self._since_s) / self.each_s)
+        self._ready = min(self._ready, 16)
+        self._since_s += int((self.ring.now_s - self._since_s) / self.each_s) * self.each_s
+
+    def took(self, token: int) -> None:
+        self._look()
+        held = self._ready and self._guess(0) == token
+        super().took(token)
+        self._ready = self._ready - 1 if held else 0
+        if not held:
+            self._since_s = self.ring.now_s
+
+    @property
+    def guess_s(self) -> float | None:  # type: ignore[override]
+        return self.each_s if self.waits else None
+
+    def awaits(self, most: int, alpha: float) -> bool:
+        self._look()
+        return self._ready < most
+
+    def guess(self, drafts: Sequence[int]) -> Guess | None:
+        self._look()
+        if len(drafts) >= self._ready or self._taken + len(drafts) >= len(ANSWER):
+            return None
+        return Guess(token=self._guess(len(drafts)), sure=0.8)
+
+    def _guess(self, depth: int) -> int:
+        """The same whenever it is asked: it is right at four of five places."""
+        at = self._taken + depth
+        return ANSWER[at] if RIGHT[at] else ANSWER[at] ^ 1
+
+
+def behind(guess_s: float, *, waits: bool) -> float:
+    """How long an answer takes whose model takes ``guess_s``, where a step of one row takes 0.01 s."""
+    made = Behind(ANSWER, 0.8, 0.8, 3)
+    made.each_s, made.waits = guess_s, waits
+    ring = TimedRing(
+        1,
+        context=1024,
+        depth=1,
+        drafting=Drafting(rows=5, costs=PREDICTED),
+        costs=PREDICTED,
+        drafter=lambda _: made,
+    )
+    made.ring = ring
+    ring.head.submit(generate(1, PROMPT, tokens=TOKENS))
+    took_s = ring.finish()
+    assert ring.answer(1)[0] == ANSWER
+    return took_s
+
+
+def test_where_a_step_takes_long_and_a_guess_little_it_pays_to_wait_for_some():
+    without, late, waited = seconds(1), behind(0.0005, waits=False), behind(0.0005, waits=True)
+    assert waited < 0.9 * late < 0.9 * without
+
+
+@pytest.mark.parametrize("guess_s", [0.002, 0.003, 0.005])
+def test_no_step_waits_for_a_slow_model_that_guesses_for_the_next_one_meanwhile(guess_s):
+    assert behind(guess_s, waits=True) <= 1.03 * behind(guess_s, waits=False)
+
+
+def test_no_step_waits_longer_than_half_a_token_for_a_model_that_says_nothing():
+    assert behind(1e6, waits=True) <= MOST * seconds(1)

@@ -184,3 +184,19 @@ def test_whatever_crosses_on_the_way_its_guesses_are_those_of_the_model_behind_t
             guesses = [guess.token for guess in drafter._guesses]
             assert guesses == right(text, len(guesses))
             drafter.guess([])
+
+
+def test_guesses_are_awaited_once_the_text_is_read_until_there_are_enough_or_they_are_unsure():
+    process = Process()
+    drafter = process.drafters([1, 2])
+    assert not drafter.awaits(4, 0.01), "it may have a long prompt to read"
+    drafter.guess([])
+    process.says(1, 2, 5, 6, sure=0.95)
+    assert drafter.awaits(3, 0.01)
+    assert not drafter.awaits(2, 0.01), "so many are there"
+    assert not drafter.awaits(3, 0.99), "a third one would hardly hold"
+    drafter.took(9)
+    assert drafter.awaits(3, 0.01)
+    assert process.told[-1] == DraftTokens([9]), "who waits has said how the text goes on"
+    process.drafters.end()
+    assert not drafter.awaits(3, 0.01)

@@ -105,7 +105,7 @@ def test_while_drafts_win_time_they_go_on():
     assert all(paced(1.0, 0.9, 2000)[BEGINS_AFTER:])
 
 
-@pytest.mark.parametrize(("drafted_s", "trial"), [(1.0, JUDGED_AFTER), (1.2, JUDGED_AFTER), (1.5, 9), (3.0, 3)])
+@pytest.mark.parametrize(("drafted_s", "trial"), [(1.0, JUDGED_AFTER), (1.2, JUDGED_AFTER), (1.5, 11), (3.0, 3)])
 def test_drafts_that_win_no_time_end_and_are_tried_again_ever_more_rarely(drafted_s, trial):
     wanted = paced(1.0, drafted_s, 5000)
     assert wanted[BEGINS_AFTER:][:trial] == [True] * trial
@@ -168,6 +168,11 @@ class Sure:
         """Learns nothing."""
 
     works = False
+
+    guess_s = None
+
+    def awaits(self, most: int, alpha: float) -> bool:
+        return False
 
     def guess(self, drafts: object) -> Guess:
         return Guess(token=7, sure=self._sure)

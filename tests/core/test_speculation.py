@@ -36,8 +36,8 @@ rings = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCh
 class Oracle:
     """Knows the answers: its guess is right in the ``share`` of cases, of which it says it is ``sure``."""
 
-    def __init__(self, answer: Sequence[int], share: float, sure: float, seed: int) -> None:
-        self._answer, self._share, self._sure = answer, share, sure
+    def __init__(self, answer: Sequence[int], share: float, sure: float, seed: int, late: float = 0.0) -> None:
+        self._answer, self._share, self._sure, self._late = answer, share, sure, late
         self._random = random.Random(seed)
         self._taken = 0
 
@@ -47,6 +47,11 @@ class Oracle:
 
     works = False
 
+    guess_s: float | None = 1e-4
+
+    def awaits(self, most: int, alpha: float) -> bool:
+        return self._late > 0 and self._random.random() < self._late
+
     def guess(self, drafts: Sequence[int]) -> Guess | None:
         at = self._taken + len(drafts)
         if at >= len(self._answer):
@@ -55,9 +60,12 @@ class Oracle:
         return Guess(token=self._answer[at] if self._random.random() < self._share else wrong, sure=self._sure)
 
 
-def knowing(sampling: Sampling, share: float, *, sure: float = 1.0, seed: int = 0) -> BeginsDrafter:
-    """Oracles for answers that are sampled so. The fake model's answers depend on nothing but the prompt."""
-    return lambda prompt: Oracle(FakeModel(1).answer(prompt, 4 * TOKENS, sampling), share, sure, seed)
+def knowing(sampling: Sampling, share: float, *, sure: float = 1.0, seed: int = 0, late: float = 0.0) -> BeginsDrafter:
+    """Oracles for answers that are sampled so. The fake model's answers depend on nothing but the prompt.
+
+    In the ``late`` share of cases a guess is awaited.
+    """
+    return lambda prompt: Oracle(FakeModel(1).answer(prompt, 4 * TOKENS, sampling), share, sure, seed, late)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -90,6 +98,7 @@ def drafting_rings(draw, sampling: Sampling = GREEDY, **options):
         draw(st.sampled_from([0.0, 0.3, 0.7, 0.9, 1.0])),
         sure=draw(st.sampled_from([0.5, 1.0])),
         seed=draw(st.integers(0, 99)),
+        late=draw(st.sampled_from([0.0, 0.5, 1.0])),
     )
     settled = {
         "rows": draw(st.sampled_from([4, 64])),
@@ -236,6 +245,11 @@ class Counting:
         self._last = token
 
     works = False
+
+    guess_s = None
+
+    def awaits(self, most: int, alpha: float) -> bool:
+        return False
 
     def guess(self, drafts: Sequence[int]) -> Guess | None:
         return Guess(token=(drafts[-1] if drafts else self._last) + 1, sure=1.0)

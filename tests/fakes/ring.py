@@ -169,7 +169,13 @@ class FakeRing:
         ready = [device for device, link in enumerate(self.links) if link]
         movers = [*ready, None]
         self._random.shuffle(movers)
-        return any(self._turn() if device is None else self._deliver(device) for device in movers)
+        if any(self._turn() if device is None else self._deliver(device) for device in movers):
+            return True
+        waits_until_s = self.scheduler.waits_until_s
+        if waits_until_s is None:
+            return False
+        self.now_s = waits_until_s
+        return True
 
     def run(self) -> None:
         """Move until everything is quiet."""

@@ -16,6 +16,9 @@ from primad.ring.head import Send, Tell
 from primad.ring.messages import Sampled, Skip, Step, decode_route, encode
 from tests.fakes.ring import FakeRing
 
+WAKES_S = 0.001
+"""A head that waits for guesses looks for them so often."""
+
 
 class TimedRing(FakeRing):
     """A ring of which a visit of n rows takes ``visit_s`` times ``costs[n - 1]``, the last of them for more rows.
@@ -67,7 +70,10 @@ class TimedRing(FakeRing):
             return True
         due = [(max(self._free_s[i], each[0][0]), i) for i, each in enumerate(self._due_s) if each]
         if not due:
-            return False
+            if self.scheduler.waits_until_s is None:
+                return False
+            self._free_s[0] += min(WAKES_S, self.scheduler.waits_until_s - self.now_s)
+            return True
         at_s, device = min(due)
         self.now_s = at_s
         if device == 0:

@@ -71,3 +71,12 @@ class Drafter(Protocol):
 
     def guess(self, drafts: Sequence[int]) -> Guess | None:
         """What may follow the text and ``drafts`` behind it; None where nothing comes to mind."""
+
+    @property
+    def guess_s(self) -> float | None:
+        """How long it takes for a guess that is worth waiting for, in seconds; None where none is, or nobody knows."""
+
+    def awaits(self, most: int, alpha: float) -> bool:
+        """Whether more guesses come soon behind the text: fewer than ``most`` are there, which hold in a larger share than
+        ``alpha`` all together.
+        """

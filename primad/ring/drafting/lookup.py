@@ -62,6 +62,13 @@ class PromptLookup:
     def works(self) -> bool:
         return False
 
+    @property
+    def guess_s(self) -> float | None:
+        return None
+
+    def awaits(self, most: int, alpha: float) -> bool:
+        return False
+
     def guess(self, drafts: Sequence[int]) -> Guess | None:
         match = self._match(len(drafts), drafts)
         if match is None:

@@ -32,12 +32,16 @@ class DraftTokens(msgspec.Struct, frozen=True, tag="tokens"):
 
 
 class Drafted(msgspec.Struct, frozen=True, kw_only=True, tag="drafted"):
-    """Behind the first ``known`` tokens of text ``number`` may come all of ``tokens``, each so sure behind the others."""
+    """Behind the first ``known`` tokens of text ``number`` may come all of ``tokens``, each so sure behind the others.
+
+    The latest one took ``guess_s``; None where that was not measured.
+    """
 
     number: int
     known: int
     tokens: list[int]
     sures: list[float]
+    guess_s: float | None = None
 
 
 DraftTask = DraftModel | DraftText | DraftTokens

@@ -7,6 +7,7 @@ looked through instead. It follows one answer at a time, the latest that began.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -67,13 +68,14 @@ class ModelDrafter:
         self._told = 0
         """Of the text, to the process."""
         self._has_read = False
+        self._guess_s: float | None = None
         self._guesses: list[Guess] = []
         """Behind the text, as the model said them."""
         self.is_followed = True
 
     def heard(self, drafted: Drafted) -> None:
         """The model guesses so."""
-        self._has_read = True
+        self._has_read, self._guess_s = True, drafted.guess_s
         behind = self._text[drafted.known :]
         if drafted.tokens[: len(behind)] == behind:
             pairs = zip(drafted.tokens, drafted.sures, strict=True)
@@ -99,6 +101,19 @@ class ModelDrafter:
         guess = self._guesses[depth]
         sure = self._share(guess).sure
         return found if found is not None and found.sure > sure + _SURER else Guess(token=guess.token, sure=sure)
+
+    @property
+    def guess_s(self) -> float | None:
+        return self._guess_s
+
+    def awaits(self, most: int, alpha: float) -> bool:
+        if not (self.is_followed and self._has_read) or len(self._guesses) >= most:
+            return False
+        looked_up = self._lookup.guess([])
+        if not self._guesses and looked_up is not None and looked_up.sure >= _SURE_ALONE:
+            return False
+        self._tell_text()
+        return math.prod(self._share(guess).sure for guess in self._guesses) >= alpha
 
     @property
     def works(self) -> bool:

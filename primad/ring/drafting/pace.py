@@ -23,8 +23,8 @@ HOPELESS_AFTER: Final = 8
 """Tokens with drafts of which none held."""
 MOST_LOST: Final = 0.03
 """Of the time of all answers, by drafts that did not pay."""
-ENDS_AT: Final = 4.0
-"""Tokens' worth of time: drafts that lost so much of late end at once."""
+ENDS_AT: Final = 5.0
+"""Tokens' worth of time: drafts that lost so much of late, and win nothing on average, end at once."""
 _CAPPED: Final = 4.0
 """A token that takes more than so many times as long as without drafts was held up by something else as well, unless it
 happens again."""
@@ -113,6 +113,11 @@ class Pace:
         """Whether nothing is drafted for now."""
         return self._off > 0
 
+    @property
+    def usual_s(self) -> float | None:
+        """What a token takes without drafts; None where that is not known yet."""
+        return self._without.mean_s if self._without.count else None
+
     def wants(self, sure: float) -> bool:
         """Whether a guess is worth an idle place of the ring that holds, with all before it, in the share ``sure``."""
         if self._off:
@@ -164,11 +169,12 @@ class Pace:
         if self._without.count < BEGINS_AFTER - 1:
             return
         is_hopeless = not self._trial.held and self._trial.missed >= HOPELESS_AFTER
-        if is_hopeless or self._trial.late_s > ENDS_AT * self._without.mean_s:
+        wins = self._with.mean_s < self._without.mean_s
+        if is_hopeless or (self._trial.late_s > ENDS_AT * self._without.mean_s and not wins):
             self._end()
         elif self._with.count < JUDGED_AFTER:
             return
-        elif self._with.mean_s < self._without.mean_s:
+        elif wins:
             self._recovery = max(_RECOVERY[0], self._recovery * _ADAPTS)
             self._decay = max(_DECAY[0], self._decay * _ADAPTS)
         else:

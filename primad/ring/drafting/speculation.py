@@ -12,11 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from primad.ring.drafting.drafter import Drafter, Drafting, Guess
+from primad.ring.drafting.drafter import Drafter, Drafting, Guess, HeldShare
+from primad.ring.drafting.fallback import Fallback
 from primad.ring.drafting.pace import Losses, Pace
+from primad.ring.drafting.waiting import best_wait, rate_without_waiting
 
 WORTH_IT: Final = 1.1
 """Steps of several rows must promise so much: what they cost is predicted, not measured."""
+WAITS: Final = 0.5
+"""Of the time of a token without drafts a step waits at most for guesses."""
+_FIRST_SHARE: Final = (2.1, 3.0)
+"""Guesses that held, and all, until more is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +46,16 @@ class Speculation:
     ) -> None:
         self._drafter, self._drafting = drafter, drafting
         self._pace = Pace(adapts=drafting.adapts, losses=losses)
+        self._fallback = Fallback(adapts=drafting.adapts)
         self._ahead: deque[_Ahead] = deque()
         self._is_touched = False
+        self._together = 0
+        """Guesses of the latest step of several rows."""
+        self._right = 0
+        """Of these held."""
+        self._waits_until_s: float | None = None
+        self._share = HeldShare(*_FIRST_SHARE)
+        """Of guesses that were computed with the next token, up to the first that failed."""
         self.drafted = self.accepted = 0
         for token in known:
             self._drafter.took(token)
@@ -62,6 +76,22 @@ class Speculation:
             return None
         guess = self._drafter.guess(self.tokens)
         return guess if guess is not None and self._pace.wants(self._sure * guess.sure) else None
+
+    def waits(self, most: int, now: float) -> float | None:
+        """Until when the next step waits for guesses that it could compute, ``most`` at most; None: no longer."""
+        usual_s, guess_s, costs = self._pace.usual_s, self._drafter.guess_s, self._drafting.costs[: most + 1]
+        if len(costs) <= 1 or self._ahead or self._pace.is_off or not usual_s or guess_s is None:
+            return None
+        share, guess = self._share.sure, guess_s / usual_s
+        most, rate = best_wait(costs, share, guess)
+        if rate <= rate_without_waiting(costs, share, guess) or not self._drafter.awaits(most, self._fallback.alpha):
+            return None
+        if self._waits_until_s is None:
+            self._waits_until_s = now + WAITS * usual_s
+        if now >= self._waits_until_s:
+            return None
+        self._is_touched = True
+        return self._waits_until_s
 
     def together(self, most: int) -> list[Guess]:
         """Guesses that are computed with the next token in one step, ``most`` at most: as many as win most time.
@@ -94,8 +124,10 @@ class Speculation:
             sure *= each.guess.sure
         return sure
 
-    def handed_out(self, guesses: Sequence[Guess], step: int) -> None:
-        """``step`` has a row for each of ``guesses``, behind what is on its way."""
+    def handed_out(self, guesses: Sequence[Guess], step: int, *, together: bool = False) -> None:
+        """``step`` has a row for each of ``guesses``, behind what is on its way, or ``together`` with the next token."""
+        if together:
+            self._together, self._right = len(guesses), 0
         self._ahead.extend(_Ahead(guess, step) for guess in guesses)
         self.drafted += len(guesses)
         self._is_touched = self._is_touched or bool(guesses)
@@ -103,10 +135,18 @@ class Speculation:
     def took(self, token: int, now: float) -> bool:
         """``token`` is the next one of the answer; whether what is on its way holds. If not it is to be taken back."""
         held = not self._ahead or self._ahead[0].guess.token == token
+        was_together = bool(self._together and self._ahead)
         is_accepted = held and bool(self._ahead)
         if is_accepted:
             self._ahead.popleft()
             self.accepted += 1
+            self._right += 1
+        if self._together and not (held and self._ahead):
+            self._fallback.verified(self._right, self._together - self._right)
+            self._together = 0
+        if was_together:
+            self._share.count(held=held)
+        self._waits_until_s = None
         self._pace.took(now, drafted=self._is_touched, missed=not held, worked=self._drafter.works)
         self._drafter.took(token)
         self._is_touched = is_accepted or bool(self._ahead)  # the next one is drawn from a draft's row, or before one
