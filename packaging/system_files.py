@@ -1,4 +1,4 @@
-"""What a system package of primad has beside the program: the manual page and the completions of three shells.
+"""What a system package of primad has beside the program: the manual page, the completions of three shells, the service.
 
     packaging/system_files.py FOLDER     writes them under FOLDER, as they lie under /usr
 
@@ -11,10 +11,13 @@ import gzip
 import os
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 import man
+
+from primad.supervisor.service import NAME, DaemonService
+from primad.supervisor.systemd import ENVIRONMENT_FILE, GPU_GROUPS, SYSTEM_HOME, SYSTEM_USER, unit, unit_name
 
 COMPLETIONS: Final = {
     "bash": "share/bash-completion/completions/primad",
@@ -36,9 +39,28 @@ def completion(shell: str) -> str:
     return said.stdout.strip() + ('\n\n_primad_completion "$@"\n' if shell == "zsh" else "\n")
 
 
+def service() -> str:
+    """The unit of a device that lends itself; ``primad service install`` puts another in its place."""
+    return unit(
+        DaemonService(
+            role="join",
+            program=("/usr/bin/primad",),
+            arguments=(),
+            home=PurePosixPath(SYSTEM_HOME),
+            user=SYSTEM_USER,
+            groups=GPU_GROUPS,
+            environment_file=PurePosixPath(ENVIRONMENT_FILE),
+            options_variable="PRIMAD_OPTIONS",
+        )
+    )
+
+
 def files() -> dict[str, bytes]:
     """What to write, by its place under the prefix."""
-    made = {"share/man/man1/primad.1.gz": gzip.compress(man.page().encode(), mtime=0)}
+    made = {
+        "share/man/man1/primad.1.gz": gzip.compress(man.page().encode(), mtime=0),
+        f"lib/systemd/system/{unit_name(NAME)}": service().encode(),
+    }
     return made | {place: completion(shell).encode() for shell, place in COMPLETIONS.items()}
 
 

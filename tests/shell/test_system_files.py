@@ -1,4 +1,4 @@
-"""The manual page and the shell completions that packages ship: made from the commands, whole, and clean."""
+"""What packages ship beside the program, made from it: the manual page, the shell completions, the service."""
 
 from __future__ import annotations
 
@@ -83,3 +83,23 @@ def test_bash_completes_commands(prefix: Path) -> None:
     program = Path(sys.executable).with_name("primad")
     argv = ["bash", "-c", script, str(prefix / CHECKS["bash"][0]), str(program)]
     assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split() == ["serve", "service"]
+
+
+def test_the_service_lends_the_device_as_a_user_of_its_own(prefix: Path) -> None:
+    unit = (prefix / "lib/systemd/system/primad.service").read_text().splitlines()
+    assert "ExecStart=/usr/bin/primad join $PRIMAD_OPTIONS" in unit
+    assert "User=primad" in unit
+    default = (ROOT / "packaging" / "deb" / "default").read_text()
+    assert "EnvironmentFile=-/etc/default/primad" in unit
+    assert 'PRIMAD_OPTIONS=""' in default.splitlines()
+
+
+def test_systemd_has_nothing_to_say_against_the_service(prefix: Path, tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    # The program is installed nowhere here.
+    unit = (prefix / "lib/systemd/system/primad.service").read_text().replace("/usr/bin/primad", "/bin/true")
+    (tmp_path / "primad.service").write_text(unit)
+    argv = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(tmp_path / "primad.service")]
+    ended = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert [line for line in ended.stderr.splitlines() if "primad.service" in line] == []

@@ -1,0 +1,165 @@
+"""The Debian package on fresh machines: installed, started, upgraded, removed, and the way from there to a ring of three.
+
+Only ``tools/test --full`` and whoever names this file runs it: it takes minutes, needs root and what ``machines.py`` names,
+and fetches what package and root are made of. PRIMAD_DEB and PRIMAD_DEBIAN_ROOT name those that are there already.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.debian.machines import PATIENCE_S, Machine, machines, missing, new_root
+from tests.fakes.documents import fences
+from tests.homelab.cluster import CODE
+from tests.homelab.running import Running
+
+pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(4 * PATIENCE_S)]
+ROOT = Path(__file__).parents[2]
+FIRST, SECOND = "primad_0.1.0-1_amd64.deb", "primad_0.1.0-2_amd64.deb"
+NAMES = ("desk", "mini", "laptop")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _possible() -> None:
+    if (reason := missing()) is not None:
+        pytest.skip(f"Debian machines: {reason}")
+
+
+@pytest.fixture(scope="module")
+def debian(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return new_root(tmp_path_factory.mktemp("debian"))
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
+    """The package in two versions, and a model."""
+    folder = tmp_path_factory.mktemp("shared")
+    if given := os.environ.get("PRIMAD_DEB"):
+        shutil.copy(given, folder / FIRST)
+    else:
+        # The wheel that tools/setup built for this machine: building another would take ten minutes.
+        wheels = sorted(
+            Path.home().glob(".cache/primad/wheels/*/llama_cpp_python-*.whl"), key=lambda path: path.stat().st_mtime
+        )
+        assert wheels, "no wheel of llama.cpp; run tools/setup"
+        digest = hashlib.sha256(wheels[-1].read_bytes()).hexdigest()
+        build(ROOT / "packaging/deb/build", "--llama-wheel", wheels[-1], "--sha256", digest, "--out", folder)
+    unpacked = folder.parent / "unpacked"
+    build("dpkg-deb", "-R", folder / FIRST, unpacked)
+    control = unpacked / "DEBIAN" / "control"
+    control.write_text(control.read_text().replace("Version: 0.1.0-1", "Version: 0.1.0-2"))
+    build("dpkg-deb", "--root-owner-group", "-Zzstd", "-z1", "-b", unpacked, folder / SECOND)
+    shutil.rmtree(unpacked)
+    shutil.copy(smollm2.resolve(), folder / "model.gguf")
+    return folder
+
+
+def build(*argv: object) -> None:
+    ended = subprocess.run([str(word) for word in argv], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def shown(machine: Machine, name: str) -> str:
+    """A property of the service."""
+    return machine.run("systemctl", "show", "--value", "-p", name, "primad").strip()
+
+
+def test_the_package_is_installed_started_upgraded_removed_and_purged(
+    debian: Path, shared: Path, tmp_path: Path
+) -> None:
+    with machines(("desk",), debian, tmp_path, shared) as started:
+        desk = started["desk"]
+        desk.run("apt-get", "install", "-y", f"/shared/{FIRST}")
+        assert desk.run("primad", "--version").startswith("primad ")
+        assert shown(desk, "UnitFileState") == "disabled"
+        for path in ("/usr/share/man/man1/primad.1.gz", "/usr/share/bash-completion/completions/primad"):
+            desk.run("test", "-f", path)
+
+        # It runs as its own user, who can gain nothing.
+        desk.run("systemctl", "enable", "--now", "primad")
+        first = shown(desk, "MainPID")
+        status = desk.run("cat", f"/proc/{first}/status")
+        assert "NoNewPrivs:\t1" in status
+        user = desk.run("id", "-u", "primad").strip()
+        assert re.search(rf"^Uid:\t{user}\t", status, re.MULTILINE)
+        assert re.search(r"^CapBnd:\t0+$", status, re.MULTILINE)
+        identity = desk.run("cat", "/var/lib/primad/identity.json")
+
+        # The owner's settings and the device's identity outlive an upgrade, and what ran runs again, of the new version.
+        desk.run("sh", "-c", "echo PRIMAD_NAME=atelier >>/etc/default/primad")
+        desk.run("apt-get", "install", "-y", f"/shared/{SECOND}")
+        assert "0.1.0-2" in desk.run("dpkg-query", "-W", "primad")
+        assert shown(desk, "ActiveState") == "active"
+        assert shown(desk, "MainPID") not in (first, "0")
+        assert "PRIMAD_NAME=atelier" in desk.run("cat", f"/proc/{shown(desk, 'MainPID')}/environ")
+        assert desk.run("cat", "/var/lib/primad/identity.json") == identity
+
+        desk.run("apt-get", "remove", "-y", "primad")
+        assert shown(desk, "ActiveState") == "inactive"
+        desk.run("test", "-e", "/usr/lib/primad", code=1)
+        desk.run("test", "-e", "/usr/bin/primad", code=1)
+        assert desk.run("cat", "/var/lib/primad/identity.json") == identity
+        assert "atelier" in desk.run("cat", "/etc/default/primad")
+
+        desk.run("apt-get", "purge", "-y", "primad")
+        for path in (
+            "/var/lib/primad",
+            "/etc/default/primad",
+            "/etc/systemd/system/multi-user.target.wants/primad.service",
+        ):
+            desk.run("test", "-e", path, code=1)
+        desk.run("id", "primad", code=1)
+
+
+def steps() -> list[tuple[list[str], list[str]]]:
+    """The commands of docs/install.md, word by word, with the machines that they are typed on."""
+    found = []
+    for fence in fences(ROOT / "docs" / "install.md", "sh"):
+        for line in fence.text.splitlines():
+            command, _, where = line.partition("  # ")
+            on = [name for name in NAMES if name in re.split(r"[,:]\s*", where.strip())]
+            if on:
+                found.append((shlex.split(command), on))
+    return found
+
+
+def test_the_commands_of_the_manual_lead_from_the_package_to_the_answer_of_a_ring_of_three(
+    debian: Path, shared: Path, tmp_path: Path
+) -> None:
+    serving: Running | None = None
+    codes: list[str] = []
+    answer = ""
+    with machines(NAMES, debian, tmp_path, shared) as started:
+        for words, names in steps():
+            typed = [word for word in words if word != "sudo"]  # there is nobody but root on these machines
+            for name in names:
+                machine = started[name]
+                match typed:
+                    case ["apt", "install", package]:
+                        machine.run("apt-get", "install", "-y", f"/shared/{Path(package).name}")
+                    case ["primad", "serve", "--model", _, *rest]:
+                        serving = machine.start("primad", "serve", "--model", "/shared/model.gguf", *rest)
+                        codes.append(serving.wait_for(CODE, PATIENCE_S)[0])
+                    case ["primad", "pair"]:
+                        found = re.search(CODE, machine.run(*typed))
+                        assert found is not None
+                        codes.append(found[0])
+                    case ["primad", "pair", *rest, "--code", _]:
+                        machine.run("primad", "pair", *rest, "--code", codes.pop())
+                    case ["primad", "chat", question]:
+                        assert serving is not None
+                        serving.wait_for("http://", PATIENCE_S)
+                        answer = machine.run("primad", "chat", question, "--temperature", "0", "--max-tokens", "24")
+                        status = machine.run("primad", "status")
+                    case _:
+                        machine.run(*typed)
+    assert len(answer.split()) > 5
+    assert [name for name in NAMES if name not in status] == []
