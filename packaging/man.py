@@ -27,6 +27,7 @@ _END: Final = r"""
 0: done.
 1: the command has done its work, and the answer is no.
 2: an error, told in one line on standard error.
+130: ended by Ctrl-C or a termination signal; a serve or join that is ended so is done, with 0.
 .SH FILES
 .TP
 .I ~/.local/share/primad

@@ -51,6 +51,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 
+from primad.errors import PrimadError  # noqa: E402
 from primad.gguf.model import open_model  # noqa: E402
 from primad.gguf.profile import model_profile  # noqa: E402
 from primad.profiler.effort import Effort  # noqa: E402
@@ -319,6 +320,8 @@ def predict(options: argparse.Namespace) -> int:
     if not models and limited is None:
         models = [SMALL, MIDDLE, synthesise(LARGE, "1b-q4k")]
         limited = synthesise(LARGER, "3b-q4k")
+    for path in [*models, *([] if limited is None else [limited])]:
+        open_model(path)  # what is no model is said before minutes were measured
     facts = machine()
     warn_if_busy(facts)
     rows = bench_solver.predict(models, options.processes, options.rounds, options.threads)
@@ -504,7 +507,11 @@ def main() -> int:
     if options.bench == "serve" and options.cpus is not None and options.beside:
         parser.error("--cpus limits primad's devices alone, so it does not go with --beside")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was written and started is taken away again
-    return int(options.run(options))
+    try:
+        return int(options.run(options))
+    except PrimadError as exc:
+        print(f"tools/bench {options.bench}: error: {exc}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import typer
 
 from primad.cli.grouped import flags, grouped
 from primad.cli.options import DeviceOptions, OnInterface, OwnerOptions, check_interface
-from primad.cli.output import err
+from primad.cli.output import daemon_command, err
 from primad.cli.progress import RichReporter
 from primad.errors import ConfigError
 from primad.settings.config import check_address, load_config
@@ -63,6 +63,7 @@ class LenderOptions(OwnerOptions):
 
 
 @grouped
+@daemon_command()
 def join(device: DeviceOptions, pairing: PairingOptions, network: ListenOptions, owner: LenderOptions) -> None:
     """Lend this device to a head: announce it, wait for work, serve until stopped.
 

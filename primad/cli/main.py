@@ -47,7 +47,7 @@ UsageError: Any = typer.BadParameter.__bases__[0]
 """What typer raises for every mistake on the command line; it has no public name."""
 
 _INTERRUPTED = 130
-"""What typer answers when a KeyboardInterrupt ended a command."""
+"""What typer answers when a KeyboardInterrupt ended a command, and what a shell expects of a command that Ctrl-C ended."""
 
 
 def _version(wanted: bool) -> None:
@@ -149,10 +149,14 @@ def main() -> None:
     try:
         code = app(standalone_mode=False) or 0
         if code == _INTERRUPTED:
-            raise Stopped
+            raise KeyboardInterrupt
         sys.exit(code)
-    except (Stopped, KeyboardInterrupt):
+    except Stopped:  # a daemon has no other end
         err.print("stopped")
+        sys.exit(0)
+    except KeyboardInterrupt:
+        err.print("stopped")
+        sys.exit(_INTERRUPTED)
     except PrimadError as exc:
         _fail(str(exc))
     except UsageError as exc:

@@ -10,7 +10,7 @@ import typer
 
 from primad.cli.options import Home
 from primad.cli.output import out, print_json
-from primad.errors import ClusterError, ConfigError
+from primad.errors import ClusterError, ConfigError, Stopped
 from primad.settings.config import Config, check_address, load_config
 
 if TYPE_CHECKING:
@@ -97,7 +97,10 @@ def _pair_here(config: Config, code: str, device: str | None) -> None:
             other = await bring(station, code, device, lambda _: None)
             _say(f"{config.name} is paired with {other.device} (no primad runs here now)")
 
-        run(bring_code())
+        try:
+            run(bring_code())
+        except Stopped as exc:  # this is no daemon
+            raise KeyboardInterrupt from exc
 
 
 def _check_owner(folder: Path) -> None:

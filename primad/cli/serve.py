@@ -22,7 +22,7 @@ from primad.cli.options import (
     OwnerOptions,
     check_interface,
 )
-from primad.cli.output import err
+from primad.cli.output import daemon_command, err
 from primad.cli.progress import RichReporter
 from primad.errors import ConfigError, printable
 from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK, Config, check_host, load_config
@@ -224,6 +224,7 @@ class ComputeOptions:
 
 
 @grouped
+@daemon_command()
 def serve(
     model: Annotated[
         Path,

@@ -183,5 +183,5 @@ def test_a_check_that_is_stopped_does_not_end_as_if_the_model_were_certified(che
         raise KeyboardInterrupt
 
     monkeypatch.setattr("primad.certify.check.check", stopped)
-    assert checks(gemma3) == (1, "", "stopped\n")
+    assert checks(gemma3) == (130, "", "stopped\n")
     assert load_verdict(tmp_path / "home", open_model(gemma3)) is None

@@ -433,3 +433,20 @@ def test_every_command_has_help_with_examples(primad):
         assert (code, err) == (0, "")
         assert "Examples:" in out
         assert "insecure" not in out
+
+
+# ---- Ctrl-C ---------------------------------------------------------------------------------------------------------
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_command_that_is_stopped_does_not_end_as_if_it_were_done(primad, daemon, monkeypatch):
+    monkeypatch.setattr(admin, "ask", interrupted)
+    assert primad("pair") == (130, "", "stopped\n")
+
+
+def test_a_daemon_that_is_stopped_has_done_what_it_should(primad, monkeypatch):
+    monkeypatch.setitem(sys.modules, "primad.worker.join", SimpleNamespace(join=interrupted))
+    assert primad("join") == (0, "", "stopped\n")

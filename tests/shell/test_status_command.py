@@ -249,7 +249,7 @@ def test_watching_asks_again_until_ctrl_c(primad, endpoint, monkeypatch, argumen
     monkeypatch.setattr(status_command.time, "sleep", sleep)
     endpoint.says(ring(device("desk")))
     code, out, err = primad("status", "--watch", *arguments, "--url", endpoint.url)
-    assert (code, err) == (0, "stopped\n")
+    assert (code, err) == (130, "stopped\n")
     assert (waits, endpoint.asked) == ([1.0] * 3, 3)
     named = '"epoch":{}' if arguments else "epoch {},"
     assert [named.format(epoch) in out for epoch in (4, 5, 6, 7)] == [True, True, True, False]
