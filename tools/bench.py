@@ -8,6 +8,7 @@
     tools/bench paper [--json FILE] [--fleets N]
     tools/bench api [--json FILE] [--rounds N] [--model FILE.gguf]
     tools/bench copies [--json FILE] [--rounds N] [--model FILE.gguf]
+    tools/bench experts [--json FILE] [--rounds N] [--experts N ...] [--transformers PYTHON]
     tools/bench speculate [--json FILE] [--rounds N] [--model FILE.gguf ...] [--case CASE ...] [--way WAY ...]
                           [--windows N ...] [--latency-ms MS ...] [--target f16]
     tools/bench serve [--json FILE] [--rounds N] [--model FILE.gguf ...] [--devices N ...] [--rows N ...] [--streams N ...]
@@ -21,7 +22,8 @@ a core each); decode and prefill are each compared with the best of the four. Al
 and take turns, so that whatever else the machine does disturbs all of them alike. With ``--gpu`` all layers and the output
 matrix of all of them are on the first GPU that llama.cpp sees. ``memory``: see ``bench_memory.py``;
 ``predict``, ``solve`` and ``paper``: see ``bench_solver.py``; ``api``: ``bench_api.py``; ``copies``: ``bench_copies.py``;
-``speculate``: ``bench_speculate.py``; ``serve``: ``bench_serve.py`` and ``bench_together.py``; ``all``: ``lab/report.py``.
+``experts``: ``bench_experts.py``; ``speculate``: ``bench_speculate.py``; ``serve``: ``bench_serve.py`` and
+``bench_together.py``; ``all``: ``lab/report.py``.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ from primad.ring.spawn import environment  # noqa: E402
 from tools import (  # noqa: E402
     bench_api,
     bench_copies,
+    bench_experts,
     bench_limited,
     bench_memory,
     bench_serve,
@@ -376,6 +379,18 @@ def speculate(options: argparse.Namespace) -> int:
     return 0
 
 
+def experts(options: argparse.Namespace) -> int:
+    facts = machine()
+    warn_if_busy(facts)
+    try:
+        rows = bench_experts.show(asyncio.run(bench_experts.measure(options)))
+    except LabError as exc:
+        out.print(f"tools/bench experts: error: {exc}")
+        return 1
+    write_json(options.json, "experts", facts, rows)
+    return 0
+
+
 def solve(options: argparse.Namespace) -> int:
     facts = machine()
     warn_if_busy(facts)
@@ -493,6 +508,8 @@ def main() -> int:
     bench_solver.add_benches(benches)
     bench_api.add_bench(benches, SMALL)
     bench_copies.add_bench(benches, SMALL)
+    bench_experts.add_bench(benches, psutil.cpu_count(logical=False) or 1)
+    benches.choices["experts"].set_defaults(run=experts)
     bench_speculate.add_bench(benches, SMALL)
     benches.choices["speculate"].set_defaults(run=speculate)
     bench_serve.add_bench(benches)

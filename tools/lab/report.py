@@ -150,6 +150,7 @@ BENCHES: Final[Mapping[str, Bench]] = {
     "serve": Bench(quick=("--rounds", "1", "--model", str(SMALL), "--streams", "1", "4"), read=_judged),
     "speculate": Bench(quick=("--rounds", "1", "--tokens", "64"), read=_judged),
     "copies": Bench(quick=("--rounds", "3"), read=_copies),
+    "experts": Bench(quick=("--rounds", "1", "--experts", "2", "6"), read=_judged),
     "predict": Bench(quick=("--rounds", "1", "--model", str(SMALL)), read=_predict),
     "solve": Bench(quick=("--sizes", "2", "4", "8", "--fleets", "5"), read=_solve),
     "paper": Bench(quick=("--fleets", "50"), read=_paper),
