@@ -7,6 +7,7 @@ from typing import Final
 
 from primad import __version__
 from primad.network.messages import OLDEST, PROTOCOL
+from primad.system.installed import Installer, installer, upgrade
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +27,21 @@ class Versions:
 OURS: Final = Versions(primad=__version__, protocol=PROTOCOL, oldest=OLDEST)
 
 
-def version_gap(ours: str, theirs: str, version: str, protocol: int, own: Versions = OURS) -> str:
-    """What to tell the owner of two devices whose versions do not understand each other."""
+def version_gap(
+    ours: str, theirs: str, version: str, protocol: int, own: Versions = OURS, how: Installer | None = None
+) -> str:
+    """What to tell the owner of two devices whose versions do not understand each other, and what to type on the older one.
+
+    ``how`` is what installed primad here, found out when left out. Of the other device that is not known.
+    """
+    here = how or installer()
+    if protocol > own.protocol:
+        cure = f"on {ours} type: {upgrade(version, here)}"
+    else:
+        cure = f"on {theirs} install {own.primad}; installed as on {ours}, that is: {upgrade(own.primad, here)}"
     return (
         f"{theirs} runs primad {version} (protocol {protocol}), {ours} runs {own.primad} (protocol {own.protocol}), and "
-        "they do not understand each other; install the same version on both"
+        f"they do not understand each other; {cure}"
     )
 
 
