@@ -25,6 +25,7 @@ from primad.head.ring_inputs import RingDevices, RingInputs
 from primad.head.service import ModelSource, Service
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
+from primad.planning.question import default_workload
 from primad.ring.messages import Open
 from primad.settings.config import load_config, open_home
 from primad.trust.local_trust import LocalTrust
@@ -93,10 +94,11 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
                     kv_type="f16",
                     rows=16,
                     extra_buffers="off",
+                    objective="balanced",
                     step_timeout_s=5.0,
                     keep_rows=lambda has_cache: None,
                 ),
-                workload=SimpleNamespace(context_tokens=64),
+                workload=default_workload(64, 16, "f16"),
             ),
             devices=RingDevices(workers={}, holders={}, links=LinkBook(None, HEAD, "desk")),
             station=station,
