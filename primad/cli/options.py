@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
+from primad.errors import ConfigError
 from primad.settings.config import Config
+from primad.settings.quantities import parse_choice
+
+if TYPE_CHECKING:
+    from primad.engine.rope import Rope
 
 Home = Annotated[
     Path | None,
@@ -96,6 +101,76 @@ NamedDevices = Annotated[
     list[str] | None,
     typer.Option("--device", help="Address host:port of a device; may be repeated.", show_default=False),
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeOptions:
+    """How positions become angles, as llama.cpp's options of these names say it."""
+
+    PANEL: ClassVar[str] = "RoPE, where it is to be otherwise than the model says"
+
+    rope_scaling: Annotated[
+        str | None, typer.Option(help="none, linear, yarn or longrope.", show_default=False, metavar="KIND")
+    ] = None
+    rope_scale: Annotated[
+        float | None, typer.Option(help="Stretch the context by this factor.", show_default=False)
+    ] = None
+    rope_freq_base: Annotated[float | None, typer.Option(help="Base frequency.", show_default=False)] = None
+    rope_freq_scale: Annotated[
+        float | None, typer.Option(help="The same as --rope-scale, as 1/factor.", show_default=False)
+    ] = None
+    yarn_orig_ctx: Annotated[
+        int | None,
+        typer.Option(help="YaRN: the context before it was stretched.", min=1, max=1 << 26, show_default=False),
+    ] = None
+    yarn_ext_factor: Annotated[
+        float | None, typer.Option(help="YaRN: share of extrapolation, 0 for none.", show_default=False)
+    ] = None
+    yarn_attn_factor: Annotated[
+        float | None, typer.Option(help="YaRN: factor of the magnitude of attention.", show_default=False)
+    ] = None
+    yarn_beta_slow: Annotated[
+        float | None, typer.Option(help="YaRN: high correction dimension.", show_default=False)
+    ] = None
+    yarn_beta_fast: Annotated[
+        float | None, typer.Option(help="YaRN: low correction dimension.", show_default=False)
+    ] = None
+
+
+def rope_of(options: RopeOptions) -> Rope:
+    """What ``options`` say. Raises ``ConfigError`` naming the one that makes no sense."""
+    from primad.engine.rope import ROPE_SCALINGS, Rope
+
+    scale, freq_scale = options.rope_scale, options.rope_freq_scale
+    if scale is not None and freq_scale is not None:
+        raise ConfigError("--rope-scale and --rope-freq-scale: say the same; leave one of them out")
+    if scale is not None:
+        freq_scale = 1 / _within(scale, "--rope-scale", above=0.0)
+    yarn = {
+        f"yarn_{name}": _within(value, f"--yarn-{name.replace('_', '-')}", least=0.0)
+        for name in ("ext_factor", "attn_factor", "beta_slow", "beta_fast")
+        if (value := getattr(options, f"yarn_{name}")) is not None
+    }
+    return Rope(
+        scaling=None
+        if options.rope_scaling is None
+        else parse_choice(options.rope_scaling, ROPE_SCALINGS, "--rope-scaling"),
+        freq_base=0.0
+        if options.rope_freq_base is None
+        else _within(options.rope_freq_base, "--rope-freq-base", above=0.0),
+        freq_scale=0.0 if freq_scale is None else _within(freq_scale, "--rope-freq-scale", above=0.0),
+        yarn_orig_ctx=options.yarn_orig_ctx or 0,
+        **yarn,
+    )
+
+
+def _within(number: float, flag: str, *, above: float | None = None, least: float | None = None) -> float:
+    """``number``, which is finite. Raises ``ConfigError`` naming ``flag``."""
+    too_small = (above is not None and number <= above) or (least is not None and number < least)
+    if too_small or not number <= 1e12:
+        wanted = f"more than {above:g}" if above is not None else f"at least {least:g}"
+        raise ConfigError(f"{flag} {number:g}: give a number of {wanted} and at most 1e12")
+    return number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,12 +16,13 @@ import typer
 from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devices, wishes_of
 from primad.cli.grouped import grouped
 from primad.cli.hub import model_path
-from primad.cli.options import Context, Experts, KvCacheType
+from primad.cli.options import Context, Experts, KvCacheType, RopeOptions, rope_of
 from primad.cli.output import err, tables
 from primad.errors import ConfigError
 from primad.settings.config import load_config, models_folder
 
 if TYPE_CHECKING:
+    from primad.engine.rope import Rope
     from primad.gguf.header import Header
     from primad.planning.question import PlannedDraft, Question, Wishes
 
@@ -100,6 +101,7 @@ def plan(
     fleet: FleetOptions,
     live: LiveOptions,
     work: WorkOptions,
+    rope: RopeOptions,
     answer: AnswerOptions,
     files: ProfileFiles = None,
 ) -> None:
@@ -122,7 +124,7 @@ def plan(
     wishes = _wishes(fleet, work, answer)
     if answer.plot is not None:
         check_plot(answer.plot)
-    asked, checked = _ask(wishes, model, fleet, files, live)
+    asked, checked = _ask(wishes, model, rope_of(rope), fleet, files, live)
     _answer(asked, answer, checked)
 
 
@@ -144,11 +146,17 @@ def _wishes(fleet: FleetOptions, work: WorkOptions, answer: AnswerOptions) -> Wi
 
 
 def _ask(
-    wishes: Wishes, model: ModelOptions, fleet: FleetOptions, files: list[Path] | None, live: LiveOptions
+    wishes: Wishes,
+    model: ModelOptions,
+    rope: Rope,
+    fleet: FleetOptions,
+    files: list[Path] | None,
+    live: LiveOptions,
 ) -> tuple[Question, Checked]:
     """What is asked, and what tells whether windows of the model are exact."""
     from primad.certify.verdict import windows_line, with_verdict
     from primad.gguf.model import open_model
+    from primad.planning.angles import with_rope
     from primad.planning.experts import with_expert_use
     from primad.planning.question import ask, check
     from primad.planning.sources import read_model
@@ -159,14 +167,16 @@ def _ask(
     if path is not None:
         otherwise = ", and --model-shape plans without"
         path = model_path(path, lambda: load_config({"home": live.home}), fetches=False, otherwise=otherwise)
-    profile = read_model(path, model.model_shape)
+    read = read_model(path, model.model_shape)
+    profile = with_rope(read, None if path is None else open_model(path, header_only=True), rope)
     check(wishes, profile)
     found = found_devices(fleet, files, live)
     checked: Checked = _unknown
     draft: PlannedDraft | None = None
     if path is not None:
         header, home = open_model(path, header_only=True), found.home or load_config({"home": live.home}).home
-        profile, checked = with_verdict(profile, header, home), partial(windows_line, home, header)
+        profile = with_rope(with_verdict(read, header, home), header, rope)
+        checked = partial(windows_line, home, header)
         if found.home is not None:
             profile = with_expert_use(profile, header, found.home)
         draft = _draft(model.draft, header, home)

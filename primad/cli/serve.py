@@ -20,7 +20,9 @@ from primad.cli.options import (
     NamedDevices,
     OnInterface,
     OwnerOptions,
+    RopeOptions,
     check_interface,
+    rope_of,
 )
 from primad.cli.output import daemon_command, err
 from primad.cli.progress import RichReporter
@@ -238,6 +240,7 @@ def serve(
     others: OtherDevicesOptions,
     plan: ServedPlanOptions,
     compute: ComputeOptions,
+    rope: RopeOptions,
     kept: KeptOptions,
     device: DeviceOptions,
     owner: OwnerOptions,
@@ -274,7 +277,7 @@ def serve(
     _warn(endpoint, asking, config)
     from primad.head.serve import serve as run_serve
 
-    options = _serve_options(endpoint, asking, others, plan, compute, kept, config)
+    options = _serve_options(endpoint, asking, others, plan, compute, rope, kept, config)
     source = served_model(model, config, whole=others.alone or others.wait == 0)
     run_serve(config, source, options, endpoint.host, RichReporter(err))
 
@@ -302,6 +305,7 @@ def _serve_options(
     others: OtherDevicesOptions,
     plan: ServedPlanOptions,
     compute: ComputeOptions,
+    rope: RopeOptions,
     kept: KeptOptions,
     config: Config,
 ) -> ServeOptions:
@@ -345,6 +349,7 @@ def _serve_options(
         cors_origins=cors_origins(asking),
         api_key=asking.api_key,
         api_key_file=asking.api_key_file,
+        rope=rope_of(rope),
     )
 
 

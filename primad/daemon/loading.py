@@ -57,6 +57,7 @@ class WindowLoad:
             kv_type=load.kv_type,
             lock=station.config.lock,
             flash=load.flash,
+            rope=load.rope,
             gpu="" if profile.gpu is None else profile.gpu.id,
         )
         self._load, self._head, self._embedding = load, head, embedding

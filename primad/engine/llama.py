@@ -40,6 +40,7 @@ from primad.engine.kv_cache import CacheTensors, KvCache
 from primad.engine.kv_cache import bind as bind_cache
 from primad.engine.masks import Allowed, GrammarMask, Words
 from primad.engine.protocol import KV_CELL_PADDING, EngineOptions, Hidden, KvType, Rows, Sampling, WindowSource
+from primad.engine.rope import ROPE_SCALINGS, Rope
 from primad.engine.sampling import ChainSampler, GreedySampler
 from primad.engine.streaming.prefetch import WindowStream
 from primad.engine.streaming.residency import Residency
@@ -361,6 +362,16 @@ def n_gpu_layers(assignment: WindowAssignment, predicting: int = 0) -> int:
     return 1 if assignment.output == "gpu" else 0
 
 
+def _turn(params: Any, rope: Rope) -> None:
+    """Set what ``rope`` says in the parameters of a context."""
+    if rope.scaling is not None:
+        params.rope_scaling_type = ROPE_SCALINGS.index(rope.scaling)
+    params.rope_freq_base, params.rope_freq_scale = rope.freq_base, rope.freq_scale
+    params.yarn_ext_factor, params.yarn_attn_factor = rope.yarn_ext_factor, rope.yarn_attn_factor
+    params.yarn_beta_fast, params.yarn_beta_slow = rope.yarn_beta_fast, rope.yarn_beta_slow
+    params.yarn_orig_ctx = rope.yarn_orig_ctx
+
+
 class _TensorPlace(ctypes.Structure):
     """``struct llama_model_tensor_buft_override`` (llama.h)."""
 
@@ -449,6 +460,7 @@ class _Model:
             params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
         elif not options.flash:
             params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        _turn(params, options.rope)
         params.offload_kqv = True  # keys and values lie where their layer does
         # A bound method of a dict subclass: see the module's docstring. Kept alive beside the context.
         self._callback = EVAL_CALLBACK(self._tap.__getitem__)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 import msgspec
 
 from halda import WindowAssignment
+from primad.engine.rope import Rope
 from primad.kv.cells import LayerCells
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     lock: bool
     flash: bool = True
     gpu: str = ""
+    rope: Rope = Rope()
 
 
 class WindowSource(msgspec.Struct, frozen=True, kw_only=True):

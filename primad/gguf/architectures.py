@@ -432,12 +432,27 @@ def cut_multiple(header: Header) -> int:
         return 1
     step = header.count(f"{architecture.name}.{architecture.step}", 1) if architecture.step else 1
     multiple = base = math.lcm(architecture.cut_multiple, max(step, 1))
-    layers = layer_count(header)
     needed = [sliding_layers(header)] if architecture.sliding is Sliding.NEEDED else []
     if architecture.recurrent in (Recurrent.INTERVAL, Recurrent.HEADS):
         needed += [recurrent_layers(header), attending_layers(header)]
         if architecture.recurrent is Recurrent.INTERVAL and f"{architecture.name}.{_RECURRENT}" not in header.values:
             multiple = base = math.lcm(base, max(header.count(f"{architecture.name}.{_INTERVAL}", 4), 1))
+    return _multiple_with(needed, multiple, base)
+
+
+def multiple_that_slides(header: Header) -> int:
+    """With windows that begin at multiples of this every one has a layer that slides, where the graph always slides.
+
+    1 where it does not. Raises ``ModelError`` as ``sliding_layers``.
+    """
+    architecture = SUPPORTED.get(header.text("general.architecture"))
+    always = architecture is not None and architecture.sliding is Sliding.ALWAYS
+    return _multiple_with([sliding_layers(header)], 1, 1) if always else 1
+
+
+def _multiple_with(needed: list[tuple[bool, ...]], multiple: int, base: int) -> int:
+    """The least multiple of ``base``, from ``multiple`` on, at which each of ``needed`` has a layer in every window."""
+    layers = max(map(len, needed), default=0)
     while multiple < layers and not all(
         any(each[first : first + multiple]) for each in needed for first in range(0, layers, multiple)
     ):

@@ -348,7 +348,8 @@ class KvBackup:
             return ""
         who = "" if self._service.options.share_prefixes else owner
         if who not in self._roots:
-            about = (self._service.model.stamp, self._service.options.kv_type, self._station.workspace.build, who)
+            model, options = self._service.model, self._service.options
+            about = (model.stamp, options.kv_type, self._station.workspace.build, who, options.rope)
             secret = self._station.identity.secret.encode()
             digest = hashlib.blake2b(msgspec.msgpack.encode(about), key=secret, digest_size=16)
             self._roots[who] = digest.hexdigest()

@@ -95,6 +95,7 @@ def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers:
         kv_type=options.kv_type,
         flash=inputs.promise.flash,
         keeps=inputs.keep_rows is not None,
+        rope=options.rope,
         files=[] if ranged is None else list(ranged.files),
         origins=[] if ranged is None else ranged.origins_of(spec.layers for spec in specs),
     )

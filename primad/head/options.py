@@ -25,6 +25,7 @@ from halda import (
 )
 from primad.api.reading import AUTO
 from primad.engine.protocol import KvType
+from primad.engine.rope import AS_THE_MODEL_SAYS, Rope
 from primad.errors import ConfigError, PlanError
 from primad.planning.batching import BatchingMode
 from primad.planning.drafting import SpeculateMode
@@ -57,7 +58,7 @@ class ServeOptions:
     request that has not begun after ``max_wait_s`` is refused (None: it waits as long as its client does).
     KV cells are kept twice every ``kv_backup`` rows of an answer (None: every ``KEEP_ROWS`` where links carry it; 0: not).
     Prompts of all API keys share their cells with ``share_prefixes``. What of an answer has to be computed again is computed
-    row by row where that takes no longer than ``exact_replay_s``.
+    row by row where that takes no longer than ``exact_replay_s``. ``rope`` says what angles positions have.
     """
 
     wait: int | None
@@ -93,6 +94,7 @@ class ServeOptions:
     kv_backup: int | None = None
     share_prefixes: bool = False
     exact_replay_s: float = 10.0
+    rope: Rope = AS_THE_MODEL_SAYS
 
     def keep_rows(self, *, has_cache: bool) -> int | None:
         """Of so many rows of an answer the KV cells are kept at a time; None: nothing is kept.

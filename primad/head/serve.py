@@ -38,6 +38,7 @@ from primad.head.facts import facts_of
 from primad.head.options import ServeOptions, bind_http, model_id, plan_by_hand, workload_of
 from primad.head.service import service_of
 from primad.network.local_heads import announced_head
+from primad.planning.angles import with_rope
 from primad.planning.draft_choice import AUTO, choose_draft, models_here
 from primad.planning.draft_model import MOST_CONTEXT, check_room, draft_model
 from primad.ring.drafting.messages import DraftModel
@@ -112,7 +113,7 @@ def serve(
     """Run the head until it is stopped. Everything that can be judged without the network is judged first."""
     ranged = source if isinstance(source, RangedModel) else None
     header = open_model(source) if isinstance(source, Path) else source.header
-    model = with_verdict(model_profile(header), header, config.home)
+    model = with_rope(with_verdict(model_profile(header), header, config.home), header, options.rope)
     check_options(options, config, header, model)
     if options.embedding is not None:
         check_embedding(options.embedding)

@@ -30,6 +30,7 @@ from msgspec import Meta
 
 from halda import DeviceProfile, LinkProfile, MessageTime, WindowAssignment
 from primad.engine.protocol import KvType
+from primad.engine.rope import Rope
 from primad.errors import ProtocolError, printable
 from primad.gguf.layers import check_ref
 from primad.gguf.origins import MAX_FILES, LayerOrigin, RemoteFile, check_origins
@@ -43,8 +44,8 @@ from primad.ring.messages import Status
 from primad.settings.config import NAME
 from primad.trust.identity import is_key
 
-PROTOCOL: Final = 3
-OLDEST: Final = 3
+PROTOCOL: Final = 4
+OLDEST: Final = 4
 MAX_MESSAGE_BYTES: Final = 16 << 20
 Fault = Literal["fetch", "disk", "load", "ring", "next"]
 MAX_PARTICIPATIONS: Final = 64
@@ -113,9 +114,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     in several epochs at a time: the next ring is loaded while the last one serves. ``assignments[i]`` says what of
     ``windows[i]`` is on the GPU, whether that helps with the rest and how much stays in memory, ``extra_buffers[i]`` whether
     llama.cpp may keep copies of its weights; of what streams ``ahead_bytes`` are held ahead. ``kv_type`` is that of the KV
-    cache, ``flash`` whether attention is flash attention. It ``keeps`` what the step log says of KV cells. Layers of
-    ``origins`` may be fetched from the hub that has ``files``, or asked of the head, which is the first
-    of ``sources``, by the names of their origins.
+    cache, ``flash`` whether attention is flash attention, ``rope`` what angles positions have. It ``keeps`` what the step
+    log says of KV cells. Layers of ``origins`` may be fetched from the hub that has ``files``, or asked of the head, which
+    is the first of ``sources``, by the names of their origins.
     """
 
     ring: int
@@ -135,6 +136,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     kv_type: KvType
     flash: bool = True
     keeps: bool = False
+    rope: Rope = Rope()
     files: Annotated[list[RemoteFile], Meta(max_length=MAX_FILES)] = []
     origins: Annotated[list[LayerOrigin], Meta(max_length=MAX_LAYERS)] = []
 

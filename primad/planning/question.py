@@ -178,7 +178,9 @@ def default_context(context_tokens: int | None, model: ModelProfile) -> int:
     trained = model.context_tokens or max(DEFAULT_CONTEXT_TOKENS, context_tokens or 0)
     context = min(trained, DEFAULT_CONTEXT_TOKENS) if context_tokens is None else context_tokens
     if context > trained:
-        raise ConfigError(f"--context {context}: {model.name} was trained for {trained} tokens; give less")
+        raise ConfigError(
+            f"--context {context}: {model.name} was trained for {trained} tokens; give less, or stretch it with --rope-scale"
+        )
     return context
 
 
