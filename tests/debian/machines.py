@@ -118,7 +118,9 @@ class Machine:
         return subprocess.run(argv, capture_output=True, text=True, check=False).stdout
 
     def off(self) -> None:
-        """Turn it off."""
+        """Turn it off. A shutdown stops all processes for a moment, and ``nsenter`` would stop with its own for good."""
+        for each in self._running[1:]:
+            each.end()
         subprocess.run(self.argv("systemctl", "poweroff"), capture_output=True, check=False)
         self._running[0].wait_end(PATIENCE_S)
 

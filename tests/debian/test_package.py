@@ -42,6 +42,7 @@ def debian(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
     """The package in two versions, and a model."""
     folder = tmp_path_factory.mktemp("shared")
+    folder.chmod(0o755)  # not everybody on the machines is root
     if given := os.environ.get("PRIMAD_DEB"):
         shutil.copy(given, folder / FIRST)
     else:
@@ -59,6 +60,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
     build("dpkg-deb", "--root-owner-group", "-Zzstd", "-z1", "-b", unpacked, folder / SECOND)
     shutil.rmtree(unpacked)
     shutil.copy(smollm2.resolve(), folder / "model.gguf")
+    shutil.copy(ROOT / "tests" / "fakes" / "profile.py", folder / "made_up.py")
     return folder
 
 
@@ -119,6 +121,16 @@ def test_the_package_is_installed_started_upgraded_removed_and_purged(
         desk.run("id", "primad", code=1)
 
 
+def count_as_measured(machine: Machine) -> None:
+    """Figures are made up: machines that measured at the same time would share the cores of this one."""
+    machine.run("install", "-d", "-o", "primad", "-g", "primad", "-m", "700", "/var/lib/primad")
+    machine.run("install", "-d", "/root/.local/share/primad")
+    code = "import sys, made_up, pathlib; made_up.seed(pathlib.Path(sys.argv[1]))"
+    for user, home, folder in (("root", "/root", "/root/.local/share/primad"), ("primad",) + ("/var/lib/primad",) * 2):
+        python = ("env", f"HOME={home}", "PYTHONPATH=/shared", "/usr/lib/primad/bin/python3", "-B", "-c", code, folder)
+        machine.run("runuser", "-u", user, "--", *python)
+
+
 def steps() -> list[tuple[list[str], list[str]]]:
     """The commands of docs/install.md, word by word, with the machines that they are typed on."""
     found = []
@@ -145,6 +157,7 @@ def test_the_commands_of_the_manual_lead_from_the_package_to_the_answer_of_a_rin
                 match typed:
                     case ["apt", "install", package]:
                         machine.run("apt-get", "install", "-y", f"/shared/{Path(package).name}")
+                        count_as_measured(machine)
                     case ["primad", "serve", "--model", _, *rest]:
                         serving = machine.start("primad", "serve", "--model", "/shared/model.gguf", *rest)
                         codes.append(serving.wait_for(CODE, PATIENCE_S)[0])
