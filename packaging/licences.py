@@ -37,9 +37,15 @@ primad has the [MIT licence](../LICENSE). It needs these packages, and has none 
 them along (`.deb`, container) have their licence files too. Made by `packaging/licences.py`; `packaging/sbom` makes a
 list with versions in the form of CycloneDX.
 
-llama-cpp-python carries [llama.cpp](https://github.com/ggml-org/llama.cpp) with ggml (MIT), which computes.
+llama-cpp-python carries [llama.cpp](https://github.com/ggml-org/llama.cpp) with ggml (MIT), which computes. The page in the
+browser carries two libraries, whose licences lie beside them: %s.
 
 """
+VENDORED: Final = {
+    "marked": "[marked](https://github.com/markedjs/marked) (MIT)",
+    "purify": "[DOMPurify](https://github.com/cure53/DOMPurify) (Apache-2.0 OR MPL-2.0)",
+}
+"""The scripts of others in ``primad/api/page/static/vendor``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +122,7 @@ def table(found: list[Package]) -> str:
     lines += [
         f"| [{each.name}]({each.page}) | {each.licence} | {each.extra and f'extra `{each.extra}`'} |" for each in found
     ]
-    return _HEAD + "\n".join(lines) + "\n"
+    return _HEAD % " and ".join(VENDORED.values()) + "\n".join(lines) + "\n"
 
 
 def stale(page: str, found: list[Package]) -> list[str]:
@@ -124,8 +130,9 @@ def stale(page: str, found: list[Package]) -> list[str]:
     told = {canonicalize_name(name) for name in _ROW.findall(page)}
     here = {canonicalize_name(each.name) for each in found}
     elsewhere = {canonicalize_name(Requirement(text).name) for name in here for text in metadata.requires(name) or ()}
-    return [f"{name} is missing" for name in sorted(here - told)] + [
-        f"{name} is not needed any more" for name in sorted(told - here - elsewhere)
+    carried = {path.stem for path in (ROOT / "primad").rglob("vendor/*.js")}
+    return [f"{name} is missing" for name in sorted((here - told) | (carried - VENDORED.keys()))] + [
+        f"{name} is not needed any more" for name in sorted((told - here - elsewhere) | (VENDORED.keys() - carried))
     ]
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from primad import __version__
 from tests.debian.machines import PATIENCE_S, Machine, machines, missing, new_root
 from tests.fakes.documents import fences
 from tests.homelab.cluster import CODE
@@ -23,7 +24,7 @@ from tests.homelab.running import Running
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(4 * PATIENCE_S)]
 ROOT = Path(__file__).parents[2]
-FIRST, SECOND = "primad_0.1.0-1_amd64.deb", "primad_0.1.0-2_amd64.deb"
+FIRST, SECOND = (f"primad_{__version__}-{revision}_amd64.deb" for revision in (1, 2))
 NAMES = ("desk", "mini", "laptop")
 
 
@@ -56,7 +57,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
     unpacked = folder.parent / "unpacked"
     build("dpkg-deb", "-R", folder / FIRST, unpacked)
     control = unpacked / "DEBIAN" / "control"
-    control.write_text(control.read_text().replace("Version: 0.1.0-1", "Version: 0.1.0-2"))
+    control.write_text(control.read_text().replace(f"Version: {__version__}-1", f"Version: {__version__}-2"))
     build("dpkg-deb", "--root-owner-group", "-Zzstd", "-z1", "-b", unpacked, folder / SECOND)
     shutil.rmtree(unpacked)
     shutil.copy(smollm2.resolve(), folder / "model.gguf")
@@ -98,7 +99,7 @@ def test_the_package_is_installed_started_upgraded_removed_and_purged(
         # The owner's settings and the device's identity outlive an upgrade, and what ran runs again, of the new version.
         desk.run("sh", "-c", "echo PRIMAD_NAME=atelier >>/etc/default/primad")
         desk.run("apt-get", "install", "-y", f"/shared/{SECOND}")
-        assert "0.1.0-2" in desk.run("dpkg-query", "-W", "primad")
+        assert f"{__version__}-2" in desk.run("dpkg-query", "-W", "primad")
         assert shown(desk, "ActiveState") == "active"
         assert shown(desk, "MainPID") not in (first, "0")
         assert "PRIMAD_NAME=atelier" in desk.run("cat", f"/proc/{shown(desk, 'MainPID')}/environ")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,10 @@ def test_the_sdist_holds_what_builds_the_wheel_and_no_tests(dist: Path) -> None:
     assert {"pyproject.toml", "LICENSE", "README.md", "primad/__init__.py", "solver/halda/__init__.py"} <= inside
     assert "packaging/build" in inside
     assert not [name for name in inside if name.startswith(("tests", "tools", ".venv", ".models", "shared"))]
+
+
+def test_the_wheel_holds_every_file_of_the_program(dist: Path) -> None:
+    with zipfile.ZipFile(next(dist.glob("*.whl"))) as archive:
+        inside = set(archive.namelist())
+    files = [path for path in (ROOT / "primad").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert [path for path in files if str(path.relative_to(ROOT)) not in inside] == []
