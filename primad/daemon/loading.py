@@ -59,6 +59,7 @@ class WindowLoad:
             flash=load.flash,
             rope=load.rope,
             gpu="" if profile.gpu is None else profile.gpu.id,
+            branches=head.drafting.branches if head is not None and head.drafting is not None else 0,
         )
         self._load, self._head, self._embedding = load, head, embedding
         self._place, self._config, self._gpu_care = station.workspace, station.config, station.gpu_care

@@ -402,7 +402,7 @@ class _Model:
         self, source: WindowSource, options: EngineOptions, *, tap: _Tap, outputs: int, predicting: int = 0
     ) -> None:
         self._options = options
-        self._batch = _Batch(options.rows, options.sequences)
+        self._batch = _Batch(options.rows, options.numbers)
         self._tap = tap
         params = llama.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers(source.assignment, predicting)
@@ -447,8 +447,8 @@ class _Model:
         params = llama.llama_context_default_params()
         params.n_ctx = -(-options.context // KV_CELL_PADDING) * KV_CELL_PADDING * options.sequences
         params.n_batch = params.n_ubatch = options.rows
-        params.n_seq_max = options.sequences
-        params.n_outputs_max = max(min(outputs, options.rows), options.sequences)  # with fewer llama.cpp aborts
+        params.n_seq_max = options.numbers
+        params.n_outputs_max = max(min(outputs, options.rows), options.numbers)  # with fewer llama.cpp aborts
         params.n_outputs_max_per_seq = params.n_outputs_max
         params.n_threads = options.threads
         params.n_threads_batch = options.batch_threads
@@ -480,7 +480,10 @@ class _Model:
             raise EngineError(f"llama.cpp cannot forget positions {start} to {end} of sequence {sequence}")
 
     def kv_copy(self, source: int, target: int, end: int) -> None:
-        # Sequences with cells of their own are copied whole: llama.cpp aborts where a part is asked for.
+        # Sequences with cells of their own are copied whole: llama.cpp aborts where a part is asked for. Of one that shares
+        # them what it had before is not forgotten.
+        if self._options.sequences == 1:
+            self.kv_remove(target, 0, -1)
         llama.llama_memory_seq_cp(self._memory, source, target, -1, -1)
         self.kv_remove(target, end, -1)
         self._is_copying = self._options.sequences > 1

@@ -140,7 +140,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``context`` cells of KV cache of type ``kv_type`` for each of ``sequences`` sequences; at most ``rows`` rows a step;
     ``threads`` for decode and ``batch_threads`` for prefill. ``lock`` pins resident weights to memory (mlock). Without
     ``flash`` attention keeps the scores of all cells, where the KV cache allows it. ``gpu`` is what llama.cpp calls the GPU
-    that layers are to lie on; "" the first there is.
+    that layers are to lie on; "" the first there is. Beside a single sequence there may be so many ``branches`` of it, which
+    are numbered behind it and share its cells: rows are then not bit for bit what they are in a sequence of their own.
     """
 
     context: int
@@ -153,6 +154,15 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     flash: bool = True
     gpu: str = ""
     rope: Rope = Rope()
+    branches: int = 0
+
+    def __post_init__(self) -> None:
+        assert not self.branches or self.sequences == 1
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers of sequences there are."""
+        return self.sequences + self.branches
 
 
 class WindowSource(msgspec.Struct, frozen=True, kw_only=True):

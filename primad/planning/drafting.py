@@ -18,6 +18,8 @@ from primad.ring.drafting.drafter import MOST_ROOM, Drafting
 
 SpeculateMode = Literal["auto", "off", "lookup", "draft"]
 SPECULATE_MODES: Final[tuple[SpeculateMode, ...]] = get_args(SpeculateMode)
+BRANCHES: Final = 4
+"""Of a tree beside its main path: each guess of one is a row less of that."""
 MOST_ROWS: Final = 8
 """Of one step: of guesses that hold four times in five seven are right in a row once in five times."""
 
@@ -28,7 +30,8 @@ def drafting_of(
     """How drafts are computed under ``plan``; None: not at all, as where ``auto`` sees no room for them.
 
     A state cannot be cut back to what held. Steps of several rows of one sequence are computed where they are bit for bit
-    single ones, and with fast ``batching`` everywhere.
+    single ones, and with fast ``batching`` everywhere. Trees are for the latter alone, where weights stream on one device:
+    their rows lie in the KV cache in another order, and so are not bit for bit those of a chain.
     """
     if mode == "off" or question.model.is_recurrent:
         return None
@@ -39,7 +42,8 @@ def drafting_of(
     costs = _costs(plan, question, min(most, MOST_ROWS, question.workload.chunk_rows))
     if room == 1 and len(costs) == 1:
         return None
-    return Drafting(room=room, rows=len(costs), costs=costs)
+    has_trees = batching == "fast" and bool(plan.streaming) and len(plan.devices) == 1
+    return Drafting(room=room, rows=len(costs), costs=costs, branches=BRANCHES if has_trees else 0)
 
 
 def _room(plan: Plan, question: Instance) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 
 from primad.engine.protocol import GREEDY, Hidden, HiddenWindow, LogitsWindow, Sampler, Tokens
 from primad.errors import GrammarError, ProtocolError, RingError
+from primad.ring.drafting.tree import child
 from primad.ring.lateness import Lateness
 from primad.ring.logprobs import log_softmax, most_likely
 from primad.ring.messages import (
@@ -238,7 +239,7 @@ class Head:
             dtype=HIDDEN_DTYPE,
             shape=(rows, self._limits.width),
             positions=planned.positions,
-            sequences=[[sequence] for sequence in planned.sequences],
+            sequences=[planned.shared.get(row, [sequence]) for row, sequence in enumerate(planned.sequences)],
             outputs=[row in planned.draws for row in range(rows)],
             ops=planned.ops,
         )
@@ -280,10 +281,9 @@ class Head:
         """What follows ``row``, and what follows the rows of drafts behind it as far as they hold."""
         first = last = self._draw(generate, row)
         more: list[Draw] = []
-        for draft in self._scheduler.drafts(step.step):
-            if last.ends or last.token != draft:
-                break
-            last = self._draw(generate, row + len(more) + 1)
+        drafts, node = self._scheduler.drafts(step.step), -1
+        while not last.ends and (found := child(drafts, node, last.token)) is not None:
+            node, last = found, self._draw(generate, row + found + 1)
             more.append(last)
         return replace(first, more=tuple(more)) if more else first
 

@@ -44,7 +44,7 @@ def limits_of(ring: int, epoch: int, windows: Iterable[int], width: int, options
         width=width,
         rows=options.rows,
         context=options.context,
-        sequences=options.sequences,
+        sequences=options.numbers,
     )
 
 

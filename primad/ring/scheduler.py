@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final
 
@@ -44,12 +44,14 @@ from primad.ring.drafting.lookup import PromptLookup
 from primad.ring.drafting.pace import Losses
 from primad.ring.drafting.speculation import BeginsDrafter, Speculation
 from primad.ring.drafting.tally import Tally
+from primad.ring.drafting.tree import NO_TREE, TreeNode, TreeRows, child, depth, placed
 from primad.ring.grouping import Batching, Candidate
 from primad.ring.messages import (
     Cancel,
     Finished,
     Generate,
     GenerationEvent,
+    KvCopy,
     KvForgotten,
     KvKept,
     KvOp,
@@ -64,7 +66,8 @@ from primad.ring.slots import KvSequence, Running, Slots
 class PlannedStep:
     """One step before it is computed: row ``i`` is ``tokens[i]`` at ``positions[i]`` of ``sequences[i]``.
 
-    ``requests`` are the generations that it is for, ``draws`` the rows that want an output, with those that do.
+    ``requests`` are the generations that it is for, ``draws`` the rows that want an output, with those that do. Rows of a
+    tree of drafts may be in several sequences, or in another one, which ``shared`` names.
     """
 
     step: int
@@ -74,6 +77,7 @@ class PlannedStep:
     sequences: list[int]
     draws: dict[int, list[Generate]]
     ops: list[KvOp]
+    shared: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +105,14 @@ MOST_DRAFTS: Final = 64
 class _InFlight:
     """A step on its way: whose rows it has, with how many tokens each will have behind it. ``decodes``: no prompt's.
 
-    ``drafts`` are those among its rows, behind the first of its only generation; one that ``is_draft`` has no other row.
+    ``tree`` has the drafts among its rows, behind the first of its only generation; one that ``is_draft`` has no other row.
     """
 
     computed: dict[int, int]
     draws: dict[int, list[Generate]]
     decodes: bool
     since_s: float
-    drafts: tuple[int, ...] = ()
+    tree: TreeRows = NO_TREE
     is_draft: bool = False
     is_void: bool = False
 
@@ -134,6 +138,9 @@ class Scheduler:
         drafter: BeginsDrafter = PromptLookup,
     ) -> None:
         self._context = context
+        branches = drafting.branches if drafting is not None else 0
+        assert not branches or (sequences == 1 and keep_rows is None), "branches share the cells of one sequence"
+        self._pool = range(sequences, sequences + branches)
         self._drafting, self._drafter = drafting, drafter
         self._losses = Losses()
         self._void: list[int] = []
@@ -183,7 +190,7 @@ class Scheduler:
     @property
     def is_ahead(self) -> bool:
         """Whether a draft is on its way."""
-        return any(step.is_draft or step.drafts for step in self._in_flight.values())
+        return any(step.is_draft or step.tree.nodes for step in self._in_flight.values())
 
     def runs(self, request: int) -> bool:
         """Whether generation ``request`` holds a sequence."""
@@ -434,31 +441,64 @@ class Scheduler:
             if not running.has_step:
                 step.draws[len(step.tokens) - 1] = [running.generate]
             chosen.append(running)
-        drafts = self._drafts_with(step, first) if len(numbers) == 1 else ()
-        return self._hand_out(step, chosen, decodes=True, drafts=drafts)
+        tree = self._drafts_with(step, first) if len(numbers) == 1 else NO_TREE
+        return self._hand_out(step, chosen, decodes=True, tree=tree)
 
-    def _drafts_with(self, step: PlannedStep, running: Running) -> tuple[int, ...]:
+    def _drafts_with(self, step: PlannedStep, running: Running) -> TreeRows:
         """Drafts of ``running`` whose rows ``step``, which has its next token, computes as well."""
         speculation, sequence = running.speculation, running.sequence
         if speculation is None or not step.draws:
-            return ()
-        guesses = speculation.together(self._most_with(running, sequence.cells - 1))
-        for guess in guesses:
-            step.tokens.append(guess.token)
-            step.positions.append(sequence.cells)
+            return NO_TREE
+        nodes, text = speculation.together(self._most_with(running, sequence.cells - 1)), sequence.cells
+        tree = placed(nodes, self._pool)
+        step.ops.extend(KvCopy(sequence.number, number, text - 1) for number, _ in tree.ends)
+        if tree.ends:
+            step.shared[0] = tree.sequences(-1, sequence.number)
+        for node, each in enumerate(nodes):
+            row = len(step.tokens)
+            step.tokens.append(each.guess.token)
+            step.positions.append(text + depth(nodes, node) - 1)
             step.sequences.append(sequence.number)
-            step.draws[len(step.tokens) - 1] = [running.generate]
-            sequence.cells += 1
-        speculation.handed_out(guesses, step.step, together=True)
-        self.tally.drafted += len(guesses)
-        return tuple(guess.token for guess in guesses)
+            step.draws[row] = [running.generate]
+            if tree.ends:
+                step.shared[row] = tree.sequences(node, sequence.number)
+        sequence.cells = text + len(tree.main)
+        if nodes:
+            speculation.handed_out_tree(nodes)
+        self.tally.drafted += len(nodes)
+        return tree
+
+    def _settle(self, running: Running | None, tree: TreeRows, draw: Draw | None) -> None:
+        """A step with ``tree`` is back: of its cells those of the path that held stay, in its text's own sequence."""
+        if not tree.nodes:
+            return
+        removes = [KvRemove(number, 0, -1) for number, _ in tree.ends]
+        if running is None or draw is None:
+            self._slots.first(*removes)
+            return
+        at = -1
+        for token in [draw.token, *(each.token for each in draw.more)]:
+            found = child(tree.nodes, at, token)
+            if found is None:
+                break
+            at = found
+        sequence, holder = running.sequence, tree.holder(at)
+        text = sequence.cells - len(tree.main)
+        cells = text + depth(tree.nodes, at)
+        if holder is not None:
+            self._slots.first(KvCopy(holder, sequence.number, cells))
+        elif cells < sequence.cells:
+            sequence.ops.append(KvRemove(sequence.number, cells, -1))
+        sequence.cells = cells
+        self._slots.first(*removes)
 
     def _most_with(self, running: Running, cells: int) -> int:
         """How many drafts of ``running`` a step may have with its next token, which is behind so many ``cells``."""
         if self._drafting is None or self._waiting or len(self._running) > 1:
             return 0
         room = min(running.generate.max_tokens, self._context - len(running.generate.prompt)) - len(running.sampled)
-        return max(0, min(self._batching.in_one_step(cells, self._drafting.rows), room) - 1)
+        rows = min(self._batching.in_one_step(cells, self._drafting.rows), self._context - cells)
+        return max(0, min(rows, room) - 1)
 
     def _waits(self, running: Running) -> bool:
         """Whether its next step waits for guesses."""
@@ -488,7 +528,7 @@ class Scheduler:
         of: Sequence[Running],
         *,
         decodes: bool,
-        drafts: tuple[int, ...] = (),
+        tree: TreeRows = NO_TREE,
         is_draft: bool = False,
     ) -> PlannedStep:
         step.ops[:0] = self._slots.take_first(step.step)
@@ -499,7 +539,7 @@ class Scheduler:
             draws=step.draws,
             decodes=decodes,
             since_s=self._now_s,
-            drafts=drafts,
+            tree=tree,
             is_draft=is_draft,
         )
         self._steps += 1
@@ -531,6 +571,7 @@ class Scheduler:
         back = self._in_flight.pop(step)
         self._slots.back(step)
         told: list[GenerationEvent] = []
+        settled = False
         for request, computed in back.computed.items():
             running = self._running.get(request)
             if running is None:
@@ -540,8 +581,12 @@ class Scheduler:
                 running.reused = 0
             if request in drawn:
                 told += self._drawn(running, drawn[request], now, now - back.since_s)
+                self._settle(running, back.tree, drawn[request])
+                settled = True
             elif computed < len(running.generate.prompt):
                 told.append(PromptProgress(request=request, tokens=computed))
+        if not settled:
+            self._settle(None, back.tree, None)
         return told
 
     def _drawn(self, running: Running, draw: Draw, now: float, lap_s: float) -> list[GenerationEvent]:
@@ -584,12 +629,12 @@ class Scheduler:
         The rows behind one for each of ``drafts`` are not among them.
         """
         found = self._in_flight[step]
-        rows = list(found.draws.items())[: len(found.draws) - len(found.drafts)]
+        rows = list(found.draws.items())[: len(found.draws) - len(found.tree.nodes)]
         return [(row, each) for row, of in rows for each in of if each.request in self._running]
 
-    def drafts(self, step: int) -> tuple[int, ...]:
+    def drafts(self, step: int) -> Sequence[TreeNode]:
         """The drafts that step ``step`` has behind its first row: from the row of one that held another token is drawn."""
-        return self._in_flight[step].drafts
+        return self._in_flight[step].tree.nodes
 
     def _is_full(self, generate: Generate, sampled: int) -> bool:
         """Whether ``sampled`` tokens are all that ``generate`` may have."""

@@ -119,6 +119,10 @@ class Slots:
         copies, self._first = self._first, []
         return [*self._keeping.hand_out(step), *copies]
 
+    def first(self, *ops: KvOp) -> None:
+        """Have the next step do ``ops`` first, whosever it is."""
+        self._first += ops
+
     def back(self, step: int) -> None:
         """``step`` was in all windows."""
         self._keeping.back(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -170,6 +171,9 @@ class Sure:
     works = False
 
     guess_s = None
+
+    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
+        return ()
 
     def awaits(self, most: int, alpha: float) -> bool:
         return False

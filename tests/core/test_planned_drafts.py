@@ -73,6 +73,17 @@ def test_where_weights_stream_several_rows_cost_little_more_than_one():
     assert (fast.room, fast.rows) == (1, MOST_ROWS)
     assert fast.costs[0] == 1.0
     assert fast.costs[-1] < 2
+    assert fast.branches > 0
+
+
+def test_trees_are_for_one_device_that_streams_and_need_not_be_exact():
+    question = asked(exactly(8, device("a", ram=3 * GB, disk=0.3e9)))
+    plan = residency(ALONE, question)
+    exact = drafting(plan, question, batching="exact")
+    assert exact is None or not exact.branches
+    two = drafting(TWO, asked(device("a"), device("b"), round_trip_s=0.4), batching="fast")
+    assert two is not None
+    assert not two.branches
 
 
 def test_no_more_rows_are_computed_at_once_than_are_exact():

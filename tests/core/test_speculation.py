@@ -49,6 +49,15 @@ class Oracle:
 
     guess_s: float | None = 1e-4
 
+    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
+        """One that is right where the first guess is not, as often as not, and one that never is."""
+        at = self._taken + len(drafts)
+        if at >= len(self._answer):
+            return ()
+        answer, wrong = self._answer[at], (self._answer[at] + 1) % VOCABULARY
+        token = answer if self._random.random() < 0.5 else wrong
+        return [Guess(token=each, sure=self._sure * 0.6) for each in dict.fromkeys((token, wrong))]
+
     def awaits(self, most: int, alpha: float) -> bool:
         return self._late > 0 and self._random.random() < self._late
 
@@ -248,6 +257,9 @@ class Counting:
 
     guess_s = None
 
+    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
+        return ()
+
     def awaits(self, most: int, alpha: float) -> bool:
         return False
 
@@ -257,9 +269,8 @@ class Counting:
 
 def begun(*prompts: Sequence[int], drafting: Drafting = ROOM_3, depth: int = 2, **options) -> Scheduler:
     """A generation for each prompt that has sampled 10 to 13, after which drafts begin, and waits for its next row."""
-    made = Scheduler(
-        context=100, chunking=chunks_of(64), depth=depth, sequences=2, drafting=drafting, drafter=Counting, **options
-    )
+    settled = {"sequences": 2, "drafter": Counting}
+    made = Scheduler(context=100, chunking=chunks_of(64), depth=depth, drafting=drafting, **(settled | options))
     for request, text in enumerate(prompts, 1):
         made.submit(generate(request, text, tokens=40))
     for token in range(10, 10 + BEGINS_AFTER):
@@ -360,7 +371,7 @@ def test_rows_that_cost_little_go_with_the_next_token_in_one_step():
     made = begun([1, 2], drafting=Drafting(rows=4, costs=COSTS))
     step = next_step(made)
     assert (rows_of(step), sorted(step.draws)) == ([(13, 5), (14, 6), (15, 7), (16, 8)], [0, 1, 2, 3])
-    assert made.drafts(step.step) == (14, 15, 16)
+    assert [(node.guess.token, node.parent) for node in made.drafts(step.step)] == [(14, -1), (15, 0), (16, 1)]
     assert bring_back(made, step, 14, 15, 99) == [14, 15, 99]
     following = next_step(made)
     assert (rows_of(following)[0], following.ops) == ((99, 8), [KvRemove(0, 8, -1)])

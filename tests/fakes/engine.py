@@ -277,12 +277,12 @@ class _Window:
             for sequence in sequences:
                 self._check_sequence(sequence)
         numbers = [sequence for sequences in rows.sequences for sequence in sequences]
-        assert len(set(numbers)) == 1 or numbers == list(range(numbers[0], numbers[0] + len(rows))), (
-            f"llama.cpp would compute rows of the sequences {numbers} in several parts"
-        )
+        assert (
+            options.branches or len(set(numbers)) == 1 or numbers == list(range(numbers[0], numbers[0] + len(rows)))
+        ), f"llama.cpp would compute rows of the sequences {numbers} in several parts"
 
     def _check_sequence(self, sequence: int) -> None:
-        assert 0 <= sequence < self._model.options.sequences, f"sequence {sequence} does not exist"
+        assert 0 <= sequence < self._model.options.numbers, f"sequence {sequence} does not exist"
 
     def _check_open(self) -> None:
         assert self._open, "a window was used after its release"

@@ -108,6 +108,7 @@ class FakeRing:
             batch_threads=1,
             kv_type="f16",
             lock=False,
+            branches=drafting.branches if drafting is not None else 0,
         )
         self.model = FakeModel(cuts[-1], ends, options=options)
         self.now_s = 100.0
@@ -129,7 +130,7 @@ class FakeRing:
                 width=WIDTH,
                 rows=options.rows,
                 context=context,
-                sequences=sequences,
+                sequences=options.numbers,
             )
             for device in range(len(held))
         ]

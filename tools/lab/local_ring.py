@@ -184,6 +184,7 @@ class LocalRing:
                 lock=False,
                 flash=self._flash,
                 gpu=self._gpu,
+                branches=self._drafting.branches if self._drafting is not None else 0,
             )
             place = Workspace(
                 cache=LayerCache(self._folder / name),

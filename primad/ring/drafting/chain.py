@@ -9,11 +9,15 @@ from itertools import takewhile
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from primad.engine.protocol import LogitsWindow, Rows
 from primad.ring.drafting.drafter import MOST_ROOM, Guess
 from primad.ring.drafting.messages import Drafted
+from primad.ring.drafting.tree import OPENS_AT
 
+LIKELY: Final = 3
+"""Tokens of one place that are told, those that are not likely left out."""
 PART_ROWS: Final = 64
 """Rows of a prompt that are computed before what came meanwhile is looked at."""
 
@@ -26,11 +30,12 @@ class DraftChain:
         self._number = 0
         self._text: list[int] = []
         self._guesses: list[Guess] = []
+        self._others: list[list[Guess]] = []
         self._computed: list[int] = []
 
     def begin(self, number: int, tokens: list[int]) -> None:
         """From now on it is about text ``number``."""
-        self._number, self._text, self._guesses = number, list(tokens), []
+        self._number, self._text, self._guesses, self._others = number, list(tokens), [], []
         pairs = zip(self._computed, tokens, strict=False)
         self._cut(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
@@ -38,9 +43,10 @@ class DraftChain:
         """``token`` is the next one of the text."""
         self._text.append(token)
         if self._guesses and self._guesses[0].token == token:
-            del self._guesses[0]
+            del self._guesses[0], self._others[0]
         else:
             self._guesses.clear()
+            self._others.clear()
             self._cut(len(self._text) - 1)
 
     def _cut(self, cells: int) -> None:
@@ -74,13 +80,21 @@ class DraftChain:
         self._computed += part
         if not is_last:
             return None
-        logits = self._window.logits(rows - 1)
-        token = int(logits.argmax())
-        sure = float(1 / np.exp(logits - logits[token], dtype=np.float64).sum())
-        self._guesses.append(Guess(token=token, sure=sure))
+        guess, *others = _likely(self._window.logits(rows - 1))
+        self._guesses.append(guess)
+        self._others.append([each for each in others if each.sure >= OPENS_AT])
         return Drafted(
             number=self._number,
             known=len(self._text),
             tokens=[guess.token for guess in self._guesses],
             sures=[guess.sure for guess in self._guesses],
+            others=[[(each.token, each.sure) for each in others] for others in self._others],
         )
+
+
+def _likely(logits: NDArray[np.float32]) -> list[Guess]:
+    """The most likely tokens, the first one first."""
+    found = np.argpartition(-logits, LIKELY - 1)[:LIKELY]
+    found = found[np.argsort(-logits[found], kind="stable")]
+    total = np.exp(logits - logits[found[0]], dtype=np.float64).sum()
+    return [Guess(token=int(i), sure=float(np.exp(float(logits[i] - logits[found[0]])) / total)) for i in found]

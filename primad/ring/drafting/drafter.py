@@ -18,7 +18,8 @@ class Drafting:
     """How drafts are computed: one row a step as long as fewer than ``room`` such steps are in the ring, and up to ``rows``
     rows in one step where that pays. A step of n rows takes ``costs[n - 1]`` times as long as one of a single row; of more
     rows nothing is known. What turns out wrong is skipped on its way if the ring ``skips``. Unless it
-    ``adapts`` the confidence that is needed stays as it is, and drafts go on where they win nothing.
+    ``adapts`` the confidence that is needed stays as it is, and drafts go on where they win nothing. The rows of one step
+    may be a tree with so many ``branches`` beside its main path, each in a sequence of its own.
     """
 
     room: int = 1
@@ -26,10 +27,12 @@ class Drafting:
     costs: tuple[float, ...] = (1.0,)
     skips: bool = True
     adapts: bool = True
+    branches: int = 0
 
     def __post_init__(self) -> None:
         assert 1 <= self.room <= MOST_ROOM
         assert self.rows >= 1
+        assert self.branches >= 0
         assert all(cost > 0 for cost in self.costs)
 
 
@@ -71,6 +74,9 @@ class Drafter(Protocol):
 
     def guess(self, drafts: Sequence[int]) -> Guess | None:
         """What may follow the text and ``drafts`` behind it; None where nothing comes to mind."""
+
+    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
+        """What else may follow them."""
 
     @property
     def guess_s(self) -> float | None:

@@ -62,6 +62,9 @@ class PromptLookup:
     def works(self) -> bool:
         return False
 
+    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
+        return ()
+
     @property
     def guess_s(self) -> float | None:
         return None

@@ -34,7 +34,8 @@ class DraftTokens(msgspec.Struct, frozen=True, tag="tokens"):
 class Drafted(msgspec.Struct, frozen=True, kw_only=True, tag="drafted"):
     """Behind the first ``known`` tokens of text ``number`` may come all of ``tokens``, each so sure behind the others.
 
-    The latest one took ``guess_s``; None where that was not measured.
+    The latest one took ``guess_s``; None where that was not measured. In place of each of ``tokens`` may come ``others``,
+    with how sure each of them is.
     """
 
     number: int
@@ -42,6 +43,7 @@ class Drafted(msgspec.Struct, frozen=True, kw_only=True, tag="drafted"):
     tokens: list[int]
     sures: list[float]
     guess_s: float | None = None
+    others: list[list[tuple[int, float]]] = []
 
 
 DraftTask = DraftModel | DraftText | DraftTokens

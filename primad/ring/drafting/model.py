@@ -71,6 +71,8 @@ class ModelDrafter:
         self._guess_s: float | None = None
         self._guesses: list[Guess] = []
         """Behind the text, as the model said them."""
+        self._others: list[list[Guess]] = []
+        """What else may come in the place of each."""
         self.is_followed = True
 
     def heard(self, drafted: Drafted) -> None:
@@ -80,15 +82,20 @@ class ModelDrafter:
         if drafted.tokens[: len(behind)] == behind:
             pairs = zip(drafted.tokens, drafted.sures, strict=True)
             self._guesses = [Guess(token=token, sure=sure) for token, sure in pairs][len(behind) :]
+            others = [[Guess(token=token, sure=sure) for token, sure in each] for each in drafted.others]
+            self._others = others[len(behind) :]
 
     def took(self, token: int) -> None:
         self._lookup.took(token)
         self._text.append(token)
         if self._guesses:
             guess = self._guesses.pop(0)
-            self._share(guess).count(held=guess.token == token)
+            others = self._others.pop(0) if self._others else []
+            for each in (guess, *others):
+                self._share(each).count(held=each.token == token)
             if guess.token != token:
                 self._guesses.clear()
+                self._others.clear()
 
     def guess(self, drafts: Sequence[int]) -> Guess | None:
         found = self._lookup.guess(drafts)
@@ -105,6 +112,15 @@ class ModelDrafter:
     @property
     def guess_s(self) -> float | None:
         return self._guess_s
+
+    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
+        depth = len(drafts)
+        if not self.is_followed or depth >= min(len(self._guesses), len(self._others)):
+            return ()
+        if any(a.token != b for a, b in zip(self._guesses, drafts, strict=False)):
+            return ()
+        found = (self._guesses[depth], *self._others[depth])  # another one may have been looked up in its place
+        return [Guess(token=each.token, sure=self._share(each).sure) for each in found]
 
     def awaits(self, most: int, alpha: float) -> bool:
         if not (self.is_followed and self._has_read) or len(self._guesses) >= most:

@@ -15,6 +15,7 @@ from typing import Final, Protocol
 from primad.ring.drafting.drafter import Drafter, Drafting, Guess, HeldShare
 from primad.ring.drafting.fallback import Fallback
 from primad.ring.drafting.pace import Losses, Pace
+from primad.ring.drafting.tree import TreeNode, best_tree, child, depth
 from primad.ring.drafting.waiting import best_wait, rate_without_waiting
 
 WORTH_IT: Final = 1.1
@@ -49,10 +50,11 @@ class Speculation:
         self._fallback = Fallback(adapts=drafting.adapts)
         self._ahead: deque[_Ahead] = deque()
         self._is_touched = False
-        self._together = 0
-        """Guesses of the latest step of several rows."""
-        self._right = 0
-        """Of these held."""
+        self._tree: list[TreeNode] = []
+        """What is computed with the next token; node ``_at`` is the last that held."""
+        self._at = -1
+        self._longest = self._right = 0
+        """Guesses of the tree's longest path; of these held."""
         self._waits_until_s: float | None = None
         self._share = HeldShare(*_FIRST_SHARE)
         """Of guesses that were computed with the next token, up to the first that failed."""
@@ -61,8 +63,13 @@ class Speculation:
             self._drafter.took(token)
 
     @property
+    def is_ahead(self) -> bool:
+        """Whether anything is on its way."""
+        return bool(self._ahead or self._tree)
+
+    @property
     def tokens(self) -> list[int]:
-        """What is on its way, the next token first."""
+        """What is on its way one behind the other, the next token first."""
         return [each.guess.token for each in self._ahead]
 
     @property
@@ -72,7 +79,7 @@ class Speculation:
 
     def next(self) -> Guess | None:
         """A guess behind all that is on its way that is worth an idle place of the ring."""
-        if self._pace.is_off:
+        if self._pace.is_off or self._tree:
             return None
         guess = self._drafter.guess(self.tokens)
         return guess if guess is not None and self._pace.wants(self._sure * guess.sure) else None
@@ -80,7 +87,7 @@ class Speculation:
     def waits(self, most: int, now: float) -> float | None:
         """Until when the next step waits for guesses that it could compute, ``most`` at most; None: no longer."""
         usual_s, guess_s, costs = self._pace.usual_s, self._drafter.guess_s, self._drafting.costs[: most + 1]
-        if len(costs) <= 1 or self._ahead or self._pace.is_off or not usual_s or guess_s is None:
+        if len(costs) <= 1 or self.is_ahead or self._pace.is_off or not usual_s or guess_s is None:
             return None
         share, guess = self._share.sure, guess_s / usual_s
         most, rate = best_wait(costs, share, guess)
@@ -93,29 +100,16 @@ class Speculation:
         self._is_touched = True
         return self._waits_until_s
 
-    def together(self, most: int) -> list[Guess]:
+    def together(self, most: int) -> list[TreeNode]:
         """Guesses that are computed with the next token in one step, ``most`` at most: as many as win most time.
 
-        n of them make 1 + p1 + p1 p2 + ... tokens of a step, which takes as long as its n + 1 rows do.
+        n of them behind each other make 1 + p1 + p1 p2 + ... tokens of a step, which takes as long as its n + 1 rows do.
         """
         costs = self._drafting.costs
         most = min(most, len(costs) - 1)
-        if most <= 0 or self._ahead or self._pace.is_off:
+        if most <= 0 or self.is_ahead or self._pace.is_off:
             return []
-        found: list[Guess] = []
-        sure, expected = 1.0, 1.0
-        best, best_rate = 0, WORTH_IT
-        while len(found) < most:
-            guess = self._drafter.guess([each.token for each in found])
-            if guess is None:
-                break
-            found.append(guess)
-            sure *= guess.sure
-            expected += sure
-            rate = expected * costs[0] / costs[len(found)]
-            if rate > best_rate:
-                best, best_rate = len(found), rate
-        return found[:best]
+        return best_tree(self._drafter, costs[: most + 1], self._drafting.branches, WORTH_IT)
 
     @property
     def _sure(self) -> float:
@@ -124,10 +118,15 @@ class Speculation:
             sure *= each.guess.sure
         return sure
 
-    def handed_out(self, guesses: Sequence[Guess], step: int, *, together: bool = False) -> None:
-        """``step`` has a row for each of ``guesses``, behind what is on its way, or ``together`` with the next token."""
-        if together:
-            self._together, self._right = len(guesses), 0
+    def handed_out_tree(self, nodes: Sequence[TreeNode]) -> None:
+        """A step has a row for each of ``nodes`` with the next token."""
+        self._tree, self._at = list(nodes), -1
+        self._longest, self._right = max((depth(nodes, node) for node in range(len(nodes))), default=0), 0
+        self.drafted += len(nodes)
+        self._is_touched = self._is_touched or bool(nodes)
+
+    def handed_out(self, guesses: Sequence[Guess], step: int) -> None:
+        """``step`` has a row for each of ``guesses``, behind what is on its way."""
         self._ahead.extend(_Ahead(guess, step) for guess in guesses)
         self.drafted += len(guesses)
         self._is_touched = self._is_touched or bool(guesses)
@@ -135,23 +134,30 @@ class Speculation:
     def took(self, token: int, now: float) -> bool:
         """``token`` is the next one of the answer; whether what is on its way holds. If not it is to be taken back."""
         held = not self._ahead or self._ahead[0].guess.token == token
-        was_together = bool(self._together and self._ahead)
         is_accepted = held and bool(self._ahead)
-        if is_accepted:
+        if self._tree:
+            is_accepted = held = self._took_of_tree(token)
+        elif is_accepted:
             self._ahead.popleft()
-            self.accepted += 1
-            self._right += 1
-        if self._together and not (held and self._ahead):
-            self._fallback.verified(self._right, self._together - self._right)
-            self._together = 0
-        if was_together:
-            self._share.count(held=held)
+        self.accepted += is_accepted
         self._waits_until_s = None
         self._pace.took(now, drafted=self._is_touched, missed=not held, worked=self._drafter.works)
         self._drafter.took(token)
-        self._is_touched = is_accepted or bool(self._ahead)  # the next one is drawn from a draft's row, or before one
+        self._is_touched = is_accepted or self.is_ahead  # the next one is drawn from a draft's row, or before one
         return held
+
+    def _took_of_tree(self, token: int) -> bool:
+        """Whether ``token`` is one of the guesses behind those of the tree that held."""
+        found = child(self._tree, self._at, token)
+        self._share.count(held=found is not None)
+        if found is not None:
+            self._at, self._right = found, self._right + 1
+        if found is None or all(node.parent != found for node in self._tree):
+            self._fallback.verified(self._right, max(0, self._longest - self._right))
+            self._tree = []
+        return found is not None
 
     def take_back(self) -> None:
         """Nothing of what is on its way counts."""
         self._ahead.clear()
+        self._tree = []

@@ -1,0 +1,314 @@
+"""Trees of drafts: the text is that without them, no cell of it is written over, and no sequence or cell is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from primad.engine.protocol import Sampling
+from primad.ring.drafting.drafter import Drafting, Guess
+from primad.ring.drafting.tree import NO_TREE, OPENS_AT, TreeNode, best_tree, child, depth, placed
+from primad.ring.messages import KvCopy, KvRemove
+from tests.core.test_speculation import (
+    TOKENS,
+    WILD,
+    begun,
+    bring_back,
+    knowing,
+    move,
+    next_step,
+    prompt,
+    rows_of,
+    run,
+    sampled,
+)
+from tests.fakes.engine import FakeModel
+from tests.fakes.ring import GREEDY, FakeRing, generate
+
+COSTS = tuple(1 + 0.02 * rows for rows in range(10))
+rings = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def node(token: int, parent: int) -> TreeNode:
+    return TreeNode(Guess(token=token, sure=0.5), parent)
+
+
+@st.composite
+def trees(draw) -> list[TreeNode]:
+    """Any tree of up to nine nodes; the children of a node are different tokens."""
+    nodes: list[TreeNode] = []
+    for count in range(draw(st.integers(1, 9))):
+        parent = draw(st.integers(-1, count - 1))
+        nodes.append(node(10 * (parent + 2) + sum(each.parent == parent for each in nodes), parent))
+    return nodes
+
+
+@given(trees())
+def test_each_path_has_one_sequence_and_none_but_the_main_one_is_the_texts(nodes):
+    tree = placed(nodes, range(1, 20))
+    assert len({number for number, _ in tree.ends}) == len(tree.ends)
+    rows: dict[int, list[tuple[int, int]]] = {}
+    for at in range(-1, len(nodes)):
+        assert tree.sequences(at, 0), "every row lies somewhere"
+        for number in tree.sequences(at, 0):
+            rows.setdefault(number, []).append((at, depth(nodes, at)))
+    for path in rows.values():
+        assert [deep for _, deep in path] == list(range(len(path))), "no hole, and no position twice"
+        assert all(nodes[b].parent == a for (a, _), (b, _) in pairwise(path))
+    for at in range(len(nodes)):
+        assert (tree.holder(at) or 0) in tree.sequences(at, 0)
+    before = None
+    for at in range(-1, len(nodes)):  # llama.cpp takes a step only where rows have ever fewer of the sequences together
+        assert before is None or set(tree.sequences(at, 0)) <= before
+    assert NO_TREE.sequences(-1, 0) == [0]
+
+
+class Told:
+    """Says what stands in a table: behind which drafts which guesses may come, the first one first."""
+
+    def __init__(self, table: dict[tuple[int, ...], list[tuple[int, float]]]) -> None:
+        self._table = table
+
+    def _at(self, drafts: Sequence[int]) -> list[Guess]:
+        return [Guess(token=token, sure=sure) for token, sure in self._table.get(tuple(drafts), [])]
+
+    def guess(self, drafts: Sequence[int]) -> Guess | None:
+        return next(iter(self._at(drafts)), None)
+
+    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
+        return self._at(drafts)[1:]
+
+
+UNSURE = Told(
+    {(): [(1, 0.4), (2, 0.35)], (1,): [(3, 0.4), (4, 0.3)], (2,): [(5, 0.9)], (1, 3): [(6, 0.3)], (2, 5): [(7, 0.5)]}
+)
+SURE = Told({(1,) * deep: [(1, 0.95), (2, 0.02)] for deep in range(9)})
+
+
+def tokens_of(nodes: Sequence[TreeNode]) -> list[tuple[int, int]]:
+    return [(each.guess.token, each.parent) for each in nodes]
+
+
+def test_the_next_guess_goes_to_the_branch_that_holds_most_likely():
+    flat = (1.0,) * 6
+    assert tokens_of(best_tree(UNSURE, flat, 4, 1.1)) == [(1, -1), (2, -1), (5, 1), (3, 0), (7, 2)]
+    assert tokens_of(best_tree(UNSURE, flat, 1, 1.1)) == [(1, -1), (2, -1), (5, 1), (3, 0), (7, 2)]
+    assert tokens_of(best_tree(UNSURE, flat, 0, 1.1)) == [(1, -1), (3, 0), (6, 1)]
+
+
+def test_where_guesses_are_sure_or_rows_dear_it_is_a_chain_or_nothing():
+    assert tokens_of(best_tree(SURE, (1.0,) * 5, 4, 1.1)) == [(1, -1), (1, 0), (1, 1), (1, 2)]
+    assert best_tree(UNSURE, (1.0, 2.0, 3.0), 4, 1.1) == []
+    assert OPENS_AT > 0.02
+
+
+@given(trees(), st.data())
+def test_a_tree_makes_no_fewer_tokens_than_the_best_chain(nodes, data):
+    table: dict[tuple[int, ...], list[tuple[int, float]]] = {}
+    for at in range(-1, len(nodes)):
+        path, up = [], at
+        while up >= 0:
+            path, up = [nodes[up].guess.token, *path], nodes[up].parent
+        children = [each.guess.token for each in nodes if each.parent == at]
+        left = 1.0
+        for token in children:
+            sure = data.draw(st.floats(0.05, 1)) * left
+            left -= sure
+            table.setdefault(tuple(path), []).append((token, sure))
+    drafter = Told(table)
+
+    def rate(found: list[TreeNode]) -> float:
+        shares: list[float] = []
+        for each in found:
+            shares.append(each.guess.sure * (shares[each.parent] if each.parent >= 0 else 1.0))
+        return (1 + sum(shares)) / COSTS[len(found)]
+
+    tree, chain = (best_tree(drafter, COSTS, branches, 1.0) for branches in (9, 0))
+    assert rate(tree) >= rate(chain) - 1e-9
+    assert all(each.parent < at for at, each in enumerate(tree))
+    assert len(tree) < len(COSTS)
+
+
+# ---- in a ring -------------------------------------------------------------------------------------------------------
+
+
+class Counting:
+    """Guesses the number that follows the last token, or else one of the two behind it, and goes on from there."""
+
+    works = False
+    guess_s = None
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._last = prompt[-1]
+
+    def took(self, token: int) -> None:
+        self._last = token
+
+    def awaits(self, most: int, alpha: float) -> bool:
+        return False
+
+    def guess(self, drafts: Sequence[int]) -> Guess | None:
+        return Guess(token=(drafts[-1] if drafts else self._last) + 1, sure=0.5)
+
+    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
+        first = (drafts[-1] if drafts else self._last) + 2
+        return [Guess(token=first, sure=0.3)]
+
+
+def with_tree():
+    """A scheduler whose generation has sampled 10 to 13, and its next step, which has a tree of drafts."""
+    made = begun([1, 2], drafting=Drafting(rows=5, costs=(1.0,) * 5, branches=3), drafter=Counting, sequences=1)
+    return made, next_step(made)
+
+
+def test_a_tree_is_one_step_whose_branches_are_copies_of_the_text():
+    _, step = with_tree()
+    assert rows_of(step) == [(13, 5), (14, 6), (15, 6), (15, 7), (16, 7)]
+    assert step.ops == [KvCopy(0, 1, 5), KvCopy(0, 2, 5)]
+    assert step.shared == {0: [0, 1, 2], 1: [0, 2], 2: [1], 3: [0], 4: [2]}
+    assert sorted(step.draws) == [0, 1, 2, 3, 4]
+
+
+def test_of_the_longest_right_path_the_cells_become_the_texts():
+    made, step = with_tree()
+    assert bring_back(made, step, 15, 40) == [15, 40], "15 is a branch of its own"
+    following = next_step(made)
+    holder = step.shared[2][0]
+    assert following.ops[:3] == [KvCopy(holder, 0, 7), *(KvRemove(number, 0, -1) for number in (1, 2))]
+    assert rows_of(following)[0] == (40, 7)
+
+
+def test_a_tree_of_which_nothing_held_leaves_the_text_as_it_was():
+    made, step = with_tree()
+    assert bring_back(made, step, 40) == [40]
+    following = next_step(made)
+    assert following.ops[:2] == [KvRemove(1, 0, -1), KvRemove(2, 0, -1)]
+    assert KvRemove(0, 6, -1) in following.ops
+    assert rows_of(following)[0] == (40, 6)
+
+
+@st.composite
+def tree_rings(draw, sampling=GREEDY, **options):
+    devices, rounds = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    sizes = st.lists(st.integers(1, 2), min_size=devices, max_size=devices)
+    drafter = knowing(
+        sampling,
+        draw(st.sampled_from([0.0, 0.3, 0.6, 0.9])),
+        sure=draw(st.sampled_from([0.4, 0.6])),
+        seed=draw(st.integers(0, 99)),
+        late=draw(st.sampled_from([0.0, 0.5])),
+    )
+    drafting = Drafting(
+        room=draw(st.integers(1, 3)),
+        rows=draw(st.integers(2, 10)),
+        costs=COSTS,
+        branches=draw(st.integers(0, 4)),
+        adapts=draw(st.booleans()),
+    )
+    return FakeRing(
+        draw(st.lists(sizes, min_size=rounds, max_size=rounds)) if devices > 1 else [],
+        1,
+        context=draw(st.sampled_from([40, 256])),
+        seed=draw(st.integers(0, 2**32)),
+        drafter=drafter,
+        drafting=drafting,
+        **options,
+    )
+
+
+def check_nothing_is_left(ring: FakeRing, sampling: Sampling = GREEDY) -> None:
+    """Behind one more answer no branch has a cell, and the text's own sequence no more than it needs."""
+    tokens, _ = ring.ask(generate(99, [1], tokens=1, sampling=sampling))
+    assert tokens == ring.model.answer([1], 1, sampling)
+    for window in ring.windows:
+        assert [window.held(number) for number in range(ring.model.options.numbers)] == [
+            1,
+            *(0 for _ in range(ring.model.options.branches)),
+        ]
+    assert len(ring.scheduler._slots._free) == 1
+
+
+@rings
+@given(st.data(), st.sampled_from([GREEDY, WILD]))
+def test_any_tree_leaves_answers_as_they_are_and_nothing_behind(data, sampling):
+    ring = data.draw(tree_rings(sampling))
+    texts = data.draw(st.lists(st.builds(prompt, st.integers(1, 12), st.integers(0, 3)), min_size=1, max_size=3))
+    for request, text in enumerate(texts):
+        ring.head.submit(generate(request, text, tokens=TOKENS, sampling=sampling))
+    run(ring)
+    for request, text in enumerate(texts):
+        assert ring.answer(request)[0] == ring.model.answer(text, TOKENS, sampling)
+    check_nothing_is_left(ring, sampling)
+
+
+@rings
+@given(st.data())
+def test_a_cancel_at_any_moment_leaves_no_branch_behind(data):
+    ring = data.draw(tree_rings())
+    text = prompt(7)
+    ring.head.submit(generate(1, prompt(5), tokens=TOKENS))
+    ring.head.submit(generate(2, text, tokens=TOKENS))
+    for _ in range(data.draw(st.integers(0, 200))):
+        move(ring)
+    ring.cancel(1)
+    run(ring)
+    assert ring.answer(2)[0] == ring.model.answer(text, TOKENS, GREEDY)
+    check_nothing_is_left(ring)
+
+
+@rings
+@given(st.data(), st.sampled_from([GREEDY, WILD]))
+def test_an_answer_goes_on_in_another_ring_wherever_a_tree_was_on_its_way(data, sampling):
+    first, second = data.draw(tree_rings(sampling)), data.draw(tree_rings(sampling))
+    text = prompt(6, data.draw(st.integers(0, 3)))
+    first.head.submit(generate(1, text, tokens=TOKENS, sampling=sampling))
+    for _ in range(data.draw(st.integers(0, 150))):
+        move(first)
+    told = sampled(first, 1)
+    second.head.submit(generate(1, text, sampled=told, tokens=TOKENS, sampling=sampling))
+    run(second)
+    assert told + sampled(second, 1) == first.model.answer(text, TOKENS, sampling)
+
+
+@rings
+@given(st.data())
+def test_an_end_token_in_a_branch_ends_the_answer_where_it_would_without(data):
+    text = prompt(8, data.draw(st.integers(0, 9)))
+    answer = FakeModel(1).answer(text, TOKENS, GREEDY)
+    ends = frozenset([answer[data.draw(st.integers(0, TOKENS - 1))]])
+    ring = data.draw(tree_rings(ends=ends))
+    tokens, finished = ring.ask(generate(1, text, tokens=TOKENS))
+    assert tokens == FakeModel(1, ends).answer(text, TOKENS, GREEDY)
+    assert finished.reason == "stop"
+
+
+def test_where_the_first_guess_is_often_wrong_and_the_second_right_a_tree_takes_fewer_steps():
+    def steps(branches: int) -> int:
+        ring = FakeRing(
+            [],
+            1,
+            context=256,
+            drafting=Drafting(rows=6, costs=(1.0,) * 6, branches=branches, adapts=False),
+            drafter=knowing(GREEDY, 0.5, sure=0.5, seed=3),
+        )
+        ring.head.submit(generate(1, [1, 2], tokens=3 * TOKENS))
+        run(ring)
+        assert ring.answer(1)[0] == ring.model.answer([1, 2], 3 * TOKENS, GREEDY)
+        return len(ring.windows[0].steps)
+
+    assert steps(4) < steps(0) < 3 * TOKENS
+
+
+def test_branches_are_for_a_single_sequence_whose_cells_are_kept_nowhere():
+    for options in ({"sequences": 2}, {"keep_rows": 4}):
+        with pytest.raises(AssertionError):
+            FakeRing([], 1, drafting=Drafting(rows=4, costs=COSTS, branches=2), **options)
+
+
+def test_a_node_is_found_behind_its_parent_alone():
+    nodes = [node(1, -1), node(2, 0), node(2, -1)]
+    assert [child(nodes, -1, 2), child(nodes, 0, 2), child(nodes, 1, 2)] == [2, 1, None]

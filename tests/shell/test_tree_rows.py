@@ -1,0 +1,160 @@
+"""Trees of drafts on llama.cpp itself: branches share the cells of one sequence, and the text goes on as without them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from halda.assignment import in_memory
+from primad.engine.llama import LlamaVocabulary, WholeModel
+from primad.engine.protocol import EngineOptions, Rows, WindowSource
+from primad.ring.drafting.drafter import Drafting, Guess
+from primad.ring.head import Head, Tell
+from primad.ring.messages import Sampled, StepLimits
+from primad.ring.scheduler import Scheduler
+from tests.fakes.ring import chunks_of, generate
+
+pytestmark = pytest.mark.slow
+
+LAYERS, CONTEXT, TOKENS, BRANCHES = 30, 256, 40, 3
+TEXT = "The ferry leaves the northern pier at half past six. Say this again."
+
+
+def options(branches: int) -> EngineOptions:
+    return EngineOptions(
+        context=CONTEXT,
+        sequences=1,
+        rows=64,
+        threads=1,
+        batch_threads=1,
+        kv_type="f16",
+        lock=False,
+        branches=branches,
+    )
+
+
+def opened(path: Path, branches: int) -> tuple[WholeModel, list[int]]:
+    """The model with so many branches, and the text in its tokens."""
+    vocabulary = LlamaVocabulary(path)
+    size, text = vocabulary.size, vocabulary.tokenize(TEXT, add_special=True, parse_special=True)
+    vocabulary.release()
+    assignment = in_memory(0, LAYERS, output="cpu")
+    source = WindowSource(window=0, metadata=str(path), layers=(), assignment=assignment, extra_buffers=False)
+    return WholeModel(source, options(branches), frozenset(), vocabulary=size), text
+
+
+def rows(tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]) -> Rows:
+    return Rows(
+        content=np.array(tokens, np.int32), positions=positions, sequences=sequences, outputs=[True] * len(tokens)
+    )
+
+
+def check_alike(found: np.ndarray, expected: np.ndarray) -> None:
+    """Cells in another order are summed up in another one, and a quantised model makes more of that."""
+    assert found.argmax() == expected.argmax()
+    assert np.corrcoef(found, expected)[0, 1] > 0.999
+
+
+def test_a_row_of_a_branch_says_what_it_says_alone(smollm2: Path):
+    model, text = opened(smollm2, BRANCHES)
+    try:
+        end = len(text)
+
+        def alone(*tokens: int) -> np.ndarray:
+            model.forward(rows(tokens, range(end, end + len(tokens)), [[0]] * len(tokens)))
+            found = model.logits(len(tokens) - 1).copy()
+            model.kv_remove(0, end, -1)
+            return found
+
+        model.forward(rows(text, range(end), [[0]] * end))
+        first, second = alone(28, 260, 411), alone(28, 339)
+        model.kv_copy(0, 1, end)
+        model.forward(rows([28, 260, 339, 411], [end, end + 1, end + 1, end + 2], [[0, 1], [0], [1], [0]]))
+        for found, expected in ((model.logits(3), first), (model.logits(2), second)):
+            check_alike(found, expected)
+        model.kv_copy(1, 0, end + 2)  # the branch held
+        model.kv_remove(1, 0, -1)
+        model.forward(rows([411], [end + 2], [[0]]))
+        behind = model.logits(0).copy()
+        model.kv_remove(0, end, -1)
+        check_alike(behind, alone(28, 339, 411))
+    finally:
+        model.release()
+
+
+class Known:
+    """Knows the answer: its first guess is right at two of three places, and where it is not the second is."""
+
+    works = False
+    guess_s = None
+
+    def __init__(self, answer: Sequence[int]) -> None:
+        self._answer, self._taken = answer, 0
+
+    def took(self, token: int) -> None:
+        self._taken += 1
+
+    def awaits(self, most: int, alpha: float) -> bool:
+        return False
+
+    def guess(self, drafts: Sequence[int]) -> Guess | None:
+        at = self._taken + len(drafts)
+        if at >= len(self._answer):
+            return None
+        return Guess(token=self._answer[at] if at % 3 else 1, sure=0.6)
+
+    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
+        at = self._taken + len(drafts)
+        return [Guess(token=self._answer[at], sure=0.3)] if at < len(self._answer) else []
+
+
+def answer(path: Path, known: Sequence[int] | None) -> tuple[list[int], int, int]:
+    """The answer, with drafts of who knows it: its steps, and how often a branch became the text."""
+    model, text = opened(path, BRANCHES)
+    drafting = None if known is None else Drafting(rows=8, costs=(1.0,) * 8, branches=BRANCHES, adapts=False)
+    limits = StepLimits(
+        ring=1, epoch=1, windows=frozenset(), width=576, rows=64, context=CONTEXT, sequences=1 + BRANCHES
+    )
+    scheduler = Scheduler(
+        context=CONTEXT, chunking=chunks_of(64), depth=1, drafting=drafting, drafter=lambda _: Known(known or ())
+    )
+    taken: list[int] = []
+    copy = model.kv_copy
+
+    def copied(source: int, target: int, end: int) -> None:
+        taken.extend([source] if target == 0 else [])
+        copy(source, target, end)
+
+    model.kv_copy = copied  # type: ignore[method-assign]
+    head = Head(
+        windows={},
+        tail=model,
+        route=1,
+        limits=limits,
+        scheduler=scheduler,
+        step_timeout_s=600,
+        clock=time.monotonic,
+    )
+    told: list[int] = []
+    steps = 0
+    try:
+        head.submit(generate(1, text, tokens=TOKENS))
+        while (outcome := head.turn()) is not None:
+            assert isinstance(outcome, Tell)
+            steps += bool(outcome.rows)
+            told += [event.token for event in outcome.events if isinstance(event, Sampled)]
+    finally:
+        model.release()
+    return told, steps, len(taken)
+
+
+def test_the_text_is_that_without_trees_and_branches_become_part_of_it(smollm2: Path):
+    expected, steps, _ = answer(smollm2, None)
+    found, fewer, taken = answer(smollm2, expected)
+    assert found == expected
+    assert taken > 3
+    assert fewer < steps / 2
