@@ -19,7 +19,9 @@ from tests.fakes.profile import seed
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave their core to the tests beside
 os.environ["COLUMNS"] = "200"  # the commands' consoles ask for it when they are first imported
 MODELS = Path(__file__).parent.parent / ".models"
-collect_ignore = [] if os.environ.get("PRIMAD_TEST_GPU") else ["gpu"]  # tools/test-gpu runs them
+collect_ignore = [  # tools/test-gpu and tools/test-page run them
+    name for name in ("gpu", "page") if not os.environ.get(f"PRIMAD_TEST_{name.upper()}")
+]
 
 # The time of an example is that of the clock: a process that waits for a core or a disk would take too long. Each run
 # has the same examples, so that what fails fails again; ``--hypothesis-profile explore`` looks for others.

@@ -67,6 +67,7 @@ def create_app(
     ``hosts`` are names, besides localhost and IP addresses, by which clients may reach it; web pages of ``origins`` may
     ask it. ``door`` lets clients in. ``embeddings`` is a model beside that one, if there is one.
     Who says ``owner_key`` may change things at ``desk`` by way of the page.
+    Its ``state.close()`` ends what would stay open, when the server ends.
     """
     app = _App(title="primad", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     metrics = Metrics()
@@ -91,6 +92,7 @@ def create_app(
             include_in_schema=route.answers is not None,
         )
     _handle_errors(app)
+    app.state.close = page.close
     return app
 
 

@@ -48,6 +48,7 @@ def status(
     """Show what a running head and its devices do and hold: layers, memory, reading, pressure.
 
     Bytes read and stalls are means of a token since the status before; below each device stands what the plan predicted.
+    With --watch it also says how quick the ring is now, what each hop takes, and what happened, as the page does.
 
     Examples:
 
@@ -82,18 +83,34 @@ def _print_json(client: httpx.Client, url: str, *, watch: bool) -> None:
 
 def _watch(client: httpx.Client, url: str) -> None:
     """In place on a terminal, one after the other elsewhere."""
+    from rich.console import Group
     from rich.live import Live
 
-    first = render(_ask(client, url)[1])
+    from primad.cli.watched import Look, watched
+
+    before: Look | None = None
+
+    def look() -> RenderableType:
+        nonlocal before
+        seen = Look(_ask(client, url)[1], _now_s())
+        parts = [render(seen.status), *watched(seen, before)]
+        before = seen
+        return Group(*parts)
+
+    first = look()
     if not _out.is_terminal:
         while True:
             _out.print(first, soft_wrap=False)
             time.sleep(EVERY_S)
-            first = render(_ask(client, url)[1])
+            first = look()
     with Live(first, console=_out, auto_refresh=False, vertical_overflow="visible") as live:
         while True:
             time.sleep(EVERY_S)
-            live.update(render(_ask(client, url)[1]), refresh=True)
+            live.update(look(), refresh=True)
+
+
+def _now_s() -> float:
+    return time.monotonic()
 
 
 def _ask(client: httpx.Client, url: str) -> tuple[str, StatusBody]:
@@ -147,9 +164,10 @@ def _notes(status: StatusBody) -> list[str]:
 
     silent = [f"{printable(device.name)}: did not answer in time" for device in status.devices if device.ring is None]
     there = {device.name for device in status.devices}
+    left_out = {each.device: each.reason for each in status.left_out}
     others = [
         f"{printable(member.device)}: {printable(member.phase)}"
-        + (f", {printable(member.reason)}" if member.reason else "")
+        + (f", {printable(why)}" if (why := member.reason or left_out.get(member.device)) else "")
         for member in status.cluster
         if member.device not in there
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -195,6 +195,15 @@ def local_url(host: str, port: int) -> str:
 class _HttpServer(uvicorn.Server):
     """uvicorn without its own signal handlers: the daemon decides when it ends."""
 
+    def __init__(self, config: uvicorn.Config, close: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._close = close
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End; pages that listen are let go first."""
+        self._close()
+        await super().shutdown(sockets)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -244,4 +253,4 @@ def _http_server(
         access_log=False,
         timeout_graceful_shutdown=HTTP_GRACE_S,
     )
-    return _HttpServer(config)
+    return _HttpServer(config, app.state.close)

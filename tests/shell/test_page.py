@@ -287,6 +287,21 @@ def test_a_look_that_fails_ends_the_streams_and_the_next_one_begins_anew():
     asyncio.run(run())
 
 
+def test_streams_end_when_the_server_does():
+    async def run() -> None:
+        watch = Watch(Looks(), 3600.0)
+        stream = watch.snapshots()
+        async with asyncio.timeout(PATIENCE_S):
+            await anext(stream)
+            waiting = asyncio.create_task(anext(stream, None))
+            await asyncio.sleep(0)
+            watch.close()
+            assert await waiting is None
+            assert await anext(watch.snapshots(), None) is None
+
+    asyncio.run(run())
+
+
 def test_pages_that_listen_are_bounded():
     async def run() -> None:
         watch = Watch(Looks(), 0.001)

@@ -15,9 +15,11 @@ import pytest
 from primad.api.backend import Health
 from primad.api.status import (
     AnswerFigures,
+    LinkStatus,
     MemoryFigures,
     PlannedFigures,
     Promises,
+    TokenCounts,
     WrongTerm,
     status_body,
     wrong_line,
@@ -253,6 +255,48 @@ def test_watching_asks_again_until_ctrl_c(primad, endpoint, monkeypatch, argumen
     assert (waits, endpoint.asked) == ([1.0] * 3, 3)
     named = '"epoch":{}' if arguments else "epoch {},"
     assert [named.format(epoch) in out for epoch in (4, 5, 6, 7)] == [True, True, True, False]
+
+
+def test_who_has_no_layers_is_said_with_the_reason(primad, endpoint):
+    left_out = [{"device": "nas", "reason": "the ring would be 31% slower with it"}]
+    endpoint.says(ring(device("desk", role="head"), nas="ready") | {"left_out": left_out})
+    _, out, _ = primad("status", "--url", endpoint.url)
+    assert out.splitlines()[-1] == "nas: ready, the ring would be 31% slower with it"
+
+
+def test_watching_shows_how_quick_the_ring_is_its_hops_and_what_happened(primad, endpoint, monkeypatch):
+    desk, lap = device("desk", role="head"), device("lap")
+    now = [100.0]
+    more = {
+        "links": [
+            msgspec.to_builtins(LinkStatus(source="lap", target="desk", round_trip_ms=0.4, late_ms=1.0, mbit_per_s=900))
+        ],
+        "events": [{"at_s": 1_700_000_000.0, "kind": "joined", "text": "lap \x1b joined"}],
+    }
+
+    def say(written: int) -> None:
+        tokens = TokenCounts(prompt=5, completion=written, answers_open=2)
+        endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring(desk, lap) | more, None, tokens))
+
+    def sleep(seconds: float) -> None:
+        if now[0] > 100.0:
+            raise KeyboardInterrupt
+        now[0] += 2.0
+        say(50)
+
+    monkeypatch.setattr(status_command.time, "sleep", sleep)
+    monkeypatch.setattr(status_command, "_now_s", lambda: now[0])
+    say(10)
+    _, out, _ = primad("status", "--watch", "--url", endpoint.url)
+    assert "? tokens/s now; 2 answers open, 10 tokens written" in out
+    assert "20.0 tokens/s now; 2 answers open, 50 tokens written" in out
+    rows = [line.split() for line in out.splitlines() if line.startswith(("desk", "lap"))][-2:]
+    assert rows == [
+        ["desk", "0-25", "?", "?", "1.00", "ms", "?", "-"],
+        ["lap", "0-25", "?", "?", "1.00", "ms", "0.40", "ms", "-"],
+    ]
+    assert "lap \\x1b joined" in out
+    assert "\x1b" not in out
 
 
 def test_watching_on_a_terminal_draws_in_place(primad, endpoint, monkeypatch):

@@ -68,6 +68,10 @@ class Page:
         self._desk, self._owner, self._timings = desk, owner, timings
         self._watch = Watch(look, timings.page_every_s)
 
+    def close(self) -> None:
+        """The server ends."""
+        self._watch.close()
+
     def routes(self) -> Sequence[Route]:
         """All of them, beside ``/`` itself."""
         return (

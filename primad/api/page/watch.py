@@ -43,6 +43,7 @@ class Watch:
         self._listeners = 0
         self._producer: asyncio.Task[None] | None = None
         self._next: asyncio.Future[Snapshot] | None = None
+        self._is_closed = False
 
     async def snapshots(self) -> AsyncGenerator[Snapshot, None]:
         """The snapshots from now on; who is slow gets the latest. Raises ``RequestError`` where too many listen."""
@@ -58,14 +59,22 @@ class Watch:
                 upcoming, producer = self._next, self._producer
                 either: list[asyncio.Future[Any]] = [upcoming, producer]
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if self._is_closed:
+                    return
                 if not upcoming.done():
                     producer.result()  # it failed, and so does whoever listens
                 yield upcoming.result()
         finally:
             self._listeners -= 1
-            if not self._listeners:
+            if not self._listeners and self._producer is not None:
                 self._producer.cancel()
                 self._producer = None
+
+    def close(self) -> None:
+        """The server ends: every stream does."""
+        self._is_closed = True
+        if self._producer is not None:
+            self._producer.cancel()
 
     async def _produce(self) -> None:
         loop = asyncio.get_running_loop()

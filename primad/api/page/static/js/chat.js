@@ -155,13 +155,17 @@ function grow() {
   parts.input.style.height = `${Math.min(parts.input.scrollHeight, 220)}px`;
 }
 
+function titled(text) {
+  return text.length > 60 ? `${text.slice(0, 59).trimEnd()}…` : text;
+}
+
 function send() {
   const text = parts.input.value.trim();
   if (!text || stopping) return;
   parts.input.value = "";
   grow();
   chat.messages.push({ role: "user", content: text });
-  chat.title ||= text.slice(0, 60);
+  chat.title ||= titled(text);
   answer();
 }
 
@@ -295,7 +299,7 @@ function edit(box, message, place) {
             const text = input.value.trim();
             if (!text) return;
             chat.messages.splice(place, Infinity, { role: "user", content: text });
-            if (place === 0) chat.title = text.slice(0, 60);
+            if (place === 0) chat.title = titled(text);
             answer();
           },
         },

@@ -7,6 +7,7 @@ const CENTRE = { x: 330, y: 236 };
 const RADIUS = 168;
 const WIDTH = 40;
 const GAP = 4.6;
+const LABEL = { width: 54, height: 15 };
 
 /** Degrees clockwise from the top, as a point. */
 function point(degrees, radius) {
@@ -68,7 +69,7 @@ export function drawRing(status) {
     { viewBox: "0 0 660 480", class: "picture", role: "img", "aria-label": words(status) },
     svg("defs", {}, stripes),
     segments.map((segment) => drawWindow(segment, status)),
-    segments.length > 1 ? segments.map((segment, i) => drawHop(segment, segments[(i + 1) % segments.length], status)) : null,
+    drawHops(segments, status),
     svg("g", { class: "pulse" }, svg("circle", { cx: CENTRE.x, cy: CENTRE.y - RADIUS - WIDTH / 2 - 7, r: 5 })),
     svg("text", { x: CENTRE.x, y: CENTRE.y - 6, class: "speed" }),
     svg("text", { x: CENTRE.x, y: CENTRE.y + 20, class: "under" }),
@@ -102,16 +103,34 @@ function drawWindow({ device, number, first, last, from, to }, { cluster }) {
   );
 }
 
-function drawHop(one, other, { links }) {
-  if (one.device.name === other.device.name) return null;
-  const at = (one.to + (other.from < one.to ? other.from + 360 : other.from)) / 2;
-  const link = links.find(({ source, target }) => source === one.device.name && target === other.device.name);
-  const [x, y] = point(at, RADIUS - WIDTH / 2 - 12);
-  const side = Math.abs(x - CENTRE.x) < 30 ? "middle" : x > CENTRE.x ? "end" : "start";
-  const arrow = svg("path", { d: "M-3.500 -6L4 0L-3.500 6Z", class: "arrow" });
-  const [ax, ay] = point(at, RADIUS);
-  arrow.setAttribute("transform", `translate(${ax} ${ay}) rotate(${at})`);
-  return svg("g", { class: "hop" }, arrow, link ? svg("text", { x, y: y + 4, "text-anchor": side }, ms(link.round_trip_ms)) : null);
+/** The hops between windows: which way they go, and how long it is there and back. */
+function drawHops(segments, { links }) {
+  const taken = [];
+  return segments.map((one, i) => {
+    const other = segments[(i + 1) % segments.length];
+    if (one.device.name === other.device.name) return null;
+    const at = (one.to + (other.from < one.to ? other.from + 360 : other.from)) / 2;
+    const arrow = svg("path", { d: "M-3.500 -6L4 0L-3.500 6Z", class: "arrow" });
+    const [ax, ay] = point(at, RADIUS);
+    arrow.setAttribute("transform", `translate(${ax} ${ay}) rotate(${at})`);
+    const link = links.find(({ source, target }) => source === one.device.name && target === other.device.name);
+    return svg("g", { class: "hop" }, arrow, link ? hopLabel(at, ms(link.round_trip_ms), taken) : null);
+  });
+}
+
+/** Inside the ring, further in where another label is. */
+function hopLabel(at, text, taken) {
+  let radius = RADIUS - WIDTH / 2 - 12;
+  let place;
+  do {
+    const [x, y] = point(at, radius);
+    const side = Math.abs(x - CENTRE.x) < 30 ? "middle" : x > CENTRE.x ? "end" : "start";
+    const shift = { middle: -LABEL.width / 2, end: -LABEL.width, start: 0 }[side];
+    place = { x, y, side, left: x + shift };
+    radius -= 6;
+  } while (radius > 90 && taken.some((each) => Math.abs(each.left - place.left) < LABEL.width && Math.abs(each.y - place.y) < LABEL.height));
+  taken.push(place);
+  return svg("text", { x: place.x, y: place.y + 4, "text-anchor": place.side }, text);
 }
 
 /** The picture for who cannot see it. */

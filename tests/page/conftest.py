@@ -1,0 +1,90 @@
+"""A browser without a screen, and what every page that was open in it must hold: no error on the console, nothing that axe
+finds serious."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="no Playwright here; tools/test-page sets it up")
+
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright  # noqa: E402
+
+from tests.e2e.conftest import _network_of_its_own  # noqa: E402, F401
+
+PATIENCE_MS = 180_000
+expect.set_options(timeout=PATIENCE_MS)
+SERIOUS = ("serious", "critical")
+PICTURES = os.environ.get("PRIMAD_PAGE_PICTURES")
+
+
+@pytest.fixture(scope="module")
+def browser(_network_of_its_own: None) -> Iterator[Browser]:  # noqa: F811
+    """Chromium, in the module's network."""
+    path = os.environ.get("PRIMAD_CHROMIUM", "/usr/bin/chromium")
+    if not Path(path).is_file():
+        pytest.skip(f"{path}: no such browser; tools/test-page installs one")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--no-proxy-server"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Opens pages, each in a browser profile of its own; fails where one complained on its console."""
+    contexts, complaints = [], list[str]()
+
+    def heard(message: ConsoleMessage) -> None:
+        expected = "Failed to load resource" in message.text  # that a request was refused, which tests provoke
+        if message.type in ("error", "warning") and not expected:
+            complaints.append(message.text)
+
+    def opened(url: str, **more: object) -> Page:
+        context = browser.new_context(**({"viewport": {"width": 1180, "height": 800}} | more))
+        contexts.append(context)
+        context.set_default_timeout(PATIENCE_MS)
+        page = context.new_page()
+        page.on("console", heard)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(url)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert not complaints
+
+
+@pytest.fixture(scope="session")
+def serious() -> Callable[[Page], list[str]]:
+    """What axe finds serious on a page as it stands."""
+    script = (Path(os.environ["PRIMAD_TEST_PAGE"]) / "axe.min.js").read_text()
+
+    def judge(page: Page) -> list[str]:
+        session = page.context.new_cdp_session(page)  # a debugger's script, which the page's policy need not allow
+        session.send("Runtime.evaluate", {"expression": f"{script};0"})
+        found = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")
+        session.detach()
+        return [
+            f"{each['id']}: {json.dumps([node['target'] for node in each['nodes']])}"
+            for each in found["violations"]
+            if each["impact"] in SERIOUS
+        ]
+
+    return judge
+
+
+@pytest.fixture(scope="session")
+def picture() -> Callable[[Page, str], None]:
+    """Keeps what a page looks like under a name, where pictures are to be made."""
+
+    def keep(page: Page, name: str) -> None:
+        if PICTURES is not None:
+            page.screenshot(path=str(Path(PICTURES) / f"{name}.png"))
+
+    return keep

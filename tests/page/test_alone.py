@@ -1,0 +1,242 @@
+"""The page before a head whose answers a test writes: hostile text, thoughts, calls, keys, and what a keyboard can do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from socket import socket
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from playwright.sync_api import Page, expect
+
+from primad.api.access import Door
+from primad.api.app import create_app
+from primad.api.keys import ApiKey, digest_of
+from tests.fakes.backend import ByteVocabulary, FakeBackend, says
+from tests.fakes.desk import FakeDesk, known
+from tests.fakes.status import device, ring
+
+OWNER, GUEST = "the-owner's-key-is-long", "a-guest's-key-is-long"
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+THINKS = PLAIN + "{% if false %}<think></think>{% endif %}"
+HERMES = PLAIN + "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}"
+HOSTILE = (
+    '# Title\n\n<img src=x onerror="window.hit=1"><script>window.hit=1</script> '
+    "[link](javascript:window.hit=1) [fine](https://example.org/) ![picture](https://example.org/x.png)\n\n"
+    '```html\n<b onclick="window.hit=1">code</b>\n```\n\n<style>body { display: none }</style>'
+)
+
+
+class SlowBackend(FakeBackend):
+    """A pause before each token, so that a test can look at an answer that is being written."""
+
+    pause_s = 0.0
+
+    async def generate(self, *arguments: Any, **more: Any) -> AsyncGenerator[Any, None]:
+        async for event in super().generate(*arguments, **more):
+            await asyncio.sleep(self.pause_s)
+            yield event
+
+
+def answering(*texts: Any, template: str = PLAIN, pause_s: float = 0.0) -> SlowBackend:
+    """A head of two devices."""
+    backend = SlowBackend(says(*texts), vocabulary=ByteVocabulary(chat_template=template))
+    backend.pause_s = pause_s
+    backend.served = replace(backend.served, sequences=4)
+    backend.ring = ring(device("desk", role="head"), device("mini"), old="ready")
+    return backend
+
+
+@contextmanager
+def served(backend: FakeBackend, **more: Any) -> Iterator[str]:
+    """The app under uvicorn in a thread; its URL."""
+    with socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        app = create_app(backend, owner_key=OWNER, **more)
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1)
+        )
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        finally:
+            app.state.close()
+            server.should_exit = True
+            thread.join()
+
+
+def say(page: Page, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+
+
+def test_what_a_model_writes_does_nothing(open_page):
+    with served(answering(HOSTILE)) as url:
+        page = open_page(url)
+        say(page, "<b>Hello</b>")
+        answer = page.locator(".message.assistant .text")
+        expect(page.get_by_label("Regenerate")).to_be_visible()
+        expect(page.locator(".message.user .said")).to_have_text("<b>Hello</b>")
+        expect(answer).to_contain_text('<img src=x onerror="window.hit=1">')
+        expect(answer).to_contain_text('<b onclick="window.hit=1">code</b>')
+        assert page.locator(".text img, .text script, .text style, .text [onclick]").count() == 0
+        assert page.locator(".text a").evaluate_all("all => all.map(each => each.href)") == ["", "https://example.org/"]
+        assert page.evaluate("window.hit") is None
+
+
+def test_thoughts_are_folded(open_page):
+    with served(answering("<think>\nLet me see.\n</think>\n\nForty-two.", template=THINKS)) as url:
+        page = open_page(url)
+        say(page, "What is the answer?")
+        summary = page.locator("details.thoughts summary")
+        expect(summary).to_have_text(re.compile("^Thought"))
+        expect(page.locator(".message.assistant > .text")).to_have_text("Forty-two.")
+        expect(page.get_by_text("Let me see.")).to_be_hidden()
+        summary.click()
+        expect(page.get_by_text("Let me see.")).to_be_visible()
+
+
+def test_calls_are_shown_and_answered_by_hand(open_page):
+    call = '<tool_call>\n{"name": "look_up", "arguments": {"word": "ring"}}\n</tool_call>'
+    backend = answering(call, template=HERMES)
+    with served(backend) as url:
+        page = open_page(url)
+        page.get_by_label("Settings").first.click()
+        word = {"type": "object", "properties": {"word": {"type": "string"}}}
+        tool = json.dumps([{"type": "function", "function": {"name": "look_up", "parameters": word}}])
+        page.get_by_label("Tools (JSON)").fill(tool)
+        say(page, "What is a ring?")
+        expect(page.locator(".call")).to_contain_text("look_up")
+        expect(page.locator(".call pre")).to_contain_text('"word": "ring"')
+        page.get_by_label("What look_up gave").fill("a circle")
+        page.get_by_role("button", name="Give this answer").click()
+        expect(page.locator(".message.assistant")).to_have_count(2)
+        expect(page.locator(".message.tool pre")).to_have_text("a circle")
+
+
+def test_an_answer_is_stopped_regenerated_edited_and_kept(open_page):
+    backend = answering("word " * 400, pause_s=0.02)
+    with served(backend) as url:
+        page = open_page(url)
+        say(page, "Tell me a story")
+        expect(page.locator(".message.assistant .text")).to_contain_text("word word")
+        page.get_by_label("Stop the answer").click()
+        expect(page.locator(".stats")).to_contain_text("stopped")
+        page.get_by_label("Regenerate").click()
+        expect(page.get_by_label("Stop the answer")).to_be_visible()
+        page.get_by_label("Stop the answer").click()
+        expect(page.locator(".message.assistant")).to_have_count(1)
+        page.get_by_label("Edit").click()
+        page.get_by_label("Edit the message").fill("Tell me another one")
+        page.get_by_role("button", name="Send again").click()
+        expect(page.locator(".message.user .said")).to_have_text("Tell me another one")
+        expect(page.locator(".message.assistant .text")).to_contain_text("word word")
+        page.get_by_label("Stop the answer").click()
+        expect(page.locator(".stats")).to_contain_text("stopped")
+        page.reload()
+        expect(page.locator(".message.user .said")).to_have_text("Tell me another one")
+        page.get_by_label('Delete "Tell me another one"').click()
+        expect(page.locator(".message")).to_have_count(0)
+
+
+def test_settings_are_asked_for_and_a_wrong_one_is_named(open_page):
+    backend = answering("Hi")
+    with served(backend) as url:
+        page = open_page(url)
+        page.get_by_label("Settings").first.click()
+        page.get_by_label("System prompt").fill("Be brief")
+        page.get_by_label("Temperature").fill("0.5")
+        say(page, "Hello")
+        expect(page.locator(".message.assistant .text")).to_have_text("Hi")
+        (call,) = backend.calls
+        assert call.sampling.temperature == 0.5
+        assert bytes(call.prompt[1:] if call.prompt[0] > 255 else call.prompt).startswith(b"system: Be brief")
+        page.get_by_label("Temperature").fill("9")
+        say(page, "Again")
+        expect(page.get_by_role("alert")).to_contain_text("temperature")
+
+
+def test_a_key_is_asked_for_and_kept(open_page, serious):
+    with served(answering("Hi"), door=Door(lambda: [ApiKey(name="guest", digest=digest_of(GUEST))])) as url:
+        page = open_page(url)
+        dialog = page.get_by_role("dialog")
+        expect(dialog).to_contain_text("asks for a key")
+        assert serious(page) == []
+        page.get_by_label("API key", exact=True).last.fill(GUEST)
+        page.keyboard.press("Enter")
+        expect(page.locator("#pill")).to_have_attribute("data-state", "serving")
+        say(page, "Hello")
+        expect(page.locator(".message.assistant .text")).to_have_text("Hi")
+        page.reload()
+        expect(page.locator("#pill")).to_have_attribute("data-state", "serving")
+        page.get_by_role("tab", name="Devices").click()
+        expect(page.locator("#devices")).to_contain_text("Only the owner of the head changes devices")
+
+
+def test_tabs_are_chosen_by_arrow_keys(open_page):
+    with served(answering("Hi")) as url:
+        page = open_page(url)
+        page.get_by_role("tab", name="Chat").focus()
+        page.keyboard.press("ArrowRight")
+        expect(page.get_by_role("tab", name="Ring")).to_be_focused()
+        expect(page.locator("#ring")).to_be_visible()
+        page.keyboard.press("ArrowLeft")
+        page.keyboard.press("ArrowLeft")
+        expect(page.get_by_role("tab", name="Devices")).to_be_focused()
+        expect(page.locator("#ring")).to_be_hidden()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1180, 360])
+def test_axe_finds_nothing_serious(open_page, serious, scheme, width):
+    desk = FakeDesk([known("mini"), known("sofa", "no"), known("old", "revoked")])
+    with served(answering(HOSTILE), desk=desk) as url:
+        page = open_page(as_owner(url), color_scheme=scheme, viewport={"width": width, "height": 760})
+        expect(page.locator("#pill")).to_have_attribute("data-state", "serving")
+        say(page, "Hello")
+        expect(page.get_by_label("Regenerate")).to_be_visible()
+        assert serious(page) == []
+        page.get_by_label("Settings").first.click()
+        assert serious(page) == []
+        page.get_by_label("Settings").first.click()
+        page.get_by_role("tab", name="Ring").click()
+        page.locator(".check input").first.check()
+        page.get_by_role("button", name="Predict").click()
+        expect(page.locator(".if-answer")).to_contain_text("tokens/s")
+        assert serious(page) == []
+        page.get_by_role("tab", name="Devices").click()
+        expect(page.get_by_role("button", name="Show a pairing code")).to_be_visible()
+        assert serious(page) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_owner_pauses_caps_and_approves(open_page):
+    desk = FakeDesk([known("mini"), known("sofa", "no")])
+    with served(answering("Hi"), desk=desk) as url:
+        page = open_page(as_owner(url))
+        page.get_by_role("tab", name="Devices").click()
+        page.get_by_role("button", name="Pause").click()
+        expect(page.get_by_role("button", name="Resume")).to_be_visible()
+        page.get_by_label("Memory at most").fill("2.5")
+        page.keyboard.press("Enter")
+        expect(page.locator("#news")).to_have_text("At most 2.5 GB of mini are used.")
+        page.get_by_role("button", name="Approve").click()
+        expect(page.get_by_role("dialog")).to_contain_text("primad devices trust desk --key")
+        page.get_by_role("dialog").get_by_role("button", name="Approve").click()
+        expect(page.get_by_role("button", name="Approve")).to_have_count(0)
+        assert (desk.known[0].is_paused, desk.known[0].ram_bytes) == (True, 2_500_000_000)
+
+
+def as_owner(url: str) -> str:
+    """The address that ``primad page`` would open."""
+    answer = httpx.post(f"{url}ui/ticket", json={}, headers={"authorization": f"Bearer {OWNER}"}, trust_env=False)
+    return f"{url}#ticket={answer.json()['ticket']}"

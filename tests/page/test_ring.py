@@ -1,0 +1,118 @@
+"""The page before real daemons: it chats, shows their ring, pairs a device, and one that dies is seen to die."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from primad.trust.local_trust import VARIABLE as LOCAL_TRUST
+from tests.e2e.cluster import PATIENCE_S, PRIMAD, Head, Primad, environment, primad, ring
+
+NAMES = ("desk", "mini", "laptop")
+
+
+@pytest.fixture(scope="module")
+def devices(module_home, smollm2) -> Iterator[tuple[Head, dict[str, Primad]]]:
+    """A head and two workers that serve."""
+    homes = [module_home(name) for name in NAMES]
+    with ring(smollm2, homes, "page", "--sequences", "2") as (head, workers):
+        yield head, dict(zip(NAMES[1:], workers, strict=True))
+
+
+@pytest.fixture
+def owned(devices, module_home, open_page) -> Callable[[], Page]:
+    """Opens the page as ``primad page`` does."""
+    head, _ = devices
+
+    def opened() -> Page:
+        words = [PRIMAD, "page", "--print", "--head", f"desk:{head.port}"]
+        told = subprocess.run(
+            words, env=environment("command"), capture_output=True, text=True, timeout=PATIENCE_S, check=True
+        )
+        page = open_page(told.stdout.strip())
+        expect(page.locator("#pill")).to_have_attribute("data-state", "serving")
+        return page
+
+    return opened
+
+
+def say(page: Page, text: str, *, most: int | None = None) -> None:
+    """Ask ``text``; ``most`` tokens are to be answered."""
+    if most is not None:
+        page.get_by_label("Settings").first.click()
+        page.get_by_label("Most tokens").fill(str(most))
+        page.get_by_label("Settings").first.click()
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+
+
+def test_it_loads_and_chats(owned, serious, picture):
+    page = owned()
+    page.get_by_label("Settings").first.click()
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Settings").first.click()
+    say(page, "Write a Python function that adds two numbers, and explain how it works.", most=104)
+    expect(page.get_by_label("Regenerate")).to_be_visible()
+    expect(page.locator(".stats")).to_have_text(re.compile(r"\d+ tokens · .* tokens/s · first token "))
+    assert len(page.locator(".message.assistant .text").inner_text()) > 10
+    assert serious(page) == []
+    picture(page, "page-chat")
+
+
+def test_the_ring_is_what_the_status_says(devices, owned, serious, picture):
+    head, _ = devices
+    page = owned()
+    say(page, "Write a long story about a lighthouse and its keeper.", most=300)
+    page.get_by_role("tab", name="Ring").click()
+    expect(page.locator(".picture .under").first).to_have_text("tokens/s now")
+    status = head.status()
+    assert {each["name"] for each in status["devices"]} == set(NAMES)
+    for each in status["devices"]:
+        card = page.get_by_role("article", name=each["name"])
+        expect(card).to_contain_text(f"{each['layers']} layer")
+    expect(page.locator(".events")).to_contain_text("mini joined")
+    expect(page.locator(".spark polyline")).to_have_attribute("points", re.compile(r"(\S+ ){6}"))
+    picture(page, "page-ring")
+    assert serious(page) == []
+    page.locator(".check", has_text="mini").locator("input").check()
+    page.get_by_role("button", name="Predict").click()
+    expect(page.locator(".if-answer")).to_contain_text("tokens/s")
+    expect(page.locator(".if-layers")).not_to_contain_text("mini")
+
+
+def test_a_device_pairs_with_the_code_on_screen_and_is_revoked(owned, module_home, tmp_path):
+    page = owned()
+    page.get_by_role("tab", name="Devices").click()
+    page.get_by_role("button", name="Show a pairing code").click()
+    code = page.locator(".code-words").inner_text()
+    home = module_home("sofa")
+    base = ("join", "--home", home, "--name", "sofa", "--cluster", "page", "--code", code)
+    with primad(*base, **{LOCAL_TRUST: str(tmp_path / "another user")}) as worker:
+        worker.wait_for("paired with desk")
+        card = page.get_by_role("article", name="sofa")
+        expect(card).to_contain_text("trusted")
+        expect(card).to_contain_text("paired")
+        card.get_by_role("button", name="Revoke").click()
+        page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
+        expect(card).to_contain_text("revoked")
+
+
+def test_a_device_that_dies_is_seen_to_die_and_the_answer_goes_on(devices, owned):
+    _, workers = devices
+    page = owned()
+    say(page, "Write a long story about a lighthouse and its keeper.", most=400)
+    expect(page.locator(".message.assistant .text")).to_contain_text(re.compile(r"\w+ \w+ \w+"))
+    page.get_by_role("tab", name="Ring").click()
+    workers["laptop"].kill()
+    expect(page.locator(".events .gone").first).to_contain_text("laptop is gone")
+    expect(page.locator(".events .ring").first).to_contain_text("because of a ring that broke")
+    expect(page.get_by_role("article", name="laptop")).to_have_count(0)
+    expect(page.get_by_role("article", name="mini")).to_be_visible()
+    expect(page.locator("#pill")).to_have_attribute("data-state", "serving")
+    page.get_by_role("tab", name="Chat").click()
+    expect(page.get_by_label("Regenerate")).to_be_visible()
+    expect(page.get_by_role("alert")).to_have_count(0)
