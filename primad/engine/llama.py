@@ -132,7 +132,13 @@ _GO_ON: Final = llama.ggml_abort_callback()
 EVAL_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
 """The callback's true prototype has two more parameters; in the C calling convention a callee may ignore them."""
 
-llama.llama_log_set(_log, ctypes.c_void_p(0))
+
+def hear_llama() -> None:
+    """Have what llama.cpp logs go to this module's logger: a process has one callback, and the last one set has it."""
+    llama.llama_log_set(_log, ctypes.c_void_p(0))
+
+
+hear_llama()
 llama.llama_backend_init()
 ggml_base: Final = _ggml()
 

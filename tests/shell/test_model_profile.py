@@ -12,7 +12,7 @@ import pytest
 
 from halda import Workload
 from halda.cost import compute_buffer_bytes, kv_bytes
-from primad.engine.llama import WholeModel
+from primad.engine.llama import WholeModel, hear_llama
 from primad.gguf.architectures import layer_count
 from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
@@ -28,6 +28,7 @@ _BUFFER = re.compile(r" (KV|RS) buffer size = +([0-9.]+) MiB")
 
 @pytest.fixture
 def said(caplog):
+    hear_llama()  # another test of this process may have set a callback of its own
     caplog.set_level(logging.DEBUG, "primad.engine.llama")
     return caplog
 
