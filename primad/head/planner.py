@@ -51,6 +51,8 @@ class Planner:
         self._foreseen: dict[frozenset[str], tuple[list[DeviceProfile], PlanResult]] = {}
         self.foreseeing: asyncio.Task[None] | None = None
         """The planning for losses that is under way."""
+        self.imagines = False
+        """Whether a plan is made that nobody will serve."""
 
     async def plan(self, candidates: frozenset[str], served: Promise | None) -> PlanResult:
         """The plan for the head and ``candidates``, with the context and the sequences of ``served``, if one was.
@@ -137,10 +139,13 @@ class Planner:
         for place, each in enumerate(more):
             others = [*names, *(other.device for other in more[:place])]
             links += [link for other in others for link in both_ways(each.device, other, speed)]
+        self.imagines = True
         try:
             promise, _ = await self._solve(workers, served, background=True, more=more, more_links=links)
         except Infeasible as exc:
             raise PlanError(f"there is no such plan: {exc}") from exc
+        finally:
+            self.imagines = False
         return promise
 
     def _known(self, measured: Sequence[DeviceProfile]) -> tuple[list[DeviceProfile], list[LinkProfile]]:

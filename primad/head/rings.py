@@ -81,6 +81,7 @@ class Rings:
         self._rings: dict[int, HeadRing] = {}
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._serving = 0
+        self._page_told = False
         self._why_left_out: dict[str, str] = {}
         """Why the ring that serves has no layers on these devices."""
         self._promised: Promise | None = None
@@ -207,7 +208,12 @@ class Rings:
     async def _learn(self, epoch: int) -> None:
         """Learn from an answer of ring ``epoch``, unless something else was computed beside it."""
         ring, promise, planning = self._rings.get(epoch), self._plans.get(epoch), self._planner.foreseeing
-        is_disturbed = len(self._rings) > 1 or bool(self._jobs) or (planning is not None and not planning.done())
+        is_disturbed = (
+            len(self._rings) > 1
+            or bool(self._jobs)
+            or self._planner.imagines
+            or (planning is not None and not planning.done())
+        )
         if ring is None or promise is None or is_disturbed:
             return
         measured = self._learning.answered(epoch, promise, await ring.statuses())
@@ -347,6 +353,10 @@ class Rings:
         if ring.prediction is not None:
             load = None if promise.batches is None else promise.batches.load
             self._reporter.say(predicted_line(ring.prediction, load, self._service.workload.prompt_tokens))
+        if not self._page_told:
+            self._page_told = True
+            url = self._service.options.url
+            self._reporter.say(f"the page to chat and to see the ring is at {url}; 'primad page' opens it as yours")
 
     async def _left_out(self, epoch: int, promise: Promise, left: LeftOut) -> str:
         slowdown = None

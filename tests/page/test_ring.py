@@ -101,6 +101,19 @@ def test_a_device_pairs_with_the_code_on_screen_and_is_revoked(owned, module_hom
         expect(card).to_contain_text("revoked")
 
 
+def test_a_device_that_is_paused_leaves_the_ring_and_comes_back(owned):
+    page = owned()
+    page.get_by_role("tab", name="Devices").click()
+    page.get_by_role("article", name="mini").get_by_role("button", name="Pause").click()
+    page.get_by_role("tab", name="Ring").click()
+    expect(page.locator(".others")).to_contain_text("mini ready: paused by the owner of this head")
+    expect(page.get_by_role("article", name="laptop")).to_be_visible()
+    page.get_by_role("tab", name="Devices").click()
+    page.get_by_role("article", name="mini").get_by_role("button", name="Resume").click()
+    page.get_by_role("tab", name="Ring").click()
+    expect(page.get_by_role("article", name="mini")).to_be_visible()
+
+
 def test_a_device_that_dies_is_seen_to_die_and_the_answer_goes_on(devices, owned):
     _, workers = devices
     page = owned()
