@@ -41,7 +41,7 @@ def upgrade(version: str, how: Installer) -> str:
         case "pipx":
             return f"pipx install --force {wheel}"
         case "deb":
-            return f"sudo apt install ./primad_{version}_*.deb"
+            return f"sudo apt install ./primad_{version}-*.deb"
         case "checkout":
             return f"git checkout v{version} && ./tools/setup"
         case "pip":

@@ -33,7 +33,7 @@ def test_who_installed_primad_is_seen_by_what_was_left(tmp_path: Path, marks: st
     [
         ("uv", "uv tool install --force primad-0.3.0-py3-none-any.whl"),
         ("pipx", "pipx install --force primad-0.3.0-py3-none-any.whl"),
-        ("deb", "sudo apt install ./primad_0.3.0_*.deb"),
+        ("deb", "sudo apt install ./primad_0.3.0-*.deb"),
         ("checkout", "git checkout v0.3.0 && ./tools/setup"),
     ],
 )
