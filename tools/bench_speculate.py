@@ -8,8 +8,10 @@ as served with the same model in Q2_K that guesses as well, ``wrong model`` with
 
 ``two``: two devices with a core each. ``far``: four devices (``--windows``) whose hops take 10 ms longer (``--latency-ms``).
 ``streams``: one device that has memory for half of the model in Q8_0, of which several rows of a step are exact (needs
-cgroups and root). Questions: code to edit, a story to go on with, a chat over a text, and random tokens, of which nothing
-can be guessed. ``--way`` has some of the ways alone, ``--target f16`` the model requantised first.
+cgroups and root). There the model that guesses works while the ring computes, or only while a step waits for it (``no
+overlap``); with rows that need not be exact its guesses are a ``chain`` or may be a ``tree``. Questions: code to edit, a
+story to go on with, a chat over a text, and random tokens, of which nothing can be guessed. ``--way`` has some of the ways
+alone, ``--target f16`` the model requantised first.
 
 ``differing`` asks for no speed: it counts of how many of 50 answers the text is another one where a step has up to 8 rows
 whether they are exact or not, as with ``--batching fast``.
@@ -21,6 +23,7 @@ import argparse
 import asyncio
 import itertools
 import random
+import shutil
 import statistics
 import tempfile
 import time
@@ -37,7 +40,7 @@ from primad.engine.llama import LlamaVocabulary
 from primad.engine.protocol import GREEDY, Sampling
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from primad.planning.batching import batches_of
+from primad.planning.batching import BatchingMode, batches_of
 from primad.planning.draft_model import draft_model
 from primad.planning.drafting import drafting_of
 from primad.planning.question import default_workload
@@ -62,11 +65,13 @@ CONTEXT: Final = 1024
 ROWS: Final = 256
 SYNCHRONOUS: Final = 4
 """Drafts of a step where nothing is ahead of it."""
-EVERYWHERE: Final = (AS_SERVED, "model", "wrong model")
+EVERYWHERE: Final = (AS_SERVED, "model", "wrong model", "no overlap", "chain", "tree")
 """Ways that answer all questions; the others those where there is something to win."""
 BESIDE_BYTES: Final = 105 << 20
 """What the process takes beside weights."""
-WAYS: Final = (AS_SERVED, "one step", "no skipping", "fixed", "model", "wrong model")
+STREAMING: Final = (AS_SERVED, "model", "no overlap", "chain", "tree", "wrong model")
+"""Ways of a ring that streams."""
+WAYS: Final = (AS_SERVED, "one step", "no skipping", "fixed", "model", "wrong model", "no overlap", "chain", "tree")
 DIFFERING: Final = "differing"
 FAST_ROWS: Final = 8
 DRAWN: Final = msgspec.structs.replace(GREEDY, temperature=1.0, seed=7)
@@ -159,7 +164,7 @@ async def measure(case: str, devices: int, latency_s: float, path: Path, options
         if form is not None:
             path = await asyncio.to_thread(quantised, path, form, folder, 2)
         if case == "streams":
-            rings, name = await _streaming(stack, path, folder)
+            rings, name = await _streaming(stack, path, folder, options.way)
         else:
             served = await asyncio.to_thread(as_served, path, devices, latency_s)
             rings = await _near_and_far(stack, path, served, devices, latency_s, folder, options.way)
@@ -209,7 +214,7 @@ async def _near_and_far(
     rings: dict[str, LocalRing] = {}
     models = await asyncio.to_thread(drafts, path, folder)
     compared = ways(served) | dict.fromkeys(models, served)
-    for way in asked:
+    for way in [each for each in asked if each in compared]:
         drafting = compared[way]
         ring = LocalRing(
             path,
@@ -227,33 +232,51 @@ async def _near_and_far(
     return rings
 
 
-async def _streaming(stack: AsyncExitStack, path: Path, folder: Path) -> tuple[dict[str, LocalRing], str]:
-    """One device with one thread: from so many cells on several threads share what is attended to in another way."""
+async def _streaming(
+    stack: AsyncExitStack, path: Path, folder: Path, asked: Sequence[str]
+) -> tuple[dict[str, LocalRing], str]:
+    """One device with one thread: from so many cells on several threads share what is attended to in another way.
+
+    Each way has a file and a memory of its own, in which what guesses has room beside it.
+    """
     model = model_profile(open_model(path))
     cpu = measure_cpu(folder, 1, lambda _: None, Effort(types=types_of(model)))
     here = device_here("d0", cpu, ram_read_bytes_per_s(1), measure_home(folder, lambda _: None, Effort()).disk)
-    group = stack.enter_context(LimitedGroup(model.size_bytes // 2 + BESIDE_BYTES))
-    device = device_in(group, here, "d0", prefetch_rate(path))
-    solution, work = plan_alone(device, model, CONTEXT)
-    question = instance([device], [], model, work, {})
-    batches = batches_of("exact", solution.plan, question, 1)
-    drafting = drafting_of("lookup", "exact", solution.plan, question, batches)
-    if drafting is None:
-        raise LabError(f"{path.stem}: nothing streams, or no two rows of a step are known to be exact here")
-    ring = LocalRing(
-        path,
-        None,
-        plan=solution.plan,
-        groups={"d0": group},
-        context=CONTEXT,
-        rows=work.chunk_rows,
-        threads=1,
-        drafting=drafting,
-        step_timeout_s=600,
-    )
-    (streamed,) = solution.prediction.devices
-    share = streamed.streamed_bytes / model.size_bytes
-    return {AS_SERVED: await stack.enter_async_context(ring)}, f"streams, {share:.0%}, {drafting.rows} rows"
+    rate, guessing = prefetch_rate(path), await asyncio.to_thread(drafts, path, folder)
+    rings: dict[str, LocalRing] = {}
+    name = "streams"
+    for way in [each for each in STREAMING if each in asked]:
+        draft = None if way == AS_SERVED else guessing["wrong model" if way == "wrong model" else "model"]
+        own = path.with_name(f"{path.stem}-{len(rings)}.gguf")
+        await asyncio.to_thread(shutil.copyfile, path, own)
+        more = 0 if draft is None else draft.memory_bytes
+        group = stack.enter_context(LimitedGroup(model.size_bytes // 2 + BESIDE_BYTES + more))
+        device = device_in(group, here, "d0", rate)
+        device = replace(device, ram_available_bytes=device.ram_available_bytes - more)
+        solution, work = plan_alone(device, model, CONTEXT)
+        question = instance([device], [], model, work, {})
+        mode: BatchingMode = "fast" if way in ("tree", "chain") else "exact"
+        drafting = drafting_of("lookup", mode, solution.plan, question, batches_of(mode, solution.plan, question, 1))
+        if drafting is None:
+            raise LabError(f"{path.stem}: nothing streams, or no two rows of a step are known to be exact here")
+        if way != "tree":
+            drafting = replace(drafting, branches=0)
+        ring = LocalRing(
+            own,
+            None,
+            plan=solution.plan,
+            groups={"d0": group},
+            context=CONTEXT,
+            rows=work.chunk_rows,
+            threads=1,
+            drafting=replace(drafting, overlaps=way != "no overlap"),
+            draft=draft,
+            step_timeout_s=600,
+        )
+        rings[way] = await stack.enter_async_context(ring)
+        (streamed,) = solution.prediction.devices
+        name = f"streams, {streamed.streamed_bytes / model.size_bytes:.0%}, {drafting.rows} rows"
+    return rings, name
 
 
 async def differing(path: Path, options: argparse.Namespace) -> Differing:

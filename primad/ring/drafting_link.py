@@ -28,10 +28,13 @@ MOST_UNTOLD_BYTES: Final = 1 << 20
 
 
 class DraftingLink:
-    """A process that guesses with ``model``, and the ``drafters`` that it gives guesses to."""
+    """A process that guesses with ``model``, and the ``drafters`` that it gives guesses to.
 
-    def __init__(self, model: DraftModel) -> None:
-        self.drafters = ModelDrafters(self._tell)
+    Unless that ``overlaps`` with what the ring computes it is told nothing meanwhile.
+    """
+
+    def __init__(self, model: DraftModel, *, overlaps: bool = True) -> None:
+        self.drafters = ModelDrafters(self._tell, overlaps=overlaps)
         self._process: subprocess.Popen[bytes] | None = None
         ours, theirs = socket.socketpair()
         ours.setblocking(False)

@@ -53,7 +53,7 @@ def _load(model: DraftModel) -> DraftChain:
         kv_type="f16",
         lock=False,
     )
-    return DraftChain(WholeModel(source, options, frozenset(), vocabulary=size), context=model.context)
+    return DraftChain(WholeModel(source, options, frozenset(), vocabulary=size), context=model.context, most=model.most)
 
 
 def main() -> None:

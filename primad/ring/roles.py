@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Final, Protocol, cast
 
 import zmq
+from msgspec import structs
 
 from primad.engine.protocol import EngineOptions, Hidden, HiddenWindow
 from primad.engine.streaming.streams import Streamable, Streams
@@ -191,7 +192,7 @@ class HeadRole:
             within = _within(timings, opening.step_timeout_s)
             self._links = Links(opening.host, limits_of_open(opening), timings=within)
         model = opening.head.draft if opening.head is not None else None
-        self._drafting = DraftingLink(model) if model is not None else None
+        self._drafting = _drafting_link(opening) if model is not None else None
         try:
             self._head, self._streams = open_head(
                 opening,
@@ -320,6 +321,16 @@ def _tell_memory_low(streams: Streams, channel: RingChannel[RingCommand]) -> Non
     needed_bytes = streams.streamer.take_replan() if streams.streamer is not None else None
     if needed_bytes is not None:
         channel.tell(ProcessMemoryLow(needed_bytes))
+
+
+def _drafting_link(opening: Open) -> DraftingLink:
+    """The process that guesses. If it does not while the ring computes, it has no use for more guesses than a step has."""
+    assert opening.head is not None
+    model, drafting = opening.head.draft, opening.head.drafting
+    assert model is not None
+    if drafting is None or drafting.overlaps:
+        return DraftingLink(model)
+    return DraftingLink(structs.replace(model, most=max(1, drafting.rows - 1)), overlaps=False)
 
 
 def _within(timings: RingTimings, step_timeout_s: float) -> RingTimings:

@@ -200,3 +200,42 @@ def test_guesses_are_awaited_once_the_text_is_read_until_there_are_enough_or_the
     assert process.told[-1] == DraftTokens([9]), "who waits has said how the text goes on"
     process.drafters.end()
     assert not drafter.awaits(3, 0.01)
+
+
+def test_a_process_that_does_not_overlap_is_told_of_a_text_only_by_who_waits():
+    process = Process()
+    process.drafters = ModelDrafters(process.told.append, overlaps=False)
+    drafter = process.drafters([1, 2])
+    drafter.guess([])
+    assert process.told == [DraftText(number=1, tokens=[1, 2])], "it has a prompt to read"
+    process.says(1, 2, 5)
+    drafter.took(9)
+    drafter.guess([])
+    assert len(process.told) == 1
+    assert drafter.awaits(2, 0.01)
+    assert process.told[1:] == [DraftTokens([9])]
+
+
+def test_it_guesses_no_more_than_it_is_asked_for():
+    chain = DraftChain(MODEL.whole(), context=100, most=2)
+    chain.begin(1, [1, 2])
+    while chain.has_work:
+        said = chain.work()
+    assert said is not None
+    assert len(said.tokens) == len(said.others) == 2
+
+
+def test_what_else_may_come_is_told_and_counts_as_far_as_the_text_went_like_that():
+    process = Process()
+    drafter = process.drafters([1, 2])
+    drafter.guess([])
+    process.drafters.heard(
+        Drafted(number=1, known=2, tokens=[10, 11], sures=[0.6, 0.7], others=[[(20, 0.3)], [(21, 0.2), (22, 0.1)]])
+    )
+    assert [each.token for each in drafter.others([])] == [10, 20]
+    assert [each.token for each in drafter.others([10])] == [11, 21, 22]
+    assert drafter.others([20]) == ()
+    drafter.took(10)
+    assert [each.token for each in drafter.others([])] == [11, 21, 22]
+    drafter.took(21)
+    assert drafter.others([]) == ()

@@ -23,10 +23,10 @@ PART_ROWS: Final = 64
 
 
 class DraftChain:
-    """Guesses with ``window``, the whole of a model, whose only sequence has room for ``context`` tokens."""
+    """Guesses ``most`` tokens with ``window``, the whole of a model, whose only sequence has room for ``context``."""
 
-    def __init__(self, window: LogitsWindow, *, context: int) -> None:
-        self._window, self._context = window, context
+    def __init__(self, window: LogitsWindow, *, context: int, most: int = MOST_ROOM) -> None:
+        self._window, self._context, self._most = window, context, most
         self._number = 0
         self._text: list[int] = []
         self._guesses: list[Guess] = []
@@ -58,7 +58,7 @@ class DraftChain:
     def has_work(self) -> bool:
         """Whether ``work`` has something to compute."""
         tokens = len(self._text) + len(self._guesses)
-        return 0 < tokens < self._context and len(self._guesses) < MOST_ROOM
+        return 0 < tokens < self._context and len(self._guesses) < self._most
 
     def work(self) -> Drafted | None:
         """Compute some rows; what is guessed behind the text, once there is one guess more."""

@@ -19,7 +19,8 @@ class Drafting:
     rows in one step where that pays. A step of n rows takes ``costs[n - 1]`` times as long as one of a single row; of more
     rows nothing is known. What turns out wrong is skipped on its way if the ring ``skips``. Unless it
     ``adapts`` the confidence that is needed stays as it is, and drafts go on where they win nothing. The rows of one step
-    may be a tree with so many ``branches`` beside its main path, each in a sequence of its own.
+    may be a tree with so many ``branches`` beside its main path, each in a sequence of its own. A model guesses while the
+    ring computes if that ``overlaps``, or else only while a step waits for it.
     """
 
     room: int = 1
@@ -28,6 +29,7 @@ class Drafting:
     skips: bool = True
     adapts: bool = True
     branches: int = 0
+    overlaps: bool = True
 
     def __post_init__(self) -> None:
         assert 1 <= self.room <= MOST_ROOM

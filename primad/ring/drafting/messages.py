@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from primad.ring.drafting.drafter import MOST_ROOM
+
 
 class DraftModel(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
     """The first message: guess with the model file ``path``, which has so many ``layers`` and ``bytes`` of weights, on so
-    many ``threads``, in texts of at most ``context`` tokens. Its process takes ``memory_bytes``.
+    many ``threads``, ``most`` tokens at most in texts of at most ``context``. Its process takes ``memory_bytes``.
     """
 
     path: str
@@ -16,6 +18,7 @@ class DraftModel(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
     memory_bytes: int
     threads: int
     context: int
+    most: int = MOST_ROOM
 
 
 class DraftText(msgspec.Struct, frozen=True, kw_only=True, tag="text"):

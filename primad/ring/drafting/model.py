@@ -24,10 +24,13 @@ _SURE_ALONE: Final = 0.7
 
 
 class ModelDrafters:
-    """Makes the drafters of answers; ``tell`` gives a task to the process, ``heard`` takes what it says."""
+    """Makes the drafters of answers; ``tell`` gives a task to the process, ``heard`` takes what it says.
 
-    def __init__(self, tell: Callable[[DraftTask], None]) -> None:
-        self._tell = tell
+    Unless its work ``overlaps`` with the ring's, the process is told of a text only when a step waits for it.
+    """
+
+    def __init__(self, tell: Callable[[DraftTask], None], *, overlaps: bool = True) -> None:
+        self._tell, self._overlaps = tell, overlaps
         self._number = 0
         self._latest: ModelDrafter | None = None
         self._is_over = False
@@ -37,7 +40,7 @@ class ModelDrafters:
         if self._latest is not None:
             self._latest.is_followed = False
         self._number += 1
-        self._latest = ModelDrafter(prompt, self._number, self._tell, self._shares)
+        self._latest = ModelDrafter(prompt, self._number, self._tell, self._shares, overlaps=self._overlaps)
         self._latest.is_followed = not self._is_over
         return self._latest
 
@@ -60,8 +63,15 @@ class ModelDrafter:
     """
 
     def __init__(
-        self, prompt: Sequence[int], number: int, tell: Callable[[DraftTask], None], shares: list[HeldShare]
+        self,
+        prompt: Sequence[int],
+        number: int,
+        tell: Callable[[DraftTask], None],
+        shares: list[HeldShare],
+        *,
+        overlaps: bool = True,
     ) -> None:
+        self._overlaps = overlaps
         self._lookup = PromptLookup(prompt)
         self._text = list(prompt)
         self._number, self._tell, self._shares = number, tell, shares
@@ -101,7 +111,8 @@ class ModelDrafter:
         found = self._lookup.guess(drafts)
         if not self.is_followed:
             return found
-        self._tell_text()
+        if self._overlaps or not self._has_read:
+            self._tell_text()
         depth = len(drafts)
         if depth >= len(self._guesses) or any(a.token != b for a, b in zip(self._guesses, drafts, strict=False)):
             return found if found is not None and found.sure >= _SURE_ALONE else None

@@ -91,7 +91,8 @@ class Speculation:
             return None
         share, guess = self._share.sure, guess_s / usual_s
         most, rate = best_wait(costs, share, guess)
-        if rate <= rate_without_waiting(costs, share, guess) or not self._drafter.awaits(most, self._fallback.alpha):
+        without = rate_without_waiting(costs, share, guess) if self._drafting.overlaps else 1.0
+        if rate <= without or not self._drafter.awaits(most, self._fallback.alpha):
             return None
         if self._waits_until_s is None:
             self._waits_until_s = now + WAITS * usual_s
