@@ -98,6 +98,10 @@ class HeadDesk:
     async def what_if(self, asked: OtherCluster) -> Imagined:
         if self._imagining:
             raise RequestError("another plan is being tried; ask again in a moment", status=429, code="busy")
+        for name in asked.without:
+            if name not in self._devices.workers:
+                known = ", ".join(sorted(self._devices.workers)) or "none"
+                raise ClusterError(f"{printable(name, 70)}: is no device to leave out; there are: {known}")
         self._imagining = True
         try:
             more = await asyncio.to_thread(

@@ -992,6 +992,8 @@ def test_another_cluster_is_imagined_and_nothing_changes(lab):
         here.solver.least = 2
         with pytest.raises(PlanError, match="there is no such plan: 1 devices are short"):
             await here.daemon.desk.what_if(OtherCluster(without=["nas"]))
+        with pytest.raises(ClusterError, match="desk: is no device to leave out; there are: nas"):
+            await here.daemon.desk.what_if(OtherCluster(without=["desk"]))
         with pytest.raises(ClusterError, match="no profile that comes with primad"):
             await here.daemon.desk.what_if(OtherCluster(profiles=["../devices/mini-pc-n100-16gb"]))
         assert (await here.backend.status())["epoch"] == ring.epoch
