@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,8 +27,9 @@ from tests.core.test_speculation import (
     run,
     sampled,
 )
-from tests.fakes.engine import FakeModel
+from tests.fakes.engine import VOCABULARY, FakeModel
 from tests.fakes.ring import GREEDY, FakeRing, generate
+from tests.fakes.timed_ring import TimedRing
 
 COSTS = tuple(1 + 0.02 * rows for rows in range(10))
 rings = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -312,3 +314,71 @@ def test_branches_are_for_a_single_sequence_whose_cells_are_kept_nowhere():
 def test_a_node_is_found_behind_its_parent_alone():
     nodes = [node(1, -1), node(2, 0), node(2, -1)]
     assert [child(nodes, -1, 2), child(nodes, 0, 2), child(nodes, 1, 2)] == [2, 1, None]
+
+
+# ---- under a simulated clock -----------------------------------------------------------------------------------------
+
+LONG = 300
+ANSWER = FakeModel(1).answer([1, 2, 3], LONG + 20, GREEDY)
+
+
+class Calibrated:
+    """Its first guess is right in the share ``first`` of cases, its second in ``second``, as it says."""
+
+    works = False
+    guess_s = None
+
+    def __init__(self, first: float, second: float) -> None:
+        self._first, self._second, self._taken = first, second, 0
+        self._drawn = np.random.default_rng(4).random(LONG + 40)
+
+    def took(self, token: int) -> None:
+        self._taken += 1
+
+    def awaits(self, most: int, alpha: float) -> bool:
+        return False
+
+    def guess(self, drafts: Sequence[int]) -> Guess | None:
+        return self._at(drafts, 0.0, self._first, 1)
+
+    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
+        found = self._at(drafts, self._first, self._second, 2)
+        return () if found is None else (found,)
+
+    def _at(self, drafts: Sequence[int], low: float, share: float, more: int) -> Guess | None:
+        at = self._taken + len(drafts)
+        if at >= len(ANSWER):
+            return None
+        holds = list(drafts) == ANSWER[self._taken : at] and low <= self._drawn[at] < low + share
+        return Guess(token=ANSWER[at] if holds else (ANSWER[at] + more) % VOCABULARY, sure=share)
+
+
+def seconds(first: float, second: float, branches: int, more: float) -> float:
+    """How long an answer takes of which a row more in a step costs ``more`` of one."""
+    costs = tuple(1 + more * rows for rows in range(8))
+    ring = TimedRing(
+        1,
+        context=1024,
+        depth=1,
+        costs=costs,
+        drafting=Drafting(rows=8, costs=costs, branches=branches),
+        drafter=lambda _: Calibrated(first, second),
+    )
+    ring.head.submit(generate(1, [1, 2, 3], tokens=LONG))
+    took_s = ring.finish()
+    assert ring.answer(1)[0] == ANSWER[:LONG]
+    return took_s
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "more", "wins"),
+    [
+        (0.4, 0.2, 0.02, 1.05),
+        (0.5, 0.2, 0.02, 1.05),
+        (0.5, 0.2, 0.1, 0.99),
+        (0.8, 0.1, 0.02, 0.99),
+        (0.9, 0.05, 0.1, 0.99),
+    ],
+)
+def test_trees_win_where_guesses_are_unsure_and_rows_cheap_and_are_chains_elsewhere(first, second, more, wins):
+    assert seconds(first, second, 0, more) >= wins * seconds(first, second, 4, more)

@@ -114,6 +114,29 @@ def test_a_model_that_guesses_changes_nothing_and_is_killed_without_harm(smollm2
     assert (finished.reason, finished.completion_tokens) == ("length", TOKENS + 8)
 
 
+@pytest.mark.parametrize("branches", [pytest.param(0, marks=pytest.mark.matrix), 4])
+def test_steps_of_several_rows_wait_for_a_model_and_may_be_trees(smollm2: Path, branches):
+    """Of rows that need not be exact the text may differ far behind, where two tokens are nearly as likely."""
+    (prompt,) = tokens_of(smollm2, STORY)
+    drafting = Drafting(rows=6, costs=(1.0,) * 6, adapts=False, branches=branches)
+
+    async def run() -> tuple[list[Sampled], list[Sampled], Finished]:
+        async with LocalRing(
+            smollm2, SHAPE, context=512, threads=1, latency_s=0.02, drafting=drafting, draft=guessing(smollm2)
+        ) as ring:
+            alone, _ = await ring.generate(prompt, TOKENS, speculates=False)
+            for _ in range(200):  # until the model that guesses is loaded, which nothing waits for
+                found, finished = await ring.generate(prompt, TOKENS)
+                if finished.accepted:
+                    break
+            return alone, found, finished
+
+    alone, found, finished = asyncio.run(run())
+    assert [event.token for event in found[:8]] == [event.token for event in alone[:8]]
+    assert (finished.reason, finished.completion_tokens) == ("length", TOKENS)
+    assert finished.accepted > 0
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("room", [2, 9])
