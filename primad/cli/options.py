@@ -103,6 +103,18 @@ NamedDevices = Annotated[
 ]
 
 
+Lora = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora",
+        help="A LoRA adapter for the model, a GGUF file, and how much of it is added (1 where nothing is said); may be "
+        "repeated.",
+        metavar="FILE[=SCALE]",
+        show_default=False,
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeOptions:
     """How positions become angles, as llama.cpp's options of these names say it."""

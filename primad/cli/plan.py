@@ -16,7 +16,7 @@ import typer
 from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devices, wishes_of
 from primad.cli.grouped import grouped
 from primad.cli.hub import model_path
-from primad.cli.options import Context, Experts, KvCacheType, RopeOptions, rope_of
+from primad.cli.options import Context, Experts, KvCacheType, Lora, RopeOptions, rope_of
 from primad.cli.output import err, tables
 from primad.errors import ConfigError
 from primad.settings.config import load_config, models_folder
@@ -104,6 +104,7 @@ def plan(
     rope: RopeOptions,
     answer: AnswerOptions,
     files: ProfileFiles = None,
+    lora: Lora = None,
 ) -> None:
     """Say who would compute what and how fast, before any device does anything.
 
@@ -124,7 +125,7 @@ def plan(
     wishes = _wishes(fleet, work, answer)
     if answer.plot is not None:
         check_plot(answer.plot)
-    asked, checked = _ask(wishes, model, rope_of(rope), fleet, files, live)
+    asked, checked = _ask(wishes, model, rope_of(rope), lora or [], fleet, files, live)
     _answer(asked, answer, checked)
 
 
@@ -149,6 +150,7 @@ def _ask(
     wishes: Wishes,
     model: ModelOptions,
     rope: Rope,
+    lora: list[str],
     fleet: FleetOptions,
     files: list[Path] | None,
     live: LiveOptions,
@@ -156,6 +158,7 @@ def _ask(
     """What is asked, and what tells whether windows of the model are exact."""
     from primad.certify.verdict import windows_line, with_verdict
     from primad.gguf.model import open_model
+    from primad.planning.adapters import open_adapters, parse_lora, with_adapters
     from primad.planning.angles import with_rope
     from primad.planning.experts import with_expert_use
     from primad.planning.question import ask, check
@@ -164,6 +167,8 @@ def _ask(
     path = model.model
     if path is None and model.draft is not None:
         raise ConfigError(f"--draft {model.draft}: goes with --model, whose tokens it must have; give that as well")
+    if path is None and lora:
+        raise ConfigError(f"--lora {lora[0]}: goes with --model, whose weights it changes; give that as well")
     if path is not None:
         otherwise = ", and --model-shape plans without"
         path = model_path(path, lambda: load_config({"home": live.home}), fetches=False, otherwise=otherwise)
@@ -175,7 +180,8 @@ def _ask(
     draft: PlannedDraft | None = None
     if path is not None:
         header, home = open_model(path, header_only=True), found.home or load_config({"home": live.home}).home
-        profile = with_rope(with_verdict(read, header, home), header, rope)
+        adapters = open_adapters(parse_lora(lora), header)
+        profile = with_rope(with_adapters(with_verdict(read, header, home), adapters), header, rope)
         checked = partial(windows_line, home, header)
         if found.home is not None:
             profile = with_expert_use(profile, header, found.home)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
@@ -17,6 +17,7 @@ from primad.cli.options import (
     DeviceOptions,
     Experts,
     KvCacheType,
+    Lora,
     NamedDevices,
     OnInterface,
     OwnerOptions,
@@ -244,6 +245,7 @@ def serve(
     kept: KeptOptions,
     device: DeviceOptions,
     owner: OwnerOptions,
+    lora: Lora = None,
 ) -> None:
     """Serve a model with all paired devices in sight; any OpenAI client talks to it.
 
@@ -262,6 +264,8 @@ def serve(
         primad serve --model qwen2.5-7b.gguf --objective ttft --use-all
 
         primad serve --model smollm2.gguf --windows 10,12,7 --rounds 1
+
+        primad serve --model llama3-8b.gguf --lora style.gguf --lora facts.gguf=0.5
     """
     check_host(endpoint.host, "--host")
     check_asking(asking, endpoint.host)
@@ -276,9 +280,11 @@ def serve(
     _check_together(others, plan)
     _warn(endpoint, asking, config)
     from primad.head.serve import serve as run_serve
+    from primad.planning.adapters import parse_lora
 
     options = _serve_options(endpoint, asking, others, plan, compute, rope, kept, config)
-    source = served_model(model, config, whole=others.alone or others.wait == 0)
+    options = replace(options, lora=parse_lora(lora or ()))
+    source = served_model(model, config, whole=others.alone or others.wait == 0 or bool(lora))
     run_serve(config, source, options, endpoint.host, RichReporter(err))
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from halda import WindowAssignment
-from primad.engine.protocol import WindowSource
+from primad.engine.protocol import AdapterFile, WindowSource
 from primad.errors import ClusterError, WeightsError
-from primad.gguf.layers import LayerRef
-from primad.gguf.windows import ModelCutter, WindowSpec
+from primad.gguf.adapter import AdapterSpec, adapter_header
+from primad.gguf.layers import CHUNK_BYTES, HEADER_BYTES, LayerCut, LayerRef
+from primad.gguf.windows import WindowSpec
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.layers.fetch import in_thread, missing_layers
@@ -54,8 +57,15 @@ def distrust(cache: LayerCache, error: WeightsError, refs: Iterable[LayerRef]) -
     return error
 
 
+class CutsLayers(Protocol):
+    """Has layers of the model, or of adapters, in files here."""
+
+    def source(self, digest: str) -> LayerCut | None:
+        """The layer of this content, if it has been hashed."""
+
+
 async def copy_layers(
-    cutter: ModelCutter, cache: LayerCache, refs: Iterable[LayerRef], copied: Callable[[int], None]
+    cutter: CutsLayers, cache: LayerCache, refs: Iterable[LayerRef], copied: Callable[[int], None]
 ) -> None:
     """Cut ``refs`` out of the model file into ``cache``; ``copied`` is told bytes, together the size of ``refs``.
 
@@ -69,7 +79,7 @@ async def copy_layers(
             await _copy_layer(cutter, cache, ref, copied)
 
 
-async def _copy_layer(cutter: ModelCutter, cache: LayerCache, ref: LayerRef, copied: Callable[[int], None]) -> None:
+async def _copy_layer(cutter: CutsLayers, cache: LayerCache, ref: LayerRef, copied: Callable[[int], None]) -> None:
     source = cutter.source(ref.digest)
     assert source is not None
     with contextlib.closing(cache.copying(ref, source)) as steps:
@@ -98,6 +108,7 @@ def place_windows(
         metadata = place.run / f"window-{number}-{spec.window}.gguf"
         try:
             metadata.write_bytes(spec.metadata)
+            adapters = tuple(_put_together(place, metadata, at, each) for at, each in enumerate(spec.adapters))
         except OSError as exc:
             raise ClusterError(f"{metadata}: cannot be written: {exc.strerror or exc}; make room there") from exc
         placed.append(
@@ -107,9 +118,22 @@ def place_windows(
                 layers=tuple(paths),
                 assignment=assignment,
                 extra_buffers=extra,
+                adapters=adapters,
             )
         )
     return placed
+
+
+def _put_together(place: Workspace, metadata: Path, at: int, spec: AdapterSpec) -> AdapterFile:
+    """The file of an adapter for a window, beside the window's ``metadata`` and gone with it. Raises ``OSError``."""
+    path = metadata.with_name(f"{metadata.stem}-lora-{at}.gguf")
+    with path.open("wb") as file:
+        file.write(adapter_header(spec))
+        for ref in spec.layers:
+            with place.cache.path(ref.digest).open("rb") as layer:
+                layer.seek(HEADER_BYTES)
+                shutil.copyfileobj(layer, file, CHUNK_BYTES)
+    return AdapterFile(str(path), spec.scale)
 
 
 def lease_layers(place: Workspace, number: int, refs: Iterable[LayerRef]) -> None:

@@ -13,6 +13,7 @@ from primad.daemon.gpu_care import GpuCare
 from primad.daemon.layer_files import Workspace, release_files
 from primad.engine.protocol import EngineOptions
 from primad.errors import LoadAgainError, PrimadError, RingError
+from primad.gguf.adapter import AdapterSpec
 from primad.ring.messages import GpuLoaded, GpuLow, Opened, RingCommand, RingEvent
 from primad.ring.spawn import RingProcess
 from primad.system.stopped import wait_stopped
@@ -25,13 +26,13 @@ _EVENTS: Final = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadKey:
     """What a ring process has loaded, whatever its place in a route: windows (first, last, layers, layers on the GPU, those
-    of them without their experts, whether the others are helped), and how.
+    of them without their experts, whether the others are helped, adapters), and how.
 
     For each window, ``extra_buffers`` says whether it has them. It ``keeps`` KV cells or does not. How much of it
     stays in memory may change from one ring to the next.
     """
 
-    windows: tuple[tuple[int, int, tuple[str, ...], int, int, bool], ...]
+    windows: tuple[tuple[int, int, tuple[str, ...], int, int, bool, tuple[AdapterSpec, ...]], ...]
     width: int
     extra_buffers: tuple[bool, ...]
     options: EngineOptions

@@ -68,7 +68,7 @@ class WindowLoad:
     def layers(self) -> list[LayerRef]:
         """All layer files that this takes, some of them more than once."""
         own = [] if self._embedding is None else [self._embedding]
-        return [*own, *(ref for spec in self._load.windows for ref in spec.layers)]
+        return [*own, *(ref for spec in self._load.windows for ref in spec.files)]
 
     def named(self, name: str, digest: str, tree: bytes) -> None:
         """The layer of this origin turned out to be ``digest``: so it is called from now on, and leased."""
@@ -111,10 +111,11 @@ class WindowLoad:
                 (
                     spec.first,
                     spec.last,
-                    tuple(ref.digest for ref in spec.layers),
+                    tuple(ref.digest for ref in spec.files),
                     assignment.gpu_layers,
                     assignment.cpu_experts,
                     assignment.helped,
+                    spec.adapters,
                 )
                 for spec, assignment in zip(load.windows, load.assignments, strict=True)
             ),
@@ -154,7 +155,16 @@ class WindowLoad:
         load, head = self._load, self._head
         if head is not None and load.route == 1 and not load.windows[0].layers:
             (assignment,), (extra,) = load.assignments, load.extra_buffers
-            return [WindowSource(window=0, metadata=head.model, layers=(), assignment=assignment, extra_buffers=extra)]
+            return [
+                WindowSource(
+                    window=0,
+                    metadata=head.model,
+                    layers=(),
+                    assignment=assignment,
+                    extra_buffers=extra,
+                    adapters=head.adapters,
+                )
+            ]
         windows = place_windows(self._place, load.windows, load.assignments, load.extra_buffers, self.number)
         for window in windows:
             read_header(Path(window.metadata))  # the head wrote it: judged before llama.cpp sees it

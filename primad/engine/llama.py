@@ -39,7 +39,16 @@ from primad.engine.devices import find_gpu
 from primad.engine.kv_cache import CacheTensors, KvCache
 from primad.engine.kv_cache import bind as bind_cache
 from primad.engine.masks import Allowed, GrammarMask, Words
-from primad.engine.protocol import KV_CELL_PADDING, EngineOptions, Hidden, KvType, Rows, Sampling, WindowSource
+from primad.engine.protocol import (
+    KV_CELL_PADDING,
+    AdapterFile,
+    EngineOptions,
+    Hidden,
+    KvType,
+    Rows,
+    Sampling,
+    WindowSource,
+)
 from primad.engine.rope import ROPE_SCALINGS, Rope
 from primad.engine.sampling import ChainSampler, GreedySampler
 from primad.engine.streaming.prefetch import WindowStream
@@ -399,6 +408,14 @@ def _text_of(model: Any, key: bytes) -> str:
     return buffer.value.decode(errors="replace") if size > 0 else ""
 
 
+def _load_adapter(model: Any, adapter: AdapterFile) -> Any:
+    """A LoRA adapter, which ends with ``model``. It is loaded before there is a context, which has room for it then."""
+    loaded = llama.llama_adapter_lora_init(model, adapter.path.encode())
+    if not loaded:
+        raise EngineError(f"llama.cpp cannot load the adapter {adapter.path}: {why('it does not say why')}")
+    return loaded
+
+
 class _Model:
     """A loaded llama.cpp model with one context: the part that every kind of window shares."""
 
@@ -430,12 +447,21 @@ class _Model:
         )
         if not self._model:
             raise EngineError(f"llama.cpp cannot load {paths[0]}: {why('it does not say why')}")
+        try:
+            adapters = [_load_adapter(self._model, each) for each in source.adapters]
+        except EngineError:
+            llama.llama_model_free(self._model)
+            raise
         params = self._context_params(outputs)
         params.op_offload = source.assignment.helped  # else the CPU computes its layers, of prompts too
         self._context = llama.llama_init_from_model(self._model, params)
         if not self._context:
             llama.llama_model_free(self._model)
             raise EngineError(f"llama.cpp cannot open a context of {options.context} tokens: {why('out of memory?')}")
+        if adapters:
+            handles = (ctypes.POINTER(ctypes.c_void_p) * len(adapters))(*adapters)
+            scales = (ctypes.c_float * len(adapters))(*(each.scale for each in source.adapters))
+            llama.llama_set_adapters_lora(self._context, handles, len(adapters), scales)
         self._memory = llama.llama_get_memory(self._context)
         known = SUPPORTED.get(_text_of(self._model, b"general.architecture"))
         self._is_fed = known is not None and known.is_fed

@@ -165,12 +165,19 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.sequences + self.branches
 
 
+class AdapterFile(msgspec.Struct, frozen=True):
+    """A LoRA adapter of a window: its file, and how much of it is added."""
+
+    path: str
+    scale: float
+
+
 class WindowSource(msgspec.Struct, frozen=True, kw_only=True):
     """What window ``window`` of the route is loaded from: its files in split order. The whole model is its own file as
     ``metadata`` alone.
 
     ``assignment`` says what of it goes to the GPU and how much stays in memory. ``extra_buffers`` lets llama.cpp keep
-    repacked or AMX copies of its weights.
+    repacked or AMX copies of its weights. ``adapters`` change them.
     """
 
     window: int
@@ -178,6 +185,7 @@ class WindowSource(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[str, ...]
     assignment: WindowAssignment
     extra_buffers: bool
+    adapters: tuple[AdapterFile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

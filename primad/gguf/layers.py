@@ -278,6 +278,16 @@ def metadata_split(values: Mapping[str, Value], small: Sequence[SmallTensor], *,
     return _padded(_head(len(small), len(pairs)) + _pairs(pairs) + infos) + body
 
 
+def gguf_header(values: Mapping[str, Value], layers: Sequence[tuple[int, LayerRef]]) -> bytes:
+    """The header of a file of its own, behind which stand the weights of ``layers``, each with its number in that file."""
+    infos, offset = bytearray(), 0
+    for number, ref in layers:
+        for each in ref.tensors:
+            infos += _tensor_info(each.name.replace(_LAYER, str(number)), each.shape, each.type, offset + each.offset)
+        offset += ref.size_bytes
+    return _padded(_head(sum(len(ref.tensors) for _, ref in layers), len(values)) + _pairs(values) + infos)
+
+
 def _padded(data: bytes) -> bytes:
     return data + bytes(-len(data) % ALIGNMENT)
 

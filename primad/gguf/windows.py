@@ -11,11 +11,13 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 from primad.errors import ModelError
+from primad.gguf.adapter import MAX_ADAPTERS, AdapterSpec
 from primad.gguf.architectures import (
     TensorRole,
     cuttable,
@@ -39,7 +41,7 @@ class WindowSpec(msgspec.Struct, frozen=True, kw_only=True):
     """All that a device must know to load window ``window`` of the route: layers ``first <= layer < last``.
 
     ``metadata`` is the metadata split's content; ``layers`` are its layer files in split order, the output matrix of the
-    tail behind its layers.
+    tail behind its layers; ``adapters`` change them.
     """
 
     window: int
@@ -47,6 +49,12 @@ class WindowSpec(msgspec.Struct, frozen=True, kw_only=True):
     last: int
     metadata: bytes
     layers: tuple[LayerRef, ...]
+    adapters: Annotated[tuple[AdapterSpec, ...], Meta(max_length=MAX_ADAPTERS)] = ()
+
+    @property
+    def files(self) -> tuple[LayerRef, ...]:
+        """All layer files that it takes."""
+        return (*self.layers, *(ref for adapter in self.adapters for ref in adapter.layers))
 
 
 @dataclass(frozen=True)

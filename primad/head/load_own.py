@@ -14,6 +14,7 @@ from primad.daemon.bring import bring_layers
 from primad.daemon.layer_files import copy_layers
 from primad.daemon.loaded_process import LoadedProcess
 from primad.daemon.loading import WindowLoad
+from primad.engine.protocol import AdapterFile
 from primad.gguf.layers import LayerRef
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.head.ring_inputs import RingInputs
@@ -43,6 +44,7 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -
         keep_rows=inputs.keep_rows,
         drafting=_drafting(inputs, load),
         draft=_draft(inputs, load),
+        adapters=tuple(AdapterFile(str(each.header.path), each.scale) for each in model.adapters),
     )
     ranged = model.ranged
     windows = WindowLoad(
@@ -56,7 +58,7 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -
     head, reporter = plan.head, inputs.reporter
 
     async def cut(missing: Sequence[LayerRef], copied: Callable[[int], None]) -> None:
-        await copy_layers(model.cutter, inputs.station.workspace.cache, missing, copied)
+        await copy_layers(model, inputs.station.workspace.cache, missing, copied)
 
     if ranged is not None:
         await _draw(inputs, ranged, windows, sources)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from halda import Plan
+from primad.gguf.adapter import Adapter
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.gguf.windows import WindowSpec, token_embedding
 from primad.head.ring_inputs import RingInputs
@@ -58,10 +61,24 @@ async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
     inputs.reporter.progress(plan.head, "hash", len(needed), len(needed))
     if cutter.digests is not None:
         cutter.digests.save()
-    return {
-        name: [cutter.spec(index, window.first, window.last) for index, window in plan.windows_of(name)]
-        for name in plan.devices
-    }
+    adapters = inputs.service.model.adapters
+
+    def specs() -> dict[str, list[WindowSpec]]:
+        return {
+            name: [
+                adapted(cutter.spec(index, window.first, window.last), adapters)
+                for index, window in plan.windows_of(name)
+            ]
+            for name in plan.devices
+        }
+
+    return await in_thread(specs)
+
+
+def adapted(spec: WindowSpec, adapters: Sequence[Adapter]) -> WindowSpec:
+    """``spec`` with what ``adapters`` have for its layers; hashes what was not hashed before."""
+    found = [each.spec(spec.first, spec.last) for each in adapters]
+    return msgspec.structs.replace(spec, adapters=tuple(each for each in found if each is not None))
 
 
 def _ranged_specs(cutter: RangedCutter, plan: Plan) -> dict[str, list[WindowSpec]]:

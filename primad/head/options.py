@@ -58,7 +58,8 @@ class ServeOptions:
     request that has not begun after ``max_wait_s`` is refused (None: it waits as long as its client does).
     KV cells are kept twice every ``kv_backup`` rows of an answer (None: every ``KEEP_ROWS`` where links carry it; 0: not).
     Prompts of all API keys share their cells with ``share_prefixes``. What of an answer has to be computed again is computed
-    row by row where that takes no longer than ``exact_replay_s``. ``rope`` says what angles positions have.
+    row by row where that takes no longer than ``exact_replay_s``. ``rope`` says what angles positions have,
+    ``lora`` which adapters change the model, with their scales.
     """
 
     wait: int | None
@@ -95,6 +96,7 @@ class ServeOptions:
     share_prefixes: bool = False
     exact_replay_s: float = 10.0
     rope: Rope = AS_THE_MODEL_SAYS
+    lora: tuple[tuple[Path, float], ...] = ()
 
     def keep_rows(self, *, has_cache: bool) -> int | None:
         """Of so many rows of an answer the KV cells are kept at a time; None: nothing is kept.

@@ -304,7 +304,7 @@ class HeadRing:
                 path = str(self._inputs.service.model.header.path)
                 raise WeightsError(f"{exc}: {path}", path) from exc
             # The next ring cuts what is not whole out of the model again.
-            refs = (ref for spec in load.windows for ref in spec.layers)
+            refs = (ref for spec in load.windows for ref in spec.files)
             raise distrust(self._inputs.station.workspace.cache, exc, refs) from exc
         except NextDeviceError as exc:
             raise ParticipationError(f"{self.plan.head}: {exc}", self.plan.head, "next") from exc

@@ -38,6 +38,7 @@ from primad.head.facts import facts_of
 from primad.head.options import ServeOptions, bind_http, model_id, plan_by_hand, workload_of
 from primad.head.service import service_of
 from primad.network.local_heads import announced_head
+from primad.planning.adapters import check_adapters, open_adapters, with_adapters
 from primad.planning.angles import with_rope
 from primad.planning.draft_choice import AUTO, choose_draft, models_here
 from primad.planning.draft_model import MOST_CONTEXT, check_room, draft_model
@@ -62,8 +63,13 @@ def check_options(options: ServeOptions, config: Config, header: Header, model: 
     windows = options.windows
     if windows is not None:
         plan_by_hand([f"device {i}" for i in range(len(windows))], windows, options.rounds, model)
-    if (windows is not None and len(windows) > 1) or options.wait or config.devices:
+    if is_for_several(options, config):
         cuttable(header)
+
+
+def is_for_several(options: ServeOptions, config: Config) -> bool:
+    """Whether other devices were asked for by name or number."""
+    return (options.windows is not None and len(options.windows) > 1) or bool(options.wait or config.devices)
 
 
 def check_speculate(options: ServeOptions, model: ModelProfile) -> None:
@@ -113,8 +119,11 @@ def serve(
     """Run the head until it is stopped. Everything that can be judged without the network is judged first."""
     ranged = source if isinstance(source, RangedModel) else None
     header = open_model(source) if isinstance(source, Path) else source.header
-    model = with_rope(with_verdict(model_profile(header), header, config.home), header, options.rope)
+    adapters = open_adapters(options.lora, header)
+    model = with_adapters(with_verdict(model_profile(header), header, config.home), adapters)
+    model = with_rope(model, header, options.rope)
     check_options(options, config, header, model)
+    check_adapters(adapters, several=is_for_several(options, config))
     if options.embedding is not None:
         check_embedding(options.embedding)
     draft = _draft_of(options, config, header, reporter)
@@ -134,7 +143,7 @@ def serve(
             embedding = _embedding_of(options, config)
             head = HeadDaemon(
                 station,
-                service_of(station, header, model, options, ranged, draft),
+                service_of(station, header, model, options, ranged, draft, adapters),
                 profile=OwnProfile(config, reporter, backend.describe, promised_bytes=promised_bytes),
                 backend=backend,
                 reporter=reporter,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +12,12 @@ from halda import ModelProfile, Workload
 from primad.certify.verdict import windows_line
 from primad.daemon.station import Station
 from primad.errors import ModelError, PrimadError, WeightsError
+from primad.gguf.adapter import Adapter
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header
 from primad.gguf.hub_library import token
 from primad.gguf.hub_ranges import own_hubs
+from primad.gguf.layers import LayerCut
 from primad.gguf.model import check_unchanged, stamps_of
 from primad.gguf.ranged import RangedModel
 from primad.gguf.ranged_cutter import RangedCutter
@@ -29,19 +31,31 @@ from primad.settings.config import digests_file
 
 
 class ModelSource:
-    """The model file: its ``header``, its ``profile``, and its layers, of which is kept in ``home`` what was learnt.
+    """The model file: its ``header``, its ``profile``, and its layers, of which is kept in ``home`` what was learnt; what
+    ``adapters`` change of it.
 
     ``ranged`` is where its weights are, if that is on a hub. A file that could not be read is tried again after ``again_s``.
     """
 
     def __init__(
-        self, header: Header, profile: ModelProfile, home: Path, ranged: RangedModel | None = None, *, again_s: float
+        self,
+        header: Header,
+        profile: ModelProfile,
+        home: Path,
+        ranged: RangedModel | None = None,
+        adapters: Sequence[Adapter] = (),
+        *,
+        again_s: float,
     ) -> None:
+        assert ranged is None or not adapters, "a model with adapters is here"
+        self.adapters = tuple(adapters)
         self._again_s = again_s
         self._ranged = ranged
         self.header, self.profile = header, profile
         self._home = home
         self._stamps = stamps_of(header)
+        for each in adapters:
+            self._stamps |= stamps_of(each.header)
         self._unreadable: tuple[str, float] | None = None
         self._cutter: ModelCutter | None = None
         self._vocabulary: ModelVocabulary | None = None
@@ -54,7 +68,8 @@ class ModelSource:
     @property
     def stamp(self) -> str:
         """Tells it from every other model file, and from itself after a change."""
-        return repr(sorted((str(path), stamp) for path, stamp in self._stamps.items()))
+        added = [(each.digest, each.scale) for each in self.adapters]
+        return repr((sorted((str(path), stamp) for path, stamp in self._stamps.items()), added))
 
     @property
     def cutter(self) -> ModelCutter:
@@ -89,9 +104,14 @@ class ModelSource:
         """Its profile with what is known by now of the use of its experts."""
         return await asyncio.to_thread(with_expert_use, self.profile, self.header, self._home)
 
+    def source(self, digest: str) -> LayerCut | None:
+        """The layer ``digest`` of the model or an adapter, if a plan needed it and it is in a file here."""
+        cutters: list[ModelCutter | Adapter] = [*([] if self._cutter is None else [self._cutter]), *self.adapters]
+        return next((cut for each in cutters if (cut := each.source(digest)) is not None), None)
+
     def find_layer(self, digest: str) -> LayerSource | None:
         """The layer ``digest``, if a plan needed it and it is in the file."""
-        return self._cutter.source(digest) if self._cutter is not None else None
+        return self.source(digest)
 
     async def vocabulary(self) -> ModelVocabulary:
         """Its vocabulary. Read it only after a ring process has loaded the file."""
@@ -128,7 +148,9 @@ def service_of(
     options: ServeOptions,
     ranged: RangedModel | None = None,
     draft: DraftModel | None = None,
+    adapters: Sequence[Adapter] = (),
 ) -> Service:
     """The model of ``header`` as ``options`` ask for it. Raises ``PlanError`` when no work can be planned so."""
-    source = ModelSource(header, model, station.config.home, ranged, again_s=station.timings.head.model_again_s)
+    again_s = station.timings.head.model_again_s
+    source = ModelSource(header, model, station.config.home, ranged, adapters, again_s=again_s)
     return Service(model=source, options=options, workload=workload_of(options, model), draft=draft)

@@ -32,6 +32,7 @@ from halda import DeviceProfile, LinkProfile, MessageTime, WindowAssignment
 from primad.engine.protocol import KvType
 from primad.engine.rope import Rope
 from primad.errors import ProtocolError, printable
+from primad.gguf.adapter import check_adapter
 from primad.gguf.layers import check_ref
 from primad.gguf.origins import MAX_FILES, LayerOrigin, RemoteFile, check_origins
 from primad.gguf.windows import WindowSpec
@@ -524,8 +525,10 @@ def _check_load(load: Load) -> None:
     for spec in load.windows:
         if not 0 <= spec.first < spec.last or len(spec.layers) < spec.last - spec.first:
             raise ProtocolError(f"window {spec.window} of layers {spec.first} to {spec.last} is impossible")
-        for ref in spec.layers:
+        for ref in spec.files:
             check_ref(ref)
+        for adapter in spec.adapters:
+            check_adapter(adapter, spec.last - spec.first)
     check_origins(load.files, load.origins, [ref for spec in load.windows for ref in spec.layers])
     if any(not 0 < spec.window < load.route - 1 for spec in load.windows):
         raise ProtocolError("plan gives a worker the head's first or last window")

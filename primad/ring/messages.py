@@ -21,7 +21,7 @@ import msgspec
 
 from halda import WindowAssignment
 from primad.engine.protocol import GREEDY as GREEDY
-from primad.engine.protocol import EngineOptions, WindowSource
+from primad.engine.protocol import AdapterFile, EngineOptions, WindowSource
 from primad.engine.protocol import Sampling as Sampling
 from primad.errors import ProtocolError, printable
 from primad.kv.cells import is_block, is_key
@@ -365,7 +365,8 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     together as ``batching`` says. A chunk of a prompt has at most ``chunk_rows``, and ``least_rows`` or more before a
     message; beside other answers it is computed in ``pieces``. Of an answer the cells of every ``keep_rows`` rows are kept,
     or none. Drafts are computed as ``drafting`` says, or none; the model ``draft`` guesses what they are, if there is one.
-    Where ``model`` has the vocabulary alone, the token embedding is in the layer file ``embedding``.
+    Where ``model`` has the vocabulary alone, the token embedding is in the layer file ``embedding``. A model that is not cut
+    has ``adapters``.
     """
 
     model: str
@@ -379,6 +380,7 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     drafting: Drafting | None = None
     draft: DraftModel | None = None
     embedding: str | None = None
+    adapters: tuple[AdapterFile, ...] = ()
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):

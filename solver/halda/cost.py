@@ -393,9 +393,9 @@ def kv_bytes_per_token(layer: LayerProfile, kv_type: CacheType) -> int:
 
 
 def kv_bytes(layer: LayerProfile, workload: Workload) -> int:
-    """KV cache of one layer, or its state, for all sequences."""
+    """KV cache of one layer, or its state, for all sequences, and adapters, which lie in memory as it does."""
     each = kv_bytes_per_token(layer, workload.kv_type) * workload.context_tokens + layer.state_bytes
-    return each * workload.sequences
+    return each * workload.sequences + layer.adapter_bytes
 
 
 def compute_buffer_bytes(model: ModelProfile, workload: Workload) -> int:

@@ -256,6 +256,7 @@ class LayerProfile:
 
     A recurrent layer has ``state_bytes`` for each sequence instead, whatever its length. ``row_values`` are those that a row
     has in the compute buffer where the weights would let expect fewer: of a recurrent layer, or of latent attention.
+    ``adapter_bytes`` are those of adapters, which lie in memory beside it, also where it streams.
 
     ``bytes_by_type`` are the weights that every row uses, ``expert_bytes_by_type`` those of all experts, of which a row uses
     ``experts_used`` of ``experts``.
@@ -266,6 +267,7 @@ class LayerProfile:
     kv_bytes_per_token: int
     state_bytes: int = 0
     row_values: int = 0
+    adapter_bytes: int = 0
 
     @property
     def size_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -53,10 +54,20 @@ class Continuation:
 class Plain:
     """The whole model in one context with the settings that ring processes use; ``chunk`` rows in a step of prefill.
 
-    With ``flash`` attention where llama.cpp takes it by itself, or without.
+    With ``flash`` attention where llama.cpp takes it by itself, or without. ``adapters`` are files and scales; ``context``
+    are further parameters of the context.
     """
 
-    def __init__(self, path: Path, *, chunk: int = 512, extra_buffers: bool = False, flash: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        chunk: int = 512,
+        extra_buffers: bool = False,
+        flash: bool = True,
+        adapters: Sequence[tuple[Path, float]] = (),
+        **context: Any,
+    ) -> None:
         self._chunk = chunk
         llama.llama_backend_init()
         params = llama.llama_model_default_params()
@@ -64,16 +75,23 @@ class Plain:
         params.use_extra_bufts = extra_buffers
         self._model = llama.llama_model_load_from_file(str(path).encode(), params)
         assert self._model, path
+        loaded = [llama.llama_adapter_lora_init(self._model, str(file).encode()) for file, _ in adapters]
         settings = llama.llama_context_default_params()
         settings.n_ctx = CONTEXT
         settings.n_batch = settings.n_ubatch = chunk
         settings.n_seq_max = 1
         settings.n_threads = settings.n_threads_batch = THREADS
         settings.kv_unified = True
+        for name, value in context.items():
+            setattr(settings, name, value)
         if not flash:
             settings.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._context = llama.llama_init_from_model(self._model, settings)
         assert self._context, path
+        if adapters:
+            handles = (ctypes.POINTER(ctypes.c_void_p) * len(loaded))(*loaded)
+            scales = (ctypes.c_float * len(loaded))(*(scale for _, scale in adapters))
+            llama.llama_set_adapters_lora(self._context, handles, len(loaded), scales)
         self._vocab = llama.llama_model_get_vocab(self._model)
         self.vocabulary = int(llama.llama_vocab_n_tokens(self._vocab))
 

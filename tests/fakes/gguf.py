@@ -57,3 +57,28 @@ def write_split(folder: Path, arrays: Arrays, parts: int, *, stem: str = "toy") 
         values = {"split.no": number, "split.count": parts, "split.tensors.count": len(names)}
         paths.append(write_gguf(folder / f"{stem}-{number + 1:05}-of-{parts:05}.gguf", chosen, values))
     return paths
+
+
+def write_adapter(
+    path: Path,
+    tensors: Mapping[str, tuple[int, ...]],
+    *,
+    architecture: str = "llama",
+    rank: int = 4,
+    alpha: float = 8.0,
+    seed: int = 0,
+    kind: str = "adapter",
+) -> Path:
+    """A LoRA adapter with random matrices for ``tensors``: name and shape, in ggml order, of what they change."""
+    writer = GGUFWriter(path, architecture)
+    writer.add_string("general.type", kind)
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", alpha)
+    for number, (name, (inner, outer, *experts)) in enumerate(tensors.items()):
+        writer.add_tensor(f"{name}.lora_a", array(*experts, rank, inner, seed=seed + number) / np.float32(inner**0.5))
+        writer.add_tensor(f"{name}.lora_b", array(*experts, outer, rank, seed=seed + number + 1000))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

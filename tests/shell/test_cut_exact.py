@@ -6,16 +6,19 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from gguf import GGUFValueType
+from msgspec.structs import replace as replace_fields
 
 from halda.assignment import in_memory
 from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
-from primad.engine.protocol import EngineOptions, Rows, WindowSource
+from primad.engine.protocol import AdapterFile, EngineOptions, Rows, WindowSource
 from primad.errors import EngineError
+from primad.gguf.adapter import adapter_header
 from primad.gguf.architectures import SUPPORTED, block_count, cut_multiple, cuttable, embedding_scale, layer_count
 from primad.gguf.header import array_value, read_header, scalar_value
 from primad.gguf.layers import layer_header
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
+from primad.head.loads import adapted
 from tools import synth
 from tools.lab import zoo
 
@@ -35,7 +38,7 @@ class Route:
     not.
     """
 
-    def __init__(self, header, cuts, folder, options=OPTIONS, on_gpu=(), *, helped=False, apart=False):
+    def __init__(self, header, cuts, folder, options=OPTIONS, on_gpu=(), *, helped=False, apart=False, adapters=()):
         cutter, layers = ModelCutter(header), layer_count(header)
         assert cuts[0] == 0
         assert cuts[-1] == layers
@@ -56,7 +59,7 @@ class Route:
             count = on_gpu[number] if on_gpu else 0
             is_tail = last == layers
             assignment = assigned(last - first, count, is_tail=is_tail, first=first, helped=helped, apart=apart)
-            files = files_of(metadata, paths, assignment)
+            files = replace_fields(files_of(metadata, paths, assignment), adapters=adapters_of(adapters, spec, folder))
             if last == layers:
                 window = TailWindow(files, options, frozenset(), vocabulary=vocabulary_size(header))
             elif first == 0:
@@ -75,6 +78,18 @@ class Route:
     def release(self):
         for window in self.windows:
             window.release()
+
+
+def adapters_of(adapters, spec, folder):
+    """The files of ``adapters`` for the window of ``spec``, put together as a device does."""
+    placed = []
+    for number, each in enumerate(adapted(spec, adapters).adapters):
+        path = folder / f"{spec.window}-lora-{number}.gguf"
+        sources = [adapter.source(ref.digest) for ref in each.layers for adapter in adapters]
+        weights = [b"".join(source.chunks()) for source in sources if source is not None]
+        path.write_bytes(adapter_header(each) + b"".join(weights))
+        placed.append(AdapterFile(str(path), each.scale))
+    return tuple(placed)
 
 
 def files_of(metadata, layers, assignment):

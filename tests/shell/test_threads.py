@@ -15,6 +15,7 @@ from primad.cli.progress import RichReporter
 from primad.daemon import loading
 from primad.daemon.layer_files import Workspace
 from primad.daemon.station import Station
+from primad.engine.rope import AS_THE_MODEL_SAYS
 from primad.errors import RingError
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
@@ -92,6 +93,7 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
                 model=ModelSource(header, model_profile(header), tmp_path, again_s=1.0),
                 options=SimpleNamespace(
                     kv_type="f16",
+                    rope=AS_THE_MODEL_SAYS,
                     rows=16,
                     extra_buffers="off",
                     objective="balanced",

@@ -1,0 +1,216 @@
+"""LoRA adapters: a GGUF of small matrices that change a model's, cut by layer like the weights.
+
+The adapter's tensors of one layer travel as one layer file, known by the hash of their content. A device puts those of a
+window together to a file of its own (``adapter_header`` and the weights behind it), in which the layers have the window's
+numbers, and llama.cpp loads that beside the window.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from primad.errors import ModelError, ProtocolError
+from primad.gguf.architectures import layer_count, layer_of
+from primad.gguf.constants import GGUFValueType
+from primad.gguf.header import Header, TensorInfo, read_header, scalar_value
+from primad.gguf.layers import CHUNK_BYTES, LayerCut, LayerRef, cut, gguf_header
+
+MAX_ADAPTERS: Final = 16
+MOST: Final = 1e6
+_A: Final = ".lora_a"
+_B: Final = ".lora_b"
+_PART: Final = re.compile(r"blk\.\*\.[\w.-]+\.lora_[ab]", re.ASCII)
+_ALPHA: Final = "adapter.lora.alpha"
+_TOKENS: Final = "adapter.alora.invocation_tokens"
+
+
+class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What an adapter has for a window: the layer file ``layers[i]`` is of its layer ``numbers[i]``.
+
+    It is of ``architecture``, and weighs as ``alpha`` and ``scale`` say.
+    """
+
+    architecture: Annotated[str, Meta(min_length=1, max_length=64)]
+    alpha: Annotated[float, Meta(ge=-MOST, le=MOST)]
+    scale: Annotated[float, Meta(ge=-MOST, le=MOST)]
+    numbers: tuple[int, ...]
+    layers: tuple[LayerRef, ...]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of ``header``, which suits the model, with a ``scale``. ``digest`` (hex) is of the whole file."""
+
+    header: Header
+    layer_count: int
+    scale: float
+    digest: str
+
+    @property
+    def alpha(self) -> float:
+        """What weighs it besides its scale and its rank; 0: nothing does."""
+        return self.header.number(_ALPHA, 0.0)
+
+    @cached_property
+    def is_within_layers(self) -> bool:
+        """Whether it changes layers alone: not the token embedding, nor the output matrix."""
+        return all(layer_of(name) is not None for name in self._tensors)
+
+    @cached_property
+    def _tensors(self) -> dict[str, TensorInfo]:
+        return {name: tensor for name, tensor in self.header.tensors.items() if name.endswith((_A, _B))}
+
+    @cached_property
+    def _refs(self) -> dict[int, LayerRef]:
+        return {}
+
+    @cached_property
+    def _cuts(self) -> dict[str, LayerCut]:
+        return {}
+
+    def bytes_of(self, layer: int) -> int:
+        """Bytes that it has for ``layer``."""
+        return sum(tensor.bytes for name, tensor in self._tensors.items() if layer_of(name) == layer)
+
+    def source(self, digest: str) -> LayerCut | None:
+        """Its layer of this content, if a window needed it."""
+        return self._cuts.get(digest)
+
+    def spec(self, first: int, last: int) -> AdapterSpec | None:
+        """What it has for the window of these layers, None for nothing; hashes what was not hashed before."""
+        layers = [layer for layer in range(first, last) if self.bytes_of(layer)]
+        if not layers:
+            return None
+        return AdapterSpec(
+            architecture=self.header.text("general.architecture"),
+            alpha=self.alpha,
+            scale=self.scale,
+            numbers=tuple(layer - first for layer in layers),
+            layers=tuple(map(self._ref, layers)),
+        )
+
+    def _ref(self, layer: int) -> LayerRef:
+        if layer not in self._refs:
+            prefix = f"blk.{layer}."
+            own = {
+                f"blk.*.{name.removeprefix(prefix)}": tensor
+                for name, tensor in self._tensors.items()
+                if name.startswith(prefix)
+            }
+            layer_cut = cut(own).hashed()
+            ref = self._refs[layer] = layer_cut.ref()
+            self._cuts[ref.digest] = layer_cut
+        return self._refs[layer]
+
+
+def open_adapter(path: Path, scale: float, model: Header) -> Adapter:
+    """The adapter in ``path``. Raises ``ModelError`` where it is none, or not one for ``model``."""
+    header = read_header(path)
+    kinds = header.text("general.type", "model"), header.text("adapter.type", "lora")
+    if kinds[0] != "adapter":
+        raise ModelError(
+            f"{path}: is no adapter but a {kinds[0]}; --lora takes what llama.cpp's convert_lora_to_gguf.py makes"
+        )
+    if kinds[1] != "lora":
+        raise ModelError(f"{path}: is an adapter of type {kinds[1]!r}; only LoRA adapters can be taken")
+    if _TOKENS in header.values:
+        raise ModelError(
+            f"{path}: begins at tokens of its own (an activated LoRA), which primad does not do; take a plain one"
+        )
+    own, base = header.text("general.architecture"), model.text("general.architecture")
+    if own != base:
+        raise ModelError(f"{path}: is for {own!r}, and {model.path.name} is {base!r}; give an adapter of this model")
+    header.number(_ALPHA, 0.0)
+    pairs = dict(_pairs(header))
+    if not pairs:
+        raise ModelError(f"{path}: has no matrices; fetch the adapter again")
+    for name, (a, b) in pairs.items():
+        _check_pair(header, model, name, a, b)
+    return Adapter(header, layer_count(model), scale, _digest(header))
+
+
+def _pairs(header: Header) -> Iterator[tuple[str, tuple[TensorInfo, TensorInfo]]]:
+    """By the name of the tensor that they change, the two matrices of each. Norms are left out, as llama.cpp does."""
+    tensors: Mapping[str, TensorInfo] = header.tensors
+    for name, tensor in tensors.items():
+        stem, other = name[: -len(_A)], {_A: _B, _B: _A}.get(name[-len(_A) :])
+        if other is None:
+            if name.endswith("_norm.weight"):
+                continue
+            raise ModelError(f"{header.path}: tensor '{name}' is no matrix of an adapter; convert it anew")
+        if stem + other not in tensors:
+            raise ModelError(f"{header.path}: tensor '{name}' has no '{stem + other}'; fetch the adapter again")
+        if other == _B:
+            yield stem, (tensor, tensors[stem + _B])
+
+
+def _check_pair(header: Header, model: Header, name: str, a: TensorInfo, b: TensorInfo) -> None:
+    """As llama.cpp judges it, which does so when it is too late."""
+    base = model.tensors.get(name)
+    if base is None:
+        raise ModelError(
+            f"{header.path}: changes tensor '{name}', which is not in {model.path.name}; give one of its own"
+        )
+    wide, a_shape, b_shape = ((*each.shape, 1, 1)[:2] for each in (base, a, b))
+    if name == "token_embd.weight":
+        fits = wide == (b_shape[1], a_shape[1]) and a_shape[0] == b_shape[0]
+    else:
+        fits = wide == (a_shape[0], b_shape[1]) and a_shape[1] == b_shape[0]
+    if not fits:
+        raise ModelError(
+            f"{header.path}: its matrices for '{name}' have the shapes {list(a.shape)} and {list(b.shape)}, which do not "
+            f"change one of {list(base.shape)}; give an adapter of {model.path.name}"
+        )
+
+
+def _digest(header: Header) -> str:
+    digest = blake2b(digest_size=16)
+    try:
+        with header.path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError as exc:
+        raise ModelError(f"{header.path}: cannot be read: {exc.strerror or exc}") from exc
+    return digest.hexdigest()
+
+
+def adapter_header(spec: AdapterSpec) -> bytes:
+    """What stands before the weights of ``spec.layers``, one behind the other, in a file that llama.cpp reads."""
+    values = {
+        key: scalar_value(GGUFValueType.STRING, text)
+        for key, text in (
+            ("general.type", "adapter"),
+            ("general.architecture", spec.architecture),
+            ("adapter.type", "lora"),
+        )
+    }
+    values[_ALPHA] = scalar_value(GGUFValueType.FLOAT32, spec.alpha)
+    return gguf_header(values, list(zip(spec.numbers, spec.layers, strict=True)))
+
+
+def check_adapter(spec: AdapterSpec, layers: int) -> None:
+    """Judge a spec that came from a peer, for a window of so many ``layers``; its refs are judged elsewhere.
+
+    Raises ``ProtocolError``.
+    """
+    ordered = sorted(set(spec.numbers)) == list(spec.numbers)
+    if not spec.numbers or len(spec.numbers) != len(spec.layers) or not ordered:
+        raise ProtocolError("adapter whose layers are not in order")
+    if not 0 <= spec.numbers[0] <= spec.numbers[-1] < layers:
+        raise ProtocolError(f"adapter with layers beyond the {layers} of its window")
+    for ref in spec.layers:
+        for tensor in ref.tensors:
+            if not _PART.fullmatch(tensor.name):
+                raise ProtocolError(f"layer {ref.digest[:12]} of an adapter has a tensor {tensor.name!r}")
+    if not math.isfinite(spec.alpha) or not spec.architecture.isascii():
+        raise ProtocolError("adapter of an impossible weight or architecture")

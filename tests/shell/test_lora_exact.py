@@ -1,0 +1,86 @@
+"""Windows with the layers of a LoRA adapter give what llama.cpp gives with the whole adapter, bit for bit."""
+
+import ctypes
+
+import numpy as np
+import pytest
+from llama_cpp import llama_cpp as llama
+
+from primad.gguf.adapter import open_adapter
+from primad.gguf.architectures import layer_of
+from primad.gguf.header import read_header
+from tests.fakes.gguf import write_adapter
+from tests.shell.test_cut_exact import PROMPT, Route, cuts_of
+from tools import synth
+
+pytestmark = pytest.mark.slow
+
+
+def matrices(header, *, layers=None):
+    """The matrices of layers, by name; of ``layers`` alone, if some are named."""
+    return {
+        name: tensor.shape
+        for name, tensor in header.tensors.items()
+        if (layer := layer_of(name)) is not None
+        and (layers is None or layer in layers)
+        and len(tensor.shape) > 1
+        and name.split(".")[2]
+        in ("attn_q", "attn_v", "attn_output", "ffn_down", "ffn_up", "ffn_down_exps", "ffn_up_exps")
+    }
+
+
+def llama_logits(path, adapters):
+    """The logits behind ``PROMPT`` of llama.cpp alone, with ``adapters``: files and scales."""
+    model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
+    loaded = [llama.llama_adapter_lora_init(model, str(file).encode()) for file, _ in adapters]
+    assert all(loaded)
+    params = llama.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch, params.n_threads, params.n_threads_batch = 256, 256, 64, 1, 1
+    params.swa_full = True
+    context = llama.llama_init_from_model(model, params)
+    handles = (ctypes.POINTER(ctypes.c_void_p) * len(loaded))(*loaded)
+    scales = (ctypes.c_float * len(loaded))(*(scale for _, scale in adapters))
+    llama.llama_set_adapters_lora(context, handles, len(loaded), scales)
+    tokens = (llama.llama_token * len(PROMPT))(*PROMPT)
+    assert llama.llama_decode(context, llama.llama_batch_get_one(tokens, len(PROMPT))) == 0
+    size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+    pointer = ctypes.cast(llama.llama_get_logits_ith(context, -1), ctypes.POINTER(ctypes.c_float))
+    logits = np.ctypeslib.as_array(pointer, shape=(size,)).copy()
+    llama.llama_free(context)
+    llama.llama_model_free(model)
+    return logits
+
+
+def ring_logits(header, cuts, folder, adapters):
+    opened = [open_adapter(file, scale, header) for file, scale in adapters]
+    route = Route(header, cuts, folder, adapters=opened)
+    route.logits(PROMPT[:64], 0)
+    logits = route.logits(PROMPT[64:], 64)
+    route.release()
+    return logits
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe", "gemma3", "lfm2"])
+def test_windows_with_an_adapter_are_the_whole_model_with_it(architecture, tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture=architecture)
+    header = read_header(path)
+    file = write_adapter(tmp_path / "lora.gguf", matrices(header), architecture=architecture)
+    plain, expected = llama_logits(path, []), llama_logits(path, [(file, 0.7)])
+    assert not np.array_equal(plain, expected)
+    for number, cuts in enumerate(cuts_of(header)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert np.array_equal(ring_logits(header, cuts, folder, [(file, 0.7)]), expected)
+
+
+def test_two_adapters_of_which_one_has_some_layers_alone(tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path)
+    header = read_header(path)
+    adapters = [
+        (write_adapter(tmp_path / "a.gguf", matrices(header)), 1.0),
+        (write_adapter(tmp_path / "b.gguf", matrices(header, layers=(1, 3)), rank=2, alpha=0.0, seed=5), -0.5),
+    ]
+    expected = llama_logits(path, adapters)
+    assert np.array_equal(ring_logits(header, [0, 1, 2, 6], tmp_path, adapters), expected)
