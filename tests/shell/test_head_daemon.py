@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -50,6 +51,7 @@ from primad.system.memory import Memory
 from primad.trust.identity import new_identity
 from primad.trust.local_trust import LocalTrust
 from primad.trust.trust import BY_HAND, TrustStore, trusted_now
+from tests.fakes import manager
 from tests.fakes.control import HEAD, FakeDevice, gated
 from tests.fakes.planning import device as profile_of
 from tests.fakes.profile import KnownProfile
@@ -306,6 +308,23 @@ def test_prompts_are_computed_in_the_chunks_that_the_plan_reckons_with(lab, larg
         assert ring.inputs.rows == (larger or 16)
 
     run(lab, test)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="systemd is Linux's")
+def test_a_service_manager_hears_of_a_head_that_it_is_ready_lives_and_ends(lab, monkeypatch):
+    async def test(here: Lab) -> None:
+        here.start()
+        assert (await asyncio.to_thread(manager.hear, ear, "READY=1")).startswith("READY=1\nSTATUS=")
+        await here.serves()
+        assert (
+            await asyncio.to_thread(manager.hear, ear, "STATUS=serving") == "STATUS=serving with 1 device\nWATCHDOG=1"
+        )
+
+    with manager.listening() as ear:
+        monkeypatch.setenv("NOTIFY_SOCKET", ear.getsockname())
+        monkeypatch.setenv("WATCHDOG_USEC", "200000")
+        run(lab, test)
+        assert manager.hear(ear, "STOPPING=1")
 
 
 def test_the_devices_in_sight_serve_together(lab):

@@ -6,7 +6,6 @@ import asyncio
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,16 +13,14 @@ import pytest
 
 from primad.system import notify as module
 from primad.system.notify import notify, report, watchdog_s
+from tests.fakes import manager
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="systemd is Linux's")
 
 
 @pytest.fixture
 def ear() -> Iterator[socket.socket]:
-    """Where a service manager listens; a short path, since such addresses have at most 108 characters."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
-        listener.bind(str(Path(folder, "notify")))
-        listener.settimeout(60)
+    with manager.listening() as listener:
         yield listener
 
 

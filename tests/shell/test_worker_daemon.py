@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -82,6 +84,7 @@ from primad.trust.words import new_code
 from primad.worker import daemon as worker_module
 from primad.worker import participations as parts_module
 from primad.worker.daemon import WorkerDaemon
+from tests.fakes import manager
 from tests.fakes.control import HOST
 from tests.fakes.process import FakeProcesses
 from tests.fakes.profile import PROFILE, KnownProfile
@@ -292,6 +295,23 @@ def lab(monkeypatch, tmp_path) -> Callable[..., AbstractAsyncContextManager[Lab]
             context.destroy(linger=0)
 
     return make
+
+
+# ---- a service manager ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="systemd is Linux's")
+def test_a_service_manager_hears_of_a_worker_that_it_is_ready_lives_and_ends(lab, monkeypatch):
+    async def once(ear: socket.socket) -> None:
+        async with lab():
+            assert await asyncio.to_thread(manager.hear, ear, "READY=1") == "READY=1\nSTATUS=waiting for a head"
+            assert await asyncio.to_thread(manager.hear, ear, "WATCHDOG=1")
+        assert await asyncio.to_thread(manager.hear, ear, "STOPPING=1")
+
+    with manager.listening() as ear:
+        monkeypatch.setenv("NOTIFY_SOCKET", ear.getsockname())
+        monkeypatch.setenv("WATCHDOG_USEC", "200000")
+        asyncio.run(once(ear))
 
 
 # ---- trust that is brought to it ------------------------------------------------------------------------------------
