@@ -88,6 +88,8 @@ def test_what_a_model_writes_does_nothing(open_page):
         expect(page.locator(".message.user .said")).to_have_text("<b>Hello</b>")
         expect(answer).to_contain_text('<img src=x onerror="window.hit=1">')
         expect(answer).to_contain_text('<b onclick="window.hit=1">code</b>')
+        page.get_by_label("Copy code").click()
+        expect(page.locator("#news")).to_have_text("Copied.")
         assert page.locator(".text img, .text script, .text style, .text [onclick]").count() == 0
         assert page.locator(".text a").evaluate_all("all => all.map(each => each.href)") == ["", "https://example.org/"]
         assert page.evaluate("window.hit") is None

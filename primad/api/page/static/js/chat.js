@@ -1,7 +1,7 @@
 // Chat: conversations on the left, the one that is open in the middle, settings on the right.
 
 import { asked, write } from "/page/js/answer.js";
-import { announce, h, icon, iconButton } from "/page/js/dom.js";
+import { announce, copy, h, icon, iconButton } from "/page/js/dom.js";
 import { count, ms, speed } from "/page/js/format.js";
 import { onStatus } from "/page/js/live.js";
 import { show } from "/page/js/markdown.js";
@@ -277,7 +277,7 @@ function actionsOfQuestion(box, message, place) {
     "div",
     { class: "actions" },
     iconButton("edit", "Edit", () => edit(box, message, place)),
-    iconButton("copy", "Copy", () => navigator.clipboard?.writeText(message.content)),
+    iconButton("copy", "Copy", () => copy(message.content)),
   );
 }
 
@@ -377,7 +377,7 @@ function actionsOfAnswer(message) {
   return h(
     "span",
     { class: "actions" },
-    iconButton("copy", "Copy", () => navigator.clipboard?.writeText(message.content)),
+    iconButton("copy", "Copy", () => copy(message.content)),
     isLast ? iconButton("again", "Regenerate", regenerate) : null,
   );
 }

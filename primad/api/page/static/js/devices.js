@@ -1,6 +1,6 @@
 // Devices: pair, approve, revoke. Only the owner of the head may, whom 'primad page' lets in.
 
-import { announce, h, iconButton } from "/page/js/dom.js";
+import { announce, copy, h, iconButton } from "/page/js/dom.js";
 import { onStatus } from "/page/js/live.js";
 import { ask } from "/page/js/server.js";
 
@@ -57,7 +57,7 @@ function showGuest() {
 }
 
 function command(text) {
-  return h("p", { class: "command" }, h("code", {}, text), iconButton("copy", `Copy: ${text}`, () => navigator.clipboard?.writeText(text)));
+  return h("p", { class: "command" }, h("code", {}, text), iconButton("copy", `Copy: ${text}`, () => copy(text)));
 }
 
 async function refresh() {

@@ -54,3 +54,20 @@ export function iconButton(name, label, onclick, more = {}) {
 export function announce(text) {
   document.getElementById("news").textContent = text;
 }
+
+/** Puts `text` on the clipboard; where the page came without encryption from another device, as browsers did it before. */
+export async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const area = h("textarea", { class: "unseen", "aria-hidden": "true" });
+    area.value = text;
+    (document.querySelector("dialog[open]") ?? document.body).append(area);
+    const before = document.activeElement;
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+    before?.focus();
+  }
+  announce("Copied.");
+}

@@ -1,6 +1,6 @@
 // Markdown as HTML that is safe to show: what a model wrote is never trusted. HTML in it is shown as it stands.
 
-import { h, iconButton } from "/page/js/dom.js";
+import { copy, h, iconButton } from "/page/js/dom.js";
 import { Marked } from "/page/vendor/marked.js";
 
 const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
@@ -45,6 +45,6 @@ function withHeading(pre) {
   const box = h("div", { class: "code" });
   pre.replaceWith(box);
   pre.setAttribute("tabindex", "0");
-  const copy = iconButton("copy", "Copy code", () => navigator.clipboard?.writeText(pre.textContent));
-  box.append(h("div", { class: "code-top" }, h("span", {}, language || "text"), copy), pre);
+  const button = iconButton("copy", "Copy code", () => copy(pre.textContent));
+  box.append(h("div", { class: "code-top" }, h("span", {}, language || "text"), button), pre);
 }
