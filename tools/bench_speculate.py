@@ -74,6 +74,8 @@ STREAMING: Final = (AS_SERVED, "model", "no overlap", "chain", "tree", "wrong mo
 WAYS: Final = (AS_SERVED, "one step", "no skipping", "fixed", "model", "wrong model", "no overlap", "chain", "tree")
 DIFFERING: Final = "differing"
 FAST_ROWS: Final = 8
+DIFFERING_S: Final = 0.01
+"""So much longer a hop takes there, that the model that guesses gets ahead of the ring."""
 DRAWN: Final = msgspec.structs.replace(GREEDY, temperature=1.0, seed=7)
 
 
@@ -290,7 +292,17 @@ async def differing(path: Path, options: argparse.Namespace) -> Differing:
         )
         fast = Drafting(rows=FAST_ROWS, costs=(1.0,) * FAST_ROWS, adapts=False)
         ring = await stack.enter_async_context(
-            LocalRing(path, None, context=CONTEXT, rows=ROWS, threads=1, drafting=fast, draft=model, folder=folder)
+            LocalRing(
+                path,
+                even_windows(len(model_profile(open_model(path)).layers), 2),
+                context=CONTEXT,
+                rows=ROWS,
+                threads=1,
+                latency_s=DIFFERING_S,
+                drafting=fast,
+                draft=model,
+                folder=folder,
+            )
         )
         found = Differing(model=path.stem, rows=FAST_ROWS)
         vocabulary = LlamaVocabulary(path)
