@@ -94,10 +94,10 @@ def _package(name: str, extra: str) -> Package:
     said: Any = metadata.metadata(name)
     links = dict(line.split(", ", 1) for line in said.get_all("Project-URL") or () if ", " in line)
     by_kind = {kind.lower(): url for kind, url in links.items()}
-    page = said.get("Home-page") or next(
-        (by_kind[kind] for kind in ("homepage", "repository", "source", "source code", "github") if kind in by_kind),
-        f"https://pypi.org/project/{name}/",
-    )
+    kinds = ("homepage", "repository", "source", "source code", "code", "github", "documentation")
+    page = said.get("Home-page") or next((by_kind[kind] for kind in kinds if kind in by_kind), "")
+    if not page:
+        raise SystemExit(f"licences: error: {name} names no page; take one more of the kinds of links that it has")
     return Package(name=said["Name"], licence=_licence(name, said), page=page, extra=extra)
 
 
