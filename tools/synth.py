@@ -188,6 +188,13 @@ def tiny(architecture: str) -> Shape:
     return replace(shape, heads_kv=1) if architecture.startswith("deepseek2") else shape
 
 
+def has_experts(architecture: str) -> bool:
+    """Whether a tiny model of ``architecture`` is a mixture of experts."""
+    if architecture in zoo.MODELS:
+        return "expert_count" in zoo.MODELS[architecture]
+    return "ffn_gate_exps" in _LAYERS[architecture]
+
+
 def write_model(
     path: Path,
     *,
@@ -197,6 +204,7 @@ def write_model(
     seed: int = 0,
     vocabulary: str = "bytes",
     values: Mapping[str, Value] | None = None,
+    is_empty: bool = False,
     **overrides: Any,
 ) -> Shape:
     """Write a model to ``path`` and return its shape.
@@ -204,7 +212,8 @@ def write_model(
     ``preset`` is ``tiny`` (of ``architecture``) or a name of ``PRESETS``; ``overrides`` replace fields of its ``Shape``.
     ``quantisation`` is ``q4_k_m`` or a ggml type's name; the default is ``q8_0`` for tiny models, ``q4_k_m`` otherwise.
     ``vocabulary`` is ``bytes`` or ``from:FILE``, which takes the tokenizer, template and size of another GGUF. ``values``
-    adds or replaces metadata. The same arguments give the same bytes.
+    adds or replaces metadata. The weights of an ``is_empty`` model are 0, and take no room on most file systems. The same
+    arguments give the same bytes.
     """
     shape = replace(tiny(architecture) if preset == "tiny" else PRESETS[preset], **overrides)
     kinds = _Quantisation(quantisation or ("q8_0" if preset == "tiny" else "q4_k_m"))
@@ -225,6 +234,9 @@ def write_model(
     head += b"".join(infos)
     with path.open("wb") as file:
         file.write(head + bytes(-len(head) % ALIGNMENT))
+        if is_empty:
+            file.truncate(file.tell() + offset)
+            tensors.clear()
         for number, tensor in enumerate(tensors):
             _write_weights(file, tensor, np.random.Generator(np.random.SFC64([seed, number])))
     return shape
