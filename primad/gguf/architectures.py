@@ -37,6 +37,8 @@ from primad.gguf.header import Header, Value, array_value, scalar_value, single
 MAX_LAYERS: Final = 512
 """llama.cpp's LLAMA_MAX_LAYERS."""
 
+ADVICE: Final = "serve it on one device alone, or take another model"
+
 _ENDLESS_WINDOW: Final = 1 << 22
 """Positions no context reaches, and times 256 sequences (LLAMA_MAX_SEQ) still within llama.cpp's uint32."""
 
@@ -45,6 +47,14 @@ _LAYER_TENSOR: Final = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.")
 _KEPT_GENERAL: Final = frozenset(
     ("general.architecture", "general.name", "general.file_type", "general.quantization_version")
 )
+
+
+class NotCutError(ModelError):
+    """The model cannot be cut exactly; ``reason`` says why, the error also what to do."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(f"{reason}; {advice}")
+        self.reason = reason
 
 
 class Embedding(Enum):
@@ -731,10 +741,7 @@ def _is_set(header: Header, key: str) -> bool:
 
 
 def _refusal(header: Header, subject: str, reason: str) -> ModelError:
-    return ModelError(
-        f"{header.path}: {subject} cannot be cut into windows exactly: {reason}; "
-        "serve it on one device alone, or take another model"
-    )
+    return NotCutError(f"{header.path}: {subject} cannot be cut into windows exactly: {reason}", ADVICE)
 
 
 def _uint32(number: int) -> Value:

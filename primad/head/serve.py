@@ -25,8 +25,8 @@ from primad.daemon.owner import apply_nice
 from primad.daemon.reporter import Reporter
 from primad.daemon.run import own_station, run
 from primad.embedding.service import EmbeddingService
-from primad.errors import ConfigError
-from primad.gguf.architectures import cuttable
+from primad.errors import ConfigError, ModelError
+from primad.gguf.architectures import NotCutError, cuttable
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
@@ -65,6 +65,20 @@ def check_options(options: ServeOptions, config: Config, header: Header, model: 
         plan_by_hand([f"device {i}" for i in range(len(windows))], windows, options.rounds, model)
     if is_for_several(options, config):
         cuttable(header)
+
+
+def as_it_can_be(options: ServeOptions, config: Config, header: Header, reporter: Reporter) -> ServeOptions:
+    """``options``, with this device alone for a model that cannot be cut, where no other devices were asked for."""
+    if options.alone or options.use_all or is_for_several(options, config):
+        return options
+    try:
+        cuttable(header)
+    except NotCutError as exc:
+        reporter.say(f"{exc.reason}; this device serves it alone")
+        return replace(options, alone=True)
+    except ModelError:
+        return options  # the file is not a complete model, which is told where it is read
+    return options
 
 
 def is_for_several(options: ServeOptions, config: Config) -> bool:
@@ -122,6 +136,7 @@ def serve(
     adapters = open_adapters(options.lora, header)
     model = with_adapters(with_verdict(model_profile(header), header, config.home), adapters)
     model = with_rope(model, header, options.rope)
+    options = as_it_can_be(options, config, header, reporter)
     check_options(options, config, header, model)
     check_adapters(adapters, several=is_for_several(options, config))
     if options.embedding is not None:

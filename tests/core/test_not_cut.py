@@ -1,0 +1,93 @@
+"""A model that cannot be cut is served by one device, unless others were asked for."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from primad.errors import ModelError
+from primad.gguf.architectures import ADVICE, cuttable
+from primad.gguf.header import read_header
+from primad.gguf.profile import model_profile
+from primad.head.options import ServeOptions
+from primad.head.serve import as_it_can_be, check_options
+from tests.fakes.gguf import toy_arrays, write_gguf
+from tools import synth
+
+CONFIG = SimpleNamespace(devices=())
+
+
+class Told(list):
+    """A reporter that remembers lines."""
+
+    say = list.append
+
+
+def options(**changed):
+    given = {
+        "wait": None,
+        "wait_timeout_s": None,
+        "windows": None,
+        "rounds": None,
+        "extra_buffers": "off",
+        "context_tokens": 64,
+        "prompt_tokens": None,
+        "rows": 16,
+        "kv_type": "f16",
+        "step_timeout_s": 5.0,
+        "http_port": 0,
+        "alone": False,
+        "objective": "balanced",
+        "use_all": False,
+    }
+    return ServeOptions(**{**given, **changed})
+
+
+@pytest.fixture
+def unknown(tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture="llama", values={"llama.attention.key_length_swa": synth.scalar_value(4, 8)})
+    return read_header(path)
+
+
+def test_the_head_serves_it_alone_and_says_why(unknown):
+    told = Told()
+    found = as_it_can_be(options(wait=0), CONFIG, unknown, told)
+    assert found == options(wait=0, alone=True)
+    assert len(told) == 1
+    assert "key 'llama.attention.key_length_swa' cannot be cut into windows exactly" in told[0]
+    assert told[0].endswith("; this device serves it alone")
+
+
+@pytest.mark.parametrize(
+    "asked", [{"wait": 1}, {"windows": (2, 2)}, {"use_all": True}], ids=["wait", "windows", "use all"]
+)
+def test_where_other_devices_were_asked_for_nothing_changes(asked, unknown):
+    told = Told()
+    assert as_it_can_be(options(**asked), CONFIG, unknown, told) == options(**asked)
+    assert told == []
+
+
+def test_it_is_refused_by_name_where_other_devices_were_asked_for(unknown):
+    asked = options(wait=1, use_all=True)
+    with pytest.raises(ModelError, match=ADVICE):
+        check_options(asked, CONFIG, unknown, model_profile(unknown))
+
+
+def test_a_named_device_counts_as_asked_for(unknown):
+    config = SimpleNamespace(devices=(("192.0.2.1", 7770),))
+    assert not as_it_can_be(options(), config, unknown, Told()).alone
+
+
+def test_a_model_that_is_cut_is_not_served_alone(tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path)
+    told = Told()
+    assert as_it_can_be(options(), CONFIG, read_header(path), told) == options()
+    assert told == []
+
+
+def test_a_file_that_is_no_complete_model_is_judged_where_it_is_read(tmp_path):
+    header = read_header(write_gguf(tmp_path / "toy.gguf", toy_arrays()))
+    with pytest.raises(ModelError):
+        cuttable(header)
+    assert as_it_can_be(options(), CONFIG, header, Told()) == options()
