@@ -13,6 +13,7 @@ from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter
 from primad.head.loads import adapted
+from primad.head.service import ModelSource
 from primad.planning.adapters import check_adapters, open_adapters, parse_lora, with_adapters
 from primad.planning.question import default_workload
 from tests.fakes.gguf import write_adapter
@@ -125,3 +126,18 @@ def test_an_adapter_of_the_embedding_keeps_the_model_whole(model, tmp_path):
     check_adapters(adapters, several=False)
     with pytest.raises(ConfigError, match="serve with --alone"):
         check_adapters(adapters, several=True)
+
+
+def test_kept_cells_are_those_of_the_same_adapters_and_scales(model, tmp_path):
+    """Their keys are made from the model's stamp."""
+    file = write_adapter(tmp_path / "lora.gguf", queries(model, 0))
+
+    def stamp(*given):
+        adapters = open_adapters(given, model)
+        return ModelSource(model, model_profile(model), tmp_path, None, adapters, again_s=1.0).stamp
+
+    stamps = [stamp(), stamp((file, 1.0)), stamp((file, 0.5)), stamp((file, 1.0), (file, 1.0))]
+    assert len({*stamps}) == len(stamps)
+    assert stamp((file, 1.0)) == stamps[1]
+    write_adapter(file, queries(model, 1))
+    assert stamp((file, 1.0)) != stamps[1], "another content"

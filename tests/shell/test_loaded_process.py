@@ -15,7 +15,10 @@ from primad.daemon.gpu_care import GpuCare
 from primad.daemon.layer_files import Workspace
 from primad.daemon.loaded_process import LoadedProcess
 from primad.daemon.loading import WindowLoad
+from primad.engine.rope import AS_THE_MODEL_SAYS, Rope
 from primad.errors import RingError
+from primad.gguf.adapter import AdapterSpec
+from primad.gguf.layers import LayerRef, LayerTensor
 from primad.gguf.windows import WindowSpec
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
@@ -192,3 +195,29 @@ def test_a_load_that_is_given_up_over_opening_leaves_no_process_and_no_files(pla
         assert list(place.run.iterdir()) == []
 
     asyncio.run(once())
+
+
+def test_what_was_loaded_with_another_adapter_scale_or_angle_is_not_the_same(place):
+    """A ring process that is kept is taken again only for the very same."""
+    config = load_config({"home": place.run.parent, "name": "lap", "host": "127.0.0.1"}, {})
+    station = SimpleNamespace(workspace=place, config=config, gpu_care=GpuCare(NO_LIMITS))
+    ref = LayerRef("ab" * 32, 32, (LayerTensor("blk.*.attn_q.weight.lora_a", 0, (4, 2), 0, 32),))
+    adapter = AdapterSpec(architecture="llama", alpha=8.0, scale=1.0, numbers=(0,), layers=(ref,))
+    plain = WindowSpec(window=1, first=2, last=4, metadata=b"GGUF", layers=())
+    other = msgspec.structs.replace(ref, digest="cd" * 32)
+
+    def key(*adapters: AdapterSpec, rope: Rope = AS_THE_MODEL_SAYS) -> object:
+        spec = msgspec.structs.replace(plain, adapters=adapters)
+        load = msgspec.structs.replace(a_load(1), windows=[spec], rope=rope)
+        return WindowLoad(load, 7, station, PROFILE).key()
+
+    keys = [
+        key(),
+        key(adapter),
+        key(msgspec.structs.replace(adapter, scale=0.5)),
+        key(msgspec.structs.replace(adapter, layers=(other,))),
+        key(msgspec.structs.replace(adapter, numbers=(1,))),
+        key(adapter, rope=Rope(freq_base=1e6)),
+    ]
+    assert len({*keys}) == len(keys)
+    assert key(adapter) == keys[1]
