@@ -10,7 +10,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,12 +61,25 @@ pytestmark = pytest.mark.slow
 T = TypeVar("T")
 
 
-@pytest.fixture(scope="module")
-def house(smollm2: Path, module_home, tmp_path_factory) -> Iterator[House]:
+@contextmanager
+def houses(tmp_path_factory) -> Iterator[ExitStack]:
     raise_descriptor_limit()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("PRIMAD_LOCAL_TRUST", str(tmp_path_factory.mktemp("family") / "local-devices"))
-        yield House(stack, smollm2, module_home)
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def house(smollm2: Path, module_home, tmp_path_factory) -> Iterator[House]:
+    with houses(tmp_path_factory) as stack:
+        yield House(stack, smollm2, module_home, "--windows", "2,28", "--rounds", 1)
+
+
+@pytest.fixture
+def planned_house(smollm2: Path, module_home, tmp_path_factory) -> Iterator[House]:
+    """One whose head may go on alone."""
+    with houses(tmp_path_factory) as stack:
+        yield House(stack, smollm2, module_home, "--wait", 1, "--use-all")
 
 
 @pytest.fixture
@@ -318,20 +331,20 @@ def test_who_is_revoked_in_the_middle_of_a_session_is_cut_off(house: House):
         asyncio.run(session())
 
 
-def test_a_worker_that_is_revoked_in_the_middle_of_an_answer_computes_no_more_of_it(house: House):
-    sender, receiver = ring_process(house.head.run), ring_process(house.worker)
+def test_a_worker_that_is_revoked_in_the_middle_of_an_answer_computes_no_more_of_it(planned_house: House):
+    sender, receiver = ring_process(planned_house.head.run), ring_process(planned_house.worker)
     revoked_at = 0.0
     assert connected(receiver, sender)
 
     def revoke() -> None:
         nonlocal revoked_at
-        house.command("devices", "revoke", house.key_text("w1"), "--home", house.homes["head"])
+        planned_house.command("devices", "revoke", planned_house.key_text("w1"), "--home", planned_house.homes["head"])
         revoked_at = time.monotonic()
         wait_until(lambda: not connected(receiver, sender), "the ring is cut")
         note("revoked", time.monotonic() - revoked_at)
 
-    told = ask(house.head, revoke)
-    assert (told.finish, told.error) == ("length", None), house.output()
-    assert told.text.startswith(house.undisturbed)
-    assert house.head.health()[0] == 200
-    assert "Traceback" not in house.output()
+    told = ask(planned_house.head, revoke)
+    assert (told.finish, told.error) == ("length", None), planned_house.output()
+    assert told.text.startswith(planned_house.undisturbed)
+    assert planned_house.head.health()[0] == 200
+    assert "Traceback" not in planned_house.output()

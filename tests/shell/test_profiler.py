@@ -573,6 +573,7 @@ class FakeChildren(Machine):
 def test_a_gpu_is_profiled_like_the_processor(tmp_path, monkeypatch):
     children = FakeChildren(step_s=1e-4, layer_s=1e-5, rate=8e11)
     monkeypatch.setattr(processors, "child_trials", children)
+    monkeypatch.setattr(speeds, "_MOST_AGAIN", 1)
     found = processors.measure_gpu(tmp_path, a_device(), 2, Effort(), Budget(26.0, lambda: 0.0))
     assert isinstance(found, GpuProfile)
     assert found.id == "CUDA0"
