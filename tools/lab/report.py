@@ -17,6 +17,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -174,6 +175,8 @@ def run_all(options: argparse.Namespace) -> int:
         environ = os.environ | {"COLUMNS": "140", "NO_COLOR": "1"}
         with (folder / f"{name}.txt").open("w") as log:
             code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environ, check=False).returncode
+        text = folder / f"{name}.txt"
+        text.write_text(text.read_text(errors="replace").replace(f"{ROOT}/", "").replace(tempfile.gettempdir(), ""))
         if kept.is_file():
             content = json.loads(kept.read_text())
             content["run"] = _facts(name, arguments)
