@@ -12,13 +12,14 @@ such devices as they are without (``without_copies``), until every device of the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from halda import (
     Assignment,
     CpuProfile,
     DeviceProfile,
+    LayerProfile,
     ModelProfile,
     Objective,
     Plan,
@@ -62,10 +63,7 @@ def _weight_s(speed: TypeSpeed, workload: Workload, objective: Objective) -> flo
 def why_extra(measured: DeviceProfile, planned: DeviceProfile, model: ModelProfile) -> str:
     """Why ``measured`` has extra buffers as it was ``planned``, or has none; empty where nothing is faster with them."""
     speeds = {speed.type: speed for speed in measured.cpu.speeds if speed.plain is not None}
-    weights = Counter[str](model.output_bytes_by_type)
-    for layer in model.layers:
-        weights.update(layer.bytes_by_type)
-        weights.update(layer.expert_bytes_by_type)
+    weights = _bytes_by_type(model.layers, model.layers, model.output_bytes_by_type)
     kind = max(speeds, key=lambda each: weights[each], default="")
     if not weights[kind] or (plain := speeds[kind].plain) is None:
         return ""
@@ -131,9 +129,21 @@ def as_planned(device: DeviceProfile, planned: Sequence[DeviceProfile]) -> Devic
 def is_faster(window: WindowAssignment, model: ModelProfile, cpu: CpuProfile) -> bool:
     """Whether most weights that ``cpu`` computes of ``window`` are of types that it computes faster with extra buffers."""
     faster = {speed.type for speed in cpu.speeds if speed.extra_buffers}
-    weights = Counter[str](model.output_bytes_by_type if window.output == "cpu" else {})
-    for layer in model.layers[window.first : window.first + window.cpu_layers]:
-        weights.update(layer.bytes_by_type)
-    for layer in model.layers[window.first : window.first + window.ram_layers]:
-        weights.update(layer.expert_bytes_by_type)
+    weights = _bytes_by_type(
+        model.layers[window.first : window.first + window.cpu_layers],
+        model.layers[window.first : window.first + window.ram_layers],
+        model.output_bytes_by_type if window.output == "cpu" else {},
+    )
     return 2 * sum(weights[kind] for kind in faster) > weights.total()
+
+
+def _bytes_by_type(
+    layers: Iterable[LayerProfile], experts_of: Iterable[LayerProfile], output: Mapping[str, int]
+) -> Counter[str]:
+    """The weights of ``layers`` but for experts, of those of ``experts_of``, and of ``output``."""
+    found = Counter[str](output)
+    for layer in layers:
+        found.update(layer.bytes_by_type)
+    for layer in experts_of:
+        found.update(layer.expert_bytes_by_type)
+    return found

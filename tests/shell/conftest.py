@@ -15,6 +15,8 @@ from primad.cli import main as cli
 def command(capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
     """Runs ``primad`` with the arguments; gives exit code, output and error output."""
     monkeypatch.setenv("PRIMAD_LOG", "WARNING")
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     def run(*arguments: object) -> tuple[int, str, str]:

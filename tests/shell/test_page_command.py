@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from socket import socket
 
 import httpx
@@ -13,7 +11,6 @@ import pytest
 import uvicorn
 
 from primad.api.app import create_app
-from primad.cli import main as cli
 from primad.cli import page as page_command
 from tests.fakes.backend import FakeBackend, says
 
@@ -42,26 +39,8 @@ def opened(monkeypatch) -> list[str]:
     return found
 
 
-@pytest.fixture
-def primad(capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["primad", *arguments])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as exc:
-            code = int(exc.code or 0)
-        return code, *capsys.readouterr()
-
-    return run
-
-
-def test_the_address_of_the_owner_lets_in_once(primad, url, opened):
-    code, out, err = primad("page", "--url", url, "--api-key", OWNER)
+def test_the_address_of_the_owner_lets_in_once(command, url, opened):
+    code, out, err = command("page", "--url", url, "--api-key", OWNER)
     assert (code, err) == (0, "")
     (address,) = opened
     assert out.strip() == address
@@ -70,16 +49,16 @@ def test_the_address_of_the_owner_lets_in_once(primad, url, opened):
     assert httpx.post(f"{url}/ui/owner", json={"ticket": ticket}, trust_env=False).json() == {"key": OWNER}
 
 
-def test_others_get_the_page_as_it_is_for_all(primad, url, opened):
-    code, out, _ = primad("page", "--url", url, "--print")
+def test_others_get_the_page_as_it_is_for_all(command, url, opened):
+    code, out, _ = command("page", "--url", url, "--print")
     assert code == 0
     assert out.splitlines()[-1] == url
     assert "only who runs the head" in out
     assert not opened
 
 
-def test_nobody_answers_there(primad, opened):
-    code, _, err = primad("page", "--url", "http://127.0.0.1:9")
+def test_nobody_answers_there(command, opened):
+    code, _, err = command("page", "--url", "http://127.0.0.1:9")
     assert code == 2
     assert "is 'primad serve' running?" in err
     assert not opened

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
@@ -24,7 +22,6 @@ from primad.api.status import (
     status_body,
     wrong_line,
 )
-from primad.cli import main as cli
 from primad.cli import status as status_command
 from tests.fakes.embeddings import FakeEmbeddings
 from tests.fakes.status import DRAFTS, KV, MEMORY, PLANNED, device, ring
@@ -69,36 +66,15 @@ def endpoint() -> Iterator[Endpoint]:
     thread.join()
 
 
-@pytest.fixture
-def primad(capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
-    """Runs primad with the arguments; gives exit code, output and error output."""
-    monkeypatch.setenv("PRIMAD_LOG", "WARNING")
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["primad", *arguments])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as exc:
-            code = int(exc.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
-
-
 def row(out: str, first: str) -> list[str]:
     """The words of the line that begins with ``first``, behind it."""
     (line,) = [line for line in out.splitlines() if line.strip().startswith(first)]
     return line.strip().removeprefix(first).split()
 
 
-def test_a_row_a_device_and_what_was_planned_below(primad, endpoint):
+def test_a_row_a_device_and_what_was_planned_below(command, endpoint):
     endpoint.says(ring(device("desk", role="head"), device("lap"), predicted=PROMISES))
-    code, out, err = primad("status", "--url", endpoint.url)
+    code, out, err = command("status", "--url", endpoint.url)
     assert (code, err) == (0, "")
     assert out.splitlines()[0] == "serving with 2 devices, epoch 4, 2 rounds a token, predicted 4.20 tokens/s"
     for name in ("desk", "lap"):
@@ -110,136 +86,136 @@ def test_a_row_a_device_and_what_was_planned_below(primad, endpoint):
         assert column in header
 
 
-def test_an_output_matrix_that_streams_is_named_and_no_plan_has_it(primad, endpoint):
+def test_an_output_matrix_that_streams_is_named_and_no_plan_has_it(command, endpoint):
     memory = msgspec.structs.replace(MEMORY, streams_output=True)
     endpoint.says(ring(device("desk", role="head", memory=memory, predicted=PLANNED)))
-    _, out, _ = primad("status", "--url", endpoint.url)
+    _, out, _ = command("status", "--url", endpoint.url)
     assert row(out, "desk")[:7] == ["26", "23", "3", "+", "output", "200", "MB"]
     assert row(out, "planned")[:4] == ["22", "4", "300", "MB"]
 
 
-def test_it_fits_a_terminal_of_80_columns(primad, endpoint, monkeypatch):
+def test_it_fits_a_terminal_of_80_columns(command, endpoint, monkeypatch):
     console = status_command.Console(force_terminal=True, color_system=None, width=80, soft_wrap=True)
     monkeypatch.setattr(status_command, "_out", console)
     endpoint.says(ring(device("living-room")))
-    _, out, _ = primad("status", "--url", endpoint.url)
+    _, out, _ = command("status", "--url", endpoint.url)
     assert max(map(len, out.splitlines())) <= 80
     assert row(out, "living-room") == ["26", "23", "3", "200", "MB", "310", "MB", "62.5", "ms", "some", "5.00", "GB"]
 
 
-def test_what_is_not_known_is_a_question_mark(primad, endpoint):
+def test_what_is_not_known_is_a_question_mark(command, endpoint):
     endpoint.says(ring(device("desk", ring=None, memory=MemoryFigures(), predicted=PlannedFigures())))
-    code, out, _ = primad("status", "--url", endpoint.url)
+    code, out, _ = command("status", "--url", endpoint.url)
     assert code == 0
     assert row(out, "desk ") == ["26", *"???????"]
     assert "planned" not in out
     assert "desk: did not answer in time" in out
 
 
-def test_a_plan_that_is_wrong_is_said_with_its_term(primad, endpoint):
+def test_a_plan_that_is_wrong_is_said_with_its_term(command, endpoint):
     wrong = WrongTerm(term="hops", device=None, predicted_ms=1, measured_ms=80, is_beyond=True)
     measured = AnswerFigures(tpot_ms=320, predicted_tpot_ms=238, wrong=wrong)
     endpoint.says(ring(device("desk", role="head")) | {"measured": msgspec.to_builtins(measured)})
-    _, out, _ = primad("status", "--url", endpoint.url)
+    _, out, _ = command("status", "--url", endpoint.url)
     assert out.splitlines()[-1] == f"{wrong_line(measured)}"
     assert "320 ms, not 238 ms" in out
     assert "the hops between devices: 80.0 ms, not 1.00 ms" in out
 
 
-def test_a_plan_that_comes_true_is_not_told_of(primad, endpoint):
+def test_a_plan_that_comes_true_is_not_told_of(command, endpoint):
     measured = AnswerFigures(tpot_ms=240, predicted_tpot_ms=238, wrong=None)
     endpoint.says(ring(device("desk", role="head")) | {"measured": msgspec.to_builtins(measured)})
-    assert "240" not in primad("status", "--url", endpoint.url)[1]
+    assert "240" not in command("status", "--url", endpoint.url)[1]
 
 
-def test_who_is_not_in_the_ring_is_said(primad, endpoint):
+def test_who_is_not_in_the_ring_is_said(command, endpoint):
     endpoint.says(ring(device("desk", role="head"), device("lap"), lap="serving", nas="discovered"))
-    _, out, _ = primad("status", "--url", endpoint.url)
+    _, out, _ = command("status", "--url", endpoint.url)
     assert out.splitlines()[-1] == "nas: discovered"
     assert "lap: " not in out
 
 
-def test_the_model_for_embeddings_has_a_line(primad, endpoint):
+def test_the_model_for_embeddings_has_a_line(command, endpoint):
     endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring(), FakeEmbeddings().status()))
-    _, out, _ = primad("status", "--url", endpoint.url)
+    _, out, _ = command("status", "--url", endpoint.url)
     assert "small for embeddings: alive, 70.0 MB, 9 requests, 1 of them with errors, 120 tokens in 1.5 s" in out
 
 
-def test_it_says_what_is_kept_of_answers_and_what_came_of_it(primad, endpoint):
+def test_it_says_what_is_kept_of_answers_and_what_came_of_it(command, endpoint):
     endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring() | {"kv": msgspec.to_builtins(KV)}))
-    _, out, _ = primad("status", "--url", endpoint.url)
+    _, out, _ = command("status", "--url", endpoint.url)
     assert "nas: its KV cells are not kept twice, no link of it carries them" in out
     assert "KV cells kept twice: lap's by desk; 46.0 MB now, 12 tokens behind" in out
     assert "3 times a ring went on with answers of another one: 2000 tokens were there within 0.4 s, 31 were" in out
 
 
-def test_it_says_what_became_of_drafts(primad, endpoint):
+def test_it_says_what_became_of_drafts(command, endpoint):
     endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring() | {"drafts": msgspec.to_builtins(DRAFTS)}))
-    _, out, _ = primad("status", "--url", endpoint.url)
+    _, out, _ = command("status", "--url", endpoint.url)
     assert "200 tokens computed ahead: 75% were right, 15% were skipped; 1.75 tokens of an answer a lap" in out
 
 
-def test_it_names_what_is_known_of_the_models_windows(primad, endpoint):
+def test_it_names_what_is_known_of_the_models_windows(command, endpoint):
     line = "windows of this model: checked bit for bit on 2026-11-25"
     endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring() | {"checked": line}))
-    assert line in primad("status", "--url", endpoint.url)[1]
+    assert line in command("status", "--url", endpoint.url)[1]
     endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring()))
-    assert "windows of this model" not in primad("status", "--url", endpoint.url)[1]
+    assert "windows of this model" not in command("status", "--url", endpoint.url)[1]
 
 
-def test_before_the_first_ring(primad, endpoint):
+def test_before_the_first_ring(command, endpoint):
     endpoint.says({}, Health(serving=False, detail="looking for devices"))
-    assert primad("status", "--url", endpoint.url) == (0, "looking for devices\n", "")
+    assert command("status", "--url", endpoint.url) == (0, "looking for devices\n", "")
 
 
-def test_json_is_what_the_endpoint_says(primad, endpoint):
+def test_json_is_what_the_endpoint_says(command, endpoint):
     endpoint.says(ring(device("desk")))
-    code, out, err = primad("status", "--json", "--url", endpoint.url)
+    code, out, err = command("status", "--json", "--url", endpoint.url)
     assert (code, err) == (0, "")
     assert out == endpoint.body.decode() + "\n"
     assert json.loads(out)["devices"][0]["memory"]["stall_ms_per_token"] == 62.5
 
 
-def test_nothing_of_an_endpoint_steers_the_terminal(primad, endpoint):
+def test_nothing_of_an_endpoint_steers_the_terminal(command, endpoint):
     endpoint.says(ring(device("\x1b[2Jdesk", predicted=PlannedFigures())), Health(serving=True, detail="a\x1b]0;b\x07"))
-    _, out, _ = primad("status", "--url", endpoint.url)
+    _, out, _ = command("status", "--url", endpoint.url)
     assert "\x1b" not in out
     assert "\x07" not in out
     assert "\\x1b[2Jdesk" in out
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json",), ("--watch",)])
-def test_no_head_is_one_clear_error(primad, endpoint, arguments):
+def test_no_head_is_one_clear_error(command, endpoint, arguments):
     endpoint.server.server_close()
-    code, out, err = primad("status", *arguments, "--url", endpoint.url)
+    code, out, err = command("status", *arguments, "--url", endpoint.url)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"primad: error: {endpoint.url}: ")
     assert err.endswith("is 'primad serve' running?\n")
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"[]", b"hello", b'{"serving": 1}', b"\xff", b'{"x":' + b"[" * 100_000])
-def test_something_else_there_is_one_clear_error(primad, endpoint, body):
+def test_something_else_there_is_one_clear_error(command, endpoint, body):
     endpoint.body = body
-    code, out, err = primad("status", "--url", endpoint.url)
+    code, out, err = command("status", "--url", endpoint.url)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"primad: error: {endpoint.url}: answers, but not as a head of this version of primad does")
 
 
-def test_a_refusal_is_one_clear_error(primad, endpoint):
+def test_a_refusal_is_one_clear_error(command, endpoint):
     endpoint.status = 404
-    code, out, err = primad("status", "--url", endpoint.url)
+    code, out, err = command("status", "--url", endpoint.url)
     assert (code, out) == (2, "")
     assert "answered 404" in err
 
 
-def test_an_address_that_is_none(primad):
-    code, out, err = primad("status", "--url", "http://127.0.0.1:x")
+def test_an_address_that_is_none(command):
+    code, out, err = command("status", "--url", "http://127.0.0.1:x")
     assert (code, out) == (2, "")
     assert "--url http://127.0.0.1:x: is no address" in err
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
-def test_watching_asks_again_until_ctrl_c(primad, endpoint, monkeypatch, arguments):
+def test_watching_asks_again_until_ctrl_c(command, endpoint, monkeypatch, arguments):
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -250,21 +226,21 @@ def test_watching_asks_again_until_ctrl_c(primad, endpoint, monkeypatch, argumen
 
     monkeypatch.setattr(status_command.time, "sleep", sleep)
     endpoint.says(ring(device("desk")))
-    code, out, err = primad("status", "--watch", *arguments, "--url", endpoint.url)
+    code, out, err = command("status", "--watch", *arguments, "--url", endpoint.url)
     assert (code, err) == (130, "stopped\n")
     assert (waits, endpoint.asked) == ([1.0] * 3, 3)
     named = '"epoch":{}' if arguments else "epoch {},"
     assert [named.format(epoch) in out for epoch in (4, 5, 6, 7)] == [True, True, True, False]
 
 
-def test_who_has_no_layers_is_said_with_the_reason(primad, endpoint):
+def test_who_has_no_layers_is_said_with_the_reason(command, endpoint):
     left_out = [{"device": "nas", "reason": "the ring would be 31% slower with it"}]
     endpoint.says(ring(device("desk", role="head"), nas="ready") | {"left_out": left_out})
-    _, out, _ = primad("status", "--url", endpoint.url)
+    _, out, _ = command("status", "--url", endpoint.url)
     assert out.splitlines()[-1] == "nas: ready, the ring would be 31% slower with it"
 
 
-def test_watching_shows_how_quick_the_ring_is_its_hops_and_what_happened(primad, endpoint, monkeypatch):
+def test_watching_shows_how_quick_the_ring_is_its_hops_and_what_happened(command, endpoint, monkeypatch):
     desk, lap = device("desk", role="head"), device("lap")
     now = [100.0]
     more = {
@@ -287,7 +263,7 @@ def test_watching_shows_how_quick_the_ring_is_its_hops_and_what_happened(primad,
     monkeypatch.setattr(status_command.time, "sleep", sleep)
     monkeypatch.setattr(status_command, "_now_s", lambda: now[0])
     say(10)
-    _, out, _ = primad("status", "--watch", "--url", endpoint.url)
+    _, out, _ = command("status", "--watch", "--url", endpoint.url)
     assert "? tokens/s now; 2 answers open, 10 tokens written" in out
     assert "20.0 tokens/s now; 2 answers open, 50 tokens written" in out
     rows = [line.split() for line in out.splitlines() if line.startswith(("desk", "lap"))][-2:]
@@ -299,7 +275,7 @@ def test_watching_shows_how_quick_the_ring_is_its_hops_and_what_happened(primad,
     assert "\x1b" not in out
 
 
-def test_watching_on_a_terminal_draws_in_place(primad, endpoint, monkeypatch):
+def test_watching_on_a_terminal_draws_in_place(command, endpoint, monkeypatch):
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -311,7 +287,7 @@ def test_watching_on_a_terminal_draws_in_place(primad, endpoint, monkeypatch):
     monkeypatch.setattr(status_command.time, "sleep", sleep)
     monkeypatch.setattr(status_command, "_out", status_command.Console(force_terminal=True, width=100))
     endpoint.says(ring(device("desk")))
-    _, out, err = primad("status", "--watch", "--url", endpoint.url)
+    _, out, err = command("status", "--watch", "--url", endpoint.url)
     assert err == "stopped\n"
     assert "epoch 4," in out
     assert "epoch 5," in out

@@ -118,7 +118,7 @@ def _judged(rows: Rows) -> Iterator[Figure]:
     """Rows of benches that say themselves what is wanted of what."""
     for row in rows:
         if "at_least" in row:
-            what, value = row.get("what") or row["ratio"], row.get("value") or row["times"]
+            what, value = (row["what"], row["value"]) if "what" in row else (row["ratio"], row["times"])
             yield Figure(
                 what=what,
                 values=(value,),
