@@ -18,7 +18,9 @@ from primad.api.page.desk import (
     Loan,
     OpenCode,
     OtherCluster,
+    Paired,
     PlannedDevice,
+    ShownCode,
 )
 from primad.daemon.pairing_service import PairingService
 from primad.daemon.station import Station
@@ -33,7 +35,7 @@ from primad.membership import types
 from primad.network.peer import Peer
 from primad.planning.question import parse_link
 from primad.profiler.store import load_profile
-from primad.settings.config import NAME
+from primad.settings.config import NAME, check_address
 from primad.trust.identity import fingerprint, key_hex, parse_key
 from primad.trust.trust import BY_HAND, TrustStore, trusted_now
 
@@ -72,10 +74,20 @@ class HeadDesk:
         )
 
     async def open_code(self) -> OpenCode:
-        if self._alone:
-            raise ClusterError(f"{self._station.config.name} serves with --alone; start it without to pair devices")
+        self._check_not_alone()
         code = await self._pairing.open()
         return OpenCode(code=code.code, expires_s=code.expires_s, port=code.port)
+
+    async def bring_code(self, shown: ShownCode) -> Paired:
+        self._check_not_alone()
+        if shown.at is not None:
+            check_address(shown.at, "address")
+        other = await self._pairing.bring(shown.code, shown.at)
+        return Paired(device=other.device)
+
+    def _check_not_alone(self) -> None:
+        if self._alone:
+            raise ClusterError(f"{self._station.config.name} serves with --alone; start it without to pair devices")
 
     async def trust(self, device: str, key: str) -> None:
         await asyncio.to_thread(self._station.trust.add, trusted_now(device, parse_key(key), BY_HAND))

@@ -14,9 +14,11 @@ from primad.api.page.desk import (
     Loan,
     OpenCode,
     OtherCluster,
+    Paired,
     PlannedDevice,
+    ShownCode,
 )
-from primad.errors import ConfigError, PlanError
+from primad.errors import ClusterError, ConfigError, PlanError
 
 
 def known(device: str, trusted: str = "yes", *, in_sight: bool = True) -> KnownDevice:
@@ -53,9 +55,17 @@ class FakeDesk:
         self.code = OpenCode(code="7-lamp-river", expires_s=600.0, port=7771)
         return self.code
 
+    async def bring_code(self, shown: ShownCode) -> Paired:
+        self.calls.append(("bring_code", shown.code, shown.at or ""))
+        if shown.code != "9-maple-stone":
+            raise ClusterError("the code is not the one that is shown there")
+        self.known = [*self.known, known("sofa")]
+        return Paired(device="sofa")
+
     async def trust(self, device: str, key: str) -> None:
         self.calls.append(("trust", device, key))
         self._become(key, "yes")
+        self.known = [msgspec.structs.replace(each, how="by hand") if each.key == key else each for each in self.known]
 
     async def revoke(self, key: str) -> None:
         self.calls.append(("revoke", key))

@@ -235,7 +235,25 @@ def test_the_owner_pauses_caps_and_approves(open_page):
         expect(page.get_by_role("dialog")).to_contain_text("primad devices trust desk --key")
         page.get_by_role("dialog").get_by_role("button", name="Approve").click()
         expect(page.get_by_role("button", name="Approve")).to_have_count(0)
+        expect(page.get_by_role("article", name="sofa")).to_contain_text("On sofa type:primad devices trust desk --key")
         assert (desk.known[0].is_paused, desk.known[0].ram_bytes) == (True, 2_500_000_000)
+
+
+def test_a_code_that_another_device_shows_pairs_it(open_page, serious):
+    desk = FakeDesk()
+    with served(answering("Hi"), desk=desk) as url:
+        page = open_page(as_owner(url))
+        page.get_by_role("tab", name="Devices").click()
+        page.get_by_label("Its code").fill("7-lamp-river")
+        page.get_by_role("button", name="Pair", exact=True).click()
+        expect(page.get_by_role("alert")).to_contain_text("is not the one that is shown there")
+        assert serious(page) == []
+        page.get_by_label("Its code").fill("9-maple-stone")
+        page.get_by_label("Its address").fill("192.168.1.20:41234")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("article", name="sofa")).to_contain_text("trusted")
+        expect(page.get_by_label("Its code")).to_have_value("")
+        assert desk.calls[-1] == ("bring_code", "9-maple-stone", "192.168.1.20:41234")
 
 
 def as_owner(url: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -99,6 +100,28 @@ def test_a_device_pairs_with_the_code_on_screen_and_is_revoked(owned, module_hom
         card.get_by_role("button", name="Revoke").click()
         page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
         expect(card).to_contain_text("revoked")
+
+
+def test_a_device_that_runs_already_pairs_by_the_code_that_it_shows(owned, module_home, tmp_path):
+    page = owned()
+    page.get_by_role("tab", name="Devices").click()
+    home = module_home("attic")
+    base = ("join", "--home", home, "--name", "attic", "--cluster", "page")
+    with primad(*base, **{LOCAL_TRUST: str(tmp_path / "another user")}) as worker:
+        worker.wait_for("attic is waiting for a head")
+        words = [PRIMAD, "pair", "--json", "--home", str(home)]
+        told = subprocess.run(
+            words, env=environment("command"), capture_output=True, text=True, timeout=PATIENCE_S, check=True
+        )
+        page.get_by_label("Its code").fill(json.loads(told.stdout)["code"])
+        page.get_by_role("button", name="Pair", exact=True).click()
+        worker.wait_for("paired with desk")
+        card = page.get_by_role("article", name="attic")
+        expect(card).to_contain_text("paired")
+        expect(card).to_contain_text("ready")
+        card.get_by_role("button", name="Revoke").click()
+        page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
+        expect(card).to_contain_text("primad devices revoke desk")
 
 
 def test_a_device_that_is_paused_leaves_the_ring_and_comes_back(owned):

@@ -175,7 +175,7 @@ def test_a_change_is_asked_for_in_json(request_):
 
 # ---- the desk -------------------------------------------------------------------------------------------------------
 
-CHANGES = ("/ui/pair", "/ui/trust", "/ui/revoke", "/ui/lend")
+CHANGES = ("/ui/pair", "/ui/bring", "/ui/trust", "/ui/revoke", "/ui/lend")
 
 
 @pytest.mark.parametrize("key", [None, GUEST], ids=["nobody", "guest"])
@@ -200,6 +200,17 @@ def test_the_owner_shows_a_code_approves_and_revokes():
     body = ask(app, "GET", "/ui/devices", headers=owner).json()
     assert {each["device"]: each["trusted"] for each in body["devices"]} == {"mini": "revoked", "sofa": "yes"}
     assert body["code"]["port"] == 7771
+
+
+def test_the_owner_brings_the_code_that_another_device_shows():
+    desk = FakeDesk()
+    app, owner = app_of(desk=desk), bearer(OWNER)
+    wrong = ask(app, "POST", "/ui/bring", headers=owner, json={"code": "7-lamp-river"})
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (409, "refused")
+    shown = {"code": "9-maple-stone", "at": "192.168.1.20:41234"}
+    assert ask(app, "POST", "/ui/bring", headers=owner, json=shown).json() == {"device": "sofa"}
+    (sofa,) = ask(app, "GET", "/ui/devices", headers=owner).json()["devices"]
+    assert sofa["trusted"] == "yes"
 
 
 def test_the_owner_pauses_a_device_and_caps_its_memory():

@@ -57,6 +57,19 @@ class Loan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ram_bytes: int | None = None
 
 
+class ShownCode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A code that another device shows, and where (``host:port``), if it has to be said."""
+
+    code: str
+    at: str | None = None
+
+
+class Paired(msgspec.Struct, frozen=True, kw_only=True):
+    """Who was paired with."""
+
+    device: str
+
+
 class OtherCluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Another cluster: ``without`` some devices, and with profiles that come with primad, on links of a speed
     (``1Gbit/s,0.5ms``)."""
@@ -100,6 +113,9 @@ class Desk(Protocol):
 
     async def open_code(self) -> OpenCode:
         """The code that is open, a new one if none is."""
+
+    async def bring_code(self, shown: ShownCode) -> Paired:
+        """Pair with the device that shows a code: it and this one trust each other from then on."""
 
     async def trust(self, device: str, key: str) -> None:
         """Trust the device with ``key`` under the name ``device``; it has to trust this one, too."""

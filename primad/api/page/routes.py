@@ -19,7 +19,7 @@ from primad.api.dialect import Route
 from primad.api.endpoint import json_response
 from primad.api.guard import said_key
 from primad.api.page import files
-from primad.api.page.desk import Desk, Loan, OtherCluster, ProfileNames
+from primad.api.page.desk import Desk, Loan, OtherCluster, ProfileNames, ShownCode
 from primad.api.page.owner import Owner
 from primad.api.page.watch import SNAPSHOTS, Watch
 from primad.api.status import StatusBody
@@ -82,6 +82,7 @@ class Page:
             Route(path="/ui/owner", handler=self.owner),
             Route(path="/ui/devices", handler=self.devices, methods=("GET",)),
             Route(path="/ui/pair", handler=self.pair),
+            Route(path="/ui/bring", handler=self.bring),
             Route(path="/ui/trust", handler=self.trust),
             Route(path="/ui/revoke", handler=self.revoke),
             Route(path="/ui/lend", handler=self.lend),
@@ -124,6 +125,11 @@ class Page:
         """A pairing code."""
         await self._asked(request, Nothing)
         return json_response(await done(self._open_desk().open_code()))
+
+    async def bring(self, request: Request) -> Response:
+        """Pair with the device that shows a code."""
+        shown = await self._asked(request, ShownCode)
+        return json_response(await done(self._open_desk().bring_code(shown)))
 
     async def trust(self, request: Request) -> Response:
         """Trust a device by its key."""

@@ -29,7 +29,7 @@ export function letOwnerIn() {
   parts.list = h("div", { class: "device-list" });
   parts.own = h("p", { class: "muted" });
   parts.failed = h("p", { class: "failed", role: "alert", hidden: true });
-  parts.body.replaceChildren(parts.failed, parts.code, h("h2", {}, "Devices"), parts.list, parts.own, confirmDialog());
+  parts.body.replaceChildren(parts.failed, parts.code, bringForm(), h("h2", {}, "Devices"), parts.list, parts.own, confirmDialog());
   refresh();
   setInterval(() => {
     if (!parts.panel.hidden) refresh();
@@ -112,6 +112,33 @@ function showCode(code, own) {
   tickCode();
 }
 
+/** The other way round: a device that runs already shows a code, which is typed here. Either way both sides know each other. */
+function bringForm() {
+  const code = h("input", { id: "bring-code", autocomplete: "off", spellcheck: "false", required: true, placeholder: "7-lamp-river" });
+  const at = h("input", { id: "bring-at", autocomplete: "off", spellcheck: "false", placeholder: "found by itself" });
+  const button = h("button", { type: "submit" }, "Pair");
+  const bring = async (event) => {
+    event.preventDefault();
+    button.disabled = true;
+    button.textContent = "Looking for it…";
+    const done = await change("/ui/bring", { code: code.value, at: at.value.trim() || null }, "Paired.");
+    button.disabled = false;
+    button.textContent = "Pair";
+    if (!done) return;
+    code.value = at.value = "";
+    announce(`${done.device} is paired.`);
+  };
+  return h(
+    "form",
+    { class: "card bring", onsubmit: bring },
+    h("h2", {}, "Add a device that runs already"),
+    h("p", {}, "On that device type this, and here the code that it shows:"),
+    command("primad pair"),
+    h("p", { class: "row" }, h("label", { for: "bring-code" }, "Its code"), code, h("label", { for: "bring-at" }, "Its address"), at, button),
+    h("p", { class: "muted" }, "The address is for networks without multicast: the host, and the port that ", h("code", {}, "primad pair"), " names, as in ", h("code", {}, "192.168.1.20:41234"), "."),
+  );
+}
+
 function tickCode() {
   if (!parts.left || !codeEnds) return;
   const left = Math.max(0, Math.round((codeEnds - performance.now()) / 1000));
@@ -125,6 +152,8 @@ function showList({ own, devices }) {
   parts.own.replaceChildren(`This head is ${own.device}, `, h("code", {}, own.fingerprint));
 }
 
+const BY_HAND = "by hand";
+const SPOKEN_TO = new Set(["profiled", "ready", "loading", "serving", "suspected"]);
 const TRUST = { yes: ["trusted", "good"], no: ["not paired", "warn"], revoked: ["revoked", "bad"] };
 
 function drawn(device, member, own) {
@@ -136,6 +165,7 @@ function drawn(device, member, own) {
     h("header", {}, h("h3", {}, device.device), h("span", { class: `tag ${tone}` }, word), device.is_paused ? h("span", { class: "tag warn" }, "paused") : null, member ? h("span", { class: "tag" }, member.phase) : h("span", { class: "tag" }, device.in_sight ? "in sight" : "not in sight")),
     member?.reason ? h("p", { class: "muted" }, member.reason) : null,
     h("p", { class: "muted" }, h("code", {}, device.fingerprint), device.how ? ` · ${device.how}` : ""),
+    ...elsewhere(device, member, own),
     h(
       "p",
       { class: "row" },
@@ -146,6 +176,17 @@ function drawn(device, member, own) {
       isTrusted ? cap(device) : null,
     ),
   );
+}
+
+/** What is left to type on the device itself: this head changes what it trusts and asks for, and not what others do. */
+function elsewhere(device, member, own) {
+  if (device.trusted === "yes" && device.how === BY_HAND && !SPOKEN_TO.has(member?.phase))
+    return [h("p", {}, `It has to trust this head, too. On ${device.device} type:`), command(`primad devices trust ${own.device} --key ${own.key}`)];
+  if (device.trusted === "yes" && device.is_paused)
+    return [h("p", { class: "muted" }, "This head asks nothing of it. That it computes for nobody is said there: ", h("code", {}, "primad pause"), ".")];
+  if (device.trusted === "revoked")
+    return [h("p", { class: "muted" }, "This head and its devices listen to it no more. That it trusts this head no longer is said there: ", h("code", {}, `primad devices revoke ${own.device}`), ".")];
+  return [];
 }
 
 function pauseButton({ device, is_paused: isPaused, ram_bytes }) {
@@ -168,9 +209,15 @@ function cap({ device, is_paused, ram_bytes }) {
 function approve(device, own) {
   confirm(
     `Approve ${device.device}?`,
-    h("span", {}, "Compare its fingerprint with what ", h("code", {}, "primad devices"), " shows there: ", h("code", {}, device.fingerprint), ". It has to trust this head as well; type there: ", command(`primad devices trust ${own.device} --key ${own.key}`)),
+    h(
+      "div",
+      {},
+      h("p", {}, "This is trust by hand, on this head alone; a code above pairs both sides at once. Compare the fingerprint with what ", h("code", {}, "primad devices"), " shows there: ", h("code", {}, device.fingerprint)),
+      h("p", {}, `It has to trust this head as well. On ${device.device} type:`),
+      command(`primad devices trust ${own.device} --key ${own.key}`),
+    ),
     "Approve",
-    () => change("/ui/trust", { device: device.device, key: device.key }, `${device.device} is approved.`),
+    () => change("/ui/trust", { device: device.device, key: device.key }, `${device.device} is approved here; on it trust is still to be typed.`),
   );
 }
 
