@@ -3,6 +3,7 @@
     PrimadError
     ├── ModelError        the model file: missing, cut, not a GGUF, an architecture that cannot be cut
     ├── ConfigError       a flag, an environment variable or a line of the configuration file
+    │   └── NotNowError   one that may be right a little later: a hub out of reach, a folder in use
     ├── PlanError         no plan: too few devices, windows that do not fit the model, a memory that is short
     ├── ClusterError      a device: not found, busy, another version, lost while loading
     │   └── DiskError     this device's disk: full, over its limit, refusing to read or write layers
@@ -43,6 +44,10 @@ class ModelError(PrimadError):
 
 class ConfigError(PrimadError):
     """A flag, environment variable or configuration value that cannot be used."""
+
+
+class NotNowError(ConfigError):
+    """A value that cannot be used now, and may be a little later without anybody's doing: starting again is worth a try."""
 
 
 class PlanError(PrimadError):

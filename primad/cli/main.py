@@ -31,9 +31,11 @@ from primad.cli.serve import serve
 from primad.cli.service import service_app
 from primad.cli.status import status
 from primad.cli.trust import revoke, trust
-from primad.errors import ConfigError, PrimadError, Stopped
+from primad.errors import ConfigError, NotNowError, PrimadError, Stopped
 from primad.settings.config import load_config
+from primad.supervisor.service import GIVE_UP_VARIABLE
 from primad.system.hidden_gpus import hide_gpus
+from primad.system.notify import MOST_STATUS_CHARS, notify
 
 app = typer.Typer(
     name="primad",
@@ -137,10 +139,13 @@ for command in (status, page, pair, leave, pause, resume, doctor, chat, check, p
     app.command()(command)
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, *, for_good: bool = False) -> NoReturn:
+    """``for_good``: started again in the same way it would fail again, which a service manager wants to know."""
     line = " ".join(message.split())
     err.print(f"primad: error: {line}")
-    sys.exit(2)
+    notify(f"STATUS=it failed: {line[:MOST_STATUS_CHARS]}")
+    code = os.environ.get(GIVE_UP_VARIABLE, "")
+    sys.exit(int(code) if for_good and code.isdecimal() and int(code) < 256 else 2)
 
 
 def main() -> None:
@@ -158,8 +163,8 @@ def main() -> None:
         err.print("stopped")
         sys.exit(_INTERRUPTED)
     except PrimadError as exc:
-        _fail(str(exc))
+        _fail(str(exc), for_good=isinstance(exc, ConfigError) and not isinstance(exc, NotNowError))
     except UsageError as exc:
         if not exc.format_message():  # a command group alone: its help is printed already
             sys.exit(2)
-        _fail(f"{exc.format_message()}; see 'primad --help'")
+        _fail(f"{exc.format_message()}; see 'primad --help'", for_good=True)

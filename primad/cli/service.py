@@ -13,7 +13,7 @@ from primad.cli.output import err, out
 from primad.errors import ConfigError, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from primad.settings.config import Config
     from primad.supervisor.machine import Runner
@@ -127,15 +127,24 @@ def stop(system: System = False) -> None:
 
 @service_app.command("status")
 def status(system: System = False) -> None:
-    """Show how the service stands. Ends with the code of the service manager: 0 means that it runs.
+    """Show how the service stands, and why it is not started again where it failed for good.
+
+    Ends with the code of the service manager: 0 means that it runs.
 
     Examples:
 
         primad service status
     """
-    from primad.supervisor import steps
+    from primad.supervisor import steps, systemd
 
-    _shown(steps.status(_installed(system=system)))
+    where = _installed(system=system)
+    code = _show_command(steps.status(where))
+    asks = steps.state(where)
+    if asks is None:
+        _show_command(steps.logs(where, 5, follow=False))
+    elif code and (why := systemd.why_it_is_left(_runner().run(asks).said)) is not None:
+        err.print(why)
+    raise typer.Exit(code)
 
 
 @service_app.command("logs")
@@ -154,7 +163,7 @@ def logs(
     """
     from primad.supervisor import steps
 
-    _shown(steps.logs(_installed(system=system), lines, follow=follow))
+    raise typer.Exit(_show_command(steps.logs(_installed(system=system), lines, follow=follow)))
 
 
 # ---- what is to run -------------------------------------------------------------------------------------------------
@@ -353,11 +362,12 @@ def _do(todo: list[ServiceStep], *, dry_run: bool = False) -> None:
             carry_out([step], _runner())
 
 
-def _shown(command: Any) -> None:
+def _show_command(command: Sequence[str]) -> int:
+    """Run it on this terminal; its exit code."""
     from primad.supervisor.machine import ServiceError
 
     try:
-        raise typer.Exit(_runner().show(command))
+        return _runner().show(command)
     except OSError as exc:
         raise ServiceError(f"{command[0]}: cannot be run: {exc.strerror or exc}") from exc
 

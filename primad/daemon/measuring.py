@@ -17,7 +17,7 @@ import psutil
 
 from halda import DeviceProfile
 from primad.daemon.reporter import Reporter
-from primad.errors import ConfigError
+from primad.errors import NotNowError
 from primad.profiler.device import is_profiled, profile_device, unused_gpus
 from primad.profiler.effort import QUICK, Effort
 from primad.profiler.process import MeasureRequest, Measuring, Unmeasured
@@ -134,10 +134,10 @@ class OwnProfile:
                 for line in child.stdout:
                     said = msgspec.json.decode(line, type=Measuring | Unmeasured)
                     if isinstance(said, Unmeasured):
-                        raise ConfigError(said.reason)
+                        raise NotNowError(said.reason)
                     loop.call_soon_threadsafe(advance, said.what)
             if child.returncode:
-                raise ConfigError(f"measuring this device {how_it_ended(child.returncode)}; run 'primad doctor'")
+                raise NotNowError(f"measuring this device {how_it_ended(child.returncode)}; run 'primad doctor'")
 
         work = asyncio.create_task(asyncio.to_thread(measuring))
         try:

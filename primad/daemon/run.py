@@ -18,7 +18,7 @@ from primad.daemon.measuring import OwnProfile, warn_if_disturbed, warn_of_unuse
 from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
 from primad.engine.build import build_id
-from primad.errors import ConfigError, PrimadError, Stopped
+from primad.errors import NotNowError, PrimadError, Stopped
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.network.sockets import raise_descriptor_limit
@@ -80,7 +80,7 @@ def _primad_error(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     return first
 
 
-class HomeTakenError(ConfigError):
+class HomeTakenError(NotNowError):
     """A daemon runs with this home folder."""
 
 

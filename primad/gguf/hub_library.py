@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from primad.errors import ConfigError, DiskError, printable
+from primad.errors import ConfigError, DiskError, NotNowError, printable
 
 
 def token() -> str | None:
@@ -30,15 +30,15 @@ def asked(name: object, ask: Callable[[], Any]) -> Any:
             f"{name}: the hub has no such repository, or not for everybody; look at the name, or set HF_TOKEN"
         ) from exc
     except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled) as exc:
-        raise ConfigError(f"{name}: the hub does not give it: {_first_line(exc)}; try again later") from exc
+        raise NotNowError(f"{name}: the hub does not give it: {_first_line(exc)}; try again later") from exc
     except OSError as exc:
         if exc.errno is not None and exc.filename is not None:
             raise DiskError(
                 f"{exc.filename}: cannot be written: {exc.strerror}; make room or the folder writable"
             ) from exc
-        raise ConfigError(f"{name}: {_unreachable(exc)}") from exc
+        raise NotNowError(f"{name}: {_unreachable(exc)}") from exc
     except Exception as exc:  # what the library's own HTTP client raises has no common root with it
-        raise ConfigError(f"{name}: {_unreachable(exc)}") from exc
+        raise NotNowError(f"{name}: {_unreachable(exc)}") from exc
 
 
 def _unreachable(exc: BaseException) -> str:

@@ -1,7 +1,9 @@
 """Property lists for macOS' launchd: an agent of a user's session, or a daemon of the machine.
 
-launchd has no watchdog and bounds nobody's memory: ``--max-ram`` alone does that there. What it starts as ``Standard`` it
-slows down as it likes; an answer is what somebody waits for.
+launchd has no watchdog and bounds nobody's memory: ``--max-ram`` alone does that there. It starts a service that failed
+without an end, though not sooner than ``_THROTTLE_S`` after the last time, and leaves only one that ended well: so one that
+would fail in the same way says that it did. What it starts as ``Standard`` it slows down as it likes; an answer is what
+somebody waits for.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ import plistlib
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-from primad.supervisor.service import NAME, RESTART_S, STOP_S, DaemonService
+from primad.supervisor.service import GIVE_UP_VARIABLE, NAME, STOP_S, DaemonService
 
 SYSTEM_FOLDER: Final = PurePosixPath("/Library/LaunchDaemons")
 USER_FOLDER: Final = PurePosixPath("Library/LaunchAgents")
 """In the user's home."""
+_THROTTLE_S: Final = 60
 
 
 def label(name: str = NAME) -> str:
@@ -27,11 +30,11 @@ def plist(service: DaemonService) -> bytes:
     content: dict[str, Any] = {
         "Label": label(service.name),
         "ProgramArguments": list(service.command),
-        "EnvironmentVariables": service.variables,
+        "EnvironmentVariables": service.variables | {GIVE_UP_VARIABLE: "0"},
         "WorkingDirectory": str(service.home),
         "RunAtLoad": True,
         "KeepAlive": {"SuccessfulExit": False},
-        "ThrottleInterval": RESTART_S,
+        "ThrottleInterval": _THROTTLE_S,
         "ExitTimeOut": STOP_S,
         "ProcessType": "Interactive",
         "Umask": 0o077,

@@ -22,6 +22,12 @@ said, since a plan sees the limit of the service as this machine's memory."""
 STOP_S: Final = 90
 """How long a service has to end: a worker hands over to others for up to 60 seconds."""
 RESTART_S: Final = 10
+MOST_STARTS: Final = 30
+STARTS_WITHIN_S: Final = 3600
+"""A service that was started so often within so many seconds fails for good: it is left, and its owner looks why."""
+GIVE_UP_VARIABLE: Final = "PRIMAD_GIVE_UP_CODE"
+"""The exit code that a daemon is to end with where another start would fail in the same way: a wrong option or a wrong line
+of its configuration. Each manager has its own that it does not start a service again for."""
 WATCHDOG_S: Final = 90
 """A daemon whose loop has not come round for so long hangs, and is started again."""
 

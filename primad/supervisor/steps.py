@@ -104,7 +104,7 @@ def install(place: Place, service: DaemonService, *, new_user: bool, starts: boo
                 write,
                 _systemctl(place, "daemon-reload"),
                 _systemctl(place, "enable", systemd.unit_name()),
-                *([_systemctl(place, "restart", systemd.unit_name())] if starts else []),
+                *([_forgive(place), _systemctl(place, "restart", systemd.unit_name())] if starts else []),
             ]
         case "launchd":
             load = RunCommand(command=("launchctl", "bootstrap", _domain(place), str(place.file)))
@@ -156,7 +156,7 @@ def start(place: Place) -> list[ServiceStep]:
     """Start the service that is installed."""
     match place.manager:
         case "systemd":
-            return [_systemctl(place, "start", systemd.unit_name())]
+            return [_forgive(place), _systemctl(place, "start", systemd.unit_name())]
         case "launchd":
             return [
                 RunCommand(command=("launchctl", "bootstrap", _domain(place), str(place.file)), may_fail=True),
@@ -202,6 +202,18 @@ def logs(place: Place, lines: int, *, follow: bool) -> Sequence[str]:
             wait = " -Wait" if follow else ""
             path = str(place.log).replace("'", "''")
             return ["powershell", "-NoProfile", "-Command", f"Get-Content -LiteralPath '{path}' -Tail {lines}{wait}"]
+
+
+def state(place: Place) -> Sequence[str] | None:
+    """The command that says why the service is left (``systemd.why_it_is_left``); None where its log alone says that."""
+    if place.manager != "systemd":
+        return None
+    return _systemctl(place, "show", f"--property={systemd.state_properties()}", systemd.unit_name()).command
+
+
+def _forgive(place: Place) -> RunCommand:
+    """Let a service that failed too often be started again."""
+    return _systemctl(place, "reset-failed", systemd.unit_name(), may_fail=True)
 
 
 def _systemctl(place: Place, *words: str, may_fail: bool = False) -> RunCommand:

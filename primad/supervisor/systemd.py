@@ -18,9 +18,12 @@ from typing import Final
 
 from primad.supervisor.service import (
     DESCRIPTIONS,
+    GIVE_UP_VARIABLE,
     MEMORY_MARGIN_BYTES,
+    MOST_STARTS,
     NAME,
     RESTART_S,
+    STARTS_WITHIN_S,
     STOP_S,
     WATCHDOG_S,
     DaemonService,
@@ -30,6 +33,8 @@ SYSTEM_USER: Final = "primad"
 SYSTEM_HOME: Final = "/var/lib/primad"
 ENVIRONMENT_FILE: Final = "/etc/default/primad"
 """Variables for the service of the machine, such as ``PRIMAD_API_KEY``, which the list of processes would show."""
+GIVE_UP_CODE: Final = 78
+"""``EX_CONFIG`` of ``sysexits.h``, which systemd calls CONFIG."""
 GPU_GROUPS: Final = ("render", "video")
 """Who may use a GPU on Linux."""
 
@@ -79,7 +84,8 @@ def unit(service: DaemonService) -> str:
             f"Description={DESCRIPTIONS[service.role]}",
             "Documentation=man:primad(1)",
             *(["After=network-online.target", "Wants=network-online.target"] if service.user is not None else []),
-            "StartLimitIntervalSec=0",
+            f"StartLimitIntervalSec={STARTS_WITHIN_S}",
+            f"StartLimitBurst={MOST_STARTS}",
             "",
             "[Service]",
             "Type=notify",
@@ -95,6 +101,7 @@ def unit(service: DaemonService) -> str:
             "",
             "Restart=on-failure",
             f"RestartSec={RESTART_S}",
+            f"RestartPreventExitStatus={GIVE_UP_CODE}",
             f"WatchdogSec={WATCHDOG_S}",
             # A model by name may have to be fetched first.
             f"TimeoutStartSec={'infinity' if service.role == 'serve' else 300}",
@@ -113,7 +120,28 @@ def unit(service: DaemonService) -> str:
 
 
 def _variables(service: DaemonService) -> dict[str, str]:
-    return service.variables if service.user is None else {"HOME": str(service.home)} | service.variables
+    own = {GIVE_UP_VARIABLE: str(GIVE_UP_CODE)}
+    return service.variables | (own if service.user is None else own | {"HOME": str(service.home)})
+
+
+def state_properties() -> str:
+    """What ``why_it_is_left`` wants ``systemctl show`` to say."""
+    return "ActiveState,Result,ExecMainStatus,StatusText"
+
+
+def why_it_is_left(shown: str) -> str | None:
+    """Why systemd does not start the service again by itself, from ``systemctl show``; None where it runs or will be."""
+    told = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+    if told.get("ActiveState") != "failed":
+        return None
+    cure = "; 'primad service start' starts it again"
+    if told.get("Result") == "start-limit-hit":
+        tries = f"{MOST_STARTS} times within {STARTS_WITHIN_S // 60} minutes"
+        return f"it was started {tries} and failed each time, so it is left{cure}"
+    if told.get("ExecMainStatus") == str(GIVE_UP_CODE):
+        said = told.get("StatusText", "").removeprefix("it failed: ")
+        return f"another start would fail in the same way: {said or 'its log says why'}{cure}"
+    return f"it failed, and its log says why{cure}"
 
 
 def _command(service: DaemonService) -> str:

@@ -10,12 +10,11 @@ import subprocess
 import xml.etree.ElementTree as ET
 from typing import Final
 
-from primad.supervisor.service import DESCRIPTIONS, DaemonService
+from primad.supervisor.service import DESCRIPTIONS, GIVE_UP_VARIABLE, MOST_STARTS, DaemonService
 
 NAMESPACE: Final = "http://schemas.microsoft.com/windows/2004/02/mit/task"
 LOCAL_SERVICE: Final = "S-1-5-19"
 """The account of a task of the machine: it has the rights of a user and no more."""
-_RESTARTS: Final = 999
 
 
 def task(service: DaemonService) -> bytes:
@@ -37,7 +36,7 @@ def task(service: DaemonService) -> bytes:
         StopIfGoingOnBatteries="false",
         StartWhenAvailable="true",
     )
-    _fill(ET.SubElement(settings, "RestartOnFailure"), Interval="PT1M", Count=str(_RESTARTS))
+    _fill(ET.SubElement(settings, "RestartOnFailure"), Interval="PT1M", Count=str(MOST_STARTS))
     _fill(settings, ExecutionTimeLimit="PT0S", Priority="6")
     execute = ET.SubElement(ET.SubElement(root, "Actions", Context="Author"), "Exec")
     _fill(execute, Command="cmd.exe", Arguments=_arguments(service), WorkingDirectory=str(service.home))
@@ -46,7 +45,8 @@ def task(service: DaemonService) -> bytes:
 
 def _arguments(service: DaemonService) -> str:
     """What ``cmd`` is given. It takes the outermost quotes away and leaves the rest."""
-    variables = " & ".join(f'set "{key}={value}"' for key, value in sorted(service.variables.items()))
+    told = service.variables | {GIVE_UP_VARIABLE: "0"}
+    variables = " & ".join(f'set "{key}={value}"' for key, value in sorted(told.items()))
     command = subprocess.list2cmdline(service.command)
     log = "" if service.log is None else f' >> "{service.log}" 2>&1'
     return f'/d /s /c "{variables} & {command}{log}"'

@@ -20,7 +20,7 @@ from typer.main import get_command
 from primad.cli.main import app
 from primad.settings.quantities import parse_bytes
 from primad.supervisor import launchd, systemd, task_scheduler
-from primad.supervisor.service import MEMORY_MARGIN_BYTES, DaemonService
+from primad.supervisor.service import GIVE_UP_VARIABLE, MEMORY_MARGIN_BYTES, DaemonService
 
 WORKER = DaemonService(
     role="join",
@@ -97,7 +97,12 @@ def test_a_unit_of_the_machine_is_shut_in_and_may_write_to_its_own_folders_only(
     assert told["NoNewPrivileges"] == ["yes"]
     assert told["ProtectSystem"] == ["strict"]
     assert told["StateDirectory"] == ["primad"]
-    assert told["Environment"] == ["HOME=/var/lib/primad", "LANG=C.UTF-8", "PRIMAD_HOME=/var/lib/primad"]
+    assert told["Environment"] == [
+        "HOME=/var/lib/primad",
+        "LANG=C.UTF-8",
+        "PRIMAD_GIVE_UP_CODE=78",
+        "PRIMAD_HOME=/var/lib/primad",
+    ]
     assert told["ReadWritePaths"] == ["-/srv/kv"]
     assert told["CapabilityBoundingSet"] == [""]
 
@@ -115,6 +120,40 @@ def test_a_daemon_that_fails_or_hangs_is_started_again(service: DaemonService) -
     assert (told["Type"], told["Restart"], told["KillMode"]) == (["notify"], ["on-failure"], ["mixed"])
     assert int(told["WatchdogSec"][0]) > 0
     assert int(told["TimeoutStopSec"][0]) > 60  # a worker hands over for so long
+
+
+@each_service
+def test_a_daemon_that_fails_for_good_is_left(service: DaemonService) -> None:
+    told = unit(service)
+    assert told["RestartPreventExitStatus"] == [str(systemd.GIVE_UP_CODE)]
+    assert f"{GIVE_UP_VARIABLE}={systemd.GIVE_UP_CODE}" in told["Environment"]
+    assert int(told["StartLimitBurst"][0]) * int(told["RestartSec"][0]) < int(told["StartLimitIntervalSec"][0])
+    assert plistlib.loads(launchd.plist(service))["EnvironmentVariables"][GIVE_UP_VARIABLE] == "0"
+    assert f'set "{GIVE_UP_VARIABLE}=0"'.encode("utf-16-le") in task_scheduler.task(service)
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("ActiveState=active\nResult=success\nExecMainStatus=0\nStatusText=serves", None),
+        ("ActiveState=activating\nResult=exit-code\nExecMainStatus=2\nStatusText=", None),
+        (
+            "ActiveState=failed\nResult=exit-code\nExecMainStatus=78\nStatusText=it failed: a=b",
+            ": a=b; 'primad service start'",
+        ),
+        ("ActiveState=failed\nResult=exit-code\nExecMainStatus=78\nStatusText=", "its log says why"),
+        (
+            "ActiveState=failed\nResult=start-limit-hit\nExecMainStatus=2\nStatusText=",
+            "started 30 times within 60 minutes",
+        ),
+        ("ActiveState=failed\nResult=oom-kill\nExecMainStatus=9\nStatusText=", "its log says why"),
+        ("", None),
+    ],
+    ids=["runs", "starts-again", "for-good", "no-text", "too-often", "killed", "nothing"],
+)
+def test_why_a_service_is_left_is_said(state: str, said: str | None) -> None:
+    why = systemd.why_it_is_left(state)
+    assert why is None if said is None else said in str(why)
 
 
 @each_service
@@ -169,6 +208,7 @@ def test_a_task_starts_the_command_that_was_meant(user: str | None, trigger: str
     assert root.findtext(f"{name}Actions/{name}Exec/{name}Command") == "cmd.exe"
     arguments = root.findtext(f"{name}Actions/{name}Exec/{name}Arguments")
     assert arguments == (
-        r'/d /s /c "set "PRIMAD_HOME=C:\Users\Al & Bo\primad" & "C:\Users\Al & Bo\primad.exe" join --name desk'
+        r'/d /s /c "set "PRIMAD_GIVE_UP_CODE=0" & set "PRIMAD_HOME=C:\Users\Al & Bo\primad" & '
+        r'"C:\Users\Al & Bo\primad.exe" join --name desk'
         r' >> "C:\Users\Al & Bo\primad\primad.log" 2>&1"'
     )

@@ -30,10 +30,11 @@ class FakeRunner:
         self.ran: list[str] = []
         self.fails: set[str] = set()
         self.code = 0
+        self.said = ""
 
     def run(self, command: Sequence[str]) -> Ran:
         self.ran.append(shlex.join(command))
-        return Ran(1, "Failed to connect\nto bus") if self.fails & set(command) else Ran(0, "")
+        return Ran(1, "Failed to connect\nto bus") if self.fails & set(command) else Ran(0, self.said)
 
     def show(self, command: Sequence[str]) -> int:
         self.ran.append(shlex.join(command))
@@ -81,21 +82,22 @@ def unit(tmp_path) -> Path:
 def test_a_worker_becomes_a_service_of_the_session(command: Primad, runner, unit, tmp_path):
     code, out, err = command("service", "install", "join", "--max-ram", "8GB", "--nice", 5, "--pause-on-battery")
     assert code == 0
-    assert out.splitlines()[:5] == [
+    assert out.splitlines()[:6] == [
         f"make the folder {tmp_path / 'home'}",
         f"write {unit}",
         "run systemctl --user daemon-reload",
         "run systemctl --user enable primad.service",
+        "run systemctl --user reset-failed primad.service",
         "run systemctl --user restart primad.service",
     ]
     assert "primad pair --code CODE" in out
     assert "loginctl enable-linger" in err
-    assert runner.ran == [line.removeprefix("run ") for line in out.splitlines()[2:5]]
+    assert runner.ran == [line.removeprefix("run ") for line in out.splitlines()[2:6]]
     (line,) = values(unit, "ExecStart")
     options = judged(words(line), ("/usr/bin/primad",))
     assert (options["max_ram"], options["nice"], options["pause_on_battery"]) == ("8000000000B", 5, True)
     assert values(unit, "MemoryMax") == [str(8_000_000_000 + (1 << 30))]
-    assert values(unit, "Environment") == [f"PRIMAD_HOME={tmp_path / 'home'}"]
+    assert values(unit, "Environment") == ["PRIMAD_GIVE_UP_CODE=78", f"PRIMAD_HOME={tmp_path / 'home'}"]
 
 
 def test_a_head_becomes_a_service_of_the_machine(command: Primad, runner, monkeypatch, tmp_path):
@@ -200,8 +202,15 @@ def test_the_service_is_started_stopped_looked_at_and_removed(command: Primad, r
     runner.ran.clear()
     assert command("service", "start")[0] == 0
     assert command("service", "stop")[0] == 0
-    runner.code = 3
-    assert command("service", "status")[0] == 3
+    runner.code, runner.said = (
+        3,
+        "ActiveState=failed\nResult=exit-code\nExecMainStatus=78\nStatusText=it failed: --nice: no",
+    )
+    code, _, err = command("service", "status")
+    assert (code, err) == (
+        3,
+        "another start would fail in the same way: --nice: no; 'primad service start' starts it again\n",
+    )
     runner.code = 0
     assert command("service", "logs", "--follow", "-n", 7)[0] == 0
     assert command("service", "remove", "--dry-run")[0] == 0
@@ -210,13 +219,25 @@ def test_the_service_is_started_stopped_looked_at_and_removed(command: Primad, r
     assert not unit.exists()
     assert (tmp_path / "home").is_dir()
     assert runner.ran == [
+        "systemctl --user reset-failed primad.service",
         "systemctl --user start primad.service",
         "systemctl --user stop primad.service",
         "systemctl --user status --no-pager --lines=5 primad.service",
+        "systemctl --user show --property=ActiveState,Result,ExecMainStatus,StatusText primad.service",
         "journalctl --no-pager --lines=7 --follow --user --user-unit primad.service",
         "systemctl --user disable --now primad.service",
         "systemctl --user daemon-reload",
     ]
+
+
+def test_a_daemon_says_by_its_exit_code_whether_another_start_is_worth_a_try(command: Primad, monkeypatch, tmp_path):
+    def codes() -> list[int]:
+        wrong = command("join", "--no-such"), command("join", "--nice", "99")
+        return [*(each[0] for each in wrong), command("serve", "--model", tmp_path / "not there yet.gguf")[0]]
+
+    assert codes() == [2, 2, 2]
+    monkeypatch.setenv("PRIMAD_GIVE_UP_CODE", "78")
+    assert codes() == [78, 78, 2]
 
 
 def test_without_a_service_it_says_what_installs_one(command: Primad):
