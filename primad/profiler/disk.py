@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,10 +27,8 @@ from primad.engine.streaming.pages import FileRange, Pages
 from primad.errors import EngineError
 from primad.profiler.trial import SteppedOn
 
-try:
+if sys.platform == "darwin":
     import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 FILE_BYTES: Final = 128 << 20
 _LEAST_BYTES: Final = 8 << 20
@@ -120,9 +119,9 @@ def _write(path: Path, seconds: float) -> int:
 
 def _uncached(file: BinaryIO) -> None:
     """Have the page cache forget ``file`` or, on macOS, stay out of its way."""
-    if hasattr(os, "posix_fadvise"):
+    if sys.platform == "linux":
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    elif hasattr(fcntl, "F_NOCACHE"):
+    elif sys.platform == "darwin":
         fcntl.fcntl(file.fileno(), _F_NOCACHE, 1)
 
 
@@ -164,7 +163,7 @@ def _random(path: Path, size: int, seconds: float) -> float:
     done = 0
     with path.open("rb", buffering=0) as file:
         _uncached(file)
-        if hasattr(os, "posix_fadvise"):
+        if sys.platform == "linux":
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         start = time.perf_counter()
         while done < _RANDOM_READS and (done == 0 or time.perf_counter() - start < seconds):

@@ -86,10 +86,16 @@ def is_admin() -> bool:
     return os.geteuid() == 0
 
 
+def _uid() -> int:
+    if sys.platform == "win32":
+        return 0
+    return os.getuid()
+
+
 def place(kind: Manager, *, system: bool) -> Place:
     """Where the service of the machine, or of this user's session, is with the manager ``kind``."""
     home = default_home()
-    uid = 0 if sys.platform == "win32" else os.getuid()
+    uid = _uid()
     match kind:
         case "systemd":
             config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -24,18 +25,18 @@ _SEND_S: Final = 1.0
 
 def is_awaited(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether somebody wants to be told."""
-    return bool(environ.get("NOTIFY_SOCKET")) and hasattr(socket, "AF_UNIX")
+    return bool(environ.get("NOTIFY_SOCKET")) and sys.platform != "win32"
 
 
 def notify(*lines: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Send ``lines`` to whoever started us and wants to know; whether somebody did."""
-    if not is_awaited(environ):
+    if sys.platform == "win32" or not is_awaited(environ):
         return False
     address = environ["NOTIFY_SOCKET"]
     if address.startswith("@"):  # a name that no file has
         address = "\0" + address[1:]
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as link:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:
             link.settimeout(_SEND_S)
             link.sendto("\n".join(lines).encode(), address)
     except (OSError, ValueError) as exc:

@@ -31,12 +31,9 @@ from numpy.typing import NDArray
 from primad.errors import EngineError, WeightsError
 from primad.gguf.layer_file import Stamp, stamp_of
 
-try:
+if sys.platform != "win32":
     import fcntl
     import resource
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-    resource = None  # type: ignore[assignment]
 
 PIECE_BYTES: Final = 8 << 20
 """A range is read in pieces of this size: large enough for the disk, small enough to change one's mind in between."""
@@ -109,6 +106,8 @@ class _Mapping:
 
 def _mappings(paths: Iterable[str]) -> dict[str, list[_Mapping]]:
     """Where this process has mapped ``paths``; a file that is not mapped is absent. Linux only."""
+    if sys.platform != "linux":
+        return {}
     wanted: dict[tuple[str, str] | str, str] = {}
     for path in paths:
         with contextlib.suppress(OSError):
@@ -377,7 +376,7 @@ class _File:
         length = offset + size - start
         if hasattr(self._map, "madvise") and hasattr(mmap, "MADV_WILLNEED"):
             self._map.madvise(mmap.MADV_WILLNEED, start, length)
-        if sys.platform == "darwin" and fcntl is not None:
+        if sys.platform == "darwin":
             with contextlib.suppress(OSError):
                 fcntl.fcntl(self.handle.fileno(), F_RDADVISE, struct.pack("qi4x", start, min(length, 1 << 30)))
         if sys.platform == "win32":
@@ -451,7 +450,7 @@ class _Span:
 
     def release(self, first: int, last: int) -> None:
         """Give back the pages of the file from offset ``first`` to ``last``."""
-        if _LIBC is None or last <= first:
+        if sys.platform != "linux" or _LIBC is None or last <= first:
             return
         _LIBC.madvise(self.base + first, last - first, _DONTNEED)
         os.posix_fadvise(self.file.handle.fileno(), first, last - first, os.POSIX_FADV_DONTNEED)
@@ -548,8 +547,10 @@ class _OwnFaults:
 
     @staticmethod
     def _of_thread() -> int:
-        which = getattr(resource, "RUSAGE_THREAD", None)  # of Linux
-        return 0 if which is None else resource.getrusage(which).ru_majflt
+        count = 0
+        if sys.platform == "linux":
+            count = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+        return count
 
 
 _own_faults: Final = _OwnFaults()
@@ -557,16 +558,17 @@ _own_faults: Final = _OwnFaults()
 
 def major_faults() -> int | None:
     """Major page faults of this process, without those of ranges that it read on purpose; None where nobody counts them."""
-    if sys.platform == "win32":
-        return None
-    return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_majflt - _own_faults.count)
+    count = None
+    if sys.platform != "win32":
+        count = max(0, resource.getrusage(resource.RUSAGE_SELF).ru_majflt - _own_faults.count)
+    return count
 
 
 def _touch(address: int, length: int, span: _Span) -> None:
     """Read a range by advice and by a byte of each page."""
-    assert _LIBC is not None
-    begin = address - span.base
-    os.posix_fadvise(span.file.handle.fileno(), begin, length, os.POSIX_FADV_WILLNEED)
+    if sys.platform == "linux":
+        begin = address - span.base
+        os.posix_fadvise(span.file.handle.fileno(), begin, length, os.POSIX_FADV_WILLNEED)
     pages = (ctypes.c_uint8 * length).from_address(address)
     np.ctypeslib.as_array(pages)[::_PAGE].max()
 
