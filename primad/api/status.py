@@ -145,13 +145,14 @@ class KvStatus(msgspec.Struct, frozen=True, kw_only=True):
 class DraftFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What became of tokens that were guessed since the ring was formed: of ``drafted`` rows that were computed ahead
     ``accepted`` were the next token, and ``skipped`` were not computed to the end. An answer had ``tokens_a_lap`` tokens in
-    the time in which a row goes round the ring once.
+    the time in which a row goes round the ring once. A model guesses on device ``model_on``, or none does.
     """
 
     drafted: int
     accepted: int
     skipped: int
     tokens_a_lap: float
+    model_on: str | None = None
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -212,12 +212,18 @@ class ComputeOptions:
     draft: Annotated[
         Path | None,
         typer.Option(
-            help="A small GGUF file of the same family, or one by name, that guesses the next tokens on this device. "
+            help="A small GGUF file of the same family, or one by name, that guesses the next tokens. "
             "auto: one of those that are here.",
             metavar="FILE|auto",
             show_default=False,
         ),
     ] = None
+    draft_on: Annotated[
+        str,
+        typer.Option(
+            help="The device on which the model of --draft guesses; auto: where it wins most.", metavar="NAME|auto"
+        ),
+    ] = "auto"
     extra_buffers: Annotated[
         str, typer.Option(help="Repacked or AMX copies of weights: auto (try and time them), on or off.")
     ] = "auto"
@@ -345,6 +351,7 @@ def _serve_options(
         batching=parse_choice(plan.batching, BATCHING_MODES, "--batching"),
         speculate=parse_choice(compute.speculate, SPECULATE_MODES, "--speculate"),
         draft=None if compute.draft is None else model_path(compute.draft, lambda: config),
+        draft_on=None if compute.draft_on == "auto" else compute.draft_on,
         aliases=() if endpoint.alias is None else _aliases(endpoint.alias),
         any_model=endpoint.any_model,
         context_shift=endpoint.context_shift,

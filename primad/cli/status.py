@@ -202,6 +202,7 @@ def _drafts(drafts: DraftFigures) -> str:
     return (
         f"{drafts.drafted} tokens computed ahead: {drafts.accepted / drafts.drafted:.0%} were right, "
         f"{drafts.skipped / drafts.drafted:.0%} were skipped; {drafts.tokens_a_lap:.2f} tokens of an answer a lap"
+        + (f"; a model guesses on {printable(drafts.model_on)}" if drafts.model_on is not None else "")
     )
 
 

@@ -10,27 +10,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from msgspec.structs import astuple
-
 from primad.errors import ModelError
 from primad.gguf.architectures import block_count, layer_count
 from primad.gguf.hub_ranges import HubRanges
 from primad.gguf.layers import (
     CHUNK_BYTES,
     DIGEST_BYTES,
-    LayerCut,
     LayerRef,
-    LayerTensor,
     StopHashing,
     chunk_count,
     chunk_size,
-    cut,
     layer_digest,
-    metadata_split,
     never,
 )
 from primad.gguf.origins import LayerOrigin, RemoteFile, origin_name, runs_of_chunk
-from primad.gguf.windows import OUTPUT, TOKEN_EMBEDDING, ModelCutter, WindowSpec, token_embedding, window_metadata
+from primad.gguf.windows import ModelCutter, WindowSpec, window_metadata
 
 _READERS_KEPT: Final = 4
 
@@ -98,18 +92,6 @@ class RangedCutter(ModelCutter):
     def _names(self) -> dict[int, str]:
         return {layer: name for name, (layer, _, _) in self._origins.items()}
 
-    @property
-    def embedding_layer(self) -> int:
-        """The number of the layer file that has the token embedding: the output's where that has it, else one behind it."""
-        output, embedding = self._output(), token_embedding(self.header)
-        return layer_count(self.header) + (output[TOKEN_EMBEDDING].name != embedding.name)
-
-    def cut(self, layer: int) -> LayerCut:
-        """As that of the base, which does not know the layer file of the token embedding."""
-        if layer == layer_count(self.header) + 1:
-            return cut({TOKEN_EMBEDDING: token_embedding(self.header)})
-        return super().cut(layer)
-
     def ref(self, layer: int, stop: StopHashing = never) -> LayerRef:
         """The layer file of ``layer``: by its digest where that is known, else by its origin."""
         name = self._names[layer]
@@ -145,25 +127,12 @@ class RangedCutter(ModelCutter):
     def whole(self) -> WindowSpec:
         """The whole model as one window that takes tokens, out of layer files: what a device that serves it alone needs."""
         layers = layer_count(self.header)
-        output, embedding = self.ref(layers), self.embedding_layer
-        behind = [output]
-        if embedding != layers:
-            named = tuple(
-                LayerTensor(OUTPUT if each.name == TOKEN_EMBEDDING else each.name, *astuple(each)[1:])
-                for each in output.tensors
-            )
-            behind = [LayerRef(output.digest, output.size_bytes, named), self.ref(embedding)]
-        refs = (*(self.ref(layer) for layer in range(layers)), *behind)
-        small = self._small(0, layers)
         values = {key: value for key, value in self.header.values.items() if not key.startswith("split.")}
         if layers < block_count(self.header):  # those for multi-token prediction are left out
             own = window_metadata(self.header, 0, layers)
             values |= {key: value for key, value in own.items() if not key.startswith(("general.", "tokenizer."))}
             values.pop(f"{self.header.text('general.architecture')}.nextn_predict_layers", None)
-        metadata = metadata_split(
-            values, small, splits=1 + len(refs), tensors=len(small) + sum(len(ref.tensors) for ref in refs)
-        )
-        return WindowSpec(window=0, first=0, last=layers, metadata=metadata, layers=refs)
+        return self._one_window(values)
 
     def source(self, digest: str) -> RemoteLayer | None:  # type: ignore[override]
         """The layer of this origin, to be passed on to a device that cannot fetch it."""

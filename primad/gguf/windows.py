@@ -15,6 +15,7 @@ from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import astuple
 
 from primad.errors import ModelError
 from primad.gguf.adapter import MAX_ADAPTERS, AdapterSpec
@@ -29,7 +30,17 @@ from primad.gguf.architectures import (
 from primad.gguf.constants import GGMLQuantizationType, TokenType
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header, TensorInfo, Value
-from primad.gguf.layers import LayerCut, LayerRef, SmallTensor, StopHashing, cut, cut_layer, metadata_split, never
+from primad.gguf.layers import (
+    LayerCut,
+    LayerRef,
+    LayerTensor,
+    SmallTensor,
+    StopHashing,
+    cut,
+    cut_layer,
+    metadata_split,
+    never,
+)
 
 TOKEN_EMBEDDING: Final = "token_embd.weight"
 OUTPUT: Final = "output.weight"
@@ -94,9 +105,18 @@ class ModelCutter:
             self._cuts[ref.digest] = layer_cut
         return self._refs[layer]
 
+    @property
+    def embedding_layer(self) -> int:
+        """The number of the layer file that has the token embedding: the output's where that has it, else one behind it."""
+        output, embedding = self._output(), token_embedding(self.header)
+        return layer_count(self.header) + (output[TOKEN_EMBEDDING].name != embedding.name)
+
     def cut(self, layer: int) -> LayerCut:
-        """Where the weights of ``layer`` (or of the output matrix) lie in the model file; hashes nothing."""
-        return cut(self._output()) if layer == layer_count(self.header) else cut_layer(self.header, layer)
+        """Where the weights of ``layer`` (or of the output matrix, the embedding) lie in the model file; hashes nothing."""
+        layers = layer_count(self.header)
+        if layer == layers + 1:
+            return cut({TOKEN_EMBEDDING: token_embedding(self.header)})
+        return cut(self._output()) if layer == layers else cut_layer(self.header, layer)
 
     def source(self, digest: str) -> LayerCut | None:
         """The layer of this content, if it has been hashed."""
@@ -122,6 +142,32 @@ class ModelCutter:
             tensors=len(small) + sum(len(layer.tensors) for layer in layers),
         )
         return WindowSpec(window=window, first=first, last=last, metadata=metadata, layers=layers)
+
+    @property
+    def layers_of_all(self) -> tuple[int, ...]:
+        """What ``without_text`` needs: the layers, the output matrix, and the token embedding where that is another one."""
+        return tuple(dict.fromkeys([*range(layer_count(self.header) + 1), self.embedding_layer]))
+
+    def without_text(self) -> WindowSpec:
+        """The whole model as one window that takes tokens, and knows no text for them: what a device that guesses needs."""
+        return self._one_window(window_metadata(self.header, 0, layer_count(self.header)))
+
+    def _one_window(self, values: dict[str, Value]) -> WindowSpec:
+        layers = layer_count(self.header)
+        output, embedding = self.ref(layers), self.embedding_layer
+        behind = [output]
+        if embedding != layers:
+            named = tuple(
+                LayerTensor(OUTPUT if each.name == TOKEN_EMBEDDING else each.name, *astuple(each)[1:])
+                for each in output.tensors
+            )
+            behind = [LayerRef(output.digest, output.size_bytes, named), self.ref(embedding)]
+        refs = (*(self.ref(layer) for layer in range(layers)), *behind)
+        small = self._small(0, layers)
+        metadata = metadata_split(
+            values, small, splits=1 + len(refs), tensors=len(small) + sum(len(ref.tensors) for ref in refs)
+        )
+        return WindowSpec(window=0, first=0, last=layers, metadata=metadata, layers=refs)
 
     def _role(self, tensor: str) -> TensorRole:
         return tensor_role(self.header, tensor)

@@ -44,6 +44,7 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -
         keep_rows=inputs.keep_rows,
         drafting=_drafting(inputs, load),
         draft=_draft(inputs, load),
+        guesses_elsewhere=inputs.devices.guesser is not None,
         adapters=tuple(AdapterFile(str(each.header.path), each.scale) for each in model.adapters),
     )
     ranged = model.ranged

@@ -54,7 +54,8 @@ class ServeOptions:
     with more, for typical prompts of ``prompt_tokens``, or memory is so short that fewer are. So many ``sequences`` have a
     KV cache each (None: as many as the plan has room for): as many generations run at once, and as many prompts are
     remembered. ``batching`` says whether what they compute together must be exact. Tokens that may come next are guessed as
-    ``speculate`` says, by the model file ``draft`` if there is one (``auto``: one that is here), and computed ahead. A
+    ``speculate`` says, by the model file ``draft`` if there is one (``auto``: one that is here), on the device ``draft_on``
+    (None: where it wins most), and computed ahead. A
     request that has not begun after ``max_wait_s`` is refused (None: it waits as long as its client does).
     KV cells are kept twice every ``kv_backup`` rows of an answer (None: every ``KEEP_ROWS`` where links carry it; 0: not).
     Prompts of all API keys share their cells with ``share_prefixes``. What of an answer has to be computed again is computed
@@ -81,6 +82,7 @@ class ServeOptions:
     batching: BatchingMode = "auto"
     speculate: SpeculateMode = "auto"
     draft: Path | None = None
+    draft_on: str | None = None
     max_wait_s: float | None = None
     aliases: tuple[str, ...] = ()
     any_model: bool = False

@@ -10,7 +10,8 @@ from typing import Final
 
 from msgspec import structs
 
-from halda import DeviceProfile, Infeasible, LinkProfile, Solution, Workload, evaluate, instance
+from halda import DeviceProfile, Infeasible, LinkProfile, Plan, Solution, Workload, evaluate, instance
+from halda.instance import Instance
 from primad.errors import ModelError, PlanError, PrimadError
 from primad.gguf.architectures import cuttable
 from primad.head.devices import Devices
@@ -24,10 +25,12 @@ from primad.head.solver_process import SolverRequest, solve_apart
 from primad.head.worker_link import WorkerLink
 from primad.planning.batching import batches_of
 from primad.planning.context import attends_plainly
+from primad.planning.draft_gain import best_gain
 from primad.planning.drafting import drafting_of
 from primad.planning.extra_buffers import as_planned, suited, without_copies
 from primad.planning.fitting import fitted
 from primad.planning.question import LinkSpeed, both_ways
+from primad.ring.drafting.drafter import Drafting
 from primad.system.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -237,6 +240,7 @@ class Planner:
             may_be_several=self._is_cuttable(),
         )
         work = found.question.workload
+        drafting = drafting_of(options.speculate, options.batching, plan, found.question, found.batches)
         promise = Promise.of(
             plan,
             asked.model,
@@ -249,9 +253,21 @@ class Planner:
             flash=work.flash,
             batches=found.batches,
             question=found.question,
-            drafting=drafting_of(options.speculate, options.batching, plan, found.question, found.batches),
+            drafting=drafting,
+            guesser=self._guesser(drafting, plan, found.question),
         )
         return promise, found.objective_s
+
+    def _guesser(self, drafting: Drafting | None, plan: Plan, question: Instance) -> str | None:
+        """The device on which the model guesses: the one that was asked for, if it is here, or where it wins most."""
+        draft, source, wish = self._service.draft, self._service.draft_source, self._service.options.draft_on
+        if draft is None or drafting is None:
+            return None
+        if source is None:
+            return plan.head
+        if wish is not None:
+            return wish if any(each.device == wish for each in question.devices) else plan.head
+        return best_gain(drafting, plan, question, source.profile, draft.memory_bytes).device
 
     def _is_cuttable(self) -> bool:
         try:
@@ -268,7 +284,7 @@ class Planner:
                 f"--windows {','.join(map(str, windows))} is for {len(windows)} devices; found {len(devices)}, "
                 "this one among them; start 'primad join' on more or give fewer windows"
             )
-        devices = devices[: len(windows)]
+        everyone, devices = devices, devices[: len(windows)]
         plan = plan_by_hand([device.device for device in devices], windows, self._service.options.rounds, model)
         plan = stream_by_hand(plan, devices, model, workload)
         question = instance(devices, [], model, workload, {}, head=plan.head)
@@ -277,6 +293,7 @@ class Planner:
         options = self._service.options
         batches = batches_of(options.batching, plan, question, workload.sequences)
         why = "--sequences sets it" if self._service.options.sequences is None else ""
+        drafting = drafting_of(options.speculate, options.batching, plan, question, batches)
         return Promise.of(
             plan,
             model,
@@ -286,5 +303,6 @@ class Planner:
             why_sequences=why,
             flash=workload.flash,
             batches=batches,
-            drafting=drafting_of(options.speculate, options.batching, plan, question, batches),
+            drafting=drafting,
+            guesser=self._guesser(drafting, plan, instance(everyone, [], model, workload, {}, head=plan.head)),
         )

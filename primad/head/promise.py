@@ -21,7 +21,7 @@ class Promise:
     Both were made with what was learnt until then, ``corrections``, and for ``sequences`` answers at once, each with a
     context of ``context_tokens``; ``why_sequences`` and ``why_context`` say why it is not more, where nobody said how much.
     Attention is ``flash`` attention or not, and next tokens are computed together as ``batches`` say, drafts as ``drafting``
-    does. ``question`` is what was planned for, if that was solved.
+    does, by a model on device ``guesser``, if one guesses. ``question`` is what was planned for, if that was solved.
     """
 
     plan: Plan
@@ -36,6 +36,7 @@ class Promise:
     batches: Batches | None = None
     question: Instance | None = None
     drafting: Drafting | None = None
+    guesser: str | None = None
 
     @property
     def batching(self) -> Batching:
@@ -68,6 +69,7 @@ class Promise:
         batches: Batches | None = None,
         question: Instance | None = None,
         drafting: Drafting | None = None,
+        guesser: str | None = None,
     ) -> Self:
         """The promise of ``plan`` for ``model``."""
         return cls(
@@ -83,4 +85,5 @@ class Promise:
             batches=batches,
             question=question,
             drafting=drafting,
+            guesser=guesser,
         )

@@ -21,6 +21,7 @@ from primad.daemon.loaded_process import LoadedProcess
 from primad.errors import ClusterError, NextDeviceError, PrimadError, RingError, WeightsError
 from primad.head.blame import ParticipationError, blamed
 from primad.head.drawn import learn_drawn
+from primad.head.guesses import GuessesElsewhere
 from primad.head.load_own import load_own
 from primad.head.loads import loads_of
 from primad.head.participation import Participation
@@ -31,6 +32,7 @@ from primad.network.contacts import Contact
 from primad.network.messages import Load, Progress
 from primad.network.sockets import endpoint
 from primad.ring.messages import (
+    AskGuesses,
     Connect,
     Drain,
     Drained,
@@ -83,6 +85,7 @@ class HeadRing:
         self._finding_fault: asyncio.Task[None] | None = None
         self._computed: list[int] | None = None
         self._own_keeps = False
+        self._guesses: GuessesElsewhere | None = None
 
     @property
     def plan(self) -> Plan:
@@ -158,6 +161,10 @@ class HeadRing:
             learn_drawn(self._inputs.service.model.ranged, self._workers)
             await self._link(own, loaded)
             await self._serving
+        guesser = self._inputs.devices.guesser
+        if guesser is not None and self._inputs.promise.drafting is not None:
+            self._guesses = GuessesElsewhere(self._inputs, guesser, self._ways, self.send)
+            self._start(self._guesses.run())
 
     async def send(self, *commands: RingCommand) -> None:
         """Give the head's ring process a command; it need not be taken any more once the ring is broken."""
@@ -184,6 +191,8 @@ class HeadRing:
             task.cancel()
         if self._asking is not None:
             self._asking.cancel()
+        if self._guesses is not None:
+            await self._guesses.release()
         for participation in self._workers.values():
             await participation.release()
         if self._process is not None:
@@ -267,9 +276,19 @@ class HeadRing:
             "predicted": None if self.prediction is None else msgspec.to_builtins(promises(self.prediction)),
             "measured": None if self.measured is None else msgspec.to_builtins(self.measured),
             "devices": msgspec.to_builtins(devices),
-            "drafts": None if head is None or head.drafts is None else msgspec.to_builtins(head.drafts),
+            "drafts": None
+            if head is None or head.drafts is None
+            else msgspec.to_builtins(head.drafts) | {"model_on": self._guesser()},
             "links": [msgspec.to_builtins(link_status(link)) for link in self._inputs.devices.links.between(names)],
         }
+
+    def _guesser(self) -> str | None:
+        """The device on which a model guesses; None where none does."""
+        if self._inputs.service.draft is None or self._inputs.promise.drafting is None:
+            return None
+        if self._guesses is None or self._guesses.is_over:
+            return self.plan.head
+        return self._guesses.device if self._guesses.is_ready else None
 
     async def _ask(self, name: str) -> tuple[Status | None, int]:
         """What the ring process of ``name`` says, and the memory of the daemon there."""
@@ -319,6 +338,9 @@ class HeadRing:
             case Opened(address, key, keeps):
                 self._own_keeps = keeps
                 settle(self._own, (address, key))
+            case AskGuesses(task):
+                if self._guesses is not None:
+                    self._guesses.ask(task)
             case KvKept() | KvForgotten():
                 self._inputs.listener.cells(self.epoch, event)
             case Serving():

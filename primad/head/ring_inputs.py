@@ -36,11 +36,15 @@ class RingListener(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingDevices:
-    """``workers`` are those with a window, ``holders`` those that may have layers to give; ``links`` are between all."""
+    """``workers`` are those with a window, ``holders`` those that may have layers to give; ``links`` are between all.
+
+    The model that guesses, if there is one, does so on ``guesser``; None: on the head.
+    """
 
     workers: Mapping[str, WorkerLink]
     holders: Mapping[str, WorkerLink]
     links: LinkBook
+    guesser: WorkerLink | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

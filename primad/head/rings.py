@@ -189,6 +189,7 @@ class Rings:
                 workers={name: workers[name] for name in promise.plan.devices if name in workers},
                 holders=dict(workers),
                 links=self._devices.book,
+                guesser=None if promise.guesser is None else workers.get(promise.guesser),
             ),
             station=self._station,
             profile=profile,
@@ -254,8 +255,10 @@ class Rings:
         self._core.post(types.DevicesCorrected(frozenset({self._station.config.name})))
 
     def find_layer(self, digest: str) -> LayerSource | None:
-        """The layer ``digest``: out of the model file, or out of the cache."""
+        """The layer ``digest``: out of the model file, that of the model which guesses, or the cache."""
+        draft = self._service.draft_source
         cut = self._model.find_layer(digest)
+        cut = draft.find_layer(digest) if cut is None and draft is not None else cut
         return cut if cut is not None else self._station.workspace.cache.reader(digest)
 
     async def _abandon(self, epoch: int) -> None:

@@ -13,12 +13,14 @@ from primad.certify.verdict import windows_line
 from primad.daemon.station import Station
 from primad.errors import ModelError, PrimadError, WeightsError
 from primad.gguf.adapter import Adapter
+from primad.gguf.architectures import cuttable
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header
 from primad.gguf.hub_library import token
 from primad.gguf.hub_ranges import own_hubs
 from primad.gguf.layers import LayerCut
-from primad.gguf.model import check_unchanged, stamps_of
+from primad.gguf.model import check_unchanged, open_model, stamps_of
+from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.gguf.windows import ModelCutter
@@ -133,12 +135,16 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """Which model is served, what the owner asked for, the work that plans are made for, and the model that guesses."""
+    """Which model is served, what the owner asked for, the work that plans are made for, and the model that guesses.
+
+    ``draft_source`` has the layers of that, for other devices; None where it cannot be cut.
+    """
 
     model: ModelSource
     options: ServeOptions
     workload: Workload
     draft: DraftModel | None = None
+    draft_source: ModelSource | None = None
 
 
 def service_of(
@@ -153,4 +159,19 @@ def service_of(
     """The model of ``header`` as ``options`` ask for it. Raises ``PlanError`` when no work can be planned so."""
     again_s = station.timings.head.model_again_s
     source = ModelSource(header, model, station.config.home, ranged, adapters, again_s=again_s)
-    return Service(model=source, options=options, workload=workload_of(options, model), draft=draft)
+    return Service(
+        model=source,
+        options=options,
+        workload=workload_of(options, model),
+        draft=draft,
+        draft_source=None if draft is None else _source_of(draft, station, again_s),
+    )
+
+
+def _source_of(draft: DraftModel, station: Station, again_s: float) -> ModelSource | None:
+    header = open_model(Path(draft.path))
+    try:
+        cuttable(header)
+    except ModelError:
+        return None
+    return ModelSource(header, model_profile(header), station.config.home, again_s=again_s)

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Final
+from typing import Final, Protocol
 
 import zmq.asyncio
 
@@ -28,6 +28,8 @@ from primad.network.contacts import Contact
 from primad.network.control import HeadEnd
 from primad.network.messages import (
     Dismiss,
+    GuessesMade,
+    GuessState,
     HeadMessage,
     Hello,
     Introduce,
@@ -77,6 +79,20 @@ class Caller:
     ping_interval_s: float
     timings: NetworkTimings = NetworkTimings()
     versions: Versions = OURS
+
+
+class HearsGuesses(Protocol):
+    """Who has a worker guess for its ring."""
+
+    @property
+    def epoch(self) -> int:
+        """The ring's."""
+
+    def hear(self, message: GuessState | GuessesMade) -> None:
+        """The worker says so."""
+
+    def lost(self, reason: str) -> None:
+        """The worker is gone."""
 
 
 Post = Callable[[types.Event], None]
@@ -206,6 +222,7 @@ class WorkerLink:
         self.layer_port = welcome.layer_port
         self._post = post
         self._participations: dict[int, Participation] = {}
+        self._guesses: dict[int, HearsGuesses] = {}
         self._links: asyncio.Future[list[LinkProfile]] | None = None
         self._holds: dict[int, asyncio.Future[list[bool]]] = {}
         self._hold_numbers = count(1)
@@ -243,6 +260,8 @@ class WorkerLink:
         if self._links is not None and not self._links.done():
             self._links.cancel()
         self._end_holds()
+        for guesses in self._guesses.values():
+            guesses.lost("it was let go")
         self.end.close()
 
     async def send(self, message: HeadMessage) -> None:
@@ -324,6 +343,16 @@ class WorkerLink:
             )
         return held
 
+    def guesses_for(self, guesses: HearsGuesses) -> None:
+        """From now on ``guesses`` hears what this worker guesses for its epoch."""
+        self._guesses[guesses.epoch] = guesses
+        if self._lost:
+            guesses.lost(f"{self.name} is gone")
+
+    def forget_guesses(self, guesses: HearsGuesses) -> None:
+        """``guesses`` is over."""
+        self._guesses.pop(guesses.epoch, None)
+
     def _end_holds(self) -> None:
         for answer in self._holds.values():
             settle(answer, [])
@@ -386,6 +415,8 @@ class WorkerLink:
                     self._links.set_result(links)
             case KvHeld(number=number, held=held) if number in self._holds:
                 settle(self._holds[number], held)
+            case GuessState(epoch=epoch) | GuessesMade(epoch=epoch) if epoch in self._guesses:
+                self._guesses[epoch].hear(message)
             case Progress() | WorkerStatus():
                 self._give(message)
             case ParticipationStates(revision=revision, states=states) if revision > self._revision:
@@ -439,6 +470,8 @@ class WorkerLink:
         if not self._lost:
             self._lost = True
             self._end_holds()
+            for guesses in self._guesses.values():
+                guesses.lost(reason)
             for participation in list(self._participations.values()):
                 participation.fail(DeviceLostError(f"{self.name} is gone: {reason}", self.name))
             self._post(types.Lost(self.name, reason))

@@ -10,7 +10,7 @@ and each change gives it a new ``revision``. The worker sends it when something 
 the head has, and a worker that has a newer one says the states again before its ``Pong``. So the head knows how the worker
 stood when it answered, and asks again for what did not arrive. ``Pong`` also says whether links are being measured: where
 they are not, and no ``LinksMeasured`` came, the head asks for them again. ``KvHold`` is answered or not: a head that hears
-nothing does without, or asks anew.
+nothing does without, or asks anew. What a model guesses may be lost as well: an answer goes on without it.
 
 Versions. A device speaks ``PROTOCOL`` and the one before it, down to ``OLDEST``; both sides use the newer one that both
 speak. A field that is added has a default, and a field that is not known is skipped, so that neighbours understand each
@@ -41,6 +41,8 @@ from primad.kv.cells import is_key as is_block_key
 from primad.kv.keys import KvBlock
 from primad.network.contacts import Contact, DeviceName, TcpPort, check_contact, is_address
 from primad.profiles import Implausible, check_profile
+from primad.ring.drafting.drafter import MOST_ROOM
+from primad.ring.drafting.messages import Drafted, TextTask
 from primad.ring.messages import Status
 from primad.settings.config import NAME
 from primad.trust.identity import is_key
@@ -209,8 +211,50 @@ class KvForget(msgspec.Struct, frozen=True, kw_only=True, tag="kv-forget"):
     lasting: bool
 
 
+class GuessLoad(msgspec.Struct, frozen=True, kw_only=True, tag="guess-load"):
+    """Guess for ring ``epoch`` with the model ``window``, a whole one of so many tokens in its ``vocabulary``: fetch the
+    missing layers from ``sources`` and load it, for texts of at most ``context`` tokens. ``most`` are guessed at once.
+
+    Said again until a ``GuessState`` comes. An older worker does not know it, and guesses nothing.
+    """
+
+    epoch: int
+    window: WindowSpec
+    vocabulary: Annotated[int, Meta(ge=1, le=1 << 24)]
+    context: Annotated[int, Meta(ge=1, le=1 << 20)]
+    most: Annotated[int, Meta(ge=1, le=MOST_ROOM)]
+    sources: Contacts
+
+
+class GuessText(msgspec.Struct, frozen=True, kw_only=True, tag="guess-text"):
+    """What the model that guesses for ring ``epoch`` is to know of the text; ``GuessesMade`` are its answers."""
+
+    epoch: int
+    task: TextTask
+
+
+class GuessRelease(msgspec.Struct, frozen=True, kw_only=True, tag="guess-release"):
+    """Nobody needs guesses for ring ``epoch`` any more."""
+
+    epoch: int
+
+
 HeadMessage = (
-    Probe | Hello | Introduce | Load | Link | Release | Ping | MeasureLinks | Echo | Dismiss | KvHold | KvForget
+    Probe
+    | Hello
+    | Introduce
+    | Load
+    | Link
+    | Release
+    | Ping
+    | MeasureLinks
+    | Echo
+    | Dismiss
+    | KvHold
+    | KvForget
+    | GuessLoad
+    | GuessText
+    | GuessRelease
 )
 
 
@@ -366,6 +410,21 @@ class KvHeld(msgspec.Struct, frozen=True, kw_only=True, tag="kv-held"):
     held: Annotated[list[bool], Meta(max_length=MAX_BLOCKS)]
 
 
+class GuessState(msgspec.Struct, frozen=True, kw_only=True, tag="guess-state"):
+    """The model that guesses for ring ``epoch`` is ``ready``, or on its way; with an ``error``, one line, it is gone."""
+
+    epoch: int
+    ready: bool
+    error: str = ""
+
+
+class GuessesMade(msgspec.Struct, frozen=True, kw_only=True, tag="guesses"):
+    """What the model guesses for ring ``epoch``. The latest ones stand for all before."""
+
+    epoch: int
+    drafted: Drafted
+
+
 class Echoed(msgspec.Struct, frozen=True, tag="echoed"):
     """The answer to ``Echo``."""
 
@@ -387,6 +446,8 @@ WorkerMessage = (
     | LinksMeasured
     | Echoed
     | KvHeld
+    | GuessState
+    | GuessesMade
 )
 
 
@@ -402,6 +463,8 @@ def decode_from_head(data: bytes) -> HeadMessage:
     match message:
         case Load():
             _check_load(message)
+        case GuessLoad():
+            _check_guess_load(message)
         case Introduce(devices=devices, revoked=revoked):
             for key in (*(introduction.key for introduction in devices), *revoked):
                 _check_key(key)
@@ -443,6 +506,8 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
             return Leaving(printable(reason, 100))
         case LinksMeasured(links=links):
             _check_links(links)
+        case GuessState(error=error):
+            return msgspec.structs.replace(message, error=printable(error))
     return message
 
 
@@ -456,6 +521,15 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Message], data: bytes) -> _Message
 def _check_key(key: str) -> None:
     if not is_key(key):
         raise ProtocolError(f"{printable(key, 50)!r} is no public key")
+
+
+def _check_guess_load(load: GuessLoad) -> None:
+    for source in load.sources:
+        check_contact(source)
+    if load.window.first or not 0 < load.window.last < len(load.window.layers) or load.window.adapters:
+        raise ProtocolError("a model that guesses and is not whole")
+    for ref in load.window.layers:
+        check_ref(ref)
 
 
 def _check_hold(hold: KvHold) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from halda import DeviceProfile, ModelProfile, Plan, arrange, evaluate, instance
+from halda.cost import message_s
 from halda.instance import Instance
 from primad.planning.batching import batches_of
 from primad.planning.drafting import drafting_of
@@ -23,7 +24,13 @@ from primad.ring.drafting.waiting import best_wait, rate_without_waiting
 SHARES: Final = (0.6, 0.7, 0.8)
 """Of guesses that hold, for which the gain is told: nobody knows before."""
 HALF_THE_CORES: Final = 2.0
-"""Its process has half of the head's cores, and takes so many times as long as all of them at most."""
+"""On a device of the ring its process has half of the cores, and takes so many times as long as all of them at most."""
+
+WINS: Final = 1.03
+"""So many times what it wins on the head another device must win: what goes over a network may be late."""
+GUESS_BYTES: Final = 512
+_TYPICAL: Final = 1
+"""By this one of ``SHARES`` devices are compared."""
 
 DraftKind = Literal["ahead", "together", "none"]
 
@@ -33,9 +40,11 @@ class DraftGain:
     """``kind``: guesses are computed ``ahead`` of the next token, in ``rows`` steps of one row that are in the ring at once,
     or ``together`` with it, as so many rows of one step at most, or not (``none``), and then ``why``.
 
-    The model takes ``token_s`` for a guess. ``times`` has the tokens a second, in those without, for each of ``SHARES``.
+    The model guesses on ``device`` and takes ``token_s`` for a guess. ``times`` has the tokens a second, in those without,
+    for each of ``SHARES``.
     """
 
+    device: str
     kind: DraftKind
     rows: int
     token_s: float
@@ -43,20 +52,62 @@ class DraftGain:
     why: str = ""
 
 
-def draft_gain(drafting: Drafting | None, plan: Plan, question: Instance, draft: ModelProfile) -> DraftGain:
-    """What the model ``draft`` wins for ``plan``, whose drafts are computed as ``drafting`` says."""
-    head = next(device for device in question.devices if device.device == plan.head)
-    token_s = _token_s(head, draft, question.workload.context_tokens)
+def draft_gain(
+    drafting: Drafting | None, plan: Plan, question: Instance, draft: ModelProfile, device: str | None = None
+) -> DraftGain:
+    """What the model ``draft`` on ``device`` (None: the head) wins for ``plan``; drafts are computed as ``drafting`` says.
+
+    A device of the ring has half of its processor for it, any other one all of it. What the head hears of another device
+    comes a round trip later.
+    """
+    number = next(i for i, each in enumerate(question.devices) if each.device == (device or plan.head))
+    where = question.devices[number]
+    token_s = _token_s(where, draft, question.workload.context_tokens)
+    token_s *= HALF_THE_CORES if where.host in hosts_of(plan, question) else 1.0
     if drafting is None:
         return DraftGain(
-            kind="none", rows=0, token_s=token_s, times=(1.0,) * len(SHARES), why=_why_none(plan, question)
+            device=where.device,
+            kind="none",
+            rows=0,
+            token_s=token_s,
+            times=(1.0,) * len(SHARES),
+            why=_why_none(plan, question),
         )
+    late_s = 0.0 if where.device == plan.head else _round_trip_s(question, plan.head, number)
     lap_s = evaluate(plan, replace(question, workload=replace(question.workload, sequences=1))).tpot_s
     if len(drafting.costs) > 1:
-        times = tuple(_together(drafting.costs, lap_s, token_s, share) for share in SHARES)
-        return DraftGain(kind="together", rows=len(drafting.costs), token_s=token_s, times=times)
-    times = tuple(_ahead(drafting.room, lap_s, token_s, share) for share in SHARES)
-    return DraftGain(kind="ahead", rows=drafting.room, token_s=token_s, times=times)
+        times = tuple(_together(drafting.costs, lap_s, token_s, late_s, share) for share in SHARES)
+        return DraftGain(device=where.device, kind="together", rows=len(drafting.costs), token_s=token_s, times=times)
+    times = tuple(_ahead(drafting.room, lap_s, token_s, late_s, share) for share in SHARES)
+    return DraftGain(device=where.device, kind="ahead", rows=drafting.room, token_s=token_s, times=times)
+
+
+def best_gain(
+    drafting: Drafting | None, plan: Plan, question: Instance, draft: ModelProfile, memory_bytes: int
+) -> DraftGain:
+    """That on the device where the model wins most: the head, unless another one with memory for it wins ``WINS`` times as
+    much. One of the ring has what the plan leaves of its memory.
+    """
+    best = draft_gain(drafting, plan, question, draft)
+    if drafting is None:
+        return best
+    taken = {each.device: each.ram_bytes for each in evaluate(plan, question).devices}
+    hosts = [each.host for each in question.devices]
+    for member in question.members:
+        device = member.profile
+        alone = hosts.count(device.host) == 1 if device.device in taken else device.host not in hosts_of(plan, question)
+        free_bytes = member.ram_limit - taken.get(device.device, 0)
+        if device.device == plan.head or not alone or free_bytes < memory_bytes:
+            continue
+        found = draft_gain(drafting, plan, question, draft, device.device)
+        if found.times[_TYPICAL] > best.times[_TYPICAL] * (WINS if best.device == plan.head else 1.0):
+            best = found
+    return best
+
+
+def hosts_of(plan: Plan, question: Instance) -> frozenset[str]:
+    """The machines that compute layers."""
+    return frozenset(each.host for each in question.devices if each.device in plan.devices)
 
 
 def with_room_for_draft(question: Question, head: str) -> Question:
@@ -79,11 +130,13 @@ def draft_part(question: Question, plan: Plan, asked: Instance) -> DraftJson | N
     if draft is None:
         return None
     batches = batches_of("auto", plan, asked, asked.workload.sequences)
-    gain = draft_gain(drafting_of("auto", "auto", plan, asked, batches), plan, asked, draft.model)
+    drafting = drafting_of("auto", "auto", plan, asked, batches)
+    gain = best_gain(drafting, plan, asked, draft.model, draft.memory_bytes)
     pairs = zip(SHARES, gain.times, strict=True)
     return DraftJson(
         name=draft.model.name,
         path=draft.path,
+        device=gain.device,
         bytes=draft.model.size_bytes,
         memory_bytes=draft.memory_bytes,
         token_ms=gain.token_s * 1e3,
@@ -94,23 +147,33 @@ def draft_part(question: Question, plan: Plan, asked: Instance) -> DraftJson | N
     )
 
 
-def _token_s(head: DeviceProfile, draft: ModelProfile, context: int) -> float:
-    """What a guess takes on half of the processor of ``head``."""
-    alone = replace(head, gpu=None)
-    plan = arrange([head.device], [len(draft.layers)], rounds=1, model=draft)
-    question = instance([alone], [], draft, default_workload(context, 1, "f16"), {}, head.device)
-    return HALF_THE_CORES * evaluate(plan, question).tpot_s
+def _token_s(device: DeviceProfile, draft: ModelProfile, context: int) -> float:
+    """What a guess takes on the processor of ``device``."""
+    alone = replace(device, gpu=None)
+    plan = arrange([device.device], [len(draft.layers)], rounds=1, model=draft)
+    question = instance([alone], [], draft, default_workload(context, 1, "f16"), {}, device.device)
+    return evaluate(plan, question).tpot_s
 
 
-def _ahead(room: int, lap_s: float, token_s: float, share: float) -> float:
-    """The model guesses one token after the other, so there are no more of them in a lap than it has time for."""
+def _round_trip_s(question: Instance, head: str, device: int) -> float:
+    """From a token that the head has to what another device guesses behind it, besides the guessing."""
+    own = next(i for i, each in enumerate(question.devices) if each.device == head)
+    return sum(message_s(question.link(*pair), GUESS_BYTES) for pair in ((own, device), (device, own)))
+
+
+def _ahead(room: int, lap_s: float, token_s: float, late_s: float, share: float) -> float:
+    """The model guesses one token after the other, so there are no more of them in a lap than it has time for.
+
+    Behind a guess that failed the first one is ``late_s`` late.
+    """
     rows = max(1.0, min(room, lap_s / token_s))
     right = 1 / (1 - share)
-    return right * rows / (rows + right - 1)
+    return max(1.0, right / ((rows + right - 1) / rows + late_s / lap_s))
 
 
-def _together(costs: Sequence[float], lap_s: float, token_s: float, share: float) -> float:
-    guess = token_s / lap_s
+def _together(costs: Sequence[float], lap_s: float, token_s: float, late_s: float, share: float) -> float:
+    """As if each guess were as late as the first one behind one that failed."""
+    guess = (token_s + late_s) / lap_s
     return max(rate_without_waiting(costs, share, guess), best_wait(costs, share, guess)[1])
 
 

@@ -135,7 +135,7 @@ def _facts(answer: Explanation) -> Table:
     for i, kept in enumerate(answer.kept):
         table.add_row("kept twice" if i == 0 else "", _kept(kept))
     if answer.draft is not None:
-        table.add_row("draft", _draft(answer.draft, answer.head))
+        table.add_row("draft", _draft(answer.draft))
     table.add_row("bottleneck", found.bottleneck)
     if answer.checked is not None:
         table.add_row("exact", answer.checked)
@@ -166,9 +166,11 @@ def _kept(kept: KeptJson) -> str:
     return f"{kept.device}'s KV cells by {kept.keeper}, {size} a token, {show_rate(kept.bytes_per_s)}"
 
 
-def _draft(draft: DraftJson, head: str) -> str:
+def _draft(draft: DraftJson) -> str:
     """What the model that guesses takes, how its guesses are computed, and what they win."""
-    takes = f"{draft.name} takes {show_bytes(draft.memory_bytes)} of {head} and {show_ms(draft.token_ms)} a guess"
+    takes = (
+        f"{draft.name} takes {show_bytes(draft.memory_bytes)} of {draft.device} and {show_ms(draft.token_ms)} a guess"
+    )
     if draft.kind == "none":
         return f"{takes}; nothing would be guessed: {draft.why}"
     how = f"{draft.rows} rows of an answer at once" if draft.kind == "ahead" else f"up to {draft.rows} rows a step"

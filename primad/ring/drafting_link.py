@@ -28,13 +28,13 @@ MOST_UNTOLD_BYTES: Final = 1 << 20
 
 
 class DraftingLink:
-    """A process that guesses with ``model``, and the ``drafters`` that it gives guesses to.
+    """A process that guesses with ``model``, and the ``drafters`` that it gives guesses to: new ones, unless some are given.
 
     Unless that ``overlaps`` with what the ring computes it is told nothing meanwhile.
     """
 
-    def __init__(self, model: DraftModel, *, overlaps: bool = True) -> None:
-        self.drafters = ModelDrafters(self._tell, overlaps=overlaps)
+    def __init__(self, model: DraftModel, *, overlaps: bool = True, drafters: ModelDrafters | None = None) -> None:
+        self.drafters = drafters or ModelDrafters(self._tell, overlaps=overlaps)
         self._process: subprocess.Popen[bytes] | None = None
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -47,6 +47,8 @@ class DraftingLink:
         except OSError as exc:
             self._end(f"cannot be started: {exc.strerror or exc}")
         self._tell(model)
+        if drafters is not None and self._channel.is_open:
+            drafters.move(self._tell)
 
     @property
     def connection(self) -> int | None:

@@ -31,9 +31,7 @@ NICE: Final = 5
 
 
 def _load(model: DraftModel) -> DraftChain:
-    vocabulary = LlamaVocabulary(Path(model.path))
-    size = vocabulary.size
-    vocabulary.release()
+    size = model.vocabulary or _vocabulary_size(Path(model.path))
     assignment = WindowAssignment(
         first=0,
         last=model.layers,
@@ -43,7 +41,7 @@ def _load(model: DraftModel) -> DraftChain:
         output_bytes=0,
         resident_bytes=model.bytes,
     )
-    source = WindowSource(window=0, metadata=model.path, layers=(), assignment=assignment, extra_buffers=False)
+    source = WindowSource(window=0, metadata=model.path, layers=model.files, assignment=assignment, extra_buffers=False)
     options = EngineOptions(
         context=model.context,
         sequences=1,
@@ -54,6 +52,14 @@ def _load(model: DraftModel) -> DraftChain:
         lock=False,
     )
     return DraftChain(WholeModel(source, options, frozenset(), vocabulary=size), context=model.context, most=model.most)
+
+
+def _vocabulary_size(path: Path) -> int:
+    vocabulary = LlamaVocabulary(path)
+    try:
+        return vocabulary.size
+    finally:
+        vocabulary.release()
 
 
 def main() -> None:
@@ -80,7 +86,7 @@ def _guess() -> None:
                     chain = _load(task)
                 case DraftText(number=number, tokens=tokens) if chain is not None:
                     chain.begin(number, tokens)
-                case DraftTokens(tokens) if chain is not None:
+                case DraftTokens(tokens, known) if chain is not None and known == chain.known:
                     for token in tokens:
                         chain.took(token)
         if channel.is_open and chain is not None and chain.has_work:

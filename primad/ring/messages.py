@@ -28,7 +28,7 @@ from primad.kv.cells import is_block, is_key
 from primad.kv.keys import KvBlock
 from primad.ring.chunks import Pieces
 from primad.ring.drafting.drafter import Drafting
-from primad.ring.drafting.messages import DraftModel
+from primad.ring.drafting.messages import Drafted, DraftModel, TextTask
 from primad.ring.grouping import Batching
 
 PROTOCOL: Final = 5
@@ -364,7 +364,8 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     It keeps at most ``depth`` steps in flight and runs so many generations ``at_once``, whose next tokens are computed
     together as ``batching`` says. A chunk of a prompt has at most ``chunk_rows``, and ``least_rows`` or more before a
     message; beside other answers it is computed in ``pieces``. Of an answer the cells of every ``keep_rows`` rows are kept,
-    or none. Drafts are computed as ``drafting`` says, or none; the model ``draft`` guesses what they are, if there is one.
+    or none. Drafts are computed as ``drafting`` says, or none; the model ``draft`` guesses what they are, if there is one:
+    here, unless another device ``guesses_elsewhere``.
     Where ``model`` has the vocabulary alone, the token embedding is in the layer file ``embedding``. A model that is not cut
     has ``adapters``.
     """
@@ -379,6 +380,7 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     keep_rows: int | None = None
     drafting: Drafting | None = None
     draft: DraftModel | None = None
+    guesses_elsewhere: bool = False
     embedding: str | None = None
     adapters: tuple[AdapterFile, ...] = ()
 
@@ -558,6 +560,24 @@ class PromptStatus(msgspec.Struct, frozen=True, kw_only=True):
     row_s: float
 
 
+class GuessAt(msgspec.Struct, frozen=True, tag="guess-at"):
+    """The model that guesses does so on this device from now on, or (not ``here``) is ready on another one."""
+
+    here: bool
+
+
+class AskGuesses(msgspec.Struct, frozen=True, tag="ask-guesses"):
+    """The model that guesses on another device is to know this; answered by ``GuessesHeard``, or not."""
+
+    task: TextTask
+
+
+class GuessesHeard(msgspec.Struct, frozen=True, tag="guessed"):
+    """The model on another device guesses so."""
+
+    drafted: Drafted
+
+
 class DraftStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What became of drafts: of so many ``drafted`` rows ``accepted`` were the next token, and ``skipped`` were not computed
     to the end. An answer had ``tokens_a_lap`` tokens in the time in which a row goes round once: one without drafts.
@@ -589,7 +609,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     drafts: DraftStatus | None = None
 
 
-RingCommand = Open | Reopen | Connect | Generate | Cancel | Drain | Report
+RingCommand = Open | Reopen | Connect | Generate | Cancel | Drain | Report | GuessAt | GuessesHeard
 GenerationEvent = Sampled | PromptProgress | Finished
 RingEvent = (
     Loading
@@ -603,6 +623,7 @@ RingEvent = (
     | ProcessMemoryLow
     | GpuLoaded
     | GpuLow
+    | AskGuesses
     | Status
     | RingBroken
 )

@@ -14,14 +14,13 @@ from dataclasses import replace
 from typing import Final, Protocol, cast
 
 import zmq
-from msgspec import structs
 
 from primad.engine.protocol import EngineOptions, Hidden, HiddenWindow
 from primad.engine.streaming.streams import Streamable, Streams
 from primad.errors import NextDeviceError, PrimadError, ProtocolError, RingError
 from primad.ring.channel import RingChannel
 from primad.ring.drafting.lookup import PromptLookup
-from primad.ring.drafting_link import DraftingLink
+from primad.ring.guesses import GuessPlace
 from primad.ring.head import HeadEvent, Send, Tell
 from primad.ring.links import HIGH_WATER_STEPS, Links
 from primad.ring.loading import limits_of, limits_of_open, open_head, open_shelf, open_worker
@@ -30,6 +29,8 @@ from primad.ring.messages import (
     Connect,
     Drain,
     Generate,
+    GuessAt,
+    GuessesHeard,
     Loading,
     Open,
     Opened,
@@ -48,7 +49,7 @@ from primad.settings.timings import RingTimings
 TAIL: Final = -1
 """The visit of a step to the head that ends it, whatever the number of windows."""
 Watched = list[tuple[zmq.Socket[bytes] | int, int]]
-RoleCommand = Reopen | Connect | Generate | Cancel | Drain | Report
+RoleCommand = Reopen | Connect | Generate | Cancel | Drain | Report | GuessAt | GuessesHeard
 
 
 class Role(Protocol):
@@ -111,7 +112,7 @@ class WorkerRole:
                 self._reopen(command)
             case Report():
                 self._channel.tell(self._meter.status(self._links.refused, self._streams))
-            case Generate() | Cancel() | Drain():
+            case Generate() | Cancel() | Drain() | GuessAt() | GuessesHeard():
                 raise RingError(f"a worker was given {type(command).__name__}, which is the head's")
 
     def _reopen(self, reopen: Reopen) -> None:
@@ -191,17 +192,17 @@ class HeadRole:
         if opening.route > 1:
             within = _within(timings, opening.step_timeout_s)
             self._links = Links(opening.host, limits_of_open(opening), timings=within)
-        model = opening.head.draft if opening.head is not None else None
-        self._drafting = _drafting_link(opening) if model is not None else None
+        assert opening.head is not None
+        self._guesses = GuessPlace(opening.head, channel)
         try:
             self._head, self._streams = open_head(
                 opening,
                 lambda done: channel.tell(Loading(done)),
                 channel.tell,
-                PromptLookup if self._drafting is None else self._drafting.drafters,
+                self._guesses.drafters or PromptLookup,
             )
         except PrimadError:
-            self._end_drafting()
+            self._guesses.close()
             raise
         self._head.warm_up()
         self._is_connected = self._links is None
@@ -223,6 +224,10 @@ class HeadRole:
                 self._head.cancel(command)
             case Drain():
                 self._head.drain()
+            case GuessAt(here):
+                self._guesses.move(here=here)
+            case GuessesHeard(drafted):
+                self._guesses.heard(drafted)
             case Report():
                 refused = self._links.refused if self._links is not None else 0
                 self._channel.tell(self._meter.status(refused, self._streams, self._head.drafts))
@@ -232,8 +237,7 @@ class HeadRole:
     def arrived(self, sockets: Collection[object], received_s: float) -> None:
         if self._links is not None and self._links.zap in sockets:
             self._links.admit()
-        if self._drafting is not None and self._drafting.connection in sockets:
-            self._drafting.receive()
+        self._guesses.arrived(sockets)
 
     def turn(self) -> bool:
         _tell_memory_low(self._streams, self._channel)
@@ -293,7 +297,7 @@ class HeadRole:
         watched: Watched = []
         if self._links is not None:
             watched += self._links.watched(receiving=self._is_connected)
-        if self._drafting is not None and (connection := self._drafting.connection) is not None:
+        if (connection := self._guesses.connection) is not None:
             watched.append((connection, zmq.POLLIN))
         return watched
 
@@ -309,11 +313,7 @@ class HeadRole:
             self._links.close()
         if self._head.shelf is not None:
             self._head.shelf.close()
-        self._end_drafting()
-
-    def _end_drafting(self) -> None:
-        if self._drafting is not None:
-            self._drafting.close()
+        self._guesses.close()
 
 
 def _tell_memory_low(streams: Streams, channel: RingChannel[RingCommand]) -> None:
@@ -321,16 +321,6 @@ def _tell_memory_low(streams: Streams, channel: RingChannel[RingCommand]) -> Non
     needed_bytes = streams.streamer.take_replan() if streams.streamer is not None else None
     if needed_bytes is not None:
         channel.tell(ProcessMemoryLow(needed_bytes))
-
-
-def _drafting_link(opening: Open) -> DraftingLink:
-    """The process that guesses. If it does not while the ring computes, it has no use for more guesses than a step has."""
-    assert opening.head is not None
-    model, drafting = opening.head.draft, opening.head.drafting
-    assert model is not None
-    if drafting is None or drafting.overlaps:
-        return DraftingLink(model)
-    return DraftingLink(structs.replace(model, most=max(1, drafting.rows - 1)), overlaps=False)
 
 
 def _within(timings: RingTimings, step_timeout_s: float) -> RingTimings:

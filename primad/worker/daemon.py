@@ -49,6 +49,9 @@ from primad.network.linkprobe import measure_links
 from primad.network.messages import (
     Dismiss,
     Echo,
+    GuessLoad,
+    GuessRelease,
+    GuessText,
     HeadMessage,
     Hello,
     Introduce,
@@ -77,6 +80,7 @@ from primad.profiles import with_speeds
 from primad.settings.config import DEFAULT_CONTROL_PORT, is_loopback
 from primad.system.notify import report
 from primad.system.tasks import Tasks
+from primad.worker.guessing import Guessing
 from primad.worker.introductions import Introductions
 from primad.worker.participations import Participations
 
@@ -141,6 +145,9 @@ class WorkerDaemon:
             tell=self._tell,
             say=say,
         )
+        self._guessing = Guessing(
+            station, context=self._context, number=self._participations.next_number, tell=self._tell, say=say
+        )
         self._pause = OwnerPause(config.home, pause_on_battery=config.pause_on_battery, changed=self._on_pause)
         self._pairing = PairingService(station, say)
         self._introductions = Introductions(trust, say, self._may_say)
@@ -165,6 +172,7 @@ class WorkerDaemon:
             await stack.enter_async_context(Gate(self._context, self._trust.trusts))
             stack.callback(self._end.close)
             stack.push_async_callback(self._participations.close)
+            stack.push_async_callback(self._guessing.end)
             stack.push_async_callback(self._tasks.close)
             stack.push_async_callback(self._pairing.close)
             sight = await stack.enter_async_context(AsyncExitStack())
@@ -203,6 +211,7 @@ class WorkerDaemon:
     async def _end_participations(self) -> None:
         await self._tasks.close()
         await self._end_holding()
+        await self._guessing.end()
         await self._participations.close()
 
     async def _announce(self, stack: AsyncExitStack) -> None:
@@ -316,6 +325,7 @@ class WorkerDaemon:
             await self._end.send(peer, Refused(f"{self._name} is ending"))
             return
         self._stop_measuring()
+        await self._guessing.end()
         await self._participations.release_all()  # also those of a link to the same head that broke
         is_new = lease is None or lease.session != hello.session
         if is_new:
@@ -379,6 +389,14 @@ class WorkerDaemon:
                 self._holding.start(self._hold(hold))
             case KvForget(keys=keys, lasting=lasting):
                 await self._cells.forget(keys, lasting=lasting)
+            case GuessLoad():
+                guess = msgspec.structs.replace(message, sources=scopes.of_contacts(message.sources))
+                threads = lease.profile.cpu.threads
+                await self._guessing.load(guess, max(1, threads // (1 + self._participations.is_serving)))
+            case GuessText(epoch=epoch, task=task):
+                self._guessing.tell(epoch, task)
+            case GuessRelease(epoch=epoch):
+                await self._guessing.release(epoch)
             case Dismiss():
                 self._dismissed.set()
             case Probe() | Hello() | Echo():
@@ -419,6 +437,7 @@ class WorkerDaemon:
         self._lease = None
         self._dismissed.set()  # nobody is left to hand over to
         self._stop_measuring()
+        await self._guessing.end()
         await self._participations.release_all()
         await self._end_holding()
 

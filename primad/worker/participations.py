@@ -101,6 +101,10 @@ class Participations:
         self._numbers = count(1)
         self._unreadable: list[tuple[str, float]] = []
 
+    def next_number(self) -> int:
+        """Tells the files of a load from those of all others."""
+        return next(self._numbers)
+
     @property
     def is_serving(self) -> bool:
         """Whether a head uses this device in a ring."""
@@ -176,7 +180,7 @@ class Participations:
     async def _work(self, load: Load, profile: DeviceProfile) -> None:
         """Load the windows of ``load``; pass on what their ring process says until it breaks or this task is cancelled."""
         process: LoadedProcess | None = None
-        windows = WindowLoad(load, next(self._numbers), self._station, profile)
+        windows = WindowLoad(load, self.next_number(), self._station, profile)
         fault: Fault = "fetch"
         try:
             await self._fetch(load, windows)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from halda import Plan, residency
-from primad.planning.draft_gain import SHARES, draft_gain
+from primad.planning.draft_gain import SHARES, best_gain, draft_gain
 from primad.planning.explain import explain
 from primad.planning.question import PlannedDraft, Wishes, ask
+from primad.planning.table import show
 from primad.ring.drafting.drafter import Drafting
 from tests.core.test_planned_drafts import ALONE, FOUR, TWO, asked
 from tests.core.test_planned_drafts import drafting as drafting_for
@@ -60,6 +63,50 @@ def test_the_gain_is_that_of_what_serve_would_do():
     drafting = drafting_for(TWO, question)
     assert drafting is not None
     assert draft_gain(drafting, TWO, question, SMALL).rows == drafting.room
+
+
+def place(*devices, plan: Plan = TWO, draft=SMALL, room: int = 4, round_trip_s: float = 0.001) -> str:
+    question = asked(*devices, round_trip_s=round_trip_s)
+    return best_gain(Drafting(room=room), plan, question, draft, memory_bytes=GB).device
+
+
+MEDIUM = model(layers=20, layer_bytes=GB // 20)
+
+
+def test_the_model_guesses_on_an_idle_device_where_it_wins_more_than_on_the_head():
+    a, b = device("a", ram=64 * GB), device("b", ram=64 * GB)
+    assert place(a, b) == "a", "nobody else is there"
+    assert place(a, b, device("c"), draft=MEDIUM) == "c"
+    assert place(a, b, device("c", rate=10e9), device("d", rate=80e9), draft=MEDIUM) == "d"
+    assert place(a, b, device("c", rate=2e9), draft=MEDIUM) == "a", "it is too slow"
+    assert place(a, b, device("c", ram=GB // 2), draft=MEDIUM) == "a", "it has no room"
+    assert place(a, b, device("c", host="b"), draft=MEDIUM) == "a", "its machine computes layers"
+    assert place(a, b, device("c"), draft=MEDIUM, round_trip_s=1.0) == "a", "it is too far away"
+    assert place(a, b, device("c")) == "a", "the head guesses as fast as the ring has room for"
+
+
+def test_a_quicker_device_of_the_ring_guesses_if_the_plan_leaves_it_room():
+    a = device("a", ram=64 * GB, rate=5e9)
+    assert place(a, device("b", ram=64 * GB, rate=80e9), draft=MEDIUM) == "b"
+    assert place(a, device("b", ram=int(2.5 * GB), rate=80e9), draft=MEDIUM) == "a"
+
+
+def test_what_another_device_guesses_comes_later_by_a_round_trip():
+    question = asked(device("a"), device("b"), device("c"), round_trip_s=0.05)
+    own, other = (draft_gain(Drafting(room=4), TWO, question, SMALL, name) for name in ("a", "c"))
+    assert other.token_s == pytest.approx(own.token_s / 2), "it has all of its processor for it"
+    assert all(1 <= late < early for late, early in zip(other.times, own.times, strict=True))
+
+
+def test_the_plan_says_where_the_model_guesses():
+    devices = [device("desk", ram=4 * GB), device("laptop", ram=6 * GB)]
+    question = ask(Wishes(links=("1Gbit/s,1ms",), head="desk"), devices, (), model())
+    answer = explain(replace(question, draft=PlannedDraft(path="small.gguf", model=SMALL, memory_bytes=GB)))
+    assert answer.draft is not None
+    assert answer.draft.device in ("desk", "laptop")
+    shown = io.StringIO()
+    show(answer, Console(width=200, file=shown))
+    assert f"of {answer.draft.device} and" in shown.getvalue()
 
 
 def test_the_plan_leaves_the_head_room_for_the_model_that_guesses():

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from primad.errors import ProtocolError
 from primad.ring.drafting.chain import PART_ROWS, DraftChain
 from primad.ring.drafting.drafter import MOST_ROOM
-from primad.ring.drafting.messages import Drafted, DraftTask, DraftText, DraftTokens
+from primad.ring.drafting.messages import Drafted, DraftTask, DraftText, DraftTokens, check_drafted
 from primad.ring.drafting.model import ModelDrafter, ModelDrafters
 from tests.fakes.engine import VOCABULARY, FakeModel
 from tests.fakes.ring import GREEDY
@@ -100,7 +104,7 @@ def test_nothing_is_told_until_a_guess_is_asked_for_and_then_what_came_since():
     drafter.took(5)
     drafter.guess([])
     drafter.guess([])
-    assert process.told[1:] == [DraftTokens([4, 5])]
+    assert process.told[1:] == [DraftTokens([4, 5], 3)]
 
 
 def test_what_it_said_counts_as_far_as_the_text_went_like_that():
@@ -197,9 +201,56 @@ def test_guesses_are_awaited_once_the_text_is_read_until_there_are_enough_or_the
     assert not drafter.awaits(3, 0.99), "a third one would hardly hold"
     drafter.took(9)
     assert drafter.awaits(3, 0.01)
-    assert process.told[-1] == DraftTokens([9]), "who waits has said how the text goes on"
+    assert process.told[-1] == DraftTokens([9], 2), "who waits has said how the text goes on"
     process.drafters.end()
     assert not drafter.awaits(3, 0.01)
+
+
+def test_another_process_takes_over_in_the_middle_and_is_told_all():
+    process = Process()
+    drafter = process.drafters([1, 2])
+    drafter.guess([])
+    process.says(1, 2, 5)
+    process.drafters.end()
+    assert drafter.guess([]) is None
+    drafter.took(7)
+    process.drafters.move(process.told.append)
+    assert drafter.guess([]) is None, "what the one before guessed is forgotten"
+    assert process.told[1:] == [DraftText(number=1, tokens=[1, 2, 7])]
+    process.says(1, 3, 8)
+    assert chain_of(drafter) == [8]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens": [VOCABULARY]},
+        {"tokens": [-1]},
+        {"sures": [0.5, 0.5]},
+        {"sures": [1.5]},
+        {"sures": [float("nan")]},
+        {"tokens": [1] * 17, "sures": [0.5] * 17},
+        {"others": [[(1, 0.5)], []]},
+        {"others": [[(VOCABULARY, 0.5)]]},
+        {"others": [[(1, 0.1)] * 20]},
+        {"known": -1},
+        {"guess_s": float("inf")},
+        {"guess_s": -1.0},
+    ],
+    ids=str,
+)
+def test_guesses_of_another_device_are_judged(wrong):
+    good: dict[str, Any] = {
+        "number": 1,
+        "known": 3,
+        "tokens": [1],
+        "sures": [0.5],
+        "others": [[(2, 0.1)]],
+        "guess_s": 0.1,
+    }
+    check_drafted(Drafted(**good), VOCABULARY)
+    with pytest.raises(ProtocolError, match="guess"):
+        check_drafted(Drafted(**good | wrong), VOCABULARY)
 
 
 def test_a_process_that_does_not_overlap_is_told_of_a_text_only_by_who_waits():
@@ -213,7 +264,7 @@ def test_a_process_that_does_not_overlap_is_told_of_a_text_only_by_who_waits():
     drafter.guess([])
     assert len(process.told) == 1
     assert drafter.awaits(2, 0.01)
-    assert process.told[1:] == [DraftTokens([9])]
+    assert process.told[1:] == [DraftTokens([9], 2)]
 
 
 def test_it_guesses_no_more_than_it_is_asked_for():

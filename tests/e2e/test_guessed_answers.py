@@ -21,7 +21,7 @@ from primad.ring.drafting.drafter import Drafting
 from primad.ring.drafting.messages import DraftModel
 from primad.ring.grouping import Batching
 from primad.ring.messages import Finished, Sampled
-from tests.e2e.cluster import Head, all_joined, heading
+from tests.e2e.cluster import Head, all_joined, heading, wait_until
 from tests.e2e.reference import Plain
 from tests.e2e.streams import STORY, ask
 from tests.e2e.test_several_at_once import ask_all
@@ -37,6 +37,7 @@ MIROSTAT = msgspec.structs.replace(DRAWN, mirostat=2, mirostat_tau=4.0)
 GUIDED = msgspec.structs.replace(DRAWN, grammar='start: item (", " item)*\nitem: "a red fish" | "a blue fish"\n')
 TEXT = "A red fish, a blue fish, a red fish and a blue fish swam in the sea. " * 6
 TOKENS = 32
+FEW = 40
 SHAPE = (10, 12, 7)
 
 
@@ -170,6 +171,35 @@ def test_sliding_windows_are_cut_back_exactly(gemma3: Path):
     found, finished = asyncio.run(run(Drafting(room=5)))
     assert found == expected
     assert finished.accepted > 0
+
+
+def test_a_model_guesses_on_a_device_without_layers_and_at_the_head_when_that_is_lost(smollm2: Path, module_home):
+    cluster = f"guesser-{secrets.token_hex(6)}"
+    with ExitStack() as stack:
+        _, guesser = stack.enter_context(all_joined([module_home(name) for name in ("computes", "guesses")], cluster))
+        arguments = ("--windows", "16,14", "--context", 512, "--speculate", "draft", "--draft", smollm2)
+        head = stack.enter_context(
+            heading(smollm2, module_home("has-text"), cluster, "--wait", 2, *arguments, "--draft-on", "guesses")
+        )
+        head.wait_serving()
+        expected = ask(head, prompt=STORY, tokens=FEW, speculate=False).text
+
+        def guessing_on() -> str | None:
+            drafts = head.status()["drafts"]
+            return None if drafts is None else drafts["model_on"]
+
+        wait_until(lambda: guessing_on() == "guesses", "the other device guesses")
+
+        def accepts() -> bool:
+            before = head.status()["drafts"]["accepted"]
+            assert ask(head, prompt=STORY, tokens=FEW).text == expected
+            return bool(head.status()["drafts"]["accepted"] > before)
+
+        wait_until(accepts, "guesses of it hold")
+        assert ask(head, guesser.kill, prompt=STORY, tokens=FEW, middle=FEW // 2).text == expected
+        wait_until(lambda: guessing_on() == "has-text", "the head guesses")
+        assert ask(head, prompt=STORY, tokens=FEW).text == expected
+        assert "Traceback" not in head.run.output
 
 
 def drafted(head: Head) -> int:

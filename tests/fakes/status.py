@@ -103,4 +103,4 @@ KV = KvStatus(
 )
 """Two workers, one of which has a keeper."""
 
-DRAFTS = DraftFigures(drafted=200, accepted=150, skipped=30, tokens_a_lap=1.75)
+DRAFTS = DraftFigures(drafted=200, accepted=150, skipped=30, tokens_a_lap=1.75, model_on="nas")

@@ -152,7 +152,7 @@ def test_it_says_what_is_kept_of_answers_and_what_came_of_it(command, endpoint):
 def test_it_says_what_became_of_drafts(command, endpoint):
     endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring() | {"drafts": msgspec.to_builtins(DRAFTS)}))
     _, out, _ = command("status", "--url", endpoint.url)
-    assert "200 tokens computed ahead: 75% were right, 15% were skipped; 1.75 tokens of an answer a lap" in out
+    assert "75% were right, 15% were skipped; 1.75 tokens of an answer a lap; a model guesses on nas" in out
 
 
 def test_it_names_what_is_known_of_the_models_windows(command, endpoint):

@@ -49,6 +49,11 @@ class DraftChain:
             self._others.clear()
             self._cut(len(self._text) - 1)
 
+    @property
+    def known(self) -> int:
+        """So many tokens of the text are known."""
+        return len(self._text)
+
     def _cut(self, cells: int) -> None:
         if cells < len(self._computed):
             self._window.kv_remove(0, cells, -1)

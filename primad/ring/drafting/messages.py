@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
 import msgspec
 
+from primad.errors import ProtocolError
 from primad.ring.drafting.drafter import MOST_ROOM
+
+MOST_TOLD: Final = 8
+"""Tokens that may come in one place, at most."""
 
 
 class DraftModel(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
     """The first message: guess with the model file ``path``, which has so many ``layers`` and ``bytes`` of weights, on so
     many ``threads``, ``most`` tokens at most in texts of at most ``context``. Its process takes ``memory_bytes``.
+
+    On a device that has no model file ``path`` is the metadata, and the weights are in the layer ``files``; it then has so
+    many tokens in its ``vocabulary``.
     """
 
     path: str
@@ -19,6 +29,8 @@ class DraftModel(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
     threads: int
     context: int
     most: int = MOST_ROOM
+    files: tuple[str, ...] = ()
+    vocabulary: int = 0
 
 
 class DraftText(msgspec.Struct, frozen=True, kw_only=True, tag="text"):
@@ -29,9 +41,10 @@ class DraftText(msgspec.Struct, frozen=True, kw_only=True, tag="text"):
 
 
 class DraftTokens(msgspec.Struct, frozen=True, tag="tokens"):
-    """They go on with ``tokens``."""
+    """They go on with ``tokens``, behind the first ``known`` of them; what does not was lost on its way before."""
 
     tokens: list[int]
+    known: int
 
 
 class Drafted(msgspec.Struct, frozen=True, kw_only=True, tag="drafted"):
@@ -50,3 +63,18 @@ class Drafted(msgspec.Struct, frozen=True, kw_only=True, tag="drafted"):
 
 
 DraftTask = DraftModel | DraftText | DraftTokens
+TextTask = DraftText | DraftTokens
+"""What a process that has its model is told."""
+
+
+def check_drafted(drafted: Drafted, vocabulary: int) -> None:
+    """Judge what another device guesses. Raises ``ProtocolError`` where that is no guess of one of so many tokens."""
+    count = len(drafted.tokens)
+    said = [*zip(drafted.tokens, drafted.sures, strict=False), *(each for others in drafted.others for each in others)]
+    well_formed = count <= MOST_ROOM and len(drafted.sures) == count and len(drafted.others) in (0, count)
+    if not well_formed or len(said) > count * MOST_TOLD or drafted.known < 0:
+        raise ProtocolError("guesses that do not belong to each other")
+    if not all(0 <= token < vocabulary and 0 <= sure <= 1 for token, sure in said):
+        raise ProtocolError(f"a guess that is none of {vocabulary} tokens, or surer than sure")
+    if drafted.guess_s is not None and not 0 <= drafted.guess_s < math.inf:
+        raise ProtocolError("a guess that took no time that there is")

@@ -13,7 +13,7 @@ from typing import Final
 
 from primad.ring.drafting.drafter import Guess, HeldShare
 from primad.ring.drafting.lookup import PromptLookup
-from primad.ring.drafting.messages import Drafted, DraftTask, DraftText, DraftTokens
+from primad.ring.drafting.messages import Drafted, DraftText, DraftTokens, TextTask
 
 _LEVELS: Final = 10
 _WEIGHT: Final = 3.0
@@ -29,7 +29,7 @@ class ModelDrafters:
     Unless its work ``overlaps`` with the ring's, the process is told of a text only when a step waits for it.
     """
 
-    def __init__(self, tell: Callable[[DraftTask], None], *, overlaps: bool = True) -> None:
+    def __init__(self, tell: Callable[[TextTask], None], *, overlaps: bool = True) -> None:
         self._tell, self._overlaps = tell, overlaps
         self._number = 0
         self._latest: ModelDrafter | None = None
@@ -50,10 +50,16 @@ class ModelDrafters:
             self._latest.heard(drafted)
 
     def end(self) -> None:
-        """The process is gone."""
+        """The process is gone, or not there yet."""
         self._is_over = True
         if self._latest is not None:
             self._latest.is_followed = False
+
+    def move(self, tell: Callable[[TextTask], None]) -> None:
+        """Another process guesses from now on, and knows nothing."""
+        self._tell, self._is_over = tell, False
+        if self._latest is not None:
+            self._latest.move(tell)
 
 
 class ModelDrafter:
@@ -66,7 +72,7 @@ class ModelDrafter:
         self,
         prompt: Sequence[int],
         number: int,
-        tell: Callable[[DraftTask], None],
+        tell: Callable[[TextTask], None],
         shares: list[HeldShare],
         *,
         overlaps: bool = True,
@@ -94,6 +100,12 @@ class ModelDrafter:
             self._guesses = [Guess(token=token, sure=sure) for token, sure in pairs][len(behind) :]
             others = [[Guess(token=token, sure=sure) for token, sure in each] for each in drafted.others]
             self._others = others[len(behind) :]
+
+    def move(self, tell: Callable[[TextTask], None]) -> None:
+        """Another process guesses, which was told nothing."""
+        self._tell, self._told, self._has_read, self.is_followed = tell, 0, False, True
+        self._guesses.clear()
+        self._others.clear()
 
     def took(self, token: int) -> None:
         self._lookup.took(token)
@@ -150,7 +162,7 @@ class ModelDrafter:
         if not self._told:
             self._tell(DraftText(number=self._number, tokens=self._text.copy()))
         elif self._told < len(self._text):
-            self._tell(DraftTokens(self._text[self._told :]))
+            self._tell(DraftTokens(self._text[self._told :], self._told))
         self._told = len(self._text)
 
     def _share(self, guess: Guess) -> HeldShare:

@@ -1,0 +1,93 @@
+"""A daemon's side of a process that guesses for the head of another device: start it, tell it, hear it, end it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from primad.errors import ProtocolError, RingError
+from primad.ring.channel import LENGTH, frame, frame_bytes
+from primad.ring.child import begin_child
+from primad.ring.drafting.messages import Drafted, DraftTask
+from primad.ring.spawn import how_it_ended
+from primad.system.hidden_gpus import NO_GPU
+
+MOST_UNTOLD_BYTES: Final = 1 << 20
+"""It may be so far behind, as while it loads."""
+GRACE_S: Final = 1.0
+
+_decoder = msgspec.msgpack.Decoder(Drafted)
+
+
+class DraftingProcess:
+    """One process that guesses. ``start`` it, ``tell`` it, hear its ``guesses`` to the end, ``close`` it."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
+
+    @classmethod
+    async def start(cls, log: Path) -> DraftingProcess:
+        """Start one whose standard error goes to the file ``log``. Raises ``RingError`` where that cannot be."""
+        ours, theirs = socket.socketpair()
+        variables = {**os.environ, **NO_GPU, "OMP_PROC_BIND": "false"}  # a ring may have the cores
+        try:
+            with theirs, log.open("wb") as errors:
+                process = begin_child("primad.ring.drafting_process", theirs, variables, errors)
+        except OSError as exc:
+            ours.close()
+            raise RingError(f"the process that guesses cannot be started: {exc.strerror or exc}") from exc
+        try:
+            ours.setblocking(False)
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:  # cancelled over it, nobody else would end the process
+            ours.close()
+            process.kill()
+            process.wait()
+            raise
+        return cls(process, reader, writer)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def tell(self, task: DraftTask) -> None:
+        """Tell it, without waiting. Raises ``RingError`` where it has not taken what it was told before."""
+        with contextlib.suppress(OSError):
+            self._writer.write(frame(task))
+        if self._writer.transport.get_write_buffer_size() > MOST_UNTOLD_BYTES:
+            raise RingError("the process that guesses takes nothing more")
+
+    async def guesses(self) -> AsyncIterator[Drafted]:
+        """What it guesses, as it comes. Never ends quietly: raises ``RingError`` when it is gone."""
+        while True:
+            try:
+                body = await self._reader.readexactly(frame_bytes(await self._reader.readexactly(LENGTH.size)))
+                yield _decoder.decode(body)
+            except (asyncio.IncompleteReadError, OSError) as exc:
+                raise RingError(await self._obituary()) from exc
+            except msgspec.DecodeError as exc:
+                raise ProtocolError(f"nothing that a process that guesses says: {exc}") from exc
+
+    async def _obituary(self) -> str:
+        try:
+            code = await asyncio.to_thread(self._process.wait, GRACE_S)
+        except subprocess.TimeoutExpired:
+            return "the process that guesses closed its connection"
+        return f"the process that guesses {how_it_ended(code)}"
+
+    async def close(self) -> None:
+        """End it, which has nothing to leave in order."""
+        self._writer.transport.abort()
+        self._process.kill()
+        await asyncio.to_thread(self._process.wait)

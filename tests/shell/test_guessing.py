@@ -1,0 +1,233 @@
+"""A worker that guesses for a head: with the whole of a model out of layer files, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import psutil
+import pytest
+
+from primad.daemon.layer_files import Workspace, copy_layers
+from primad.daemon.station import Station
+from primad.errors import ProtocolError
+from primad.gguf.model import open_model
+from primad.gguf.windows import ModelCutter, vocabulary_size
+from primad.head.guesses import GuessesElsewhere
+from primad.kv.store import KvStore
+from primad.layers.cache import LayerCache
+from primad.network.messages import GuessesMade, GuessLoad, GuessState, GuessText, WorkerMessage, decode_from_head
+from primad.planning.draft_model import draft_model
+from primad.ring.drafting.messages import Drafted, DraftText
+from primad.ring.drafting_spawn import DraftingProcess
+from primad.ring.messages import GuessAt, GuessesHeard, RingCommand, encode
+from primad.settings.config import load_config, open_home
+from primad.trust.identity import new_identity
+from primad.trust.local_trust import LocalTrust
+from primad.trust.trust import TrustStore
+from primad.worker.guessing import Guessing
+from tools.synth import write_model
+
+TEXT = [5, 9, 40, 5, 9]
+PATIENCE_S = 60.0
+Kind = TypeVar("Kind")
+
+
+class Worker:
+    """A worker's part that guesses, and what it told the head and the owner."""
+
+    def __init__(self, home: Path) -> None:
+        config = load_config({"home": home, "name": "lap", "host": "127.0.0.1"}, {})
+        open_home(config)
+        self.place = Workspace(
+            cache=LayerCache(home / "layers"),
+            cells=KvStore(home / "cells"),
+            run=config.run,
+            usage=home / "usage",
+            build="b",
+        )
+        identity = new_identity()
+        trust = TrustStore(home, identity, LocalTrust(home / "local"))
+        station = Station(config=config, workspace=self.place, identity=identity, trust=trust)
+        self.told: asyncio.Queue[WorkerMessage] = asyncio.Queue()
+        self.said: list[str] = []
+        self.guessing = Guessing(
+            station,
+            context=cast("Any", None),
+            number=count(1).__next__,
+            tell=self.told.put,
+            say=self.said.append,
+        )
+
+    async def hear(self, kind: type[Kind], wanted: Callable[[Kind], bool] = lambda _: True) -> Kind:
+        """The next message of ``kind`` that is wanted."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                message = await self.told.get()
+                if isinstance(message, kind) and wanted(message):
+                    return message
+
+
+def a_load(cutter: ModelCutter, epoch: int, context: int = 64) -> GuessLoad:
+    return GuessLoad(
+        epoch=epoch,
+        window=cutter.without_text(),
+        vocabulary=vocabulary_size(cutter.header),
+        context=context,
+        most=3,
+        sources=[],
+    )
+
+
+def process_of(worker: Worker) -> psutil.Process:
+    current = worker.guessing._current
+    assert current is not None
+    assert current.process is not None
+    return psutil.Process(current.process.pid)
+
+
+async def guessed_by_file(path: Path, log: Path) -> Drafted:
+    """What a process guesses that has the model file."""
+    process = await DraftingProcess.start(log)
+    try:
+        process.tell(draft_model(path, open_model(path), context=64, threads=1))
+        process.tell(DraftText(number=1, tokens=TEXT))
+        async with asyncio.timeout(PATIENCE_S):
+            async for drafted in process.guesses():
+                if len(drafted.tokens) == 3:
+                    return drafted
+    finally:
+        await process.close()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_it_guesses_out_of_layer_files_what_a_model_file_does_until_nobody_needs_it(tmp_path, tied):
+    path = tmp_path / "small.gguf"
+    write_model(path, layers=2, tied=tied)
+
+    async def once() -> None:
+        expected = await guessed_by_file(path, tmp_path / "log")
+        cutter, worker = ModelCutter(open_model(path)), Worker(tmp_path / "home")
+        load = a_load(cutter, 1)
+        await copy_layers(cutter, worker.place.cache, load.window.layers, lambda _: None)
+        await worker.guessing.load(load, 1)
+        assert await worker.hear(GuessState) == GuessState(epoch=1, ready=False)
+        assert await worker.hear(GuessState) == GuessState(epoch=1, ready=True)
+        worker.guessing.tell(2, DraftText(number=8, tokens=[1]))
+        worker.guessing.tell(1, DraftText(number=1, tokens=TEXT))
+        made = await worker.hear(GuessesMade, lambda each: len(each.drafted.tokens) == 3)
+        assert (made.epoch, made.drafted.number, made.drafted.tokens) == (1, 1, expected.tokens)
+        assert made.drafted.sures == pytest.approx(expected.sures)
+        await worker.guessing.load(a_load(cutter, 2), 1)
+        assert await worker.hear(GuessState) == GuessState(epoch=2, ready=True), "the next ring has the same process"
+        await worker.guessing.release(1)
+        worker.guessing.tell(2, DraftText(number=1, tokens=TEXT))
+        assert (await worker.hear(GuessesMade)).epoch == 2
+        process = process_of(worker)
+        await worker.guessing.release(2)
+        assert not process.is_running()
+        assert not list(worker.place.run.glob("window-*"))
+
+    asyncio.run(once())
+
+
+def test_the_head_hears_that_a_model_cannot_be_had_or_is_gone(tmp_path):
+    path = tmp_path / "small.gguf"
+    write_model(path, layers=2)
+
+    async def once() -> None:
+        cutter, worker = ModelCutter(open_model(path)), Worker(tmp_path / "home")
+        load = a_load(cutter, 1)
+        await worker.guessing.load(load, 1)
+        gone = await worker.hear(GuessState, lambda state: bool(state.error))
+        assert "no device was named that has them" in gone.error
+        await copy_layers(cutter, worker.place.cache, load.window.layers, lambda _: None)
+        await worker.guessing.load(load, 1)
+        await worker.hear(GuessState, lambda state: state.ready)
+        process_of(worker).kill()
+        gone = await worker.hear(GuessState, lambda state: bool(state.error))
+        assert gone.error == "the process that guesses was ended by SIGKILL"
+        assert worker.said[-1] == f"guesses no more: {gone.error}"
+        await worker.guessing.end()
+
+    asyncio.run(once())
+
+
+def test_a_model_that_is_not_whole_is_refused_before_anything_is_fetched(tmp_path):
+    path = tmp_path / "small.gguf"
+    write_model(path, layers=2)
+    cutter = ModelCutter(open_model(path))
+    load = a_load(cutter, 1)
+    assert decode_from_head(encode(load)) == load
+    with pytest.raises(ProtocolError, match="a model that guesses and is not whole"):
+        decode_from_head(encode(GuessLoad(**{**as_fields(load), "window": cutter.spec(0, 1, 2)})))
+    with pytest.raises(ProtocolError, match="not a control message"):
+        decode_from_head(encode(GuessLoad(**{**as_fields(load), "context": 0})))
+
+
+def as_fields(load: GuessLoad) -> dict[str, Any]:
+    return {name: getattr(load, name) for name in load.__struct_fields__}
+
+
+class Link:
+    """A worker as the head's side sees it, which answers as the test wants."""
+
+    name = "lap"
+
+    def __init__(self) -> None:
+        self.sent: asyncio.Queue[object] = asyncio.Queue()
+
+    def guesses_for(self, guesses: GuessesElsewhere) -> None:
+        self.guesses = guesses
+
+    def forget_guesses(self, _: GuessesElsewhere) -> None: ...
+
+    async def send(self, message: object) -> None:
+        await self.sent.put(message)
+
+
+def test_a_head_passes_guesses_on_that_are_some_and_guesses_itself_when_the_device_is_lost(tmp_path):
+    path = tmp_path / "small.gguf"
+    write_model(path, layers=2)
+    header = open_model(path)
+
+    async def no_sources(_: object) -> list[object]:
+        return []
+
+    async def once() -> None:
+        said: list[str] = []
+        link, ring = Link(), asyncio.Queue[RingCommand]()
+        draft = draft_model(path, header, context=64, threads=1)
+        service = SimpleNamespace(draft=draft, draft_source=SimpleNamespace(cutter=ModelCutter(header), header=header))
+        inputs = SimpleNamespace(epoch=4, service=service, reporter=SimpleNamespace(say=said.append))
+        ways = SimpleNamespace(sources=no_sources)
+        guesses = GuessesElsewhere(cast("Any", inputs), cast("Any", link), cast("Any", ways), ring.put)
+        running = asyncio.create_task(guesses.run())
+        async with asyncio.timeout(PATIENCE_S):
+            load = await link.sent.get()
+            assert isinstance(load, GuessLoad)
+            assert (load.epoch, load.window) == (4, ModelCutter(header).without_text())
+            guesses.ask(DraftText(number=1, tokens=TEXT))
+            assert not guesses.is_ready
+            guesses.hear(GuessState(epoch=4, ready=False))
+            guesses.hear(GuessState(epoch=4, ready=True))
+            assert await ring.get() == GuessAt(here=False)
+            guesses.ask(DraftText(number=2, tokens=TEXT))
+            assert await link.sent.get() == GuessText(epoch=4, task=DraftText(number=2, tokens=TEXT))
+            bad = Drafted(number=2, known=5, tokens=[vocabulary_size(header)], sures=[0.5])
+            good = Drafted(number=2, known=5, tokens=[7], sures=[0.5])
+            guesses.hear(GuessesMade(epoch=4, drafted=bad))
+            guesses.hear(GuessesMade(epoch=4, drafted=good))
+            assert await ring.get() == GuessesHeard(good)
+            guesses.lost("its primad ended")
+            assert await ring.get() == GuessAt(here=True)
+            await running
+        assert guesses.is_over
+        assert said == ["lap does not guess: its primad ended; this device does"]
+
+    asyncio.run(once())
