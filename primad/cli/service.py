@@ -166,6 +166,26 @@ def logs(
     raise typer.Exit(_show_command(steps.logs(_installed(system=system), lines, follow=follow)))
 
 
+@service_app.command(
+    "hold",
+    hidden=True,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def hold(
+    context: typer.Context,
+    role: Annotated[str, typer.Argument(metavar="join|serve")],
+    options: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS]...")] = None,
+) -> None:
+    """Have systemd hold the service to the --max-ram of its options. A package's unit does this before it starts."""
+    from primad.settings.config import load_config
+    from primad.settings.quantities import Share
+    from primad.supervisor import steps
+
+    ram = load_config(_flags(_wanted(context, role, options or []))).limits.ram
+    # A share is one of all that the service sees, which would be less from then on.
+    _do([steps.hold(None if isinstance(ram, Share) else ram)])
+
+
 # ---- what is to run -------------------------------------------------------------------------------------------------
 
 
@@ -231,8 +251,7 @@ def _service(wanted: _Wanted, where: Place, run_as: str | None) -> tuple[DaemonS
         raise ConfigError(f"--as {run_as}: Windows would ask for a password; leave it out")
     home = wanted.values["home"] or (machine.system_home(where.manager) if where.system else default_home())
     home = Path(home).expanduser().absolute()
-    flags = {key: value for key, value in wanted.values.items() if key not in _OWN} | {"home": home}
-    config = load_config(flags, {})  # a service does not have the variables of this terminal
+    config = load_config(_flags(wanted) | {"home": home}, {})  # a service does not have the variables of this terminal
     ram = config.limits.ram
     limit = None if ram is None else bytes_of(ram, memory().total_bytes)
     # As bytes: of a share the service would take a share, since it sees its limit as all there is.
@@ -255,6 +274,11 @@ def _service(wanted: _Wanted, where: Place, run_as: str | None) -> tuple[DaemonS
         log=None if is_linux else where.log,
     )
     return service, is_new
+
+
+def _flags(wanted: _Wanted) -> dict[str, Any]:
+    """The options that are keys of the configuration."""
+    return {key: value for key, value in wanted.values.items() if key not in _OWN}
 
 
 def _writable(config: Config) -> tuple[Path, ...]:

@@ -102,6 +102,7 @@ def install(place: Place, service: DaemonService, *, new_user: bool, starts: boo
                 *([_add_user(str(service.user), str(home))] if new_user else []),
                 *_own_folder(service, made_by_itself=str(home) == systemd.SYSTEM_HOME),
                 write,
+                *([_let_go()] if place.system else []),
                 _systemctl(place, "daemon-reload"),
                 _systemctl(place, "enable", systemd.unit_name()),
                 *([_forgive(place), _systemctl(place, "restart", systemd.unit_name())] if starts else []),
@@ -209,6 +210,17 @@ def state(place: Place) -> Sequence[str] | None:
     if place.manager != "systemd":
         return None
     return _systemctl(place, "show", f"--property={systemd.state_properties()}", systemd.unit_name()).command
+
+
+def hold(max_ram_bytes: int | None) -> ServiceStep:
+    """Have systemd hold the service of the machine, which is being started, to ``--max-ram``."""
+    limit = f"MemoryMax={systemd.memory_max(max_ram_bytes)}"
+    return RunCommand(command=("systemctl", "set-property", "--runtime", systemd.unit_name(), limit))
+
+
+def _let_go() -> ServiceStep:
+    """Forget what ``hold`` set for the unit of a package: the one in its place has its own limit."""
+    return RemoveFile(path=Path(systemd.HELD_FILE.format(unit=systemd.unit_name())))
 
 
 def _forgive(place: Place) -> RunCommand:

@@ -8,6 +8,10 @@ it hands over what its ring process computes. ``OOMPolicy=continue``: a ring pro
 daemon, not its end; and where memory runs out primad goes before what its owner does. ``HOME`` is the service's own folder:
 the caches that lie there are its own, whoever it runs as.
 
+Options that stand in a variable are read when the service starts, and so is the ``--max-ram`` among them: a command before
+the service has systemd hold it to that (``HOLDS``). It does so as root, with ``systemctl set-property``, which acts on a
+service that is being started; a unit's own figures are read before.
+
 A user's manager has no rights to set up most of that; its unit says what it can.
 """
 
@@ -35,6 +39,10 @@ ENVIRONMENT_FILE: Final = "/etc/default/primad"
 """Variables for the service of the machine, such as ``PRIMAD_API_KEY``, which the list of processes would show."""
 GIVE_UP_CODE: Final = 78
 """``EX_CONFIG`` of ``sysexits.h``, which systemd calls CONFIG."""
+HOLDS: Final = ("service", "hold")
+"""The words between the program and the role of the command that sets ``MemoryMax`` from the service's options."""
+HELD_FILE: Final = "/run/systemd/system.control/{unit}.d/50-MemoryMax.conf"
+"""Where ``systemctl set-property --runtime`` keeps it; it counts more than what stands in any unit."""
 GPU_GROUPS: Final = ("render", "video")
 """Who may use a GPU on Linux."""
 
@@ -90,6 +98,7 @@ def unit(service: DaemonService) -> str:
             "[Service]",
             "Type=notify",
             "NotifyAccess=main",
+            *([] if service.options_variable is None else [f"ExecStartPre=-+{_command(service, *HOLDS)}"]),
             f"ExecStart={_command(service)}",
             f"WorkingDirectory=-{_escaped(str(service.home))}",
             *(f"Environment={_quoted(f'{key}={value}')}" for key, value in sorted(_variables(service).items())),
@@ -144,8 +153,9 @@ def why_it_is_left(shown: str) -> str | None:
     return f"it failed, and its log says why{cure}"
 
 
-def _command(service: DaemonService) -> str:
-    words = [_quoted(word, is_command=True) for word in service.command]
+def _command(service: DaemonService, *before: str) -> str:
+    """Its command, with words ``before`` the role."""
+    words = [_quoted(word, is_command=True) for word in (*service.program, *before, service.role, *service.arguments)]
     return " ".join([*words, *([] if service.options_variable is None else [f"${service.options_variable}"])])
 
 
@@ -154,10 +164,15 @@ def _resources(service: DaemonService) -> Iterable[str]:
     yield "OOMScoreAdjust=500"
     yield "TasksMax=4096"
     if service.max_ram_bytes is not None:
-        yield f"MemoryMax={service.max_ram_bytes + MEMORY_MARGIN_BYTES}"
+        yield f"MemoryMax={memory_max(service.max_ram_bytes)}"
     if service.user is not None:
         yield "LimitNOFILE=65536"
         yield "LimitMEMLOCK=infinity"
+
+
+def memory_max(max_ram_bytes: int | None) -> str:
+    """``MemoryMax`` of a service that ``--max-ram`` gives so much."""
+    return "infinity" if max_ram_bytes is None else str(max_ram_bytes + MEMORY_MARGIN_BYTES)
 
 
 def _rights(service: DaemonService) -> Iterable[str]:

@@ -91,6 +91,15 @@ def test_the_limit_of_memory_leaves_room_for_what_max_ram_does_not_count(ram: st
     assert "MemoryMax" not in unit(dataclasses.replace(WORKER, max_ram_bytes=None))
 
 
+def test_a_unit_whose_options_stand_in_a_variable_is_held_to_them_before_it_starts() -> None:
+    told = unit(dataclasses.replace(HEAD, arguments=(), options_variable="PRIMAD_OPTIONS"))
+    (before,), (line,) = told["ExecStartPre"], told["ExecStart"]
+    assert before.startswith("-+")  # as root, and where it fails the service says why
+    assert before[2:].replace(" service hold", "") == line
+    assert line.endswith(" serve $PRIMAD_OPTIONS")
+    assert "ExecStartPre" not in unit(HEAD)
+
+
 def test_a_unit_of_the_machine_is_shut_in_and_may_write_to_its_own_folders_only() -> None:
     told = unit(HEAD)
     assert told["User"] == ["primad"]

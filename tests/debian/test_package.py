@@ -81,6 +81,11 @@ def shown(machine: Machine, name: str) -> str:
     return machine.run("systemctl", "show", "--value", "-p", name, "primad").strip()
 
 
+def options(machine: Machine, words: str) -> None:
+    """What /etc/default/primad gives the service."""
+    machine.run("sed", "-i", f's/^PRIMAD_OPTIONS=.*/PRIMAD_OPTIONS="{words}"/', "/etc/default/primad")
+
+
 def test_the_package_is_installed_started_upgraded_removed_and_purged(
     debian: Path, shared: Path, tmp_path: Path
 ) -> None:
@@ -110,6 +115,25 @@ def test_the_package_is_installed_started_upgraded_removed_and_purged(
         assert shown(desk, "MainPID") not in (first, "0")
         assert "PRIMAD_NAME=atelier" in desk.run("cat", f"/proc/{shown(desk, 'MainPID')}/environ")
         assert desk.run("cat", "/var/lib/primad/identity.json") == identity
+
+        # systemd holds it to the memory that its options say; one whose options are wrong is left, and says why.
+        options(desk, "--max-ram 1GB")
+        desk.run("systemctl", "restart", "primad")
+        assert shown(desk, "MemoryMax") == str(1_000_000_000 + (1 << 30)), desk.log()
+        options(desk, "--no-such")
+        desk.run("systemctl", "restart", "primad", code=1)
+        assert (shown(desk, "ActiveState"), shown(desk, "NRestarts")) == ("failed", "0"), desk.log()
+        said = desk.run("sh", "-c", "primad service status 2>&1", code=3)
+        assert "another start would fail in the same way: " in said
+        assert "--no-such" in said
+        options(desk, "")
+        desk.run("primad", "service", "start")
+        assert (shown(desk, "ActiveState"), shown(desk, "MemoryMax")) == ("active", "infinity")
+        assert "no such option" in desk.run("primad", "service", "logs", "--lines", "100").lower()
+        desk.run("primad", "service", "stop")
+        assert shown(desk, "ActiveState") == "inactive"
+        options(desk, "--max-ram 1GB")
+        desk.run("primad", "service", "start")
 
         # Another service takes the place of the package's, which is there again when that is removed.
         desk.run("primad", "service", "install", "--system", "join", "--max-ram", "2GB")

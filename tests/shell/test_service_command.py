@@ -136,6 +136,27 @@ def test_a_share_of_memory_is_that_of_the_machine_not_of_the_service(command: Pr
     assert values(unit, "MemoryMax") == [str(said + (1 << 30))]
 
 
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        (("--max-ram", "2GB", "--nice", "5"), str(2_000_000_000 + (1 << 30))),
+        ((), "infinity"),
+        (("--max-ram", "50%"), "infinity"),
+    ],
+    ids=["bytes", "nothing", "share"],
+)
+def test_the_service_of_a_package_is_held_to_the_options_of_the_moment(command: Primad, runner, options, limit):
+    assert command("service", "hold", "join", *options)[0] == 0
+    assert runner.ran == [f"systemctl set-property --runtime primad.service MemoryMax={limit}"]
+
+
+def test_the_service_of_a_package_is_held_to_its_configuration(command: Primad, runner, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "config.toml").write_text('max_ram = "1GiB"')
+    assert command("service", "hold", "join")[0] == 0
+    assert runner.ran == [f"systemctl set-property --runtime primad.service MemoryMax={2 << 30}"]
+
+
 def test_a_model_by_name_stays_a_name(command: Primad, unit):
     assert command("service", "install", "serve", "--model", "hf:owner/repo:Q4_K_M")[0] == 0
     assert "--model hf:owner/repo:Q4_K_M" in values(unit, "ExecStart")[0]

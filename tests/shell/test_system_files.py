@@ -52,6 +52,8 @@ def test_the_manual_page_has_every_command_and_option(page: Path) -> None:
     text = page.read_text().replace("\\-", "-")
     commands = list(get_command(app).commands.items())  # type: ignore[attr-defined]
     for name, command in commands:
+        if command.hidden:
+            continue
         assert f".SS primad {name} " in text
         commands += [(f"{name} {inner}", each) for inner, each in getattr(command, "commands", {}).items()]
         assert [
