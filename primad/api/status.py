@@ -40,8 +40,8 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     ``resident`` and ``streamed`` count layers' worth, ``ahead_bytes`` are held ahead of what streams: as planned, unless
     memory is short; then the output matrix may stream besides (``streams_output``). ``read_bytes`` and ``stall_s`` are sums
-    since the ring process was opened last; the means of a token are those since somebody asked last, over the passes through
-    the device's windows. ``pressure`` is calm, some or high.
+    since the ring process was opened last; the means of a token are those of the last ten seconds, or since somebody asked
+    last where that is longer, over the passes through the device's windows. ``pressure`` is calm, some or high.
     """
 
     resident: int | None = None

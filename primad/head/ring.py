@@ -256,7 +256,9 @@ class HeadRing:
         for name, (status, daemon_rss_bytes) in zip(names, answers, strict=True):
             costs = self._costs.get(name, Costs())
             if status is not None:
-                costs = self._costs[name] = costs.after(status, len(self.plan.windows_of(name)))
+                costs = self._costs[name] = costs.after(
+                    status, len(self.plan.windows_of(name)), asyncio.get_running_loop().time()
+                )
             devices.append(
                 device_status(
                     self.plan,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
@@ -14,42 +16,56 @@ from primad.api.status import DeviceStatus, LinkStatus, MemoryFigures, PlannedFi
 from primad.head.promise import Promise
 from primad.ring.messages import Status
 
+WINDOW_S: Final = 10.0
+"""The means are of the passes of so many seconds, however often somebody asks meanwhile."""
+_APART_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """The sums of a status that counted, and when it came."""
+
+    at_s: float
+    steps: int
+    read_bytes: int
+    stall_s: float
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What reading weights cost one device: the sums of its last status that counted, and the means until then.
+    """What reading weights cost one device: the sums of its last statuses that counted, and the means until the latest.
 
     The means are of one pass through all windows of the device, which is a token in decode; a chunk of a prompt is one pass
-    too. They are of the passes since the status before it that counted, whoever asked for that one, or of all since the ring
-    process was opened. A status after which no pass came does not count: the means stay what they were.
+    too. They are of the passes since the latest status that counted and is ``WINDOW_S`` old, whoever asked for that one, or
+    of all since the ring process was opened. A status after which no pass came does not count: the means stay.
     """
 
-    steps: int = 0
-    read_bytes: int = 0
-    stall_s: float = 0.0
+    marks: tuple[_Mark, ...] = (_Mark(-math.inf, 0, 0, 0.0),)
     bytes_read_per_token: float | None = None
     stall_ms_per_token: float | None = None
 
-    def after(self, status: Status, windows: int) -> Costs:
-        """With what the next ``status`` of a device with so many ``windows`` says."""
+    def after(self, status: Status, windows: int, now_s: float) -> Costs:
+        """With what the next ``status`` of a device with so many ``windows`` says, which came at ``now_s``."""
         memory = status.memory
         if memory is None:
             return Costs()
-        before = self if _goes_on(self, status) else Costs()
-        passes = (status.steps - before.steps) / windows
-        if passes <= 0:
+        before = self if _goes_on(self.marks[-1], status) else Costs()
+        if status.steps == before.marks[-1].steps:
             return before
-        return replace(
-            before,
-            steps=status.steps,
-            read_bytes=memory.read_bytes,
-            stall_s=memory.stall_s,
-            bytes_read_per_token=(memory.read_bytes - before.read_bytes) / passes,
-            stall_ms_per_token=(memory.stall_s - before.stall_s) * 1e3 / passes,
+        mark = _Mark(now_s, status.steps, memory.read_bytes, memory.stall_s)
+        first = max((i for i, each in enumerate(before.marks) if each.at_s <= now_s - WINDOW_S), default=0)
+        base, *later = before.marks[first:]
+        if len(later) > 1 and later[-1].at_s - later[-2].at_s < _APART_S:
+            later.pop()  # who asks all the time fills no memory
+        passes = (mark.steps - base.steps) / windows
+        return Costs(
+            marks=(base, *later, mark),
+            bytes_read_per_token=(mark.read_bytes - base.read_bytes) / passes,
+            stall_ms_per_token=(mark.stall_s - base.stall_s) * 1e3 / passes,
         )
 
 
-def _goes_on(before: Costs, status: Status) -> bool:
+def _goes_on(before: _Mark, status: Status) -> bool:
     """Whether ``status`` counts on from ``before``; a ring process that was opened again begins at nothing."""
     memory = status.memory
     return (

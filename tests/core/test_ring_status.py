@@ -13,7 +13,7 @@ from halda.assignment import in_memory
 from primad.api.backend import Health
 from primad.api.status import MemoryFigures, PlannedFigures, Promises, status_body
 from primad.engine.streaming.streams import StreamedWindow, Streams
-from primad.head.status import Costs, device_status, left_out_line, link_status, plan_lines, promises
+from primad.head.status import WINDOW_S, Costs, device_status, left_out_line, link_status, plan_lines, promises
 from primad.ring.messages import DecodeStatus, MemoryStatus, PromptStatus, Status
 from primad.ring.meter import TOKENS_KEPT, Meter
 from tests.fakes.planning import model
@@ -95,40 +95,57 @@ def means(costs: Costs) -> tuple[float | None, float | None]:
 
 def test_the_first_means_are_those_since_the_process_was_opened():
     assert means(Costs()) == (None, None)
-    costs = Costs().after(status(20, memory(6000, 0.5)), windows=1)
+    costs = Costs().after(status(20, memory(6000, 0.5)), windows=1, now_s=0)
     assert means(costs) == (300, 25)
 
 
 def test_further_means_are_of_the_passes_since_the_status_before():
-    costs = Costs().after(status(20, memory(6000, 0.5)), windows=1)
-    assert means(costs.after(status(30, memory(8000, 0.6)), windows=1)) == (200, pytest.approx(10))
+    costs = Costs().after(status(20, memory(6000, 0.5)), windows=1, now_s=0)
+    assert means(costs.after(status(30, memory(8000, 0.6)), windows=1, now_s=WINDOW_S)) == (200, pytest.approx(10))
+
+
+def test_the_means_are_the_same_however_often_somebody_asks_meanwhile():
+    seldom = often = Costs().after(status(20, memory(6000, 0.5)), windows=1, now_s=0)
+    for n in range(1, 1001):
+        often = often.after(status(20 + n, memory(6000 + 7 * n, 0.5)), windows=1, now_s=n * WINDOW_S / 1000)
+    last = status(1030, memory(6000 + 7 * 1000 + 300, 0.5))
+    assert means(often.after(last, windows=1, now_s=WINDOW_S)) == means(seldom.after(last, windows=1, now_s=WINDOW_S))
+    assert len(often.marks) < 2 * WINDOW_S
+
+
+def test_what_was_before_the_last_ten_seconds_does_not_count():
+    costs = Costs()
+    for second in range(30):
+        read = 1000 * min(second, 15)
+        costs = costs.after(status(second + 1, memory(read, 0.0)), windows=1, now_s=second)
+    assert means(costs) == (0, 0)
 
 
 def test_a_token_visits_every_window_of_a_device():
-    costs = Costs().after(status(20, memory(6000, 0.5)), windows=2)
+    costs = Costs().after(status(20, memory(6000, 0.5)), windows=2, now_s=0)
     assert means(costs) == (600, 50)
 
 
 def test_the_means_stay_while_nothing_is_computed():
-    costs = Costs().after(status(20, memory(6000, 0.5)), windows=1)
-    idle = costs.after(status(20, memory(6100, 0.5)), windows=1)
+    costs = Costs().after(status(20, memory(6000, 0.5)), windows=1, now_s=0)
+    idle = costs.after(status(20, memory(6100, 0.5)), windows=1, now_s=WINDOW_S)
     assert idle == costs
-    assert means(idle.after(status(21, memory(6100, 0.5)), windows=1)) == (100, 0)
+    assert means(idle.after(status(21, memory(6100, 0.5)), windows=1, now_s=2 * WINDOW_S)) == (100, 0)
 
 
 def test_a_process_that_was_opened_again_counts_from_nothing():
-    costs = Costs().after(status(20, memory(6000, 0.5)), windows=1)
-    assert means(costs.after(status(0, memory()), windows=1)) == (None, None)
-    assert means(costs.after(status(4, memory(400, 0.1)), windows=1)) == (100, 25)
+    costs = Costs().after(status(20, memory(6000, 0.5)), windows=1, now_s=0)
+    assert means(costs.after(status(0, memory()), windows=1, now_s=WINDOW_S)) == (None, None)
+    assert means(costs.after(status(4, memory(400, 0.1)), windows=1, now_s=WINDOW_S)) == (100, 25)
 
 
 def test_a_process_that_says_nothing_of_its_memory_has_no_means():
-    assert means(Costs().after(status(20, None), windows=1)) == (None, None)
+    assert means(Costs().after(status(20, None), windows=1, now_s=0)) == (None, None)
 
 
 def test_the_memory_of_a_device_stands_beside_what_was_planned():
     said = status(20, memory(6000, 0.5, "some"))
-    found = device_status(PLAN, PREDICTION, KEPT["lap"], "lap", said, Costs().after(said, 2), daemon_rss_bytes=77)
+    found = device_status(PLAN, PREDICTION, KEPT["lap"], "lap", said, Costs().after(said, 2, 0.0), daemon_rss_bytes=77)
     assert (found.role, found.windows, found.layers, found.daemon_rss_bytes) == ("worker", [(5, 10), (15, 20)], 10, 77)
     assert found.memory == MemoryFigures(
         resident=7,
