@@ -89,6 +89,7 @@ class HeadDaemon:
         self._events: asyncio.Queue[types.Event] = asyncio.Queue(_MAX_EVENTS)
         self._state: types.State | None = None
         self._awaited = ""
+        self._missing: list[str] = []
         self._news: deque[dict[str, Any]] = deque(maxlen=NEWS_KEPT)
         self._tasks = Tasks()
         self._pairing = PairingService(station, reporter.say)
@@ -191,7 +192,8 @@ class HeadDaemon:
                     if not self._options.alone:
                         self.describe("looking for devices")
                         await self._devices.discover(sight)
-                        await self._devices.greet_named()
+                        self._missing = await self._devices.greet_named()
+                        services.append(group.create_task(self._devices.await_named(self._missing)))
                         services.append(group.create_task(self._devices.watch_trust()))
                     await measuring
                     services.append(group.create_task(self._refine()))
@@ -235,18 +237,19 @@ class HeadDaemon:
 
     def _settings(self) -> types.Settings:
         options, config = self._options, self._config
-        wait_s = (
-            (math.inf if options.wait_timeout_s is None else options.wait_timeout_s)
-            if options.wait
-            else (0.0 if config.devices else self._station.timings.head.look_s)
-        )
+        wanted = options.wait or None
+        wait_s = 0.0 if config.devices else self._station.timings.head.look_s
+        if options.wait:
+            wait_s = math.inf if options.wait_timeout_s is None else options.wait_timeout_s
+        elif options.wait is None and self._missing:  # who is named is waited for
+            wanted, wait_s = len(config.devices), math.inf
         return types.Settings(
             head=config.name,
             suspect_after_s=config.suspect_after_s,
             gone_after_s=config.gone_after_s,
             gain=config.replan_gain,
             use_all=options.use_all,
-            wanted=options.wait or None,
+            wanted=wanted,
             look_s=wait_s,
             hold_s=HOLD_S,
             solo=options.alone or options.wait == 0,

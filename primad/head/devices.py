@@ -30,6 +30,10 @@ from primad.system.tasks import mistake
 
 logger = logging.getLogger(__name__)
 
+_CURE: Final = (
+    "Start 'primad join' there; if it is not paired with this head, 'primad pair' here shows a code, and "
+    "'primad pair --code CODE' there brings it"
+)
 FAREWELL_S: Final = 0.2
 MOST_TOLD: Final = 64
 """Devices that are not trusted are named until so many lines were said about devices."""
@@ -121,13 +125,37 @@ class Devices:
                 "'primad pair' shows a new one)"
             )
 
-    async def greet_named(self) -> None:
-        """Say hello to the devices that were named. Raises ``ClusterError`` when one does not answer."""
-        for address in self._config.devices:
-            keys = [each.key for each in self._trust.entries()]
+    async def greet_named(self) -> list[str]:
+        """Say hello to the devices that were named; returns the addresses of those that are not there, or not paired.
+
+        Raises ``ClusterError`` for one that can never work for this head.
+        """
+        return [address for address in self._config.devices if not await self._greet_at(address)]
+
+    async def await_named(self, addresses: Collection[str]) -> None:
+        """Say hello at ``addresses`` again and again, until a device of each works for this head."""
+        missing = list(addresses)
+        while missing:
+            await asyncio.sleep(self._timings.head.named_again_s)
+            for address in list(missing):
+                try:
+                    is_here = await self._greet_at(address)
+                except ClusterError as exc:
+                    self._tell_once("", str(exc))
+                    continue
+                if is_here:
+                    missing.remove(address)
+
+    async def _greet_at(self, address: str) -> bool:
+        keys = [each.key for each in self._trust.entries()]
+        try:
             worker = await greet_named(self._caller, address, keys, self._core.post)
-            self._named[worker.name] = (*split_address(address), worker.key)
-            await self._welcome(worker)
+        except ClusterError as exc:
+            self._tell_once("", f"{exc}; it is asked again and again. {_CURE}")
+            return False
+        self._named[worker.name] = (*split_address(address), worker.key)
+        await self._welcome(worker)
+        return True
 
     async def greet(self, device: str) -> None:
         """Say hello to ``device``: ``Welcomed`` or ``Refused`` follows."""

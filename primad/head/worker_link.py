@@ -176,7 +176,7 @@ async def greet_named(caller: Caller, address: str, keys: Collection[str], post:
         end, _ = await probe(caller, [split_address(address)], keys)
         return await greet(caller, end, post)
     except ClusterError as exc:
-        raise ClusterError(f"--device {address}: {exc}; is 'primad join' running there?") from exc
+        raise ClusterError(f"--device {address}: {exc}") from exc
 
 
 async def greet(caller: Caller, end: HeadEnd, post: Post) -> WorkerLink:

@@ -134,6 +134,8 @@ class HeadTimings:
     """How often it looks whether the owner trusted or revoked a device."""
     copy_every_s: float = 1.0
     """Keepers are told of new KV cells no more often."""
+    named_again_s: float = 5.0
+    """A device of ``--device`` that is not there, or not paired, is asked again after so long."""
     model_again_s: float = 10.0
     """After so long a model file that could not be read is tried again; less than the core waits where there is no plan."""
 

@@ -341,10 +341,13 @@ def test_fewer_devices_than_waited_for(tiny, new_home, cluster, temporary):
 
 
 def test_named_device_that_is_not_there(tiny, new_home, cluster, temporary):
+    """It is waited for: a service or a container may start before the other one does."""
     home, port = new_home("home"), free_port()
     arguments = ("--cluster", cluster, "--port", free_port(), "--device", f"127.0.0.1:{port}")
-    run = ended("serve", "--model", tiny, "--home", home, *arguments, temporary=temporary)
-    assert_refused(run, f"--device 127.0.0.1:{port}")
+    with primad("serve", "--model", tiny, "--home", home, *arguments, temporary=temporary) as head:
+        head.wait_for(f"^--device 127.0.0.1:{port}: .*; it is asked again and again. Start 'primad join' there; ")
+        head.wait_for("^waiting for 1 of 1 devices: ")
+        assert head.stop() == 0
     assert_clean(home)
 
 

@@ -25,8 +25,8 @@ from tests.e2e.cluster import (
     PRIMAD,
     Head,
     all_joined,
-    control_port,
     environment,
+    free_port,
     heading,
     joined,
     ring,
@@ -397,10 +397,12 @@ def test_no_worker_in_sight(served, smollm2, new_home, cluster):
 
 
 def test_a_device_named_by_address(served, smollm2, new_home, cluster):
-    """It is of another cluster, so mDNS alone would not lead to it."""
-    with joined(new_home("worker"), f"{cluster}-other") as worker:
-        address = f"127.0.0.1:{control_port(worker)}"
-        with serving(smollm2, new_home("head"), cluster, "--device", address, "--use-all") as head:
+    """It is of another cluster, so mDNS alone would not lead to it, and starts after the head."""
+    port = free_port()
+    with heading(smollm2, new_home("head"), cluster, "--device", f"127.0.0.1:{port}", "--use-all") as head:
+        head.run.wait_for("^waiting for 1 of 1 devices: ")
+        with joined(new_home("worker"), f"{cluster}-other", "--port", port) as worker:
+            head.wait_serving()
             assert greedy(head) == served.complete().choices[0].text
             head.run.wait_for(r"^worker: \d+ layers")
             # The named device goes away: the endpoint goes on with what is left.
