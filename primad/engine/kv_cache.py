@@ -32,6 +32,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from primad.engine.tensor import Tensor
 from primad.errors import EngineError
 from primad.kv.cells import Bytes, LayerCells
 from primad.system.allocator import without_top
@@ -53,25 +54,6 @@ _PLACES_2D: Final = np.dtype(
 Raw = NDArray[np.uint8]
 
 
-class _Tensor(ctypes.Structure):
-    """The leading fields of ``struct ggml_tensor`` (ggml.h)."""
-
-    _fields_ = (
-        ("type", ctypes.c_int32),
-        ("buffer", ctypes.c_void_p),
-        ("elements", ctypes.c_int64 * 4),
-        ("strides", ctypes.c_size_t * 4),
-        ("op", ctypes.c_int32),
-        ("op_params", ctypes.c_int32 * 16),
-        ("flags", ctypes.c_int32),
-        ("sources", ctypes.c_void_p * 10),
-        ("view_source", ctypes.c_void_p),
-        ("view_offset", ctypes.c_size_t),
-        ("data", ctypes.c_void_p),
-        ("name", ctypes.c_char * 64),
-    )
-
-
 class CacheTensors:
     """Where the keys and values of a window's layers lie, as far as its graphs have shown. ``ggml`` is libggml-base."""
 
@@ -84,7 +66,7 @@ class CacheTensors:
         """``node``, which is called ``name``, is a tensor of a graph."""
         if not name.startswith(b"cache_"):
             return
-        tensor = _Tensor.from_address(node)
+        tensor = Tensor.from_address(node)
         if tensor.name != name:
             return  # of a build with another struct
         place = tensor.view_source or node
@@ -113,7 +95,7 @@ class _Part:
 
     @classmethod
     def of(cls, place: int) -> _Part:
-        tensor = _Tensor.from_address(place)
+        tensor = Tensor.from_address(place)
         return cls(
             place,
             tensor.type,

@@ -8,6 +8,7 @@ A window is a model of its own to llama.cpp, loaded from a metadata split and it
   norm and output matrix of a middle window never run. Being asked about some 30 nodes a layer costs 0.7 us each in
   Python, 8 % of a small model's token. So the callback is a dict's own ``__getitem__``: a node that was seen before is
   answered in C without running a line of Python, and only an unknown one, or the wanted one, reaches ``__missing__``.
+  While the graph stays the same, and nothing but its end is wanted, llama.cpp asks nothing (``quiet.py``).
 * **The first hidden state** is looked up here, row by row, with ggml's own dequantisation: bit for bit what llama.cpp
   computes from tokens, and without the logits buffer of the whole vocabulary that a first window would allocate.
 * **Many hidden states go in through the callback too**, and any where a graph does not take them as they come. As
@@ -49,6 +50,8 @@ from primad.engine.protocol import (
     Sampling,
     WindowSource,
 )
+from primad.engine.quiet import Quiet, leave_out
+from primad.engine.quiet import bind as bind_quiet
 from primad.engine.rope import ROPE_SCALINGS, Rope
 from primad.engine.sampling import ChainSampler, GreedySampler
 from primad.engine.streaming.prefetch import WindowStream
@@ -119,6 +122,7 @@ def _ggml() -> ctypes.CDLL:
     library.ggml_get_type_traits.argtypes = [ctypes.c_int]
     bind_scratch(library)
     bind_cache(library)
+    bind_quiet(library)
     return library
 
 
@@ -180,6 +184,8 @@ class _Tap(dict[int, bool]):
         self._width = width
         self._asked = False
         self._hidden: Hidden | None = None
+        self._cuts = False
+        self._end: int | None = None
         self._feed: Hidden | None = None
         self._is_fed = False
         self._borders: dict[bytes, int] = {}
@@ -226,6 +232,22 @@ class _Tap(dict[int, bool]):
             self.clear()
         self.stream.arrive()
 
+    @property
+    def must_see(self) -> bool:
+        """Whether something of the step that begins, or just ended, is to be seen besides its end."""
+        return bool(self._borders or self._routers) or self._feed is not None or self._scratch.is_full
+
+    def cut(self) -> None:
+        """What the next step's graph has behind the output of ``last`` is to be left out of it."""
+        self.clear()  # else nodes there may go unnoticed
+        self._cuts = True
+
+    @property
+    def has_cut(self) -> bool:
+        """Whether the graph that was computed last now ends with the output of ``last``: it is asked once."""
+        was_cut, self._cuts = self._cuts and self._end is not None, False
+        return was_cut
+
     def check(self) -> None:
         """Raises the ``EngineError`` of a border that could not be crossed."""
         error, self.error = self.error, None
@@ -255,11 +277,21 @@ class _Tap(dict[int, bool]):
         hidden, self._hidden = self._hidden, None
         return hidden
 
+    def read(self) -> Hidden | None:
+        """What the last computation left where the graph ends that was cut."""
+        if self._end is not None:
+            self._copy(self._end)
+        return self.take()
+
     def __missing__(self, node: int) -> bool:
         self._scratch.note(node)
         name = ggml_base.ggml_get_name(node)
         self.cache.note(node, name)
         if self.looks:
+            return False
+        if self._cuts and self._end is not None:
+            if not leave_out(node, name):
+                self._end = None
             return False
         border, router = self._borders.get(name), self._routers.get(name)
         is_entry = self._feed is not None and name in _ENTRIES
@@ -274,7 +306,11 @@ class _Tap(dict[int, bool]):
             return self._enter(node)
         if router is not None:
             return self._pick(node, *router)
-        return self._cross(border) if border is not None else self._copy(node)
+        if border is not None:
+            return self._cross(border)
+        self._copy(node)
+        self._end = node if self._cuts else None
+        return self._cuts
 
     def _enter(self, node: int) -> bool:
         assert self._feed is not None
@@ -313,11 +349,10 @@ class _Tap(dict[int, bool]):
             return False
         return True
 
-    def _copy(self, node: int) -> bool:
+    def _copy(self, node: int) -> None:
         size = ggml_base.ggml_nbytes(node)
         self._hidden = np.empty((size // (4 * self._width), self._width), np.float32)
         ggml_base.ggml_backend_tensor_get(node, self._hidden.ctypes.data, 0, size)
-        return False
 
 
 class _Batch:
@@ -462,6 +497,7 @@ class _Model:
             handles = (ctypes.POINTER(ctypes.c_void_p) * len(adapters))(*adapters)
             scales = (ctypes.c_float * len(adapters))(*(each.scale for each in source.adapters))
             llama.llama_set_adapters_lora(self._context, handles, len(adapters), scales)
+        self._quiet = Quiet(ggml_base, self._context, self._callback)
         self._memory = llama.llama_get_memory(self._context)
         known = SUPPORTED.get(_text_of(self._model, b"general.architecture"))
         self._is_fed = known is not None and known.is_fed
@@ -578,6 +614,7 @@ class _Model:
         rows = Rows(content=content, positions=[position], sequences=[[sequence]], outputs=[True])
         self._tap.clear()
         self._tap.looks = True
+        self._quiet.end()
         llama.llama_set_abort_callback(self._context, _STOP if stops else _GO_ON, None)
         llama.llama_decode(self._context, self._batch.fill(rows, fed=False, every_row_out=True))
         llama.llama_set_abort_callback(self._context, _GO_ON, None)
@@ -589,12 +626,14 @@ class _Model:
         self.__dict__.pop("_kv", None)
         llama.llama_free(self._context)
         llama.llama_model_free(self._model)
-        del self._context, self._model, self._memory
+        del self._context, self._model, self._memory, self._quiet
 
     def _decode(self, rows: Rows, *, every_row_out: bool) -> None:
         is_hidden = rows.content.dtype == np.float32
         feed = rows.content if is_hidden and (self._is_fed or len(rows) > LARGE_ROWS) else None
         self._tap.begin(len(rows), feed)  # type: ignore[arg-type]
+        if self._tap.must_see or (self._quiet.is_on and len(rows) > 1):
+            self._quiet.end()
         batch = self._batch.fill(rows, fed=feed is not None, every_row_out=every_row_out)
         code = llama.llama_decode(self._context, batch)
         self._is_copying = False
@@ -618,8 +657,7 @@ class _HiddenWindow(_Model):
         super().__init__(source, options, tap=tap, outputs=options.rows)
 
     def forward(self, rows: Rows) -> Hidden:
-        self._decode(rows, every_row_out=True)
-        hidden = self._tap.take()
+        hidden = self._compute(rows)
         if hidden is None:
             self._repeat(rows)
             hidden = self._tap.take()
@@ -628,6 +666,19 @@ class _HiddenWindow(_Model):
                 "llama.cpp computed a window without its last layer's output; its build is unknown to primad"
             )
         return hidden
+
+    def _compute(self, rows: Rows) -> Hidden | None:
+        """The output; None where the graph was built anew and has it at an address that was another node's."""
+        self._decode(rows, every_row_out=True)
+        has_same_graph = self._quiet.kept_graph()
+        if self._quiet.is_on:
+            llama.llama_synchronize(self._context)
+            return self._tap.read()
+        if self._tap.has_cut:
+            self._quiet.begin()
+        elif has_same_graph and len(rows) == 1 and not self._tap.must_see and self._quiet.has_one_part:
+            self._tap.cut()
+        return self._tap.take()
 
     def _repeat(self, rows: Rows) -> None:
         """Compute ``rows`` once more with a callback that knows no node yet: the graph was built anew."""
@@ -728,6 +779,8 @@ class _LogitsWindow(_Model):
 
     def forward(self, rows: Rows) -> None:
         self._decode(rows, every_row_out=False)
+        if not self._tap.must_see:
+            self._quiet.begin()
 
     def logits(self, row: int) -> NDArray[np.float32]:
         pointer = llama.llama_get_logits_ith(self._context, row)
