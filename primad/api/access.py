@@ -26,19 +26,30 @@ _asking: contextvars.ContextVar[Allowance | None] = contextvars.ContextVar("aski
 class Door:
     """Lets in who has one of ``keys()``, which are read anew each time and may change; None: everybody.
 
-    The allowance of a key lives as long as the key is the same.
+    ``this_machine``: everybody is who asks from this machine. Only its programs reach such a server, but a proxy may be one
+    of them, and it asks for others. The allowance of a key lives as long as the key is the same.
     """
 
-    def __init__(self, keys: Callable[[], Iterable[ApiKey]] | None = None) -> None:
-        self._keys = keys
+    def __init__(self, keys: Callable[[], Iterable[ApiKey]] | None = None, *, this_machine: bool = False) -> None:
+        assert keys is None or not this_machine, "who has a key may be anywhere"
+        self._keys, self._this_machine = keys, this_machine
         self._allowances: dict[str, Allowance] = {}
 
-    def enter(self, path: str, said: str | None, now_s: float) -> Allowance | None:
-        """What the caller that ``said`` this key may ask; None: all it likes.
+    def enter(self, path: str, said: str | None, now_s: float, *, from_elsewhere: bool = False) -> Allowance | None:
+        """What the caller that ``said`` this key may ask; None: all it likes. ``from_elsewhere``: a proxy asks for somebody.
 
-        Raises ``RequestError`` (401, 429).
+        Raises ``RequestError`` (401, 403, 429).
         """
-        if self._keys is None or path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
+        if path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
+            return None
+        if self._keys is None:
+            if self._this_machine and from_elsewhere:
+                raise RequestError(
+                    "a proxy asks this for another machine, and without keys this server is for programs of its own; give "
+                    "'primad serve' an --api-key or --api-key-file, or say --no-auth",
+                    status=403,
+                    code="from_elsewhere",
+                )
             return None
         key = None if said is None else key_like(said, self._keys())
         if key is None:
@@ -56,6 +67,8 @@ class Door:
 
 OPEN: Final = Door()
 """Lets everybody in."""
+OF_THIS_MACHINE: Final = Door(this_machine=True)
+"""Lets in who asks from this machine."""
 
 
 class TooOftenError(RequestError):

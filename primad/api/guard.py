@@ -5,11 +5,15 @@ to no origin but those that its owner named, and insists on JSON (``connection.r
 read an answer nor start work; and this guard refuses host names that are not ours, so a page cannot become our own origin
 by pointing its name at 127.0.0.1 (DNS rebinding). An IP address in ``Host`` is always fine: no attacker's name is
 involved. Nor is one in ``host.docker.internal``, which containers call this machine: no public name ends so.
+
+A server without keys on 127.0.0.1 is for programs of its machine. A proxy or a tunnel there would let in whoever it lets in,
+so what says that it was passed on for another machine is refused.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import re
 import time
 from collections.abc import Callable, Collection
 from typing import Final
@@ -25,6 +29,9 @@ Refusing = Callable[[str, PrimadError], Response]
 """The answer that refuses a request of a path, in the shape of its dialect."""
 
 
+_FORWARDED: Final = ("x-forwarded-for", "x-real-ip", "cf-connecting-ip", "true-client-ip")
+"""In what proxies and tunnels say for whom they ask, besides ``Forwarded`` (RFC 7239)."""
+_FORWARDED_FOR: Final = re.compile(r'(?i)\bfor\s*=\s*("[^"]*"|[^;,\s]+)')
 OF_CONTAINERS: Final = "host.docker.internal"
 """How programs in a container call the machine that it runs on."""
 
@@ -80,16 +87,36 @@ class KeyGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                let_in(self._door.enter(scope["path"], said_key(Headers(scope=scope)), self._clock()))
+                headers = Headers(scope=scope)
+                proxied = comes_from_elsewhere(headers)
+                let_in(self._door.enter(scope["path"], said_key(headers), self._clock(), from_elsewhere=proxied))
             except RequestError as exc:
                 response = self._refuse(scope["path"], exc)
                 if isinstance(exc, TooOftenError):
                     response.headers["retry-after"] = str(exc.wait_s)
-                else:
+                elif exc.status == 401:
                     response.headers["www-authenticate"] = "Bearer"
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def comes_from_elsewhere(headers: Headers) -> bool:
+    """Whether a proxy says that it asks for another machine. One that says nothing looks like any program here."""
+    said = [text for name in _FORWARDED for text in headers.getlist(name)]
+    said += [word for text in headers.getlist("forwarded") for word in _FORWARDED_FOR.findall(text) or [text]]
+    clients = [client for text in said for client in text.split(",")]
+    return any(not _is_here(client.strip().strip('"')) for client in clients)
+
+
+def _is_here(client: str) -> bool:
+    """Whether an address (with or without port) is one of loopback."""
+    bare = client[1:].partition("]")[0] if client.startswith("[") else client
+    bare = bare.partition(":")[0] if bare.count(":") == 1 else bare
+    try:
+        return ipaddress.ip_address(bare).is_loopback
+    except ValueError:
+        return bare.lower() == "localhost"
 
 
 def said_key(headers: Headers) -> str | None:

@@ -362,6 +362,7 @@ def _serve_options(
         cors_origins=cors_origins(asking),
         api_key=asking.api_key,
         api_key_file=asking.api_key_file,
+        no_auth=asking.no_auth,
         rope=rope_of(rope),
     )
 

@@ -92,6 +92,7 @@ class ServeOptions:
     cors_origins: tuple[str, ...] = ()
     api_key: str | None = field(default=None, repr=False)
     api_key_file: Path | None = None
+    no_auth: bool = False
     http_host: str = LOOPBACK
     embedding: Path | None = None
     kv_backup: int | None = None

@@ -13,7 +13,7 @@ from typing import Final
 import uvicorn
 
 from halda import ModelProfile
-from primad.api.access import OPEN, Door
+from primad.api.access import OF_THIS_MACHINE, OPEN, Door
 from primad.api.app import create_app
 from primad.api.backend import ModelNames
 from primad.api.key_file import KeyFile
@@ -234,9 +234,10 @@ class _HttpServer(uvicorn.Server):
 
 
 def door_of(options: ServeOptions, own_key: str) -> Door:
-    """Who is let in: everybody where no keys were asked for, else who has one, or ``own_key``. Raises ``ConfigError``."""
+    """Who is let in where no keys were asked for: everybody who reaches the server (``--no-auth``), or else programs of this
+    machine; with keys who has one, or ``own_key``. Raises ``ConfigError``."""
     if options.api_key is None and options.api_key_file is None:
-        return OPEN
+        return OPEN if options.no_auth else OF_THIS_MACHINE
     given = {OWN_COMMANDS: own_key} | ({} if options.api_key is None else {"--api-key": options.api_key})
     always = tuple(ApiKey(name=name, digest=digest_of(key)) for name, key in given.items())
     if options.api_key_file is None:

@@ -7,7 +7,7 @@ import asyncio
 import httpx
 import pytest
 
-from primad.api.access import Door
+from primad.api.access import OF_THIS_MACHINE, OPEN, Door
 from primad.api.app import create_app
 from primad.api.guard import KeyGuard
 from primad.api.key_file import KeyFile, add_key, remove_key
@@ -148,3 +148,45 @@ def test_keys_are_added_and_removed_under_a_server_that_runs(tmp_path):
     remove_key(path, "laptop")
     with pytest.raises(ConfigError, match="has no key; write one with"):
         KeyFile(path)
+
+
+# ---- without keys ----------------------------------------------------------------------------------------------------
+
+
+def from_proxy(app, headers, path: str = "/v1/models") -> httpx.Response:
+    return ask(app, "GET", path, headers=headers)
+
+
+ELSEWHERE = [
+    {"x-forwarded-for": "192.168.1.7"},
+    {"x-forwarded-for": "127.0.0.1, 203.0.113.9"},
+    {"x-forwarded-for": "unknown"},
+    {"x-real-ip": "2001:db8::7"},
+    {"cf-connecting-ip": "203.0.113.9"},
+    {"forwarded": 'for="[2001:db8::7]:4711";proto=https'},
+    {"forwarded": "proto=http;for=192.0.2.60, for=127.0.0.1"},
+    {"forwarded": "by=203.0.113.43"},
+]
+HERE = [
+    {},
+    {"x-forwarded-for": "127.0.0.1"},
+    {"x-forwarded-for": "::1, 127.0.0.2:80"},
+    {"forwarded": 'for="[::1]:4711"'},
+    {"x-forwarded-proto": "https"},
+]
+
+
+@pytest.mark.parametrize("headers", ELSEWHERE, ids=str)
+def test_what_a_proxy_passes_on_for_another_machine_needs_a_key(headers):
+    local = create_app(FakeBackend(says("Hello")), door=OF_THIS_MACHINE)
+    answer = from_proxy(local, headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "from_elsewhere")
+    assert "www-authenticate" not in answer.headers
+    assert from_proxy(local, headers, "/health").status_code != 403
+    assert from_proxy(create_app(FakeBackend(says("Hello")), door=OPEN), headers).status_code == 200
+    assert from_proxy(app_for(key()), headers | {"x-api-key": KEY}).status_code == 200
+
+
+@pytest.mark.parametrize("headers", HERE, ids=str)
+def test_programs_of_this_machine_need_none(headers):
+    assert from_proxy(create_app(FakeBackend(says("Hello")), door=OF_THIS_MACHINE), headers).status_code == 200
