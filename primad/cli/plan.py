@@ -158,7 +158,7 @@ def _ask(
     """What is asked, and what tells whether windows of the model are exact."""
     from primad.certify.verdict import windows_line, with_verdict
     from primad.gguf.model import open_model
-    from primad.planning.adapters import open_adapters, parse_lora, with_adapters
+    from primad.planning.adapters import open_adapters, parse_lora, whole_line, with_adapters
     from primad.planning.angles import with_rope
     from primad.planning.experts import with_expert_use
     from primad.planning.question import ask, check
@@ -181,6 +181,8 @@ def _ask(
     if path is not None:
         header, home = open_model(path, header_only=True), found.home or load_config({"home": live.home}).home
         adapters = open_adapters(parse_lora(lora), header)
+        if (line := whole_line(adapters)) is not None:
+            err.print(line, markup=False, highlight=False)
         profile = with_rope(with_adapters(with_verdict(read, header, home), adapters), header, rope)
         checked = partial(windows_line, home, header)
         if found.home is not None:

@@ -13,9 +13,10 @@ from primad.errors import EngineError
 from primad.system.allocator import without_top
 from primad.system.vram import free_vram
 
+CPU: Final = 0
 _GPU: Final = 1
 _INTEGRATED_GPU: Final = 2
-"""``enum ggml_backend_dev_type`` (ggml-backend.h): 0 is the CPU, 3 an accelerator beside it (BLAS, AMX)."""
+"""``enum ggml_backend_dev_type`` (ggml-backend.h); 3 is an accelerator beside it (BLAS, AMX)."""
 _MOST_RESERVE_BYTES: Final = 256 << 20
 
 
@@ -135,19 +136,20 @@ class _Calls:
         pointer = ctypes.c_void_p
         text = ctypes.c_char_p
         size = ctypes.POINTER(ctypes.c_size_t)
-        self.ggml_backend_dev_count = _call(libraries, "ggml_backend_dev_count", ctypes.c_size_t)
-        self.ggml_backend_dev_get = _call(libraries, "ggml_backend_dev_get", pointer, ctypes.c_size_t)
-        self.ggml_backend_dev_type = _call(libraries, "ggml_backend_dev_type", ctypes.c_int, pointer)
-        self.ggml_backend_dev_memory = _call(libraries, "ggml_backend_dev_memory", None, pointer, size, size)
+        self.ggml_backend_dev_count = bind_call(libraries, "ggml_backend_dev_count", ctypes.c_size_t)
+        self.ggml_backend_dev_get = bind_call(libraries, "ggml_backend_dev_get", pointer, ctypes.c_size_t)
+        self.ggml_backend_dev_type = bind_call(libraries, "ggml_backend_dev_type", ctypes.c_int, pointer)
+        self.ggml_backend_dev_memory = bind_call(libraries, "ggml_backend_dev_memory", None, pointer, size, size)
         props = ctypes.POINTER(_Props)
-        self.ggml_backend_dev_get_props = _call(libraries, "ggml_backend_dev_get_props", None, pointer, props)
-        self.ggml_backend_dev_backend_reg = _call(libraries, "ggml_backend_dev_backend_reg", pointer, pointer)
-        self.ggml_backend_reg_name = _call(libraries, "ggml_backend_reg_name", text, pointer)
-        self.ggml_backend_dev_name = _call(libraries, "ggml_backend_dev_name", text, pointer)
-        self.ggml_backend_dev_description = _call(libraries, "ggml_backend_dev_description", text, pointer)
+        self.ggml_backend_dev_get_props = bind_call(libraries, "ggml_backend_dev_get_props", None, pointer, props)
+        self.ggml_backend_dev_backend_reg = bind_call(libraries, "ggml_backend_dev_backend_reg", pointer, pointer)
+        self.ggml_backend_reg_name = bind_call(libraries, "ggml_backend_reg_name", text, pointer)
+        self.ggml_backend_dev_name = bind_call(libraries, "ggml_backend_dev_name", text, pointer)
+        self.ggml_backend_dev_description = bind_call(libraries, "ggml_backend_dev_description", text, pointer)
 
 
-def _call(libraries: list[ctypes.CDLL], name: str, result: Any, *arguments: Any) -> Any:
+def bind_call(libraries: list[ctypes.CDLL], name: str, result: Any, *arguments: Any) -> Any:
+    """The call ``name`` from the library that has it, with these types."""
     for library in libraries:
         if hasattr(library, name):
             call = getattr(library, name)
@@ -156,7 +158,8 @@ def _call(libraries: list[ctypes.CDLL], name: str, result: Any, *arguments: Any)
     raise AttributeError(name)
 
 
-def _library() -> _Calls:
+def ggml_libraries() -> list[ctypes.CDLL]:
+    """ggml's libraries, with their backends registered."""
     with without_top("llama_cpp"):  # its top would also take llama.cpp's log
         from llama_cpp import llama_cpp as llama
 
@@ -167,4 +170,8 @@ def _library() -> _Calls:
         for name in ("ggml", "ggml-base")
         for prefix, suffix in (("lib", "so"), ("lib", "dylib"), ("", "dll"), ("lib", "dll"))
     ]
-    return _Calls([ctypes.CDLL(str(path)) for path in paths if path.exists()])
+    return [ctypes.CDLL(str(path)) for path in paths if path.exists()]
+
+
+def _library() -> _Calls:
+    return _Calls(ggml_libraries())

@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +83,11 @@ _ENTRIES: Final = frozenset(
     (b"embd", b"attn_norm_in-0", b"inp_scaled", b"inp_embd_scaled", b"model.input_embed", b"model.embed_tokens")
 )
 """What llama.cpp's graphs call the first hidden state: the rows of the embedding, and those of them that are scaled."""
+
+_BUCKETS: Final = 13
+"""Of a ``std::unordered_map`` of libstdc++ with 1 to 13 entries."""
+_MOST_LOADS: Final = 100
+"""Of one adapter, until it lies where it is to."""
 
 _recent_log: deque[str] = deque(maxlen=8)
 
@@ -443,11 +448,29 @@ def _text_of(model: Any, key: bytes) -> str:
     return buffer.value.decode(errors="replace") if size > 0 else ""
 
 
-def _load_adapter(model: Any, adapter: AdapterFile) -> Any:
-    """A LoRA adapter, which ends with ``model``. It is loaded before there is a context, which has room for it then."""
-    loaded = llama.llama_adapter_lora_init(model, adapter.path.encode())
-    if not loaded:
-        raise EngineError(f"llama.cpp cannot load the adapter {adapter.path}: {why('it does not say why')}")
+def load_adapters(model: Any, adapters: Sequence[AdapterFile]) -> list[Any]:
+    """LoRA adapters, which end with ``model``. They are loaded before there is a context, which has room for them then.
+
+    llama.cpp adds up what they give in the order of a hash map of their addresses. libstdc++'s has so many buckets that each
+    of ours can have its own, and then it is the last one first; so one that would share a bucket is loaded once more.
+    Raises ``EngineError``.
+    """
+    loaded: list[Any] = []
+    taken: set[int] = set()
+    refused: list[Any] = []
+    for adapter in adapters:
+        for left in reversed(range(_MOST_LOADS)):
+            handle = llama.llama_adapter_lora_init(model, adapter.path.encode())
+            if not handle:
+                raise EngineError(f"llama.cpp cannot load the adapter {adapter.path}: {why('it does not say why')}")
+            bucket = int(ctypes.cast(handle, ctypes.c_void_p).value or 0) % _BUCKETS
+            if bucket not in taken or not left or len(taken) == _BUCKETS:
+                break
+            refused.append(handle)
+        loaded.append(handle)
+        taken.add(bucket)
+    for handle in refused:
+        llama.llama_adapter_lora_free(handle)
     return loaded
 
 
@@ -483,7 +506,7 @@ class _Model:
         if not self._model:
             raise EngineError(f"llama.cpp cannot load {paths[0]}: {why('it does not say why')}")
         try:
-            adapters = [_load_adapter(self._model, each) for each in source.adapters]
+            adapters = load_adapters(self._model, source.adapters)
         except EngineError:
             llama.llama_model_free(self._model)
             raise
@@ -690,12 +713,11 @@ class _HiddenWindow(_Model):
         self._decode(rows, every_row_out=True)
 
 
-class TokenEmbedding:
-    """Looks up the first hidden states in the model file itself."""
+class TokenRows:
+    """A matrix of a file with a row for each token, of which rows are looked up."""
 
-    def __init__(self, tensor: TensorInfo, scale: float) -> None:
+    def __init__(self, tensor: TensorInfo) -> None:
         self.width = tensor.shape[0]
-        self._scale = np.float32(scale)
         row_bytes = tensor.bytes // tensor.shape[1]
         self._path, self._end = tensor.path, tensor.offset + tensor.bytes
         self._file = os.open(tensor.path, os.O_RDONLY)
@@ -707,25 +729,23 @@ class TokenEmbedding:
         to_float = ggml_base.ggml_get_type_traits(int(tensor.type)).contents.to_float
         self._to_float = _TO_FLOAT(to_float) if to_float else None
         if self._to_float is None and tensor.type != GGMLQuantizationType.F32:
-            raise EngineError(f"{tensor.path}: llama.cpp cannot read a token embedding of type {tensor.type.name}")
+            raise EngineError(f"{tensor.path}: llama.cpp cannot read rows of type {tensor.type.name}")
 
     def rows(self, tokens: NDArray[np.int32]) -> Hidden:
-        """Hidden states (rows, width) of ``tokens``, as llama.cpp computes them from token input.
+        """Rows (rows, width) of ``tokens``, as llama.cpp looks them up.
 
-        Raises ``WeightsError`` when somebody wrote to the model file.
+        Raises ``WeightsError`` when somebody wrote to the file.
         """
         self._check()
         packed = self._table[tokens]
         self._check()
-        hidden = np.empty((len(tokens), self.width), np.float32)
+        found = np.empty((len(tokens), self.width), np.float32)
         if self._to_float is None:
-            hidden[:] = packed.view(np.float32)
+            found[:] = packed.view(np.float32)
         else:
             for i in range(len(tokens)):
-                self._to_float(packed[i].ctypes.data, hidden[i].ctypes.data, self.width)
-        if self._scale != 1:
-            hidden *= self._scale
-        return hidden
+                self._to_float(packed[i].ctypes.data, found[i].ctypes.data, self.width)
+        return found
 
     def _check(self) -> None:
         """A file that was cut short would end this process where it is read, one that was overwritten change the answer."""
@@ -734,6 +754,35 @@ class TokenEmbedding:
             self._changed_ns = status.st_mtime_ns  # a layer file's header, for another window
         if status.st_size < self._end or status.st_mtime_ns != self._changed_ns:
             raise WeightsError(f"{self._path}: somebody wrote to the model file while it was used", str(self._path))
+
+
+class ChangesRows(Protocol):
+    """Changes looked up rows of the token embedding."""
+
+    def add(self, hidden: Hidden, tokens: NDArray[np.int32]) -> None:
+        """Add to ``hidden`` (rows, width) what it has for its ``tokens``."""
+
+
+class TokenEmbedding:
+    """Looks up the first hidden states in the model file itself, which ``adapters`` change in their order."""
+
+    def __init__(self, tensor: TensorInfo, scale: float, adapters: Sequence[ChangesRows] = ()) -> None:
+        self.width = tensor.shape[0]
+        self._scale = np.float32(scale)
+        self._table = TokenRows(tensor)
+        self._adapters = adapters
+
+    def rows(self, tokens: NDArray[np.int32]) -> Hidden:
+        """Hidden states (rows, width) of ``tokens``, as llama.cpp computes them from token input.
+
+        Raises ``WeightsError`` when somebody wrote to the file.
+        """
+        hidden = self._table.rows(tokens)
+        for adapter in self._adapters:
+            adapter.add(hidden, tokens)
+        if self._scale != 1:
+            hidden *= self._scale
+        return hidden
 
 
 class FirstWindow(_HiddenWindow):

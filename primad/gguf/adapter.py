@@ -2,7 +2,8 @@
 
 The adapter's tensors of one layer travel as one layer file, known by the hash of their content. A device puts those of a
 window together to a file of its own (``adapter_header`` and the weights behind it), in which the layers have the window's
-numbers, and llama.cpp loads that beside the window.
+numbers, and llama.cpp loads that beside the window. What it changes of the output matrix goes with the tail as one more
+layer. What it adds to the rows of the token embedding is looked up by the head (``engine/embedding_adapter.py``).
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ _B: Final = ".lora_b"
 _PART: Final = re.compile(r"blk\.\*\.[\w.-]+\.lora_[ab]", re.ASCII)
 _ALPHA: Final = "adapter.lora.alpha"
 _TOKENS: Final = "adapter.alora.invocation_tokens"
+_EMBEDDING: Final = "token_embd.weight"
+_OUTPUT: Final = "output.weight"
 
 
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What an adapter has for a window: the layer file ``layers[i]`` is of its layer ``numbers[i]``.
 
-    It is of ``architecture``, and weighs as ``alpha`` and ``scale`` say.
+    It is of ``architecture``, and weighs as ``alpha`` and ``scale`` say. What it has for the output matrix of the tail
+    stands behind its layers, with the number behind theirs.
     """
 
     architecture: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -62,9 +66,21 @@ class Adapter:
         return self.header.number(_ALPHA, 0.0)
 
     @cached_property
-    def is_within_layers(self) -> bool:
-        """Whether it changes layers alone: not the token embedding, nor the output matrix."""
-        return all(layer_of(name) is not None for name in self._tensors)
+    def strange(self) -> str | None:
+        """A tensor that it changes and that is neither of a layer nor the token embedding or the output matrix."""
+        known = {stem + part for stem in (_EMBEDDING, _OUTPUT) for part in (_A, _B)}
+        return next((name for name in self._tensors if layer_of(name) is None and name not in known), None)
+
+    @property
+    def embedding(self) -> tuple[TensorInfo, TensorInfo] | None:
+        """What it has for the token embedding: a row (rank) for each token, and a matrix (rank, width)."""
+        a, b = (self._tensors.get(_EMBEDDING + part) for part in (_A, _B))
+        return None if a is None or b is None else (a, b)
+
+    @property
+    def changes_output(self) -> bool:
+        """Whether it changes the output matrix."""
+        return _OUTPUT + _A in self._tensors
 
     @cached_property
     def _tensors(self) -> dict[str, TensorInfo]:
@@ -78,9 +94,14 @@ class Adapter:
     def _cuts(self) -> dict[str, LayerCut]:
         return {}
 
+    def tensors_of(self, layer: int) -> list[TensorInfo]:
+        """Its matrices for ``layer``; the one behind the last is the output matrix."""
+        prefix = _OUTPUT if layer == self.layer_count else f"blk.{layer}."
+        return [tensor for name, tensor in self._tensors.items() if name.startswith(prefix)]
+
     def bytes_of(self, layer: int) -> int:
-        """Bytes that it has for ``layer``."""
-        return sum(tensor.bytes for name, tensor in self._tensors.items() if layer_of(name) == layer)
+        """Bytes that it has for ``layer``, as in ``tensors_of``."""
+        return sum(tensor.bytes for tensor in self.tensors_of(layer))
 
     def source(self, digest: str) -> LayerCut | None:
         """Its layer of this content, if a window needed it."""
@@ -88,7 +109,8 @@ class Adapter:
 
     def spec(self, first: int, last: int) -> AdapterSpec | None:
         """What it has for the window of these layers, None for nothing; hashes what was not hashed before."""
-        layers = [layer for layer in range(first, last) if self.bytes_of(layer)]
+        behind = last + 1 if last == self.layer_count else last
+        layers = [layer for layer in range(first, behind) if self.bytes_of(layer)]
         if not layers:
             return None
         return AdapterSpec(
@@ -102,11 +124,7 @@ class Adapter:
     def _ref(self, layer: int) -> LayerRef:
         if layer not in self._refs:
             prefix = f"blk.{layer}."
-            own = {
-                f"blk.*.{name.removeprefix(prefix)}": tensor
-                for name, tensor in self._tensors.items()
-                if name.startswith(prefix)
-            }
+            own = {tensor.name.replace(prefix, "blk.*."): tensor for tensor in self.tensors_of(layer)}
             layer_cut = cut(own).hashed()
             ref = self._refs[layer] = layer_cut.ref()
             self._cuts[ref.digest] = layer_cut
@@ -136,6 +154,11 @@ def open_adapter(path: Path, scale: float, model: Header) -> Adapter:
         raise ModelError(f"{path}: has no matrices; fetch the adapter again")
     for name, (a, b) in pairs.items():
         _check_pair(header, model, name, a, b)
+    if _EMBEDDING in pairs and _OUTPUT not in model.tensors:
+        raise ModelError(
+            f"{path}: changes the token embedding, which is the output matrix of {model.path.name} too; llama.cpp computes "
+            "no such model, so give an adapter of layers"
+        )
     return Adapter(header, layer_count(model), scale, _digest(header))
 
 

@@ -72,12 +72,14 @@ class WindowSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ModelCutter:
     """Cuts one model; keeps what was hashed, so no layer is read twice. ``digests`` keeps it from run to run.
 
-    The token embedding that windows do without is a row of ``stand_in``.
+    The token embedding that windows do without is a row of ``stand_in``. Where the output matrix ``keeps_name``, which its
+    adapters know it by, the tail has the embedding beside it and never reads it.
     """
 
     header: Header
     digests: LayerDigests | None = None
     stand_in: float = 0.0
+    keeps_name: bool = False
 
     def __post_init__(self) -> None:
         cuttable(self.header)
@@ -96,11 +98,12 @@ class ModelCutter:
         Raises ``HashingStopped`` at ``stop``.
         """
         if layer not in self._refs:
-            known = self.digests.get(layer) if self.digests is not None else None
+            digests = None if self.keeps_name and layer == layer_count(self.header) else self.digests
+            known = digests.get(layer) if digests is not None else None
             layer_cut = self.cut(layer).hashed(known, stop)
             ref = layer_cut.ref()
-            if self.digests is not None:
-                self.digests.put(layer, layer_cut.tree())
+            if digests is not None:
+                digests.put(layer, layer_cut.tree())
             self._refs[layer] = ref
             self._cuts[ref.digest] = layer_cut
         return self._refs[layer]
@@ -179,7 +182,7 @@ class ModelCutter:
         matrix = output.pop(OUTPUT, None)
         if matrix is None:
             return {TOKEN_EMBEDDING: embedding, **output}
-        if cuttable(self.header).tied_output_fallback:
+        if cuttable(self.header).tied_output_fallback and not self.keeps_name:
             return {TOKEN_EMBEDDING: matrix, **output}
         return {TOKEN_EMBEDDING: embedding, OUTPUT: matrix, **output}
 

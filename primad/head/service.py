@@ -79,7 +79,7 @@ class ModelSource:
         if self._cutter is None:
             digests, ranged = LayerDigests(self.header, digests_file(self._home)), self._ranged
             self._cutter = (
-                ModelCutter(self.header, digests)
+                ModelCutter(self.header, digests, keeps_name=any(each.changes_output for each in self.adapters))
                 if ranged is None
                 else RangedCutter(
                     self.header, digests, files=ranged.files, parts=ranged.parts, hubs=own_hubs(), token=token()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from halda import ModelProfile
 from primad.errors import ConfigError
 from primad.gguf.adapter import MAX_ADAPTERS, MOST, Adapter, open_adapter
-from primad.gguf.header import Header
+from primad.gguf.header import Header, TensorInfo
 
 
 def parse_lora(texts: Iterable[str]) -> tuple[tuple[Path, float], ...]:
@@ -38,22 +39,48 @@ def open_adapters(given: Iterable[tuple[Path, float]], model: Header) -> tuple[A
 
 
 def with_adapters(profile: ModelProfile, adapters: Sequence[Adapter]) -> ModelProfile:
-    """``profile`` with what ``adapters`` take beside each layer. One that changes more than layers keeps it whole."""
+    """``profile`` with what ``adapters`` take of memory and time beside each layer.
+
+    What is for the token embedding counts with the first layer, what is for the output matrix with the last: the head has
+    both. A matrix that no window has keeps the model whole.
+    """
     if not adapters:
         return profile
-    layers = tuple(
-        replace(layer, adapter_bytes=sum(each.bytes_of(number) for each in adapters))
-        for number, layer in enumerate(profile.layers)
-    )
-    is_cut = all(each.is_within_layers for each in adapters)
-    return replace(profile, layers=layers, cut_multiple=profile.cut_multiple if is_cut else len(layers))
+    count = len(profile.layers)
+    tensors = [[tensor for each in adapters for tensor in each.tensors_of(layer)] for layer in range(count + 1)]
+    tensors[count - 1] += tensors.pop()
+    layers = [
+        replace(layer, adapter_bytes=sum(each.bytes for each in own), adapter_reads=_reads(own, profile))
+        for layer, own in zip(profile.layers, tensors, strict=True)
+    ]
+    for a, b in filter(None, (each.embedding for each in adapters)):
+        reads = Counter(layers[0].adapter_reads) + Counter({b.type.name: b.bytes})
+        layers[0] = replace(layers[0], adapter_bytes=layers[0].adapter_bytes + a.bytes + b.bytes, adapter_reads=reads)
+    is_cut = whole_line(adapters) is None
+    return replace(profile, layers=tuple(layers), cut_multiple=profile.cut_multiple if is_cut else count)
+
+
+def _reads(tensors: Iterable[TensorInfo], profile: ModelProfile) -> dict[str, int]:
+    """Bytes by type that a row reads of ``tensors``: of those for experts, of as many as it uses."""
+    found: Counter[str] = Counter()
+    for tensor in tensors:
+        experts = tensor.shape[2] if len(tensor.shape) > 2 else 1
+        used = min(profile.experts_used, experts) if experts > 1 else 1
+        found[tensor.type.name] += tensor.bytes * used // experts
+    return dict(found)
+
+
+def whole_line(adapters: Iterable[Adapter]) -> str | None:
+    """Why one device must have the whole model with ``adapters``; None where it is cut."""
+    each = next((each for each in adapters if each.strange is not None), None)
+    if each is None or each.strange is None:
+        return None
+    changed = each.strange.rpartition(".lora_")[0]
+    return f"--lora {each.header.path}: changes '{changed}', which no window has; one device serves the model whole"
 
 
 def check_adapters(adapters: Iterable[Adapter], *, several: bool) -> None:
     """Raises ``ConfigError`` for an adapter that ``several`` devices cannot have between them."""
-    outside = next((each for each in adapters if not each.is_within_layers), None)
-    if outside is not None and several:
-        raise ConfigError(
-            f"--lora {outside.header.path}: changes the token embedding or the output matrix, which is not cut exactly; "
-            "serve with --alone, or leave it out"
-        )
+    line = whole_line(adapters)
+    if line is not None and several:
+        raise ConfigError(f"{line}: give --alone, or leave it out")

@@ -118,6 +118,7 @@ def _known(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfile) -
     size = sum(layer.bytes_by_type.get("F32", 0) for layer in model.layers)
     if size <= _LITTLE * model.size_bytes:
         types.discard("F32")
+    types |= {kind for layer in model.layers for kind in layer.adapter_reads}
     return [
         {each.type: each for each in profile.cpu.exact_rows if is_compared}.get(kind, TypeRows(type=kind, rows=1))
         for profile in profiles

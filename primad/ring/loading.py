@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from primad.engine.devices import free_bytes
+from primad.engine.embedding_adapter import EmbeddingAdapter
 from primad.engine.llama import FirstWindow, LlamaVocabulary, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
 from primad.engine.protocol import EngineOptions, HiddenWindow, RouteWindow, WindowSource
 from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.engine.streaming.units import WindowUnits, units_of_model, units_of_window
 from primad.errors import EngineError
+from primad.gguf.adapter import open_adapter
 from primad.gguf.architectures import block_count, embedding_scale, layer_count
 from primad.gguf.header import Header, read_header
 from primad.gguf.model import open_model
@@ -24,7 +26,7 @@ from primad.ring.drafting.lookup import PromptLookup
 from primad.ring.drafting.speculation import BeginsDrafter
 from primad.ring.gpu_room import load_what_fits
 from primad.ring.head import Head
-from primad.ring.messages import GpuLoaded, Open, StepLimits
+from primad.ring.messages import GpuLoaded, HeadPart, Open, StepLimits
 from primad.ring.scheduler import Scheduler
 
 OnLoaded = Callable[[int], None]
@@ -146,7 +148,8 @@ def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple
                 tail = WholeModel(window, options, ends, vocabulary=size, file=header.path, predicting=predicting)
             elif window.window == 0:
                 table = header if part.embedding is None else read_header(Path(part.embedding))
-                embedding = TokenEmbedding(token_embedding(table), embedding_scale(header))
+                adapters = _embedding_adapters(part, header)
+                embedding = TokenEmbedding(token_embedding(table), embedding_scale(header), adapters)
                 windows[0] = FirstWindow(window, options, embedding)
             elif window.window == opening.route - 1:
                 tail = TailWindow(window, options, ends, vocabulary=size, file=header.path)
@@ -182,3 +185,9 @@ def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple
         shelf=shelf,
     )
     return head, streams
+
+
+def _embedding_adapters(part: HeadPart, header: Header) -> list[EmbeddingAdapter]:
+    """What changes the rows of the token embedding, in the order in which llama.cpp adds it."""
+    adapters = [open_adapter(Path(each.path), each.scale, header) for each in part.adapters]
+    return [EmbeddingAdapter(each) for each in reversed(adapters) if each.embedding is not None and each.scale]

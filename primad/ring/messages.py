@@ -366,8 +366,8 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     message; beside other answers it is computed in ``pieces``. Of an answer the cells of every ``keep_rows`` rows are kept,
     or none. Drafts are computed as ``drafting`` says, or none; the model ``draft`` guesses what they are, if there is one:
     here, unless another device ``guesses_elsewhere``.
-    Where ``model`` has the vocabulary alone, the token embedding is in the layer file ``embedding``. A model that is not cut
-    has ``adapters``.
+    Where ``model`` has the vocabulary alone, the token embedding is in the layer file ``embedding``. Whole files of
+    ``adapters`` are for the token embedding and for a model that is not cut.
     """
 
     model: str

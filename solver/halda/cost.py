@@ -264,6 +264,7 @@ def layer_s(
     return (
         processor.layer_s
         + weights_s(processor.speeds, layer.bytes_by_type, rows, ratio, many_ratio)
+        + weights_s(processor.speeds, layer.adapter_reads, rows)
         + experts_s(processor.speeds, layer, model, rows)
         + attention_s(processor, read_bytes_per_s, layer, model, rows, kv, kv_type, flash=flash, chunk=chunk)
     )
@@ -294,7 +295,7 @@ def helped_layer_s(
     total = gpu.layer_s + sum(
         size * _helped_s_per_byte(speed_of(gpu.helped, kind), rows) for kind, size in layer.bytes_by_type.items()
     )
-    total += helped_experts_s(gpu, layer, model, rows)
+    total += weights_s(gpu.speeds, layer.adapter_reads, rows) + helped_experts_s(gpu, layer, model, rows)
     copied_s = kv * kv_bytes_per_token(layer, kv_type) / speed_of(gpu.helped, "F16").few_bytes_per_s
     return total + copied_s + _products_s(gpu, rows * kv * model.attention_width)
 

@@ -7,7 +7,7 @@ as stored, so ``bytes / rate`` is a time whatever the type.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, get_args
 
 BATCH_ROWS: Final = 8
@@ -256,7 +256,8 @@ class LayerProfile:
 
     A recurrent layer has ``state_bytes`` for each sequence instead, whatever its length. ``row_values`` are those that a row
     has in the compute buffer where the weights would let expect fewer: of a recurrent layer, or of latent attention.
-    ``adapter_bytes`` are those of adapters, which lie in memory beside it, also where it streams.
+    ``adapter_bytes`` are those of adapters, which lie in memory beside it, also where it streams; ``adapter_reads`` what a
+    row reads of them, by type.
 
     ``bytes_by_type`` are the weights that every row uses, ``expert_bytes_by_type`` those of all experts, of which a row uses
     ``experts_used`` of ``experts``.
@@ -268,6 +269,7 @@ class LayerProfile:
     state_bytes: int = 0
     row_values: int = 0
     adapter_bytes: int = 0
+    adapter_reads: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:

@@ -1,5 +1,6 @@
 """LoRA adapters: what is judged before anything is loaded, what a window takes of them, what they take of memory."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import msgspec
 import pytest
 
 from halda import cost
+from halda_research.random_fleets import random_instance
 from primad.errors import ConfigError, ModelError, ProtocolError
 from primad.gguf.adapter import check_adapter, open_adapter
 from primad.gguf.header import read_header
@@ -14,7 +16,7 @@ from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter
 from primad.head.loads import adapted
 from primad.head.service import ModelSource
-from primad.planning.adapters import check_adapters, open_adapters, parse_lora, with_adapters
+from primad.planning.adapters import check_adapters, open_adapters, parse_lora, whole_line, with_adapters
 from primad.planning.question import default_workload
 from tests.fakes.gguf import write_adapter
 from tools import synth
@@ -118,14 +120,70 @@ def test_the_plan_counts_what_adapters_take(model, tmp_path):
     assert replace(with_them, layers=profile.layers) == profile
 
 
-def test_an_adapter_of_the_embedding_keeps_the_model_whole(model, tmp_path):
-    file = write_adapter(tmp_path / "lora.gguf", {**queries(model, 0), **of(model, "output.weight")})
+def test_an_adapter_of_what_no_window_has_keeps_the_model_whole(tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture="llama4")
+    model = read_header(path)
+    changed = {"rope_freqs.weight": (*model.tensors["rope_freqs.weight"].shape, 1)}
+    file = write_adapter(tmp_path / "lora.gguf", changed, architecture="llama4")
     adapters = open_adapters([(file, 1.0)], model)
     profile = with_adapters(model_profile(model), adapters)
     assert profile.cut_multiple == len(profile.layers)
     check_adapters(adapters, several=False)
-    with pytest.raises(ConfigError, match="serve with --alone"):
+    assert f"--lora {file}: changes 'rope_freqs.weight'" in whole_line(adapters)
+    with pytest.raises(ConfigError, match="one device serves the model whole: give --alone"):
         check_adapters(adapters, several=True)
+
+
+def test_what_an_adapter_has_for_the_output_goes_with_the_tail(model, tmp_path):
+    file = write_adapter(tmp_path / "lora.gguf", {**queries(model, 0), **of(model, "output.weight")})
+    adapter = open_adapter(file, 1.0, model)
+    assert (adapter.spec(0, 3).numbers, adapter.spec(1, 3), adapter.spec(2, 6).numbers) == ((0,), None, (4,))
+    cutter = ModelCutter(model, keeps_name=True)
+    assert [tensor.name for tensor in cutter.ref(6).tensors][:2] == ["token_embd.weight", "output.weight"]
+    profile = model_profile(model)
+    changed = with_adapters(profile, [adapter])
+    assert changed.cut_multiple == 1
+    assert changed.layers[5].adapter_bytes == adapter.bytes_of(6) == 4 * 4 * (64 + 320)
+
+
+def test_what_an_adapter_has_for_the_token_embedding_lies_with_the_first_layer(model, tmp_path):
+    file = write_adapter(tmp_path / "lora.gguf", of(model, "token_embd.weight"))
+    profile = with_adapters(model_profile(model), open_adapters([(file, 1.0)], model))
+    assert profile.cut_multiple == 1
+    assert [layer.adapter_bytes for layer in profile.layers] == [4 * 4 * (64 + 320), 0, 0, 0, 0, 0]
+    assert profile.layers[0].adapter_reads == {"F32": 4 * 4 * 64}
+
+
+def test_an_adapter_of_an_embedding_that_is_the_output_too_is_refused(tmp_path):
+    """llama.cpp aborts over it."""
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, tied=True)
+    model = read_header(path)
+    file = write_adapter(tmp_path / "lora.gguf", of(model, "token_embd.weight"))
+    with pytest.raises(
+        ModelError, match=r"which is the output matrix of model.gguf too; llama.cpp computes no such model"
+    ):
+        open_adapter(file, 1.0, model)
+
+
+def test_the_plan_counts_the_time_that_adapters_take(tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture="qwen3moe")
+    model = read_header(path)
+    tensors = queries(model, 0) | of(model, "blk.1.ffn_up_exps.weight")
+    file = write_adapter(tmp_path / "lora.gguf", tensors, architecture="qwen3moe")
+    profile = with_adapters(model_profile(model), open_adapters([(file, 1.0)], model))
+    first, second, third = profile.layers[:3]
+    assert first.adapter_reads == {"F32": first.adapter_bytes}
+    assert second.adapter_reads == {"F32": second.adapter_bytes * profile.experts_used // profile.experts}
+    assert third.adapter_reads == {}
+    cpu = random_instance(random.Random(3)).devices[0].cpu
+    without = replace(first, adapter_reads={})
+    taken = [cost.layer_s(cpu, 1e10, each, profile, 1, 64, "f16") for each in (first, without)]
+    read = cost.weights_s(cpu.speeds, first.adapter_reads, 1)
+    assert taken[0] - taken[1] == pytest.approx(read)
+    assert read > 0
 
 
 def test_kept_cells_are_those_of_the_same_adapters_and_scales(model, tmp_path):

@@ -185,6 +185,8 @@ def test_what_was_not_compared_is_computed_alone():
     assert exact_rows(plan, devices, model()) == 7
     assert exact_rows(plan, devices, replace(model(), experts=8, experts_used=2)) == 1
     assert exact_rows(plan, devices, replace(model(), output_bytes_by_type={"Q6_K": GB})) == 1
+    with_adapter = [replace(layer, adapter_reads={"F32": 1 << 10}) for layer in model().layers]
+    assert exact_rows(plan, devices, replace(model(), layers=tuple(with_adapter))) == 1
     gpu = replace(plan, output_on_gpu=True)
     assert exact_rows(gpu, devices, model()) == 1
     norms = replace(model().layers[0], bytes_by_type={"Q4_K": GB // 4, "F32": 32_000})

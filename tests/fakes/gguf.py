@@ -69,12 +69,19 @@ def write_adapter(
     seed: int = 0,
     kind: str = "adapter",
 ) -> Path:
-    """A LoRA adapter with random matrices for ``tensors``: name and shape, in ggml order, of what they change."""
+    """A LoRA adapter with random matrices for ``tensors``: name and shape, in ggml order, of what they change.
+
+    Of the token embedding the first matrix has a row for each token.
+    """
     writer = GGUFWriter(path, architecture)
     writer.add_string("general.type", kind)
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", alpha)
     for number, (name, (inner, outer, *experts)) in enumerate(tensors.items()):
+        if name == "token_embd.weight":
+            writer.add_tensor(f"{name}.lora_a", array(outer, rank, seed=seed + number))
+            writer.add_tensor(f"{name}.lora_b", array(inner, rank, seed=seed + number + 1000))
+            continue
         writer.add_tensor(f"{name}.lora_a", array(*experts, rank, inner, seed=seed + number) / np.float32(inner**0.5))
         writer.add_tensor(f"{name}.lora_b", array(*experts, outer, rank, seed=seed + number + 1000))
     writer.write_header_to_file()

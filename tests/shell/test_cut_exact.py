@@ -9,6 +9,7 @@ from gguf import GGUFValueType
 from msgspec.structs import replace as replace_fields
 
 from halda.assignment import in_memory
+from primad.engine.embedding_adapter import EmbeddingAdapter
 from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
 from primad.engine.protocol import AdapterFile, EngineOptions, Rows, WindowSource
 from primad.errors import EngineError
@@ -39,10 +40,12 @@ class Route:
     """
 
     def __init__(self, header, cuts, folder, options=OPTIONS, on_gpu=(), *, helped=False, apart=False, adapters=()):
-        cutter, layers = ModelCutter(header), layer_count(header)
+        cutter = ModelCutter(header, keeps_name=any(each.changes_output for each in adapters))
+        layers = layer_count(header)
         assert cuts[0] == 0
         assert cuts[-1] == layers
-        embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
+        changes = [EmbeddingAdapter(each) for each in reversed(adapters) if each.embedding is not None]
+        embedding = TokenEmbedding(token_embedding(header), embedding_scale(header), changes)
         self.windows = []
         for number, (first, last) in enumerate(pairwise(cuts)):
             spec = cutter.spec(number, first, last)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from llama_cpp import llama_cpp as llama
 
+from primad.engine.llama import load_adapters
+from primad.engine.protocol import AdapterFile
 from primad.gguf.adapter import open_adapter
 from primad.gguf.architectures import layer_of
 from primad.gguf.header import read_header
@@ -32,8 +34,7 @@ def matrices(header, *, layers=None):
 def llama_logits(path, adapters):
     """The logits behind ``PROMPT`` of llama.cpp alone, with ``adapters``: files and scales."""
     model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
-    loaded = [llama.llama_adapter_lora_init(model, str(file).encode()) for file, _ in adapters]
-    assert all(loaded)
+    loaded = load_adapters(model, [AdapterFile(str(file), scale) for file, scale in adapters])
     params = llama.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch, params.n_threads, params.n_threads_batch = 256, 256, 64, 1, 1
     params.swa_full = True
@@ -84,3 +85,34 @@ def test_two_adapters_of_which_one_has_some_layers_alone(tmp_path):
     ]
     expected = llama_logits(path, adapters)
     assert np.array_equal(ring_logits(header, [0, 1, 2, 6], tmp_path, adapters), expected)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt-oss", "lfm2", "llama4"])
+def test_adapters_of_the_token_embedding_and_the_output(architecture, tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture=architecture)
+    header = read_header(path)
+    outside = {name: header.tensors[name].shape for name in ("token_embd.weight", "output.weight")}
+    adapters = [
+        (write_adapter(tmp_path / "a.gguf", outside | matrices(header), architecture=architecture), 0.7),
+        (write_adapter(tmp_path / "b.gguf", outside, architecture=architecture, rank=3, alpha=0.0, seed=5), -0.5),
+    ]
+    expected = llama_logits(path, adapters)
+    for alone in adapters:
+        assert not np.array_equal(llama_logits(path, [alone]), expected)
+    assert np.array_equal(ring_logits(header, cuts_of(header)[0], tmp_path, adapters), expected)
+
+
+def test_many_adapters_are_added_up_in_the_same_order_each_time(tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path)
+    header = read_header(path)
+    adapters = [
+        (write_adapter(tmp_path / f"{number}.gguf", matrices(header), seed=100 * number), 0.3) for number in range(7)
+    ]
+    expected = llama_logits(path, adapters)
+    assert not np.array_equal(llama_logits(path, adapters[::-1]), expected)
+    for number in range(4):
+        folder = tmp_path / f"ring-{number}"
+        folder.mkdir()
+        assert np.array_equal(ring_logits(header, [0, 2, 6], folder, adapters), expected)

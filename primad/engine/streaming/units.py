@@ -33,8 +33,8 @@ class WindowUnits:
     """The file ranges of each layer that the CPU computes, in order; of the output matrix (empty without one here).
 
     Of a layer on the GPU whose experts the CPU computes they are those of the experts. ``experts`` are those of each layer,
-    which lie in its ranges. ``rest`` is read a row at a time and never held: the
-    embedding table of a whole model that has its own output matrix.
+    which lie in its ranges. ``rest`` is read a row at a time and never held: the embedding table that a whole model
+    or a tail has beside its output matrix.
     """
 
     layers: tuple[tuple[FileRange, ...], ...]
@@ -53,12 +53,19 @@ def units_of_window(source: WindowSource) -> WindowUnits:
             raise EngineError(f"{path}: cannot be opened: {exc.strerror or exc}") from exc
         ranges.append((FileRange(path, HEADER_BYTES, size - HEADER_BYTES),))
     assignment = source.assignment
-    output = ranges[assignment.layers] if len(ranges) > assignment.layers and assignment.output != "gpu" else ()
+    output: tuple[FileRange, ...] = ()
+    rest: tuple[FileRange, ...] = ()
+    if len(ranges) > assignment.layers:
+        output, behind = ranges[assignment.layers], _header(source.layers[assignment.layers]).tensors
+        if _OUTPUT in behind and _EMBEDDING in behind:
+            output = _ranges([tensor for name, tensor in behind.items() if name != _EMBEDDING])
+            rest = _ranges([behind[_EMBEDDING]])
+        output = () if assignment.output == "gpu" else output
     paths = source.layers[: assignment.ram_layers]
-    tensors = [list(_header(path).tensors.values()) for path in paths]
-    experts = [_experts(_digest(path), found) for path, found in zip(paths, tensors, strict=True)]
-    apart = [_ranges(_of_experts(found)) for found in tensors[assignment.cpu_layers :]]
-    return WindowUnits((*ranges[: assignment.cpu_layers], *apart), tuple(experts), output, ())
+    found = [list(_header(path).tensors.values()) for path in paths]
+    experts = [_experts(_digest(path), tensors) for path, tensors in zip(paths, found, strict=True)]
+    apart = [_ranges(_of_experts(tensors)) for tensors in found[assignment.cpu_layers :]]
+    return WindowUnits((*ranges[: assignment.cpu_layers], *apart), tuple(experts), output, rest)
 
 
 def units_of_model(header: Header, source: WindowSource) -> WindowUnits:
