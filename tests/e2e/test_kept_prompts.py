@@ -8,7 +8,10 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
+from primad.gguf.header import read_header
 from tests.e2e.cluster import PATIENCE_S, Head, heading, joined, wait_until
+from tests.fakes.gguf import write_adapter
+from tools import synth
 
 pytestmark = pytest.mark.slow
 
@@ -53,3 +56,26 @@ def test_a_prompt_is_found_again_after_every_device_was_started_anew(smollm2, mo
             if found:
                 break
     assert found == 512
+
+
+def test_a_prompt_that_was_kept_with_other_angles_or_adapters_is_not_taken(smollm2, new_home, tmp_path):
+    model, home = tmp_path / "model.gguf", new_home("head")
+    synth.write_model(model, vocabulary=f"from:{smollm2}")
+    changed = {name: tensor.shape for name, tensor in read_header(model).tensors.items() if "attn_q" in name}
+    lora = write_adapter(tmp_path / "lora.gguf", changed)
+
+    def told(*options: object) -> list[tuple[str, int]]:
+        arguments = ("--alone", "--context", 2048, "--sequences", 1, "--kv-cache", tmp_path / "cells", *options)
+        with heading(model, home, secrets.token_hex(6), *arguments, config="") as head:
+            head.wait_serving()
+            first = answer(head)
+            answer(head, "Another prompt takes the only sequence. " + PROMPT)
+            wait_until(lambda: head.status()["kv"]["lag_tokens"] == 0, "all is kept")
+            return [first, answer(head)]
+
+    plain, again = told()
+    assert (plain[1], again) == (0, (plain[0], 512))
+    for options in (("--rope-freq-base", 20_000), ("--lora", lora)):
+        first, again = told(*options)
+        assert (first[1], again) == (0, (first[0], 512)), options
+        assert first[0] != plain[0]
