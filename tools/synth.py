@@ -174,7 +174,7 @@ PRESETS: Final[dict[str, Shape]] = {
 def tiny(architecture: str) -> Shape:
     """A model of ``architecture`` for tests: 6 layers, well under 1 MB. ``llama-moe`` is Mixtral's layout,
     ``deepseek2-lite`` (26 or 27 layers) that of DeepSeek V2 Lite."""
-    if architecture in zoo.MODELS:
+    if architecture in zoo.ALL:
         return Shape(architecture=architecture, layers=zoo.LAYERS, width=zoo.WIDTH)
     shape = Shape(architecture=architecture, tied=architecture not in _UNTIED)
     if architecture in _TINY_SLIDING:
@@ -190,8 +190,8 @@ def tiny(architecture: str) -> Shape:
 
 def has_experts(architecture: str) -> bool:
     """Whether a tiny model of ``architecture`` is a mixture of experts."""
-    if architecture in zoo.MODELS:
-        return "expert_count" in zoo.MODELS[architecture]
+    if architecture in zoo.ALL:
+        return "expert_count" in zoo.ALL[architecture]
     return "ffn_gate_exps" in _LAYERS[architecture]
 
 
@@ -224,7 +224,7 @@ def write_model(
     else:
         tokenizer = _byte_tokenizer(shape.vocabulary)
     pairs = {**_metadata(shape), **tokenizer, **(values or {})}
-    tensors = list(_tensors(shape, kinds) if architecture not in zoo.MODELS else _asked_tensors(pairs, shape, kinds))
+    tensors = list(_tensors(shape, kinds) if architecture not in zoo.ALL else _asked_tensors(pairs, shape, kinds))
     infos, offset = [], 0
     for tensor in tensors:
         infos.append(_info(tensor, offset))
@@ -355,7 +355,7 @@ def _layer_tensors(shape: Shape, kinds: _Quantisation, layer: int) -> Iterator[_
 
 
 def _metadata(shape: Shape) -> dict[str, Value]:
-    if shape.architecture in zoo.MODELS:
+    if shape.architecture in zoo.ALL:
         asked = zoo.keys_of(shape.architecture, shape.layers, shape.width // zoo.WIDTH)
         name = zoo.VARIANTS.get(shape.architecture, shape.architecture)
         return _with_general(name, {**asked, f"{name}.vocab_size": shape.vocabulary})
@@ -533,7 +533,7 @@ def main() -> None:
     parser.add_argument(
         "--architecture",
         default="llama",
-        choices=[*_LAYERS, *zoo.MODELS],
+        choices=[*_LAYERS, *zoo.ALL],
         help="of a tiny model (default: llama)",
     )
     parser.add_argument("--layers", type=int, help="another number of layers than the preset's")

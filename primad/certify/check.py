@@ -11,22 +11,23 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 
-from primad.certify.child import CheckTask, MakeTiny, Tried, TryCuts, TryWhole
+from primad.certify.child import CheckAnswer, CheckTask, Listed, ListNodes, MakeTiny, Tried, TryCuts, TryWhole
 from primad.certify.cuts import SAMPLED, CutRoute, asked_route, blamed, borders, in_two, is_allowed, route
+from primad.certify.derive import derived, multiples, named, provisional
 from primad.certify.keys import rewritten
 from primad.certify.tiny import WAYS
 from primad.certify.verdict import VERSION, CheckVerdict, ForbiddenCut, RouteOutcome, TriedKey, TriedRoute
 from primad.engine.build import build_id
 from primad.engine.protocol import KvType
-from primad.errors import DiskError, EngineError, printable
-from primad.gguf.architectures import cut_multiple, cuttable, layer_count
+from primad.errors import DiskError, EngineError, ModelError, printable
+from primad.gguf.architectures import cut_multiple, cuttable, known, layer_count
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.ring.spawn import environment
@@ -38,6 +39,7 @@ TASK_S: Final = 60.0
 KV_TYPES: Final[tuple[KvType, ...]] = ("f16", "q8_0", "q4_0")
 _FROM_OUTSIDE: Final = re.compile(r"ended by SIG(KILL|TERM|HUP|INT)\b")
 _BUILD_PATH: Final = re.compile(r"\S*/(?=[\w.-]+\.\w+:\d+: )")
+_ANSWER: Final = cast("type[CheckAnswer]", CheckAnswer)
 TellNext = Callable[[str], None]
 """Told what is tried next."""
 
@@ -53,7 +55,12 @@ class Wanted:
 
 
 def check(header: Header, wanted: Wanted, advance: TellNext) -> CheckVerdict:
-    """Try windows of the model. Raises ``ModelError`` for one that cannot be cut, ``DiskError``, ``EngineError``."""
+    """Try windows of the model. Raises ``ModelError`` for one that cannot be cut, ``DiskError``, ``EngineError``.
+
+    For an architecture that the table does not know an entry is derived and tried.
+    """
+    if known(header) is None:
+        header = provisional(header)
     cuttable(header)
     if wanted.cuts:
         asked_route(header, wanted.cuts)
@@ -94,7 +101,8 @@ class _Check:
 
     def run(self) -> None:
         """Try everything until the time is over."""
-        parts = (("a tiny model", self._make), ("windows", self._windows), ("keys", self._keys), ("KV types", self._kv))
+        first = self._windows if self.header.derived is None else self._derive
+        parts = (("a tiny model", self._make), ("windows", first), ("keys", self._keys), ("KV types", self._kv))
         later = (("the model cut in two", self._in_two),) if not self.wanted.cuts else ()
         for what, part in (*parts, *later):
             if self.why:
@@ -122,6 +130,7 @@ class _Check:
             layers=layer_count(self.header),
             cut_multiple=cut_multiple(self.header),
             cuts=self.wanted.cuts,
+            entry=self.header.derived,
             result="not certified" if why else "not finished" if self.left else "certified",
             why=why,
             routes=tuple(self.routes),
@@ -140,6 +149,44 @@ class _Check:
                 return
             reasons.append(why)
         self.why = f"no tiny model of it can be computed: {reasons[-1]}"
+
+    def _derive(self) -> None:
+        """Find an entry with which windows are exact, at every place where they may begin."""
+        self.advance("where its graph is cut")
+        listed = self._answer(ListNodes(tiny=str(self.tiny)))
+        if not isinstance(listed, Listed):
+            self.why = listed[1]
+            return
+        try:
+            ways, places = named(self.header, listed.nodes), multiples(self.header)
+        except ModelError as exc:
+            self.why = str(exc)
+            return
+        unset, why = self.header, ""
+        for multiple in places:
+            for names in ways:
+                self.advance(
+                    f"windows at multiples of {multiple} layers, fed at {names.entries[-1]}, taken at {names.exit}"
+                )
+                self.header = derived(unset, names, multiple)
+                self.routes.clear()
+                why_not = self._differs()
+                if not why_not:
+                    if self.wanted.cuts:
+                        asked_route(self.header, self.wanted.cuts)
+                        self._windows()
+                    return
+                why = why or why_not
+        self.routes.clear()
+        self.why = f"windows of it are not exact, wherever they begin: {why}" if why else "it has one layer"
+
+    def _differs(self) -> str:
+        """Why windows between all places where they may begin, or between two, do not equal the whole."""
+        for windows in (route(self.header, borders(self.header)), *in_two(self.header, None)):
+            tried = self._try(windows, "f16")
+            if tried.outcome != "equal":
+                return f"at layers {', '.join(map(str, windows[1:-1][:8]))}: {tried.why}"
+        return ""
 
     def _windows(self) -> None:
         windows = self._finest()
@@ -172,7 +219,7 @@ class _Check:
     def _keys(self) -> None:
         if self.forbidden:
             return
-        tiny = open_model(self.tiny)
+        tiny = replace(open_model(self.tiny), derived=self.header.derived)
         halves = [] if self.wanted.cuts else in_two(self.header)
         windows = [self._finest(), *halves[len(halves) // 2 :][:1]]
         found: dict[str, bool] = {}
@@ -186,7 +233,7 @@ class _Check:
         """Other logits say more than a model that cannot be loaded."""
         how = ""
         for each in windows:
-            outcome, why = self._ask(TryCuts(tiny=str(self.tiny), cuts=each, kv_type="f16", wrong=key))
+            outcome, why = self._ask(self._cuts(each, "f16", wrong=key))
             how = why if outcome == "different" else how or why
             if outcome == "different":
                 break
@@ -200,36 +247,47 @@ class _Check:
         windows = self._finest()
         for kv_type in KV_TYPES[1:]:
             self.advance(f"a KV cache of {kv_type}")
-            outcome, why = self._ask(TryWhole(tiny=str(self.tiny), kv_type=kv_type))
+            outcome, why = self._ask(TryWhole(tiny=str(self.tiny), kv_type=kv_type, derived=self.header.derived))
             if outcome != "equal":
                 self.routes.append(TriedRoute(cuts=windows, kv_type=kv_type, outcome="not opened", why=why))
                 continue
             self._try(windows, kv_type, forbids=True)
 
     def _in_two(self) -> None:
-        for windows in in_two(self.header, None if self.wanted.every else SAMPLED):
+        every = self.wanted.every or self.header.derived is not None
+        for windows in in_two(self.header, None if every else SAMPLED):
             self.advance(f"two windows, cut at layer {windows[1]}")
             if not any(windows == each.cuts for each in self.routes):
                 self._try(windows, "f16", forbids=True)
 
     def _try(self, windows: CutRoute, kv_type: KvType, *, forbids: bool = False) -> TriedRoute:
-        outcome, why = self._ask(TryCuts(tiny=str(self.tiny), cuts=windows, kv_type=kv_type))
+        outcome, why = self._ask(self._cuts(windows, kv_type))
         tried = TriedRoute(cuts=windows, kv_type=kv_type, outcome=outcome, why=why)
         self.routes.append(tried)
         if forbids and outcome != "equal":
             self.forbidden.append(ForbiddenCut(layers=windows[1:-1], why=f"{why} ({kv_type})"))
         return tried
 
+    def _cuts(self, windows: CutRoute, kv_type: KvType, wrong: str = "") -> TryCuts:
+        return TryCuts(tiny=str(self.tiny), cuts=windows, kv_type=kv_type, wrong=wrong, derived=self.header.derived)
+
     def _ask(self, task: CheckTask) -> tuple[RouteOutcome, str]:
         """How a task went. Raises ``_TimeOverError``."""
+        answer = self._answer(task)
+        return ("ended", "the child answered something else") if isinstance(answer, Listed) else answer
+
+    def _answer(self, task: CheckTask) -> Listed | tuple[RouteOutcome, str]:
+        """What the child says, or how the task went. Raises ``_TimeOverError``."""
         left_s = self.began + self.wanted.time_limit_s - time.monotonic()
         if left_s <= 0:
             raise _TimeOverError
         self.child.timeout_s = min(TASK_S, left_s)
         try:
-            answer = self.child.ask(task, Tried)
+            answer: CheckAnswer | str = self.child.ask(task, _ANSWER)
         except msgspec.DecodeError as exc:
             answer = f"the child said what is no answer: {exc}"
+        if isinstance(answer, Listed):
+            return answer
         if isinstance(answer, Tried):
             if answer.outcome == "broken":
                 raise DiskError(f"{self.tiny.parent}: {answer.why}; make room, or name another folder in TMPDIR")

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import signal
 import sys
+from dataclasses import replace
 from functools import lru_cache
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
+from primad.certify.derive import GraphNode
 from primad.engine.protocol import KvType
 from primad.errors import PrimadError
+from primad.gguf.architectures import Architecture
 from primad.gguf.model import open_model
 
 if TYPE_CHECKING:
@@ -39,6 +43,13 @@ class TryWhole(msgspec.Struct, frozen=True, kw_only=True, tag="whole"):
 
     tiny: str
     kv_type: KvType
+    derived: Architecture | None = None
+
+
+class ListNodes(msgspec.Struct, frozen=True, kw_only=True, tag="nodes"):
+    """Say what the nodes of the ``tiny`` model's graph are called."""
+
+    tiny: str
 
 
 class TryCuts(msgspec.Struct, frozen=True, kw_only=True, tag="cuts"):
@@ -48,6 +59,13 @@ class TryCuts(msgspec.Struct, frozen=True, kw_only=True, tag="cuts"):
     cuts: tuple[int, ...]
     kv_type: KvType
     wrong: str = ""
+    derived: Architecture | None = None
+
+
+class Listed(msgspec.Struct, frozen=True, tag="listed"):
+    """The nodes of a graph, in order."""
+
+    nodes: tuple[GraphNode, ...]
 
 
 class Tried(msgspec.Struct, frozen=True, tag="tried"):
@@ -60,7 +78,8 @@ class Tried(msgspec.Struct, frozen=True, tag="tried"):
     why: str = ""
 
 
-CheckTask = MakeTiny | TryWhole | TryCuts
+CheckTask = MakeTiny | TryWhole | ListNodes | TryCuts
+CheckAnswer = Tried | Listed
 
 
 def main() -> None:
@@ -70,7 +89,7 @@ def main() -> None:
         if sys.platform != "win32":
             signal.alarm(LATEST_S)
         try:
-            answer = _answer(decoder.decode(line))
+            answer: CheckAnswer = _answer(decoder.decode(line))
         except PrimadError as exc:
             answer = Tried("refused", str(exc))
         except (OSError, MemoryError) as exc:
@@ -79,23 +98,32 @@ def main() -> None:
         sys.stdout.buffer.flush()
 
 
-def _answer(task: CheckTask) -> Tried:
+def _answer(task: CheckTask) -> CheckAnswer:
     match task:
         case MakeTiny():
             from primad.certify.made import write_tiny
 
             write_tiny(open_model(Path(task.model), header_only=True), Path(task.tiny), task.way)
-            return _whole(task.tiny, "f16")
+            return _whole(task.tiny, "f16", None)
         case TryWhole():
-            return _whole(task.tiny, task.kv_type)
+            return _whole(task.tiny, task.kv_type, task.derived)
+        case ListNodes():
+            from primad.certify.route import looks_ahead
+            from primad.engine.nodes import graph_nodes
+
+            if looks_ahead(open_model(Path(task.tiny))):
+                return Tried(
+                    "refused", "a token's logits depend on later ones, so that it writes no text token by token"
+                )
+            return Listed(tuple(starmap(GraphNode, graph_nodes(Path(task.tiny)))))
         case TryCuts():
             return _cuts(task)
 
 
-def _whole(tiny: str, kv_type: KvType) -> Tried:
+def _whole(tiny: str, kv_type: KvType, derived: Architecture | None) -> Tried:
     from primad.certify.route import is_finite
 
-    if is_finite(_logits(tiny, kv_type)):
+    if is_finite(_logits(tiny, kv_type, derived)):
         return Tried("equal")
     return Tried("refused", "the whole model's logits are no numbers, or all the same")
 
@@ -104,8 +132,8 @@ def _cuts(task: TryCuts) -> Tried:
     from primad.certify.keys import made_wrong, nothing
     from primad.certify.route import TinyRoute, difference
 
-    cutter, folder = _cutter(task.tiny), Path(task.tiny).parent
-    expected = _logits(task.tiny, task.kv_type)
+    cutter, folder = _cutter(task.tiny, task.derived), Path(task.tiny).parent
+    expected = _logits(task.tiny, task.kv_type, task.derived)
     change = made_wrong(cutter.header, task.wrong) if task.wrong else nothing
     route = TinyRoute(cutter, task.cuts, folder, task.kv_type, change)
     try:
@@ -116,17 +144,26 @@ def _cuts(task: TryCuts) -> Tried:
 
 
 @lru_cache(1)
-def _cutter(tiny: str) -> ModelCutter:
+def _cutter(tiny: str, derived: Architecture | None) -> ModelCutter:
     from primad.gguf.windows import ModelCutter
 
-    return ModelCutter(open_model(Path(tiny)), stand_in=float("nan"))
+    return ModelCutter(replace(open_model(Path(tiny)), derived=derived), stand_in=float("nan"))
+
+
+def _logits(tiny: str, kv_type: KvType, derived: Architecture | None) -> Logits:
+    """One of several entries for a model is about its windows alone, and whether it keeps states."""
+    return _computed(tiny, kv_type, None if derived is None else _whole_entry(derived))
 
 
 @lru_cache(3)
-def _logits(tiny: str, kv_type: KvType) -> Logits:
+def _computed(tiny: str, kv_type: KvType, derived: Architecture | None) -> Logits:
     from primad.certify.route import whole_logits
 
-    return whole_logits(_cutter(tiny).header, kv_type)
+    return whole_logits(replace(open_model(Path(tiny)), derived=derived), kv_type)
+
+
+def _whole_entry(derived: Architecture) -> Architecture:
+    return Architecture(name=derived.name, recurrent=derived.recurrent)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def rewritten(header: Header, cuts: Sequence[int]) -> dict[str, bool]:
 def is_own(header: Header, key: str) -> bool:
     """Whether ``key`` is one of the architecture's, and not of the file or the tokenizer."""
     name = header.text("general.architecture")
-    return key.startswith(f"{name}.") or key in SUPPORTED[name].by_layer
+    return key.startswith(f"{name}.") or (name in SUPPORTED and key in SUPPORTED[name].by_layer)
 
 
 def made_wrong(header: Header, key: str) -> KeyChange:

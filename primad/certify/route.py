@@ -86,8 +86,7 @@ def steps_of(header: Header) -> list[TinyStep | int]:
     return list(steps(vocabulary_size(header), together=not any(recurrent_layers(header))))
 
 
-def whole_logits(header: Header, kv_type: KvType) -> Logits:
-    """The logits of every step. Raises ``EngineError``."""
+def _whole(header: Header, kv_type: KvType) -> WholeModel:
     source = WindowSource(
         window=0,
         metadata=str(header.path),
@@ -95,7 +94,12 @@ def whole_logits(header: Header, kv_type: KvType) -> Logits:
         assignment=in_memory(0, layer_count(header), output="cpu"),
         extra_buffers=False,
     )
-    model, found = WholeModel(source, _options(kv_type), frozenset(), vocabulary=vocabulary_size(header)), Logits()
+    return WholeModel(source, _options(kv_type), frozenset(), vocabulary=vocabulary_size(header))
+
+
+def whole_logits(header: Header, kv_type: KvType) -> Logits:
+    """The logits of every step. Raises ``EngineError``."""
+    model, found = _whole(header, kv_type), Logits()
     try:
         for step in steps_of(header):
             if isinstance(step, int):
@@ -107,6 +111,21 @@ def whole_logits(header: Header, kv_type: KvType) -> Logits:
     finally:
         model.release()
     return found
+
+
+def looks_ahead(header: Header) -> bool:
+    """Whether logits depend on later tokens: such a model writes no text token by token. Raises ``EngineError``."""
+    found = Logits()
+    for later in (1, 2):
+        model = _whole(header, "f16")
+        try:
+            tokens = np.array([1, 2, 3, *(3 + later * each for each in (1, 2, 3))], np.int32)
+            outputs = [False, False, True, False, False, True]
+            model.forward(Rows(content=tokens, positions=range(6), sequences=[[0]] * 6, outputs=outputs))
+            found.append(model.logits(2).copy())
+        finally:
+            model.release()
+    return not np.array_equal(found[0][1:], found[1][1:])
 
 
 class TinyRoute:

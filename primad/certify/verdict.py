@@ -19,8 +19,8 @@ from halda import ModelProfile
 from primad.certify.keys import is_own
 from primad.engine.build import build_id
 from primad.engine.protocol import KvType
-from primad.errors import printable
-from primad.gguf.architectures import SUPPORTED, cut_multiple
+from primad.errors import ModelError, printable
+from primad.gguf.architectures import SUPPORTED, Architecture, NotCutError, cut_multiple, cuttable, is_unknown
 from primad.gguf.header import Header
 from primad.gguf.windows import vocabulary_size
 from primad.settings.config import checks_folder
@@ -65,7 +65,8 @@ class CheckVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """What was compared, and what came of it; ``checked`` is in UTC.
 
     Windows of the model may begin at multiples of ``cut_multiple``. ``cuts`` are those that were asked for; none:
-    everywhere. ``left`` says what was not tried when the time had run out.
+    everywhere. ``left`` says what was not tried when the time had run out. ``entry`` is what was derived for an architecture
+    that the table does not know.
     """
 
     version: int
@@ -83,6 +84,7 @@ class CheckVerdict(msgspec.Struct, frozen=True, kw_only=True):
     forbidden: tuple[ForbiddenCut, ...]
     left: tuple[str, ...]
     seconds: float
+    entry: Architecture | None = None
 
     @property
     def day(self) -> str:
@@ -99,15 +101,14 @@ def verdict_key(header: Header, cuts: Sequence[int] = ()) -> str:
 
 def load_verdict(home: Path, header: Header, cuts: Sequence[int] = ()) -> CheckVerdict | None:
     """What was found for windows between these ``cuts``, or else everywhere; None where they were not checked."""
-    if header.text("general.architecture") not in SUPPORTED:
-        return None
+    is_derived = header.text("general.architecture") not in SUPPORTED
     for asked in dict.fromkeys((tuple(cuts), ())):
         try:
             data = (checks_folder(home) / f"{verdict_key(header, asked)}.json").read_bytes()
             verdict = msgspec.json.decode(data, type=CheckVerdict)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
-        if verdict.version == VERSION:
+        if verdict.version == VERSION and (verdict.entry is not None) is is_derived:
             return verdict
     return None
 
@@ -125,7 +126,28 @@ def save_verdict(home: Path, header: Header, verdict: CheckVerdict) -> None:
 def windows_line(home: Path, header: Header, firsts: Iterable[int]) -> str | None:
     """In one line what is known of windows that begin at the layers ``firsts``; None for the whole model alone."""
     cuts = sorted({*firsts} - {0})
-    return f"windows of this model: {verdict_line(load_verdict(home, header, cuts), header.path)}" if cuts else None
+    verdict = load_verdict(home, header, cuts)
+    if verdict is None and is_unknown(header):
+        how = f"not checked, which serve does first; primad check {printable(header.path)} does it now"
+        return f"windows of this model: {how}"
+    why = _why_whole(header, verdict)
+    if why:
+        return f"one device serves this model: {why}"
+    return f"windows of this model: {verdict_line(verdict, header.path)}" if cuts else None
+
+
+def _why_whole(header: Header, verdict: CheckVerdict | None) -> str:
+    """Why the model is not cut; empty where it is."""
+    if is_unknown(header):
+        certified = verdict is not None and verdict.result == "certified"
+        return "" if certified or verdict is None else verdict_line(verdict, header.path)
+    try:
+        cuttable(header)
+    except NotCutError as exc:
+        return exc.reason
+    except ModelError:
+        return ""  # told where it is read
+    return ""
 
 
 def verdict_line(verdict: CheckVerdict | None, model: Path) -> str:
@@ -141,8 +163,17 @@ def verdict_line(verdict: CheckVerdict | None, model: Path) -> str:
 
 
 def with_verdict(profile: ModelProfile, header: Header, home: Path) -> ModelProfile:
-    """``profile``, which ``header`` is of, without the cuts that the verdict in ``home`` forbids, if there is one."""
+    """``profile``, which ``header`` is of, without the cuts that are not exact, and those that ``home`` has a verdict on.
+
+    Of an architecture that the table does not know it is as if every cut were, until there is a verdict.
+    """
     verdict = load_verdict(home, header)
+    if _why_whole(header, verdict):
+        return replace(profile, cut_multiple=max(len(profile.layers), 1))
+    if is_unknown(header):
+        entry = None if verdict is None else verdict.entry
+        multiple = cut_multiple(replace(header, derived=entry)) if entry is not None else profile.cut_multiple
+        return replace(profile, cut_multiple=multiple)
     if verdict is None or not verdict.forbidden:
         return profile
     return replace(profile, cut_multiple=allowed_multiple(verdict, cut_multiple(header), len(profile.layers)))

@@ -60,7 +60,7 @@ from primad.engine.streaming.scratch import LARGE_ROWS, Scratch
 from primad.engine.streaming.scratch import bind as bind_scratch
 from primad.engine.streaming.units import EXPERT_TENSORS, is_still_whole
 from primad.errors import EngineError, WeightsError
-from primad.gguf.architectures import SUPPORTED, Architecture
+from primad.gguf.architectures import ENTRY_KEY, EXIT_KEY, LAST_EXIT_KEY, SUPPORTED, Architecture
 from primad.gguf.constants import GGMLQuantizationType
 from primad.gguf.header import TensorInfo
 from primad.kv.cells import LayerCells
@@ -211,6 +211,7 @@ class _Tap(dict[int, bool]):
         self._architecture, self._layers = architecture, layers
         last = self._last
         self._wanted = None if last is None else architecture.exit_of(last, is_last=True).encode()
+        self._entries = frozenset(entry.encode() for entry in architecture.entries)
 
     def begin(self, rows: int, feed: Hidden | None) -> None:
         """``rows`` rows are about to be computed, of ``feed`` unless the batch says of what.
@@ -299,7 +300,7 @@ class _Tap(dict[int, bool]):
                 self._end = None
             return False
         border, router = self._borders.get(name), self._routers.get(name)
-        is_entry = self._feed is not None and name in _ENTRIES
+        is_entry = self._feed is not None and name in (self._entries or _ENTRIES)
         if name != self._wanted and border is None and router is None and not is_entry:
             self[node] = False
             return False
@@ -448,6 +449,15 @@ def _text_of(model: Any, key: bytes) -> str:
     return buffer.value.decode(errors="replace") if size > 0 else ""
 
 
+def _architecture_of(model: Any) -> Architecture | None:
+    """What ``model`` says of its graph, which the head derived, or what the table knows."""
+    name = _text_of(model, b"general.architecture")
+    entry, leaves, leaves_last = (_text_of(model, key.encode()) for key in (ENTRY_KEY, EXIT_KEY, LAST_EXIT_KEY))
+    if not entry:
+        return SUPPORTED.get(name)
+    return Architecture(name=name, is_fed=True, entries=(entry,), exit=leaves, last_exit=leaves_last)
+
+
 def load_adapters(model: Any, adapters: Sequence[AdapterFile]) -> list[Any]:
     """LoRA adapters, which end with ``model``. They are loaded before there is a context, which has room for them then.
 
@@ -522,7 +532,7 @@ class _Model:
             llama.llama_set_adapters_lora(self._context, handles, len(adapters), scales)
         self._quiet = Quiet(ggml_base, self._context, self._callback)
         self._memory = llama.llama_get_memory(self._context)
-        known = SUPPORTED.get(_text_of(self._model, b"general.architecture"))
+        known = _architecture_of(self._model)
         self._is_fed = known is not None and known.is_fed
         self._is_recurrent = bool(
             llama.llama_model_is_recurrent(self._model) or llama.llama_model_is_hybrid(self._model)

@@ -4,7 +4,8 @@ A window is loaded by llama.cpp's own graph for the architecture, as a model of 
 is exact only where nothing in the graph depends on the layer's number, on the number of layers or on token ids, beyond
 what the window's metadata can say again. So this table is closed: each entry was read in llama.cpp's ``src/models/*.cpp``
 (the copy in llama-cpp-python 0.3.36) and its windows were compared with the whole model bit by bit
-(``tests/shell/test_cut_exact.py``); everything else is refused by name. What the entries say:
+(``tests/shell/test_cut_exact.py``). A model of another architecture is refused, unless its header has an entry of its own
+that ``primad/certify`` derived and compared (``Header.derived``). What the entries say:
 
 - **Embedding.** The head turns tokens into hidden states itself. Gemma 3 scales token rows by sqrt(width) but not hidden
   states; Granite and MiniCPM scale both, so their ``embedding_scale`` is written as 0 (do not scale) in every window. Where
@@ -82,6 +83,7 @@ class Recurrent(Enum):
     INTERVAL = "all but each full_attention_interval-th, or as attention.recurrent_layers says"
     HEADS = "those without KV heads"
     ALL = "every one, beside its cells"
+    TENSORS = "those with tensors of a state"
 
 
 class TensorRole(Enum):
@@ -133,10 +135,14 @@ class Architecture:
     """Its last layers may be for multi-token prediction, which the graph leaves out."""
     shares_where_full: bool = False
     """What every window shares is used only by layers that do not slide."""
+    entries: tuple[str, ...] = ()
+    """What the graph calls the rows of tokens, and the hidden state that it makes of them. Where there are some the route's
+    first window is fed at the first one and the others at the last; none: at those that the engine knows."""
 
     def exit_of(self, layer: int, *, is_last: bool) -> str:
         """What the graph calls the output of ``layer``, counted from the window's first."""
-        return ((is_last and self.last_exit) or self.exit).format(layer=layer, after=layer + 1)
+        name = (is_last and self.last_exit) or self.exit
+        return name.replace("{layer}", str(layer)).replace("{after}", str(layer + 1))
 
 
 _SECTIONS: Final = frozenset(("rope.dimension_sections",))
@@ -328,14 +334,12 @@ SUPPORTED: Final[dict[str, Architecture]] = {
 }
 
 _REASONS: Final[dict[str, tuple[str, ...]]] = {
-    "its rotary positions have several sections": ("hunyuan_vl", "paddleocr"),
     "llama.cpp aborts when three answers are computed at once": ("kimi-linear",),
     "it keeps recurrent state": ("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "plamo2"),
     "its layers take inputs beside the hidden state": ("gemma3n",),
     "which layers rotate is computed from the layer's number": ("smallthinker",),
-    "position embeddings are added at the input": ("gpt2", "starcoder", "bloom", "mpt"),
+    "position embeddings are added at the input": ("gpt2", "starcoder"),
     "it is not a causal text decoder": (*("bert", "nomic-bert", "modern-bert", "gemma-embedding", "t5", "t5encoder"),),
-    "its 7B and 13B differ in position encoding and are told apart by the number of layers": ("baichuan",),
 }
 _REFUSED: Final = {name: reason for reason, names in _REASONS.items() for name in names}
 
@@ -352,6 +356,13 @@ _PER_LAYER: Final = (
 )
 """Keys that may be an array over the layers. The graphs above read layer 0 for all, so only equal values are exact."""
 
+ENTRY_KEY: Final = "primad.entry"
+EXIT_KEY: Final = "primad.exit"
+LAST_EXIT_KEY: Final = "primad.last_exit"
+"""Keys of a window that no table knows: where its graph is fed, and what its layers' outputs are called there."""
+_STATE_TENSOR: Final = re.compile(r"blk\.(\d+)\.(ssm|shortconv|time_mix)")
+_KEY_TENSOR: Final = re.compile(r"blk\.(\d+)\.attn_(k|kv_a_mqa)\b")
+
 _FOREIGN: Final = (
     ("attention.key_length_swa", "sliding layers with heads of another size"),
     ("attention.value_length_swa", "sliding layers with heads of another size"),
@@ -361,15 +372,28 @@ _FOREIGN: Final = (
     ("pooling_type", "pooled output: this is an embedding model"),
     ("classifier.output_labels", "a classifier's output"),
 )
+LEFT_TO_TRIAL: Final = frozenset(key for key, _ in _FOREIGN) - {"pooling_type", "classifier.output_labels"}
+"""Keys that stand in the way of an entry of the table, and with which a derived one is tried."""
+
+
+def known(header: Header) -> Architecture | None:
+    """The model's entry: the one that was derived for it, or the table's; None where there is neither."""
+    return header.derived or SUPPORTED.get(header.text("general.architecture"))
+
+
+def is_unknown(header: Header) -> bool:
+    """Whether nothing is known of the architecture, not even that it cannot be cut."""
+    name = header.text("general.architecture")
+    return name not in SUPPORTED and name not in _REFUSED
 
 
 def cuttable(header: Header) -> Architecture:
-    """The table's entry for the model, after checking that this very model can be cut exactly.
+    """The entry for the model, after checking that this very model can be cut exactly.
 
     Raises ``ModelError`` naming the architecture, the key or the tensor that stands in the way, and what to do.
     """
     name = header.text("general.architecture")
-    architecture = SUPPORTED.get(name)
+    architecture = known(header)
     if architecture is None:
         raise _refusal(header, f"architecture {name[:64]!r}", _REFUSED.get(name, "it is not known to be exact"))
     layers = layer_count(header)
@@ -398,7 +422,9 @@ def cuttable(header: Header) -> Architecture:
     missing = sorted(set(range(layers)) - present)
     if missing:
         raise ModelError(f"{header.path}: layer {missing[0]} has no tensors; the file is not a complete model")
-    needed = ["token_embd.weight", f"{architecture.output_norm}.weight"]
+    needed = ["token_embd.weight"]
+    if architecture.output_norm:
+        needed.append(f"{architecture.output_norm}.weight")
     if not architecture.tied_output_fallback:
         needed.append("output.weight")
     for tensor in needed:
@@ -437,14 +463,15 @@ def cut_multiple(header: Header) -> int:
 
     Raises ``ModelError`` as ``sliding_layers``.
     """
-    architecture = SUPPORTED.get(header.text("general.architecture"))
+    architecture = known(header)
     if architecture is None:
         return 1
     step = header.count(f"{architecture.name}.{architecture.step}", 1) if architecture.step else 1
     multiple = base = math.lcm(architecture.cut_multiple, max(step, 1))
     needed = [sliding_layers(header)] if architecture.sliding is Sliding.NEEDED else []
-    if architecture.recurrent in (Recurrent.INTERVAL, Recurrent.HEADS):
-        needed += [recurrent_layers(header), attending_layers(header)]
+    if architecture.recurrent in (Recurrent.INTERVAL, Recurrent.HEADS, Recurrent.TENSORS):
+        kinds = (recurrent_layers(header), attending_layers(header))
+        needed += [each for each in kinds if any(each) or architecture.recurrent is not Recurrent.TENSORS]
         if architecture.recurrent is Recurrent.INTERVAL and f"{architecture.name}.{_RECURRENT}" not in header.values:
             multiple = base = math.lcm(base, max(header.count(f"{architecture.name}.{_INTERVAL}", 4), 1))
     return _multiple_with(needed, multiple, base)
@@ -455,7 +482,7 @@ def multiple_that_slides(header: Header) -> int:
 
     1 where it does not. Raises ``ModelError`` as ``sliding_layers``.
     """
-    architecture = SUPPORTED.get(header.text("general.architecture"))
+    architecture = known(header)
     always = architecture is not None and architecture.sliding is Sliding.ALWAYS
     return _multiple_with([sliding_layers(header)], 1, 1) if always else 1
 
@@ -486,6 +513,8 @@ def recurrent_layers(header: Header) -> tuple[bool, ...]:
             if "feed_forward_length" in SUPPORTED[name].by_layer and given is not None and given.is_array:
                 forward = _by_layer(header, "feed_forward_length", layers)  # a layer of a forward network alone
             return tuple(not any(each) for each in zip(heads, forward, strict=True))
+        case Recurrent.TENSORS:
+            return _with_tensors(header, _STATE_TENSOR, layers)
         case _:
             return (kind is Recurrent.ALL,) * layers
 
@@ -498,14 +527,24 @@ def attending_layers(header: Header) -> tuple[bool, ...]:
             return tuple(heads > 0 for heads in _by_layer(header, _HEADS, layers))
         case Recurrent.INTERVAL:
             return tuple(not state for state in recurrent_layers(header))
+        case Recurrent.TENSORS:
+            both = zip(recurrent_layers(header), _with_tensors(header, _KEY_TENSOR, layers), strict=True)
+            return tuple(has_key or not state for state, has_key in both)
         case _:
             return (True,) * layers
 
 
+def _with_tensors(header: Header, pattern: re.Pattern[str], layers: int) -> tuple[bool, ...]:
+    """For each layer whether it has a tensor of such a name."""
+    found = {int(match[1]) for match in map(pattern.match, header.tensors) if match is not None}
+    return tuple(layer in found for layer in range(layers))
+
+
 def _recurrent(header: Header, name: str) -> Recurrent:
     """Of an architecture that is not known, that every layer keeps a state if one does."""
-    if name in SUPPORTED:
-        return SUPPORTED[name].recurrent
+    entry = known(header)
+    if entry is not None:
+        return entry.recurrent
     keeps = any(key.startswith((f"{name}.ssm.", f"{name}.wkv.")) for key in header.values)
     return Recurrent.ALL if keeps else Recurrent.NEVER
 
@@ -547,24 +586,25 @@ def tensor_role(header: Header, tensor: str) -> TensorRole:
             return TensorRole.OUTPUT_NORM
         case "output.weight" | "output.bias":
             return TensorRole.OUTPUT
-        case _ if is_shared_tensor(tensor):
+        case _ if is_shared_tensor(tensor) or header.derived is not None:
             return TensorRole.SHARED
         case _:
             raise _refusal(header, f"tensor '{tensor}'", "it is outside the layers and its use is not known")
 
 
 def _output_norm(header: Header) -> str:
-    name = header.text("general.architecture")
-    return SUPPORTED[name].output_norm if name in SUPPORTED else ""
+    entry = known(header)
+    return entry.output_norm if entry is not None else ""
 
 
 def embedding_scale(header: Header) -> float:
     """What the head multiplies embedding rows with, in float32; the value itself is exact in float32.
 
-    1.0 means: do not multiply. The model must be ``cuttable``.
+    1.0 means: do not multiply; where the entry was derived the graph itself does. The model must be ``cuttable``.
     """
-    name = header.text("general.architecture")
-    architecture = SUPPORTED[name]
+    name, architecture = header.text("general.architecture"), known(header)
+    if architecture is None:
+        return 1.0
     if architecture.embedding is Embedding.SQRT_WIDTH:
         return single(math.sqrt(header.count(f"{name}.embedding_length")))
     if architecture.embedding is Embedding.KEY:
@@ -578,7 +618,8 @@ def sliding_layers(header: Header) -> tuple[bool, ...]:
     Raises ``ModelError`` for a pattern that does not fit the model.
     """
     name = header.text("general.architecture")
-    architecture, layers = SUPPORTED[name], layer_count(header)
+    architecture, layers = known(header), layer_count(header)
+    assert architecture is not None
     size_key, pattern_key = f"{name}.attention.sliding_window", f"{name}.attention.sliding_window_pattern"
     if architecture.sliding in (Sliding.ALWAYS, Sliding.NEEDED) and header.count(size_key) == 0:
         raise ModelError(f"{header.path}: metadata key '{size_key}' is 0; the file is not a complete model")
@@ -605,7 +646,8 @@ def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> 
     ``cuttable``. Raises ``ModelError`` for the few cuts that are not exact, naming the layers.
     """
     name = header.text("general.architecture")
-    architecture, layers = SUPPORTED[name], layer_count(header)
+    architecture, layers = known(header), layer_count(header)
+    assert architecture is not None
     assert 0 <= first < last <= layers
     multiple = cut_multiple(header)
     if first % multiple:
@@ -640,7 +682,15 @@ def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> 
         values[f"{prefix}embedding_scale"] = _float32(0.0)
     if architecture.sliding not in (Sliding.NEVER, Sliding.FIXED):
         values.update(_sliding_values(header, architecture, first, last))
-    values.update(_derived_values(header, name, layers))
+    if header.derived is None:
+        values.update(_derived_values(header, name, layers))
+    if architecture.entries:
+        names = {
+            ENTRY_KEY: architecture.entries[0 if first == 0 else -1],
+            EXIT_KEY: architecture.exit,
+            LAST_EXIT_KEY: architecture.last_exit,
+        }
+        values.update({key: scalar_value(GGUFValueType.STRING, text) for key, text in names.items()})
     return values
 
 
@@ -683,6 +733,8 @@ def _derived_values(header: Header, name: str, layers: int) -> dict[str, Value]:
 def _check_count(header: Header, architecture: Architecture, count: int) -> None:
     """Refuse a whole model, or a window, of ``count`` layers for which llama.cpp takes another graph."""
     name, layers = architecture.name, layer_count(header)
+    if header.derived is not None:
+        return  # it was tried with every number of layers
     if name == "gemma3" and 62 in (count, layers):
         width, heads = header.count("gemma3.embedding_length"), header.count("gemma3.attention.head_count")
         head = header.count("gemma3.attention.key_length", width // max(heads, 1))

@@ -14,10 +14,13 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from primad.errors import ModelError
 from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+if TYPE_CHECKING:
+    from primad.gguf.architectures import Architecture
 
 MAGIC: Final = b"GGUF"
 DEFAULT_ALIGNMENT: Final = 32
@@ -136,6 +139,8 @@ class Header:
     tensors: Mapping[str, TensorInfo]
     data_offset: int
     file_bytes: int
+    derived: Architecture | None = None
+    """How its windows are made where no table says so; no file does."""
 
     def text(self, key: str, default: str | None = None) -> str:
         """The string at ``key``. Raises ``ModelError`` when it is missing (and no default is given) or not a string."""

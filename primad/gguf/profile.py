@@ -10,10 +10,10 @@ from typing import Final
 from halda import LayerProfile, ModelProfile
 from primad.errors import ModelError
 from primad.gguf.architectures import (
-    SUPPORTED,
     attending_layers,
     block_count,
     cut_multiple,
+    known,
     layer_count,
     layer_of,
     recurrent_layers,
@@ -146,7 +146,7 @@ def _head_widths(header: Header, name: str, layer: int) -> tuple[int, int]:
     default = header.count(f"{name}.embedding_length") // heads if heads else 0
     key = header.count(f"{name}.attention.key_length", default)
     value = header.count(f"{name}.attention.value_length", default)
-    if f"{name}.attention.key_length_swa" in header.values and name in SUPPORTED and sliding_layers(header)[layer]:
+    if f"{name}.attention.key_length_swa" in header.values and known(header) and sliding_layers(header)[layer]:
         key = header.count(f"{name}.attention.key_length_swa")
         value = header.count(f"{name}.attention.value_length_swa", key)
     return key, value

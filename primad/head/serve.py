@@ -19,6 +19,7 @@ from primad.api.backend import ModelNames
 from primad.api.key_file import KeyFile
 from primad.api.keys import ApiKey, digest_of, new_key
 from primad.api.patience import Silent
+from primad.certify.first import certified, warning
 from primad.certify.verdict import with_verdict
 from primad.daemon.measuring import OwnProfile
 from primad.daemon.owner import apply_nice
@@ -26,7 +27,7 @@ from primad.daemon.reporter import Reporter
 from primad.daemon.run import own_station, run
 from primad.embedding.service import EmbeddingService
 from primad.errors import ConfigError, ModelError
-from primad.gguf.architectures import NotCutError, cuttable
+from primad.gguf.architectures import ADVICE, NotCutError, cuttable
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
@@ -67,11 +68,21 @@ def check_options(options: ServeOptions, config: Config, header: Header, model: 
         cuttable(header)
 
 
-def as_it_can_be(options: ServeOptions, config: Config, header: Header, reporter: Reporter) -> ServeOptions:
-    """``options``, with this device alone for a model that cannot be cut, where no other devices were asked for."""
-    if options.alone or options.use_all or is_for_several(options, config):
+def as_it_can_be(
+    options: ServeOptions, config: Config, header: Header, reporter: Reporter, why_not: str = ""
+) -> ServeOptions:
+    """``options``, with this device alone for a model that cannot be cut, where no other devices were asked for.
+
+    ``why_not`` says of one that is not certified why not. Raises ``NotCutError`` for that where others were asked for.
+    """
+    is_asked = options.use_all or is_for_several(options, config)
+    if why_not and is_asked:
+        raise NotCutError(f"{header.path}: {why_not}", ADVICE)
+    if options.alone or is_asked:
         return options
     try:
+        if why_not:
+            raise NotCutError(why_not, ADVICE)
         cuttable(header)
     except NotCutError as exc:
         reporter.say(f"{exc.reason}; this device serves it alone")
@@ -134,9 +145,13 @@ def serve(
     ranged = source if isinstance(source, RangedModel) else None
     header = open_model(source) if isinstance(source, Path) else source.header
     adapters = open_adapters(options.lora, header)
+    header, why_not = (header, "") if options.alone else certified(header, config.home, reporter.say)
+    options = as_it_can_be(options, config, header, reporter, why_not)
+    warned = "" if options.alone else warning(header, config.home)
+    if warned:
+        reporter.say(warned)
     model = with_adapters(with_verdict(model_profile(header), header, config.home), adapters)
     model = with_rope(model, header, options.rope)
-    options = as_it_can_be(options, config, header, reporter)
     check_options(options, config, header, model)
     check_adapters(adapters, several=is_for_several(options, config))
     if options.embedding is not None:

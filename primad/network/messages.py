@@ -15,8 +15,8 @@ nothing does without, or asks anew. What a model guesses may be lost as well: an
 Versions. A device speaks ``PROTOCOL`` and the one before it, down to ``OLDEST``; both sides use the newer one that both
 speak. A field that is added has a default, and a field that is not known is skipped, so that neighbours understand each
 other. A message that is not known is refused with a log line, so that one which may go unheard can be added. A change
-that cannot be made so takes two versions. Protocol 1 was not encrypted, protocol 2 told each fact twice; neither is spoken
-any more.
+that cannot be made so takes two versions. Protocol 1 was not encrypted, protocol 2 told each fact twice, and a worker of
+protocol 4 does not read in a window's metadata where its graph is fed and left; none of them is spoken any more.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from primad.ring.messages import Status
 from primad.settings.config import NAME
 from primad.trust.identity import is_key
 
-PROTOCOL: Final = 4
-OLDEST: Final = 4
+PROTOCOL: Final = 5
+OLDEST: Final = 5
 MAX_MESSAGE_BYTES: Final = 16 << 20
 Fault = Literal["fetch", "disk", "load", "ring", "next"]
 MAX_PARTICIPATIONS: Final = 64

@@ -324,14 +324,12 @@ def test_smollm3_is_cut_at_every_fourth_layer():
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
-        ("paddleocr", "several sections"),
         ("mamba", "recurrent"),
         ("rwkv7", "recurrent"),
         ("gemma3n", "inputs beside"),
         ("smallthinker", "layer's number"),
         ("gpt2", "position embeddings"),
         ("bert", "causal"),
-        ("baichuan", "7B and 13B"),
         ("nosuch", "not known"),
         ("evil\nname", "not known"),
     ],

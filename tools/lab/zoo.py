@@ -194,6 +194,15 @@ _WIDER: Final = frozenset(
         *("ssm.inner_size", "ssm.time_step_rank", "ssm.group_count"),
     )
 )
+OUTSIDE: Final[dict[str, dict[str, Content]]] = {
+    "baichuan": {"attention.head_count_kv": 4},
+    "bloom": {"attention.head_count_kv": 4},
+    "dream": {},
+    "jais": {"attention.head_count_kv": 4, "attention.max_alibi_bias": 8.0},
+    "mpt": {"attention.head_count_kv": 4, "attention.max_alibi_bias": 8.0},
+}
+"""Of architectures that the table does not know: some can be cut, some cannot."""
+ALL: Final = {**MODELS, **OUTSIDE}
 VARIANTS: Final = {"gemma4-moe": "gemma4", "laguna-full": "laguna", "qwen35-array": "qwen35"}
 HAS_BOTH: Final = frozenset(("arctic", "gemma4-moe"))
 """With a dense feed-forward beside the experts of a layer."""
@@ -203,7 +212,7 @@ def keys_of(model: str, layers: int = LAYERS, widen: int = 1) -> dict[str, Conte
     """The keys of ``model`` with their prefixes, without those of every GGUF, with so many ``layers`` and ``widen`` times as
     wide. Values of one a layer come again from the first on."""
     name = VARIANTS.get(model, model)
-    keys: dict[str, Any] = {"block_count": layers, **_BASE, **MODELS[model]}
+    keys: dict[str, Any] = {"block_count": layers, **_BASE, **ALL[model]}
     for key, content in keys.items():
         if isinstance(content, list) and len(content) == LAYERS:
             content = [content[layer % LAYERS] for layer in range(layers)]
@@ -220,7 +229,7 @@ def _wider(count: int, widen: int) -> int:
 
 def is_hybrid(model: str) -> bool:
     """Whether some layers of ``model`` keep a state."""
-    return any(key.startswith(("ssm.", "shortconv.")) for key in MODELS.get(model, {}))
+    return any(key.startswith(("ssm.", "shortconv.")) for key in ALL.get(model, {}))
 
 
 def tensors_of(values: Mapping[str, Value], *, has_both: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:

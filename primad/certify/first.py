@@ -1,0 +1,78 @@
+"""What a head knows of a model's windows when it loads it: by the table, by a kept verdict, or tried now.
+
+An architecture of the table needs no check; its tests stand for it. One that nobody knows is certified when it is loaded for
+the first time, before anything is planned. Where it cannot be, one device serves the model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from primad.certify.check import Wanted, check
+from primad.certify.derive import provisional
+from primad.certify.verdict import load_verdict, save_verdict, verdict_line
+from primad.errors import DiskError, EngineError, printable
+from primad.gguf.architectures import NotCutError, is_unknown
+from primad.gguf.header import Header
+
+FIRST_LOAD_S: Final = 300.0
+_BETWEEN_LINES_S: Final = 5.0
+
+
+def certified(header: Header, home: Path, say: Callable[[str], None]) -> tuple[Header, str]:
+    """``header`` with all that its windows need, and why it is not certified if it has to be and is not.
+
+    Raises ``ModelError`` for a file that is no complete model.
+    """
+    if not is_unknown(header):
+        return header, ""
+    name = printable(header.text("general.architecture"))
+    try:
+        verdict = load_verdict(home, header)
+        if verdict is None:
+            provisional(header)
+            say(
+                f"architecture '{name}' is not known: whether its windows are exact is tried on a tiny model like it, once, "
+                f"for {FIRST_LOAD_S:.0f} s at most"
+            )
+            verdict = check(header, Wanted(time_limit_s=FIRST_LOAD_S), _Progress(say))
+            try:
+                save_verdict(home, header, verdict)
+            except OSError as exc:
+                say(f"{home}: the verdict cannot be kept: {exc.strerror or exc}")
+            say(f"architecture '{name}': {verdict.result}, after {verdict.seconds:.0f} s")
+    except NotCutError as exc:
+        return header, exc.reason
+    except (DiskError, EngineError) as exc:
+        return header, f"architecture '{name}' could not be checked: {exc}"
+    if verdict.result == "certified":
+        return replace(header, derived=verdict.entry), ""
+    return header, f"architecture '{name}' is {verdict_line(verdict, header.path)}"
+
+
+def warning(header: Header, home: Path) -> str:
+    """What the owner should know of a model of the table that was checked and is not certified; empty for none."""
+    verdict = None if is_unknown(header) else load_verdict(home, header)
+    if verdict is None or verdict.result != "not certified":
+        return ""
+    return (
+        f"windows of this model: {verdict_line(verdict, header.path)}; answers of several devices may differ from one's"
+    )
+
+
+class _Progress:
+    """Says what is tried, now and then."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._said = time.monotonic()
+
+    def __call__(self, what: str) -> None:
+        now = time.monotonic()
+        if now - self._said >= _BETWEEN_LINES_S:
+            self._said = now
+            self._say(f"still trying: {printable(what)}")

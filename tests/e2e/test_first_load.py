@@ -1,0 +1,36 @@
+"""A model of an architecture that no table knows: certified when it is first loaded, then served by a ring."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from primad.engine.llama import LlamaVocabulary
+from tests.e2e.cluster import ring
+from tests.e2e.reference import Plain
+from tools import synth
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "Lighthouse:"
+TOKENS = 24
+
+
+def test_a_ring_of_an_architecture_nobody_knows_answers_as_llama_cpp_does(tmp_path, new_home, cluster):
+    """Bloom norms what it has looked up of tokens, which the first window does and the others do not."""
+    model = tmp_path / "model.gguf"
+    synth.write_model(model, architecture="bloom")
+    plain = Plain(model)
+    expected = plain.continue_(plain.tokenize(PROMPT), TOKENS).tokens
+    plain.release()
+    vocabulary = LlamaVocabulary(model)
+    text = b"".join(map(vocabulary.piece, expected)).decode(errors="replace")
+    vocabulary.release()
+    homes = [new_home("head"), new_home("worker")]
+    with ring(model, homes, cluster, "--windows", "2,2", "--rounds", 2) as (head, _):
+        assert "architecture 'bloom': certified" in head.run.output
+        assert "checked bit for bit" in head.status()["checked"]
+        asked = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
+        asked["model"] = httpx.get(f"{head.url}/v1/models").json()["data"][0]["id"]
+        answer = httpx.post(f"{head.url}/v1/completions", json=asked, timeout=120)
+        assert answer.json()["choices"][0]["text"] == text
