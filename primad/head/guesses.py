@@ -136,7 +136,7 @@ class GuessesElsewhere:
                 return
 
     async def _load(self) -> GuessLoad:
-        draft, source = self._inputs.service.draft, self._inputs.service.draft_source
+        draft, source = self._inputs.draft, self._inputs.service.draft_source
         assert draft is not None
         assert source is not None
         cutter = source.cutter
@@ -151,5 +151,6 @@ class GuessesElsewhere:
             vocabulary=self._vocabulary,
             context=draft.context,
             most=draft.most,
+            first=draft.first,
             sources=await self._ways.sources(self._worker),
         )

@@ -5,10 +5,7 @@ Of a model on a hub it draws its own layers, as every device does, and the token
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-
-from msgspec.structs import replace
 
 from primad.daemon.bring import bring_layers
 from primad.daemon.layer_files import copy_layers
@@ -22,8 +19,6 @@ from primad.layers.givers import HubWays
 from primad.network.contacts import Contact
 from primad.network.messages import Load
 from primad.planning.batching import least_rows
-from primad.ring.drafting.drafter import Drafting
-from primad.ring.drafting.messages import DraftModel
 from primad.ring.messages import HeadPart
 
 
@@ -42,8 +37,8 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -
         batching=batching,
         pieces=inputs.promise.pieces,
         keep_rows=inputs.keep_rows,
-        drafting=_drafting(inputs, load),
-        draft=_draft(inputs, load),
+        drafting=inputs.drafting,
+        draft=inputs.draft,
         guesses_elsewhere=inputs.devices.guesser is not None,
         adapters=tuple(AdapterFile(str(each.header.path), each.scale) for each in model.adapters),
     )
@@ -89,19 +84,3 @@ async def _draw(inputs: RingInputs, cutter: RangedCutter, windows: WindowLoad, s
         cutter.learn(name, tree)
 
     await windows.prepare(bring, lambda done, total: reporter.progress(head, "fetch", done, total))
-
-
-def _drafting(inputs: RingInputs, load: Load) -> Drafting | None:
-    """How drafts are computed: as trees only where one sequence has all cells, and none of them is kept elsewhere."""
-    drafting = inputs.promise.drafting
-    if drafting is None or (load.sequences == 1 and inputs.keep_rows is None):
-        return drafting
-    return dataclasses.replace(drafting, branches=0)
-
-
-def _draft(inputs: RingInputs, load: Load) -> DraftModel | None:
-    """The model that guesses; none where nothing is computed ahead."""
-    draft = inputs.service.draft
-    if draft is None or inputs.promise.drafting is None:
-        return None
-    return replace(draft, context=min(draft.context, load.context))

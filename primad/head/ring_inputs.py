@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import zmq.asyncio
+from msgspec.structs import replace
 
 from halda import DeviceProfile
 from primad.daemon.reporter import Reporter
@@ -15,6 +17,8 @@ from primad.head.link_book import LinkBook
 from primad.head.promise import Promise
 from primad.head.service import Service
 from primad.head.worker_link import WorkerLink
+from primad.ring.drafting.drafter import Drafting
+from primad.ring.drafting.messages import DraftModel
 from primad.ring.messages import GenerationEvent, KvForgotten, KvKept
 
 
@@ -70,6 +74,26 @@ class RingInputs:
     def keep_rows(self) -> int | None:
         """Of so many rows of an answer the KV cells are kept at a time; None: they are not."""
         return self.service.options.keep_rows(has_cache=self.station.config.kv_cache is not None)
+
+    @property
+    def drafting(self) -> Drafting | None:
+        """How drafts are computed: as trees only where one sequence has all cells, and none of them is kept elsewhere."""
+        drafting = self.promise.drafting
+        if drafting is None or (self.promise.sequences == 1 and self.keep_rows is None):
+            return drafting
+        return dataclasses.replace(drafting, branches=0)
+
+    @property
+    def draft(self) -> DraftModel | None:
+        """The model that guesses; none where nothing is computed ahead.
+
+        Where a step is no tree, guesses in place of others are of use only later: those that a step takes come first.
+        """
+        draft, drafting = self.service.draft, self.drafting
+        if draft is None or drafting is None:
+            return None
+        first = 0 if drafting.branches else min(max(drafting.rows - 1, drafting.room), draft.most)
+        return replace(draft, context=min(draft.context, self.promise.context_tokens), first=first)
 
     @property
     def rows(self) -> int:

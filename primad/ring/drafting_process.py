@@ -23,14 +23,14 @@ from primad.engine.protocol import EngineOptions, WindowSource
 from primad.errors import EngineError
 from primad.ring.channel import RingChannel
 from primad.ring.child import inherited
-from primad.ring.drafting.chain import PART_ROWS, DraftChain
+from primad.ring.drafting.branches import PART_ROWS, POOL, DraftBranches
 from primad.ring.drafting.messages import DraftModel, DraftTask, DraftText, DraftTokens
 
 NICE: Final = 5
 """The ring's own steps go before guesses."""
 
 
-def _load(model: DraftModel) -> DraftChain:
+def _load(model: DraftModel) -> DraftBranches:
     size = model.vocabulary or _vocabulary_size(Path(model.path))
     assignment = WindowAssignment(
         first=0,
@@ -50,8 +50,10 @@ def _load(model: DraftModel) -> DraftChain:
         batch_threads=model.threads,
         kv_type="f16",
         lock=False,
+        branches=POOL,
     )
-    return DraftChain(WholeModel(source, options, frozenset(), vocabulary=size), context=model.context, most=model.most)
+    window = WholeModel(source, options, frozenset(), vocabulary=size)
+    return DraftBranches(window, context=model.context, most=model.most, branches=POOL, first=model.first)
 
 
 def _vocabulary_size(path: Path) -> int:
@@ -76,7 +78,7 @@ def _guess() -> None:
         with contextlib.suppress(OSError):
             os.nice(NICE)
     channel: RingChannel[DraftTask] = RingChannel(inherited(sys.argv[1]), msgspec.msgpack.Decoder(DraftTask))
-    chain: DraftChain | None = None
+    chain: DraftBranches | None = None
     while channel.is_open:
         has_work = chain is not None and chain.has_work
         ready, _, _ = select.select([channel.connection], [], [], 0 if has_work else None)

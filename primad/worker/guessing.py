@@ -165,6 +165,7 @@ class Guessing:
             threads=threads,
             context=load.context,
             most=load.most,
+            first=load.first,
             files=window.layers,
             vocabulary=load.vocabulary,
         )
@@ -187,4 +188,4 @@ class Guessing:
 
 def _is_same(one: GuessLoad, other: GuessLoad) -> bool:
     """Whether the same model is loaded in the same way."""
-    return (one.window, one.context, one.most) == (other.window, other.context, other.most)
+    return (one.window, one.context, one.most, one.first) == (other.window, other.context, other.most, other.first)

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from primad.engine.protocol import EngineOptions
 from primad.errors import ProtocolError
-from primad.ring.drafting.chain import PART_ROWS, DraftChain
-from primad.ring.drafting.drafter import MOST_ROOM
+from primad.ring.drafting.branches import PART_ROWS, POOL, DraftBranches
+from primad.ring.drafting.drafter import MOST_ROOM, Guess
 from primad.ring.drafting.messages import Drafted, DraftTask, DraftText, DraftTokens, check_drafted
 from primad.ring.drafting.model import ModelDrafter, ModelDrafters
+from primad.ring.drafting.tree import OPENS_AT, TreeNode, behind, first_path
 from tests.fakes.engine import VOCABULARY, FakeModel
 from tests.fakes.ring import GREEDY
 
 MODEL = FakeModel(2)
+BRANCHED = FakeModel(
+    2,
+    options=EngineOptions(
+        context=400, sequences=1, rows=64, threads=1, batch_threads=1, kv_type="f16", lock=False, branches=POOL
+    ),
+)
 tokens = st.integers(0, VOCABULARY - 1)
 
 
@@ -25,9 +34,37 @@ def right(text: list[int], count: int) -> list[int]:
     return MODEL.answer(text, count, GREEDY)
 
 
-@given(st.data())
-def test_its_guesses_are_what_it_would_say_behind_the_text_however_that_goes_on(data):
-    chain = DraftChain(MODEL.whole(), context=200)
+def nodes_of(said: Drafted) -> list[TreeNode]:
+    pairs = zip(said.tokens, said.sures, said.parents, strict=True)
+    return [TreeNode(Guess(token=token, sure=sure), parent) for token, sure, parent in pairs]
+
+
+def main_of(said: Drafted) -> list[int]:
+    """The first guess behind the text, the first behind that, and so on."""
+    nodes = nodes_of(said)
+    return [nodes[node].guess.token for node in first_path(nodes)]
+
+
+def check_said(said: Drafted, text: list[int]) -> None:
+    """Each guess is what the model would say there, and how likely it would be."""
+    nodes = nodes_of(said)
+    for place, node in enumerate(nodes):
+        path, at = list[int](), node.parent
+        while at >= 0:
+            path, at = [nodes[at].guess.token, *path], nodes[at].parent
+        likely = np.exp(MODEL.logits([*text, *path]), dtype=np.float64)
+        likely /= likely.sum()
+        first, *others = behind(nodes, node.parent)
+        assert first.token == int(likely.argmax())
+        assert node.guess.sure == pytest.approx(likely[node.guess.token], rel=1e-4)
+        assert all(each.sure >= OPENS_AT for each in others)
+        assert place == 0 or node.parent < place
+
+
+@pytest.mark.parametrize("branches", [0, 1, POOL])
+@given(data=st.data())
+def test_its_guesses_are_what_it_would_say_behind_the_text_however_that_goes_on(branches, data):
+    chain = DraftBranches(BRANCHED.whole(), context=200, branches=branches)
     for number in range(data.draw(st.integers(1, 3))):
         text = data.draw(st.lists(tokens, min_size=1, max_size=90))
         chain.begin(number, text)
@@ -37,16 +74,17 @@ def test_its_guesses_are_what_it_would_say_behind_the_text_however_that_goes_on(
                 said = (chain.work() if chain.has_work else None) or said
             if said is not None:
                 assert (said.number, said.known) == (number, len(text))
-                assert said.tokens == right(text, len(said.tokens))
-                assert all(0 < sure <= 1 for sure in said.sures)
+                assert main_of(said) == right(text, len(main_of(said)))
+                check_said(said, text)
             expected = right(text, 1)[0]
-            text.append(data.draw(st.sampled_from([expected, expected, (expected + 1) % VOCABULARY])))
+            others = [] if said is None else [each.token for each in behind(nodes_of(said), -1)]
+            text.append(data.draw(st.sampled_from([expected, expected, *others, (expected + 1) % VOCABULARY])))
             chain.took(text[-1])
 
 
 def test_a_long_prompt_is_computed_in_parts_and_a_text_that_is_known_not_again():
     window = MODEL.whole()
-    chain = DraftChain(window, context=400)
+    chain = DraftBranches(window, context=400)
     text = [i % VOCABULARY for i in range(2 * PART_ROWS + 5)]
     chain.begin(1, text)
     assert [chain.work(), chain.work()] == [None, None], "what came meanwhile can be looked at"
@@ -57,17 +95,17 @@ def test_a_long_prompt_is_computed_in_parts_and_a_text_that_is_known_not_again()
 
 
 def test_it_stops_at_its_room_and_at_its_context():
-    chain = DraftChain(MODEL.whole(), context=100)
+    chain = DraftBranches(MODEL.whole(), context=100)
     chain.begin(1, [1, 2])
     while chain.has_work:
         said = chain.work()
     assert said is not None
-    assert len(said.tokens) == MOST_ROOM
-    small = DraftChain(MODEL.whole(), context=5)
+    assert len(main_of(said)) == MOST_ROOM
+    small = DraftBranches(MODEL.whole(), context=5)
     small.begin(1, [1, 2, 3])
     while small.has_work:
         said = small.work()
-    assert len(said.tokens) == 2
+    assert len(main_of(said)) == 2
     small.begin(2, [1] * 9)
     assert not small.has_work
 
@@ -164,7 +202,7 @@ def test_whatever_crosses_on_the_way_its_guesses_are_those_of_the_model_behind_t
     process = Process()
     text = [3, 4]
     drafter = process.drafters(text)
-    chain = DraftChain(MODEL.whole(), context=200)
+    chain = DraftBranches(MODEL.whole(), context=200)
     said: list[Drafted] = []
     done = 0
     for move, flag in moves:
@@ -185,7 +223,7 @@ def test_whatever_crosses_on_the_way_its_guesses_are_those_of_the_model_behind_t
             text.append(expected if flag else (expected + 1) % VOCABULARY)
             drafter.took(text[-1])
         else:
-            guesses = [guess.token for guess in drafter._guesses]
+            guesses = [drafter._nodes[node].guess.token for node in first_path(drafter._nodes)]
             assert guesses == right(text, len(guesses))
             drafter.guess([])
 
@@ -229,15 +267,15 @@ def test_another_process_takes_over_in_the_middle_and_is_told_all():
         {"sures": [0.5, 0.5]},
         {"sures": [1.5]},
         {"sures": [float("nan")]},
-        {"tokens": [1] * 17, "sures": [0.5] * 17},
-        {"others": [[(1, 0.5)], []]},
-        {"others": [[(VOCABULARY, 0.5)]]},
-        {"others": [[(1, 0.1)] * 20]},
+        {"tokens": [1] * 200, "sures": [0.5] * 200, "parents": []},
+        {"parents": [-1, 0]},
+        {"parents": [0]},
+        {"parents": [-2]},
         {"known": -1},
         {"guess_s": float("inf")},
         {"guess_s": -1.0},
     ],
-    ids=str,
+    ids=lambda wrong: " ".join(f"{name}-{len(str(value))}" for name, value in wrong.items()),
 )
 def test_guesses_of_another_device_are_judged(wrong):
     good: dict[str, Any] = {
@@ -245,7 +283,7 @@ def test_guesses_of_another_device_are_judged(wrong):
         "known": 3,
         "tokens": [1],
         "sures": [0.5],
-        "others": [[(2, 0.1)]],
+        "parents": [-1],
         "guess_s": 0.1,
     }
     check_drafted(Drafted(**good), VOCABULARY)
@@ -268,12 +306,83 @@ def test_a_process_that_does_not_overlap_is_told_of_a_text_only_by_who_waits():
 
 
 def test_it_guesses_no_more_than_it_is_asked_for():
-    chain = DraftChain(MODEL.whole(), context=100, most=2)
+    chain = DraftBranches(MODEL.whole(), context=100, most=2)
     chain.begin(1, [1, 2])
     while chain.has_work:
         said = chain.work()
     assert said is not None
-    assert len(said.tokens) == len(said.others) == 2
+    assert len(main_of(said)) == 2
+
+
+def told_all(chain: DraftBranches) -> Drafted:
+    """What is said once there is nothing to do any more."""
+    said = None
+    while chain.has_work:
+        said = chain.work() or said
+    assert said is not None
+    return said
+
+
+def test_the_next_row_goes_to_the_guess_that_holds_most_likely_and_the_first_path_has_its_room():
+    window = BRANCHED.whole()
+    chain = DraftBranches(window, context=300, branches=POOL)
+    chain.begin(1, [1, 2, 3])
+    said = told_all(chain)
+    check_said(said, [1, 2, 3])
+    nodes = nodes_of(said)
+    assert len(first_path(nodes)) == MOST_ROOM
+    assert len(window.steps) <= 1 + MOST_ROOM + MOST_ROOM // 2
+    computed = {node.parent for node in nodes} - {-1}
+    aside = computed - set(first_path(nodes))
+    assert aside, "other guesses have something behind them"
+    assert len(window.steps) == 1 + len(computed)
+
+
+def test_where_it_is_asked_for_the_first_path_comes_before_other_guesses():
+    window = BRANCHED.whole()
+    chain = DraftBranches(window, context=300, branches=POOL, first=6)
+    chain.begin(1, [1, 2, 3])
+    for count in range(1, 7):
+        said = chain.work()
+        assert said is not None
+        assert len(main_of(said)) == count
+    said = told_all(chain)
+    check_said(said, [1, 2, 3])
+    assert len(window.steps) > MOST_ROOM
+
+
+def test_behind_another_guess_that_turns_out_right_all_that_was_guessed_is_there():
+    window = BRANCHED.whole()
+    chain = DraftBranches(window, context=300, branches=POOL)
+    chain.begin(1, [1, 2, 3])
+    nodes = nodes_of(told_all(chain))
+    behind_others = [
+        place for place, node in enumerate(nodes) if node.parent == -1 and place > 0 and behind(nodes, place)
+    ]
+    assert behind_others, "the fake model is unsure of its first token"
+    token = nodes[behind_others[0]].guess.token
+    rows = len(window.steps)
+    chain.took(token)
+    said = told_all(chain)
+    check_said(said, [1, 2, 3, token])
+    assert all(min(step) > 3 for step in window.steps[rows:]), "the text itself is computed"
+    chain.took((right([1, 2, 3, token], 1)[0] + 1) % VOCABULARY)
+    assert window.held(chain._root.sequence or 0) == 4
+    assert sum(window.held(number) for number in range(1 + POOL)) == 4, "no cell of a branch is left"
+    assert len(chain._free) == POOL
+
+
+def test_a_tree_goes_on_behind_other_guesses_than_the_first():
+    process = Process()
+    drafter = process.drafters([1, 2])
+    drafter.guess([])
+    process.drafters.heard(
+        Drafted(number=1, known=2, tokens=[10, 11, 20, 21], sures=[0.5, 0.6, 0.4, 0.9], parents=[-1, 0, -1, 2])
+    )
+    found = [drafter.guess([]), drafter.guess([10]), drafter.guess([20])]
+    assert [each.token for each in found if each is not None] == [10, 11, 21]
+    drafter.took(20)
+    assert chain_of(drafter) == [21], "the second guess was right, and what is behind it counts"
 
 
 def test_what_else_may_come_is_told_and_counts_as_far_as_the_text_went_like_that():
@@ -281,12 +390,18 @@ def test_what_else_may_come_is_told_and_counts_as_far_as_the_text_went_like_that
     drafter = process.drafters([1, 2])
     drafter.guess([])
     process.drafters.heard(
-        Drafted(number=1, known=2, tokens=[10, 11], sures=[0.6, 0.7], others=[[(20, 0.3)], [(21, 0.2), (22, 0.1)]])
+        Drafted(
+            number=1,
+            known=2,
+            tokens=[10, 11, 21, 22, 20],
+            sures=[0.6, 0.7, 0.2, 0.1, 0.3],
+            parents=[-1, 0, 0, 0, -1],
+        )
     )
     assert [each.token for each in drafter.others([])] == [10, 20]
     assert [each.token for each in drafter.others([10])] == [11, 21, 22]
-    assert drafter.others([20]) == ()
+    assert drafter.others([20]) == []
     drafter.took(10)
     assert [each.token for each in drafter.others([])] == [11, 21, 22]
     drafter.took(21)
-    assert drafter.others([]) == ()
+    assert drafter.others([]) == []

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from primad.daemon.layer_files import Workspace, copy_layers
 from primad.daemon.station import Station
@@ -22,7 +23,9 @@ from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.network.messages import GuessesMade, GuessLoad, GuessState, GuessText, WorkerMessage, decode_from_head
 from primad.planning.draft_model import draft_model
+from primad.ring.drafting.drafter import Guess
 from primad.ring.drafting.messages import Drafted, DraftText
+from primad.ring.drafting.tree import TreeNode, first_path
 from primad.ring.drafting_spawn import DraftingProcess
 from primad.ring.messages import GuessAt, GuessesHeard, RingCommand, encode
 from primad.settings.config import load_config, open_home
@@ -79,6 +82,7 @@ def a_load(cutter: ModelCutter, epoch: int, context: int = 64) -> GuessLoad:
         vocabulary=vocabulary_size(cutter.header),
         context=context,
         most=3,
+        first=0,
         sources=[],
     )
 
@@ -90,15 +94,21 @@ def process_of(worker: Worker) -> psutil.Process:
     return psutil.Process(current.process.pid)
 
 
+def path_of(drafted: Drafted) -> int:
+    """How long the first path is."""
+    nodes = [TreeNode(Guess(token=0, sure=0.0), parent) for parent in drafted.parents]
+    return len(first_path(nodes))
+
+
 async def guessed_by_file(path: Path, log: Path) -> Drafted:
     """What a process guesses that has the model file."""
     process = await DraftingProcess.start(log)
     try:
-        process.tell(draft_model(path, open_model(path), context=64, threads=1))
+        process.tell(replace(draft_model(path, open_model(path), context=64, threads=1), most=3))
         process.tell(DraftText(number=1, tokens=TEXT))
         async with asyncio.timeout(PATIENCE_S):
             async for drafted in process.guesses():
-                if len(drafted.tokens) == 3:
+                if path_of(drafted) == 3:
                     return drafted
     finally:
         await process.close()
@@ -120,9 +130,9 @@ def test_it_guesses_out_of_layer_files_what_a_model_file_does_until_nobody_needs
         assert await worker.hear(GuessState) == GuessState(epoch=1, ready=True)
         worker.guessing.tell(2, DraftText(number=8, tokens=[1]))
         worker.guessing.tell(1, DraftText(number=1, tokens=TEXT))
-        made = await worker.hear(GuessesMade, lambda each: len(each.drafted.tokens) == 3)
+        made = await worker.hear(GuessesMade, lambda each: path_of(each.drafted) == 3)
         assert (made.epoch, made.drafted.number, made.drafted.tokens) == (1, 1, expected.tokens)
-        assert made.drafted.sures == pytest.approx(expected.sures)
+        assert (made.drafted.parents, made.drafted.sures) == (expected.parents, pytest.approx(expected.sures))
         await worker.guessing.load(a_load(cutter, 2), 1)
         assert await worker.hear(GuessState) == GuessState(epoch=2, ready=True), "the next ring has the same process"
         await worker.guessing.release(1)
@@ -204,7 +214,7 @@ def test_a_head_passes_guesses_on_that_are_some_and_guesses_itself_when_the_devi
         link, ring = Link(), asyncio.Queue[RingCommand]()
         draft = draft_model(path, header, context=64, threads=1)
         service = SimpleNamespace(draft=draft, draft_source=SimpleNamespace(cutter=ModelCutter(header), header=header))
-        inputs = SimpleNamespace(epoch=4, service=service, reporter=SimpleNamespace(say=said.append))
+        inputs = SimpleNamespace(epoch=4, draft=draft, service=service, reporter=SimpleNamespace(say=said.append))
         ways = SimpleNamespace(sources=no_sources)
         guesses = GuessesElsewhere(cast("Any", inputs), cast("Any", link), cast("Any", ways), ring.put)
         running = asyncio.create_task(guesses.run())

@@ -10,8 +10,8 @@ import msgspec
 from primad.errors import ProtocolError
 from primad.ring.drafting.drafter import MOST_ROOM
 
-MOST_TOLD: Final = 8
-"""Tokens that may come in one place, at most."""
+MOST_TOLD: Final = 8 * MOST_ROOM
+"""Guesses behind one text, those in place of others among them."""
 
 
 class DraftModel(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
@@ -19,7 +19,7 @@ class DraftModel(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
     many ``threads``, ``most`` tokens at most in texts of at most ``context``. Its process takes ``memory_bytes``.
 
     On a device that has no model file ``path`` is the metadata, and the weights are in the layer ``files``; it then has so
-    many tokens in its ``vocabulary``.
+    many tokens in its ``vocabulary``. Until ``first`` tokens are guessed behind each other nothing is in their place.
     """
 
     path: str
@@ -31,6 +31,7 @@ class DraftModel(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
     most: int = MOST_ROOM
     files: tuple[str, ...] = ()
     vocabulary: int = 0
+    first: int = 0
 
 
 class DraftText(msgspec.Struct, frozen=True, kw_only=True, tag="text"):
@@ -48,10 +49,11 @@ class DraftTokens(msgspec.Struct, frozen=True, tag="tokens"):
 
 
 class Drafted(msgspec.Struct, frozen=True, kw_only=True, tag="drafted"):
-    """Behind the first ``known`` tokens of text ``number`` may come all of ``tokens``, each so sure behind the others.
+    """What may come behind the first ``known`` tokens of text ``number``: each of ``tokens`` behind that at the place which
+    ``parents`` says (-1: the text), so sure behind that; without ``parents`` each behind the one before.
 
-    The latest one took ``guess_s``; None where that was not measured. In place of each of ``tokens`` may come ``others``,
-    with how sure each of them is.
+    A parent comes before those behind it, the likeliest of them first. The latest one took ``guess_s``; None where that was
+    not measured.
     """
 
     number: int
@@ -59,7 +61,7 @@ class Drafted(msgspec.Struct, frozen=True, kw_only=True, tag="drafted"):
     tokens: list[int]
     sures: list[float]
     guess_s: float | None = None
-    others: list[list[tuple[int, float]]] = []
+    parents: list[int] = []
 
 
 DraftTask = DraftModel | DraftText | DraftTokens
@@ -70,10 +72,10 @@ TextTask = DraftText | DraftTokens
 def check_drafted(drafted: Drafted, vocabulary: int) -> None:
     """Judge what another device guesses. Raises ``ProtocolError`` where that is no guess of one of so many tokens."""
     count = len(drafted.tokens)
-    said = [*zip(drafted.tokens, drafted.sures, strict=False), *(each for others in drafted.others for each in others)]
-    well_formed = count <= MOST_ROOM and len(drafted.sures) == count and len(drafted.others) in (0, count)
-    if not well_formed or len(said) > count * MOST_TOLD or drafted.known < 0:
+    well_formed = count <= MOST_TOLD and len(drafted.sures) == count and len(drafted.parents) in (0, count)
+    if not well_formed or drafted.known < 0 or any(not -1 <= a < i for i, a in enumerate(drafted.parents)):
         raise ProtocolError("guesses that do not belong to each other")
+    said = zip(drafted.tokens, drafted.sures, strict=True)
     if not all(0 <= token < vocabulary and 0 <= sure <= 1 for token, sure in said):
         raise ProtocolError(f"a guess that is none of {vocabulary} tokens, or surer than sure")
     if drafted.guess_s is not None and not 0 <= drafted.guess_s < math.inf:

@@ -14,6 +14,7 @@ from typing import Final
 from primad.ring.drafting.drafter import Guess, HeldShare
 from primad.ring.drafting.lookup import PromptLookup
 from primad.ring.drafting.messages import Drafted, DraftText, DraftTokens, TextTask
+from primad.ring.drafting.tree import TreeNode, at_path, behind, below, child, first_path
 
 _LEVELS: Final = 10
 _WEIGHT: Final = 3.0
@@ -85,39 +86,33 @@ class ModelDrafter:
         """Of the text, to the process."""
         self._has_read = False
         self._guess_s: float | None = None
-        self._guesses: list[Guess] = []
-        """Behind the text, as the model said them."""
-        self._others: list[list[Guess]] = []
-        """What else may come in the place of each."""
+        self._nodes: list[TreeNode] = []
+        """What may come behind the text, as the model said it."""
         self.is_followed = True
 
     def heard(self, drafted: Drafted) -> None:
         """The model guesses so."""
         self._has_read, self._guess_s = True, drafted.guess_s
-        behind = self._text[drafted.known :]
-        if drafted.tokens[: len(behind)] == behind:
-            pairs = zip(drafted.tokens, drafted.sures, strict=True)
-            self._guesses = [Guess(token=token, sure=sure) for token, sure in pairs][len(behind) :]
-            others = [[Guess(token=token, sure=sure) for token, sure in each] for each in drafted.others]
-            self._others = others[len(behind) :]
+        parents = drafted.parents or range(-1, len(drafted.tokens) - 1)
+        nodes = [
+            TreeNode(Guess(token=token, sure=sure), parent)
+            for token, sure, parent in zip(drafted.tokens, drafted.sures, parents, strict=True)
+        ]
+        if (at := at_path(nodes, self._text[drafted.known :])) is not None:
+            self._nodes = below(nodes, at)
 
     def move(self, tell: Callable[[TextTask], None]) -> None:
         """Another process guesses, which was told nothing."""
         self._tell, self._told, self._has_read, self.is_followed = tell, 0, False, True
-        self._guesses.clear()
-        self._others.clear()
+        self._nodes = []
 
     def took(self, token: int) -> None:
         self._lookup.took(token)
         self._text.append(token)
-        if self._guesses:
-            guess = self._guesses.pop(0)
-            others = self._others.pop(0) if self._others else []
-            for each in (guess, *others):
-                self._share(each).count(held=each.token == token)
-            if guess.token != token:
-                self._guesses.clear()
-                self._others.clear()
+        for each in behind(self._nodes, -1):
+            self._share(each).count(held=each.token == token)
+        at = child(self._nodes, -1, token)
+        self._nodes = [] if at is None else below(self._nodes, at)
 
     def guess(self, drafts: Sequence[int]) -> Guess | None:
         found = self._lookup.guess(drafts)
@@ -125,34 +120,33 @@ class ModelDrafter:
             return found
         if self._overlaps or not self._has_read:
             self._tell_text()
-        depth = len(drafts)
-        if depth >= len(self._guesses) or any(a.token != b for a, b in zip(self._guesses, drafts, strict=False)):
+        at = at_path(self._nodes, drafts)
+        guesses = [] if at is None else behind(self._nodes, at)
+        if not guesses:
             return found if found is not None and found.sure >= _SURE_ALONE else None
-        guess = self._guesses[depth]
-        sure = self._share(guess).sure
-        return found if found is not None and found.sure > sure + _SURER else Guess(token=guess.token, sure=sure)
+        sure = self._share(guesses[0]).sure
+        return found if found is not None and found.sure > sure + _SURER else Guess(token=guesses[0].token, sure=sure)
 
     @property
     def guess_s(self) -> float | None:
         return self._guess_s
 
     def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
-        depth = len(drafts)
-        if not self.is_followed or depth >= min(len(self._guesses), len(self._others)):
-            return ()
-        if any(a.token != b for a, b in zip(self._guesses, drafts, strict=False)):
-            return ()
-        found = (self._guesses[depth], *self._others[depth])  # another one may have been looked up in its place
-        return [Guess(token=each.token, sure=self._share(each).sure) for each in found]
+        at = at_path(self._nodes, drafts) if self.is_followed else None
+        guesses = (
+            [] if at is None else behind(self._nodes, at)
+        )  # another one may have been looked up in place of the first
+        return [Guess(token=each.token, sure=self._share(each).sure) for each in guesses]
 
     def awaits(self, most: int, alpha: float) -> bool:
-        if not (self.is_followed and self._has_read) or len(self._guesses) >= most:
+        path = first_path(self._nodes)
+        if not (self.is_followed and self._has_read) or len(path) >= most:
             return False
         looked_up = self._lookup.guess([])
-        if not self._guesses and looked_up is not None and looked_up.sure >= _SURE_ALONE:
+        if not path and looked_up is not None and looked_up.sure >= _SURE_ALONE:
             return False
         self._tell_text()
-        return math.prod(self._share(guess).sure for guess in self._guesses) >= alpha
+        return math.prod(self._share(self._nodes[node].guess).sure for node in path) >= alpha
 
     @property
     def works(self) -> bool:

@@ -97,6 +97,39 @@ def child(nodes: Sequence[TreeNode], parent: int, token: int) -> int | None:
     return next((i for i, node in enumerate(nodes) if node.parent == parent and node.guess.token == token), None)
 
 
+def at_path(nodes: Sequence[TreeNode], tokens: Sequence[int]) -> int | None:
+    """The node that ``tokens`` lead to from the text; None where one of them was not guessed."""
+    at: int | None = -1
+    for token in tokens:
+        at = None if at is None else child(nodes, at, token)
+    return at
+
+
+def behind(nodes: Sequence[TreeNode], parent: int) -> list[Guess]:
+    """What may follow ``parent``, the likeliest first."""
+    return [node.guess for node in nodes if node.parent == parent]
+
+
+def below(nodes: Sequence[TreeNode], root: int) -> list[TreeNode]:
+    """The tree behind ``root``, as it is when that is the text."""
+    places = {root: -1}
+    found: list[TreeNode] = []
+    for place, node in enumerate(nodes):
+        if node.parent in places:
+            places[place] = len(found)
+            found.append(TreeNode(node.guess, places[node.parent]))
+    return found
+
+
+def first_path(nodes: Sequence[TreeNode]) -> list[int]:
+    """The first guess behind the text, the first behind that, and so on."""
+    found: list[int] = []
+    at: int | None = -1
+    while (at := next((i for i, node in enumerate(nodes) if node.parent == at), None)) is not None:
+        found.append(at)
+    return found
+
+
 def depth(nodes: Sequence[TreeNode], node: int) -> int:
     """How many tokens behind the text ``node`` is; 1 for the first."""
     count = 0
@@ -139,10 +172,7 @@ NO_TREE: Final = TreeRows((), (), ())
 
 def placed(nodes: Sequence[TreeNode], pool: Sequence[int]) -> TreeRows:
     """``nodes`` in sequences, those of the ``pool`` for all paths but the main one. It has enough of them."""
-    main: list[int] = []
-    at: int | None = -1
-    while (at := next((i for i, node in enumerate(nodes) if node.parent == at), None)) is not None:
-        main.append(at)
+    main = first_path(nodes)
     parents = {node.parent for node in nodes}
     leaves = [i for i in range(len(nodes)) if i not in parents and i not in main]
     return TreeRows(tuple(nodes), tuple(main), tuple(zip(pool, leaves, strict=False)))
