@@ -394,7 +394,7 @@ def experts(options: argparse.Namespace) -> int:
 def solve(options: argparse.Namespace) -> int:
     facts = machine()
     warn_if_busy(facts)
-    rows = bench_solver.solve_times(options.sizes, options.fleets, options.layers)
+    rows = bench_solver.solve_times(options.sizes, options.fleets, options.layers, options.multiples)
     write_json(options.json, "solve", facts, bench_solver.as_rows(rows))
     return 0
 

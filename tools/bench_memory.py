@@ -91,10 +91,11 @@ class Row:
     """One model under one limit; medians of all runs. What begins with ``baseline`` is of plain llama.cpp.
 
     ``ratio`` is the median of ``ratios``, of runs that stood side by side. ``disk_limit_share``: the time that the bytes
-    read would take at the rate that the disk was measured at meanwhile, over the time that a token took. ``read_ratio``
-    is what was read over what the plan says, which should be at most 1.05. ``told_bytes_per_token`` is what primad itself
-    counts; ``streamed_bytes`` and ``ahead_bytes``, which are held ahead, are the plan's. ``busy_share`` is the most that
-    others used of the processors before a run.
+    read would take at the rate that the disk was measured at meanwhile, over the time that a token took. ``read_ratio`` is
+    what was read over what the plan says, which should be at most 1.05. Of the experts that were picked a token
+    ``hit_share`` were in memory, ``random_hit_share`` where tokens are drawn at random. ``told_bytes_per_token`` is what
+    primad itself counts; ``streamed_bytes`` and ``ahead_bytes``, which are held ahead, are the plan's. ``busy_share`` is
+    the most that others used of the processors before a run.
     """
 
     model: str
@@ -115,6 +116,8 @@ class Row:
     disk_bytes_per_s: float
     disk_limit_share: float | None
     stall_ms_per_token: float | None
+    hit_share: float | None
+    random_hit_share: float | None
     streamed_layers: int
     resident_layers: int
     streamed_bytes: int
@@ -211,6 +214,8 @@ def _limit(
         disk_bytes_per_s=rate,
         disk_limit_share=None if reads is None else reads / rate * speed,
         stall_ms_per_token=_median(ours, "stall_s_per_token") * 1e3 if told else None,
+        hit_share=_median_share([run.hit_share for run in ours]),
+        random_hit_share=_median_share([run.random_hit_share for run in ours]),
         streamed_layers=kept.streamed_layers,
         resident_layers=kept.resident_layers,
         streamed_bytes=planned.streamed_bytes,
@@ -240,6 +245,12 @@ def _median_read(runs: Sequence[Run]) -> float | None:
     return statistics.median(figures) if len(figures) == len(runs) else None
 
 
+def _median_share(shares: Sequence[float | None]) -> float | None:
+    """None where some run had none."""
+    known = [share for share in shares if share is not None]
+    return statistics.median(known) if len(known) == len(shares) else None
+
+
 def _mega(size: float | None) -> str:
     return NOT_MEASURED if size is None else f"{size / 1e6:.0f}"
 
@@ -253,6 +264,8 @@ def show(rows: Sequence[Row]) -> None:
         "disk MB/s",
         "of disk limit",
         "stall ms",
+        "experts found",
+        "random",
         "streamed",
         "ahead MB",
         "rows",
@@ -274,6 +287,8 @@ def show(rows: Sequence[Row]) -> None:
             f"{row.disk_bytes_per_s / 1e6:.0f}",
             NOT_MEASURED if row.disk_limit_share is None else f"{row.disk_limit_share:.2f}",
             "-" if row.stall_ms_per_token is None else f"{row.stall_ms_per_token:.0f}",
+            "-" if row.hit_share is None else f"{row.hit_share:.0%}",
+            "-" if row.random_hit_share is None else f"{row.random_hit_share:.0%}",
             f"{row.streamed_layers} of {row.streamed_layers + row.resident_layers}",
             _mega(row.ahead_bytes),
             str(row.rows),

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -301,22 +302,24 @@ def show_predicted(rows: Sequence[Predicted]) -> None:
 class Solved:
     """Seconds of the processor that one size of fleet took: each one with a plan, and each without (``infeasible_s``).
 
-    ``gaps`` are those of plans that were not proven best.
+    ``gaps`` are those of plans that were not proven best. Windows may begin at multiples of ``multiple`` layers.
     """
 
     devices: int
     layers: int
+    multiple: int
     solved_s: list[float]
     infeasible_s: list[float]
     gaps: list[float]
 
 
-def solve_times(sizes: Sequence[int], fleets: int, layers: int) -> list[Solved]:
-    """Solve random fleets with a model of ``layers`` like layers; prints a table over the number of devices."""
-    model = replace_layers(shape("llama3-70b-q4k"), layers)
+def solve_times(sizes: Sequence[int], fleets: int, layers: int, multiples: Sequence[int]) -> list[Solved]:
+    """Solve random fleets with a model of ``layers`` like layers, in which windows may begin at multiples of each of the
+    ``multiples``; prints a table over these and the number of devices."""
+    like = replace_layers(shape("llama3-70b-q4k"), layers)
     rows = []
-    for count in sizes:
-        row = Solved(count, layers, [], [], [])
+    for count, multiple in product(sizes, multiples):
+        row, model = Solved(count, layers, multiple, [], [], []), replace(like, cut_multiple=multiple)
         for seed in range(fleets):
             rng = random.Random(seed)
             memory: Memory = rng.choice(("short", "about", "ample"))
@@ -339,11 +342,20 @@ def solve_times(sizes: Sequence[int], fleets: int, layers: int) -> list[Solved]:
                 row.gaps.append(found.gap)
         rows.append(row)
     table = Table(
-        "devices", "with a plan", "median s", "slowest s", "not proven", "largest gap", "without", "slowest s"
+        "devices",
+        "windows at",
+        "with a plan",
+        "median s",
+        "slowest s",
+        "not proven",
+        "largest gap",
+        "without",
+        "slowest s",
     )
     for row in rows:
         table.add_row(
             str(row.devices),
+            "any" if row.multiple == 1 else f"{row.multiple} n",
             str(len(row.solved_s)),
             *((f"{take(row.solved_s):.2f}" if row.solved_s else "-") for take in (statistics.median, max)),
             str(len(row.gaps)),
@@ -416,6 +428,9 @@ def add_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     two.add_argument("--sizes", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
     two.add_argument("--fleets", type=int, default=15)
     two.add_argument("--layers", type=int, default=80)
+    two.add_argument(
+        "--multiples", type=int, nargs="+", default=[1], help="windows may begin at multiples of so many layers"
+    )
     two.add_argument("--json", help="also write the figures to this file")
 
 

@@ -41,7 +41,12 @@ TEMPLATE: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The sizes of a model; counts of elements. ``tied`` leaves out ``output.weight``."""
+    """The sizes of a model; counts of elements. ``tied`` leaves out ``output.weight``.
+
+    The rows of a router have one size, so that it picks all experts alike. With a ``router_spread`` above 0 the logarithms
+    of their sizes spread by so much, and longer rows win more often: with 0.4 and 8 of 128 experts a quarter of them has
+    60 % of all picks.
+    """
 
     architecture: str
     width: int = 64
@@ -59,6 +64,7 @@ class Shape:
     sliding_window: int = 0
     rope_base: float = 10_000.0
     tied: bool = False
+    router_spread: float = 0.0
 
     def sizes(self) -> dict[str, int]:
         """What the letters in ``_LAYERS`` stand for."""
@@ -169,6 +175,7 @@ PRESETS: Final[dict[str, Shape]] = {
         vocabulary=151_936, context=40_960, experts=128, experts_used=8, expert_feed_forward=768, rope_base=1_000_000.0,
     ),
 }  # fmt: skip
+PRESETS["30b-a3b-skewed-q4k"] = replace(PRESETS["30b-a3b-q4k"], router_spread=0.4)
 
 
 def tiny(architecture: str) -> Shape:
@@ -263,6 +270,7 @@ class _Tensor:
     type: Type
     mean: float
     deviation: float
+    row_spread: float = 0.0
 
     @property
     def size_bytes(self) -> int:
@@ -347,7 +355,7 @@ def _layer_tensors(shape: Shape, kinds: _Quantisation, layer: int) -> Iterator[_
             mean = 0.0 if stem in ("attn_sinks", "ffn_gate_inp_shexp") else 1.0
             yield _Tensor(full, dimensions, Type.F32, mean, 0.1)
         elif stem == "ffn_gate_inp":
-            yield _Tensor(full, dimensions, Type.F32, 0.0, 2 / math.sqrt(dimensions[0]))
+            yield _Tensor(full, dimensions, Type.F32, 0.0, 2 / math.sqrt(dimensions[0]), shape.router_spread)
         else:
             gain = 3.0 if stem.startswith("ffn_down") else 1.5 if stem == "attn_output" else 1.0
             kind = kinds.pick(stem, dimensions[0], layer, shape.layers)
@@ -470,6 +478,12 @@ def _info(tensor: _Tensor, offset: int) -> bytes:
 def _write_weights(file: BinaryIO, tensor: _Tensor, random: np.random.Generator) -> None:
     block, block_bytes = GGML_QUANT_SIZES[tensor.type]
     blocks, at_once = math.prod(tensor.shape) // block, max(1, CHUNK_BYTES // block_bytes)
+    if tensor.row_spread:
+        assert tensor.type == Type.F32
+        sizes = np.exp(tensor.row_spread * random.standard_normal(tensor.shape[1])).astype(np.float32)
+        rows = np.frombuffer(_blocks(tensor, blocks, random), np.float32).reshape(-1, tensor.shape[0])
+        file.write((rows * sizes[:, None]).tobytes())
+        blocks = 0
     for start in range(0, blocks, at_once):
         file.write(_blocks(tensor, min(at_once, blocks - start), random))
     file.write(bytes(-tensor.size_bytes % ALIGNMENT))
@@ -538,6 +552,11 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, help="another number of layers than the preset's")
     parser.add_argument("--width", type=int, help="another width than the preset's, a multiple of 64")
+    parser.add_argument(
+        "--router-spread",
+        type=float,
+        help="of a mixture: how unlike its router picks experts; 0: all alike (default: 0)",
+    )
     parser.add_argument("--quantisation", help="q4_k_m or a ggml type such as q8_0")
     parser.add_argument("--vocabulary", default="bytes", help="bytes, or from:FILE.gguf for that model's tokenizer")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives other weights (default: 0)")
@@ -553,6 +572,7 @@ def main() -> None:
         vocabulary=options.vocabulary,
         **({"layers": options.layers} if options.layers else {}),
         **({"width": options.width} if options.width else {}),
+        **({"router_spread": options.router_spread} if options.router_spread is not None else {}),
     )
     size = options.out.stat().st_size
     print(f"{options.out}: {size / 1e6:.1f} MB in {time.perf_counter() - start:.1f} s")

@@ -41,7 +41,9 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     ``resident`` and ``streamed`` count layers' worth, ``ahead_bytes`` are held ahead of what streams: as planned, unless
     memory is short; then the output matrix may stream besides (``streams_output``). ``read_bytes`` and ``stall_s`` are sums
     since the ring process was opened last; the means of a token are those of the last ten seconds, or since somebody asked
-    last where that is longer, over the passes through the device's windows. ``pressure`` is calm, some or high.
+    last where that is longer, over the passes through the device's windows. ``pressure`` is calm, some or high. Where
+    experts stream, ``experts_picked`` counts those that steps picked, and ``experts_found`` those of them that were in
+    memory or on their way.
     """
 
     resident: int | None = None
@@ -55,6 +57,8 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     bytes_read_per_token: float | None = None
     stall_ms_per_token: float | None = None
     pressure: str | None = None
+    experts_picked: int | None = None
+    experts_found: int | None = None
 
 
 class PlannedFigures(msgspec.Struct, frozen=True, kw_only=True):

@@ -522,7 +522,8 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     pressure left of it, and so ``ahead_bytes``, which are held ahead of what streams. ``streams_output``: so does the
     output matrix, which is no layer. The other bytes are those of now: while tokens are drawn, more stays in the room of
     scratch memory. ``read_bytes`` were read from disk, and steps waited ``stall_s`` seconds for it. ``pressure`` is the
-    level of memory pressure on this device: calm, some or high.
+    level of memory pressure on this device: calm, some or high. Where experts stream, steps picked ``experts_picked``, each
+    counted once a step and layer, and ``experts_found`` of them were in memory or on their way.
     """
 
     resident: int
@@ -534,6 +535,8 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     read_bytes: int
     stall_s: float
     pressure: str
+    experts_picked: int = 0
+    experts_found: int = 0
 
 
 class DecodeStatus(msgspec.Struct, frozen=True, kw_only=True):

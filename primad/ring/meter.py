@@ -145,4 +145,6 @@ def _memory(streams: Streams) -> MemoryStatus:
         read_bytes=streamer.read_bytes,
         stall_s=streamer.stall_s,
         pressure=streamer.level,
+        experts_picked=0 if streamer.experts is None else streamer.experts.pool.picked,
+        experts_found=0 if streamer.experts is None else streamer.experts.pool.found,
     )

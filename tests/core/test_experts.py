@@ -122,6 +122,14 @@ def test_the_experts_used_most_stay_whatever_layer_they_are_of():
     assert memory.read_bytes - counted < 0.75 * whole_layers
 
 
+def test_the_pool_counts_what_was_picked_and_what_of_it_was_there():
+    pool = a_pool([4, 4], 30)
+    pool.pick(0, picks([0, 1], [1, 2]))
+    assert (pool.picked, pool.found) == (3, 0)
+    pool.pick(0, picks([1, 3], [3, 1]))
+    assert (pool.picked, pool.found) == (5, 1)
+
+
 def test_a_prompt_that_picks_every_expert_leaves_the_favourites():
     memory = Memory(pool := a_pool((8, 8, 8), 120))
     for _ in range(100):

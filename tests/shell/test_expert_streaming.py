@@ -414,6 +414,7 @@ def test_a_ring_process_streams_by_expert_and_says_what_is_in_memory(tmp_path):
     assert memory.resident_bytes + memory.streamed_bytes == sum(streams.streamer.residency.sizes) + pool.total_bytes
     assert memory.resident_bytes == streams.streamer.residency.held_bytes
     assert memory.read_bytes > 0
+    assert 0 < memory.experts_found < memory.experts_picked
     streams.end()
     head._tail.release()
     assert len(list((tmp_path / "usage").iterdir())) == 4

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Final
 
 import psutil
+from msgspec.structs import replace as replace_fields
 
 from halda import DeviceProfile, Infeasible, ModelProfile, Plan, Solution, Workload, solve
-from primad.engine.protocol import KvType
+from primad.engine.protocol import GREEDY, KvType
 from primad.engine.streaming.pages import FileRange, Pages
 from primad.planning.question import default_workload
 from primad.ring.messages import Sampled, Status
@@ -40,6 +41,8 @@ ROWS: Final = (512, 256, 128, 64, 32)
 SLACK: Final = 1.05
 """What may be read, of what the plan says."""
 STEP_TIMEOUT_S: Final = 600.0
+RANDOM: Final = replace_fields(GREEDY, temperature=1000.0, seed=1)
+"""All tokens are about as likely."""
 _RATE_RANGES: Final = 6
 _RATE_BYTES: Final = 64 << 20
 
@@ -49,7 +52,9 @@ class Run:
     """What one run did. ``tokens`` are those drawn while it was measured, after ``PROMPT[:AFTER]`` and what warmed it up.
 
     ``counters`` are those of its groups at the end, in order. ``read_bytes_per_token`` is counted by the kernel,
-    ``stall_s_per_token`` and ``told_bytes_per_token`` by primad itself (None of plain llama.cpp).
+    ``stall_s_per_token`` and ``told_bytes_per_token`` by primad itself (None of plain llama.cpp). Of the experts that steps
+    of decode picked ``hit_share`` were in memory, and ``random_hit_share`` where tokens were drawn at random instead of the
+    likeliest (None where no experts stream).
     """
 
     tokens: list[int]
@@ -58,6 +63,8 @@ class Run:
     counters: list[Counters]
     stall_s_per_token: float | None
     told_bytes_per_token: float | None
+    hit_share: float | None
+    random_hit_share: float | None
     statuses: list[Status]
 
 
@@ -165,6 +172,8 @@ def run_plain(
         counters=[after],
         stall_s_per_token=None,
         told_bytes_per_token=None,
+        hit_share=None,
+        random_hit_share=None,
         statuses=[],
     )
 
@@ -209,6 +218,10 @@ async def run_ring(
         sampled, _ = await ring.generate(prompt, 1 + WARM_TOKENS + tokens, heard=heard)
         third = await _statuses(ring)
         counters = [group.counters() for group in groups.values()]
+        fourth = third
+        if _told(third).picked:
+            await ring.generate(prompt, 1 + WARM_TOKENS + tokens, sampling=RANDOM)
+            fourth = await _statuses(ring)
     if len(sampled) < 1 + WARM_TOKENS + tokens:
         raise RuntimeError(f"the model ended its answer after {len(sampled)} tokens; choose another prompt")
     told = [_told(statuses) for statuses in (first, second, third)]
@@ -220,6 +233,8 @@ async def run_ring(
         counters=counters,
         stall_s_per_token=_more([each.stall_s for each in told], extra),
         told_bytes_per_token=_more([each.read_bytes for each in told], extra),
+        hit_share=_hit_share(told[0], told[1], told[1], told[2]),
+        random_hit_share=_hit_share(told[0], told[1], told[2], _told(fourth)),
         statuses=third,
     )
 
@@ -244,11 +259,28 @@ class _Told:
 
     stall_s: float
     read_bytes: int
+    picked: int
+    found: int
 
 
 def _told(statuses: Sequence[Status]) -> _Told:
     memories = [status.memory for status in statuses if status.memory is not None]
-    return _Told(sum(each.stall_s for each in memories), sum(each.read_bytes for each in memories))
+    return _Told(
+        sum(each.stall_s for each in memories),
+        sum(each.read_bytes for each in memories),
+        sum(each.experts_picked for each in memories),
+        sum(each.experts_found for each in memories),
+    )
+
+
+def _hit_share(before: _Told, prompted: _Told, begin: _Told, end: _Told) -> float | None:
+    """The share of the experts picked in steps of decode that were in memory, None where there were none.
+
+    Between the first two figures lies a question with its prompt, between the last two the same prompt and an answer.
+    """
+    picked = (end.picked - begin.picked) - (prompted.picked - before.picked)
+    found = (end.found - begin.found) - (prompted.found - before.found)
+    return min(1.0, max(0.0, found / picked)) if picked > 0 else None
 
 
 def _more(figures: Sequence[float], steps: int) -> float:

@@ -129,6 +129,10 @@ class Pool:
         self._needed = np.zeros(len(self._sizes), np.bool_)
         self._early = np.zeros(len(self._sizes), np.bool_)
         self._held_bytes = 0
+        self.picked = 0
+        """Experts that steps picked until now."""
+        self.found = 0
+        """Those of them that were held, or on their way, when they were picked."""
 
     @property
     def held_bytes(self) -> int:
@@ -179,6 +183,8 @@ class Pool:
         self._needed[:] = False
         self._needed[needed] = True
         missing = needed[~self._held[needed]]
+        self.picked += len(needed)
+        self.found += len(needed) - len(missing)
         released = self._make_room(int(self._sizes[missing].sum()))
         self._hold(missing)
         return Change(self._named(released), self._named(missing))
