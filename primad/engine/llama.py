@@ -377,6 +377,7 @@ class _Batch:
         self._batch.n_seq_id = self._pointer(self._counts, ctypes.c_int32)
         self._batch.seq_id = self._pointer(self._starts, ctypes.POINTER(ctypes.c_int32))
         self._batch.logits = self._pointer(self._logits, ctypes.c_int8)
+        self._tokens_at = self._pointer(self._tokens, ctypes.c_int32)
 
     @staticmethod
     def _pointer(array: NDArray[Any], kind: Any) -> Any:
@@ -397,7 +398,7 @@ class _Batch:
         batch.n_tokens = count
         if fed or rows.content.dtype == np.int32:
             self._tokens[:count] = 0 if fed else rows.content
-            batch.token, batch.embd = self._pointer(self._tokens, ctypes.c_int32), None
+            batch.token, batch.embd = self._tokens_at, None
         else:
             assert rows.content.dtype == np.float32
             assert rows.content.flags.c_contiguous
@@ -833,6 +834,7 @@ class _LogitsWindow(_Model):
         assert source.assignment.output == "gpu" or not source.assignment.gpu_layers
         super().__init__(source, options, tap=_Tap(None, 0), outputs=MAX_OUTPUT_ROWS, predicting=predicting)
         self._ends = ends
+        self._logits_type = ctypes.c_float * vocabulary
         self._vocabulary = vocabulary
         self._words = Words(lambda: LlamaVocabulary(file or Path(source.metadata)))
 
@@ -845,7 +847,7 @@ class _LogitsWindow(_Model):
         pointer = llama.llama_get_logits_ith(self._context, row)
         if not pointer:
             raise EngineError(f"row {row} of the last step has no logits")
-        return np.ctypeslib.as_array(pointer, shape=(self._vocabulary,))
+        return np.frombuffer(self._logits_type.from_address(ctypes.addressof(pointer.contents)), np.float32)
 
     def sampler(
         self, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]

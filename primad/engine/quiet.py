@@ -45,7 +45,7 @@ class Quiet:
         """llama.cpp is to ask nothing about the graph that it computed last."""
         if self._scheduler is not None:
             self._ggml.ggml_backend_sched_set_eval_callback(self._scheduler, None, None)
-            self._reused, self.is_on = self._reused_until_now(), True
+            self.is_on = True
 
     def end(self) -> None:
         """llama.cpp is to ask about every node again."""

@@ -187,8 +187,10 @@ class Streamer:
         """
         with self._condition:
             self._position = unit
-            self._condition.notify_all()
-            if not self._is_there(unit):
+            is_there = self._is_there(unit)
+            if self._residency.streams or not is_there:
+                self._condition.notify_all()  # where nothing streams the loader has no use for each token's place
+            if not is_there:
                 start = time.perf_counter()
                 if not self._condition.wait_for(lambda: self._is_there(unit) or self._error is not None, WAIT_S):
                     raise EngineError(f"a layer could not be read within {WAIT_S:g} s; the disk hangs")

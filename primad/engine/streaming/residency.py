@@ -96,7 +96,7 @@ class Residency:
         """The most that is in memory at a time."""
         return self.resident_bytes + min(self.streamed_bytes, self.room_bytes) + self.pool_bytes
 
-    @property
+    @cached_property
     def streams(self) -> bool:
         """Whether a lap reads anything."""
         return self.streamed_bytes > self.room_bytes
