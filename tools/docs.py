@@ -241,10 +241,12 @@ def _architectures() -> str:
         place = (
             "at any layer" if entry.cut_multiple == 1 else f"at every layer that is a multiple of {entry.cut_multiple}"
         )
-        if entry.sliding is Sliding.NEEDED:
+        if entry.sliding in (Sliding.NEEDED, Sliding.NEEDED_IF_ANY):
             place = "where each has a layer with a sliding window: mostly at every second layer"
         elif entry.recurrent in (Recurrent.INTERVAL, Recurrent.HEADS):
             place = "where each has a layer with attention and one with a state: mostly at every fourth layer"
+        elif entry.needs_experts:
+            place = "where each has a layer with experts: behind the dense ones"
         elif entry.step:
             place += f" and of `{entry.step}`" if entry.cut_multiple > 1 else f" that is a multiple of `{entry.step}`"
         places.setdefault(place, []).append(entry.name)

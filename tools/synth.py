@@ -182,7 +182,7 @@ def tiny(architecture: str) -> Shape:
     """A model of ``architecture`` for tests: 6 layers, well under 1 MB. ``llama-moe`` is Mixtral's layout,
     ``deepseek2-lite`` (26 or 27 layers) that of DeepSeek V2 Lite."""
     if architecture in zoo.ALL:
-        return Shape(architecture=architecture, layers=zoo.LAYERS, width=zoo.WIDTH)
+        return Shape(architecture=architecture, layers=zoo.layers_of(architecture), width=zoo.WIDTH)
     shape = Shape(architecture=architecture, tied=architecture not in _UNTIED)
     if architecture in _TINY_SLIDING:
         shape = replace(shape, sliding_window=_TINY_SLIDING[architecture])

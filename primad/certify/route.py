@@ -23,7 +23,7 @@ from primad.engine.protocol import EngineOptions, KvType, Rows, WindowSource
 from primad.gguf.architectures import embedding_scale, layer_count, recurrent_layers
 from primad.gguf.header import Header
 from primad.gguf.layers import LayerRef, layer_header
-from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
+from primad.gguf.windows import ModelCutter, position_embedding, token_embedding, vocabulary_size
 
 ROWS: Final = 64
 CONTEXT: Final = 256
@@ -136,7 +136,11 @@ class TinyRoute:
         self, cutter: ModelCutter, cuts: Sequence[int], folder: Path, kv_type: KvType, change: KeyChange
     ) -> None:
         self._cutter, self._folder, self._options = cutter, folder, _options(kv_type)
-        self._embedding = TokenEmbedding(token_embedding(cutter.header), embedding_scale(cutter.header))
+        self._embedding = TokenEmbedding(
+            token_embedding(cutter.header),
+            embedding_scale(cutter.header),
+            positions=position_embedding(cutter.header),
+        )
         self._windows: list[FirstWindow | MiddleWindow] = []
         self._tail: TailWindow | None = None
         try:

@@ -11,6 +11,7 @@ A window is a model of its own to llama.cpp, loaded from a metadata split and it
   While the graph stays the same, and nothing but its end is wanted, llama.cpp asks nothing (``quiet.py``).
 * **The first hidden state** is looked up here, row by row, with ggml's own dequantisation: bit for bit what llama.cpp
   computes from tokens, and without the logits buffer of the whole vocabulary that a first window would allocate.
+* **Positions with an embedding of their own** are added to those rows here; in a window there is one row for them, of 0.
 * **Many hidden states go in through the callback too**, and any where a graph does not take them as they come. As
   ``llama_batch.embd`` they are copied four times, and two of the copies stay with the context: of 256 rows of width 4,096
   those of one window are 8 MB. So a large step is a batch of tokens 0, whose rows are overwritten where the graph has looked
@@ -59,6 +60,7 @@ from primad.engine.streaming.residency import Residency
 from primad.engine.streaming.scratch import LARGE_ROWS, Scratch
 from primad.engine.streaming.scratch import bind as bind_scratch
 from primad.engine.streaming.units import EXPERT_TENSORS, is_still_whole
+from primad.engine.tensor import Tensor
 from primad.errors import EngineError, WeightsError
 from primad.gguf.architectures import ENTRY_KEY, EXIT_KEY, LAST_EXIT_KEY, SUPPORTED, Architecture
 from primad.gguf.constants import GGMLQuantizationType
@@ -84,6 +86,8 @@ _ENTRIES: Final = frozenset(
 )
 """What llama.cpp's graphs call the first hidden state: the rows of the embedding, and those of them that are scaled."""
 
+_POSITIONS: Final = b"pos_embd"
+"""What they call the rows of the positions' own embedding."""
 _BUCKETS: Final = 13
 """Of a ``std::unordered_map`` of libstdc++ with 1 to 13 entries."""
 _MOST_LOADS: Final = 100
@@ -206,9 +210,10 @@ class _Tap(dict[int, bool]):
         self.error: EngineError | None = None
         self.find(SUPPORTED["llama"], 0)
 
-    def find(self, architecture: Architecture, layers: int) -> None:
-        """The graph is this one's, of so many ``layers``."""
+    def find(self, architecture: Architecture, layers: int, *, is_whole: bool = False) -> None:
+        """The graph is this one's, of so many ``layers``, or the ``whole`` model's."""
         self._architecture, self._layers = architecture, layers
+        self._positions = _POSITIONS if architecture.adds_positions and not is_whole else None
         last = self._last
         self._wanted = None if last is None else architecture.exit_of(last, is_last=True).encode()
         self._entries = frozenset(entry.encode() for entry in architecture.entries)
@@ -293,6 +298,9 @@ class _Tap(dict[int, bool]):
         self._scratch.note(node)
         name = ggml_base.ggml_get_name(node)
         self.cache.note(node, name)
+        if name == self._positions:
+            self._zero_positions(node)
+            return False
         if self.looks:
             return False
         if self._cuts and self._end is not None:
@@ -325,6 +333,18 @@ class _Tap(dict[int, bool]):
         ggml_base.ggml_backend_tensor_set(node, self._feed.ctypes.data, 0, self._feed.nbytes)
         self._is_fed = True
         return True
+
+    def _zero_positions(self, node: int) -> None:
+        """Have the rows of positions, which the head has added, looked up in a matrix of one row, which is 0.
+
+        Asked whether it is wanted, ``node`` is not computed yet, and nothing else reads the numbers that it looks up.
+        """
+        tensor = Tensor.from_address(node)
+        if tensor.name != _POSITIONS:
+            return  # of a build with another struct
+        size = ggml_base.ggml_nbytes(tensor.sources[1])
+        zeros = np.zeros(size, np.uint8)
+        ggml_base.ggml_backend_tensor_set(tensor.sources[1], zeros.ctypes.data, 0, size)
 
     def _cross(self, unit: int) -> bool:
         assert self.stream is not None
@@ -521,6 +541,9 @@ class _Model:
         except EngineError:
             llama.llama_model_free(self._model)
             raise
+        self._is_recurrent = bool(
+            llama.llama_model_is_recurrent(self._model) or llama.llama_model_is_hybrid(self._model)
+        )
         params = self._context_params(outputs)
         params.op_offload = source.assignment.helped  # else the CPU computes its layers, of prompts too
         self._context = llama.llama_init_from_model(self._model, params)
@@ -535,11 +558,8 @@ class _Model:
         self._memory = llama.llama_get_memory(self._context)
         known = _architecture_of(self._model)
         self._is_fed = known is not None and known.is_fed
-        self._is_recurrent = bool(
-            llama.llama_model_is_recurrent(self._model) or llama.llama_model_is_hybrid(self._model)
-        )
         if known is not None:
-            tap.find(known, source.assignment.layers)
+            tap.find(known, source.assignment.layers, is_whole=self._takes_tokens)
         first = source.assignment.first
         self.layers: Final = range(first, first + source.assignment.layers)
         self._is_copying = False
@@ -548,7 +568,10 @@ class _Model:
         options = self._options
         params = llama.llama_context_default_params()
         params.n_ctx = -(-options.context // KV_CELL_PADDING) * KV_CELL_PADDING * options.sequences
-        params.n_batch = params.n_ubatch = options.rows
+        rows = options.rows
+        if self._is_recurrent:
+            rows = -(-rows // options.numbers) * options.numbers  # else llama.cpp aborts over Kimi Linear
+        params.n_batch = params.n_ubatch = rows
         params.n_seq_max = options.numbers
         params.n_outputs_max = max(min(outputs, options.rows), options.numbers)  # with fewer llama.cpp aborts
         params.n_outputs_max_per_seq = params.n_outputs_max
@@ -725,10 +748,10 @@ class _HiddenWindow(_Model):
 
 
 class TokenRows:
-    """A matrix of a file with a row for each token, of which rows are looked up."""
+    """A matrix of a file with a row for each token, or position, of which rows are looked up."""
 
     def __init__(self, tensor: TensorInfo) -> None:
-        self.width = tensor.shape[0]
+        self.width, self.count = tensor.shape
         row_bytes = tensor.bytes // tensor.shape[1]
         self._path, self._end = tensor.path, tensor.offset + tensor.bytes
         self._file = os.open(tensor.path, os.O_RDONLY)
@@ -775,24 +798,38 @@ class ChangesRows(Protocol):
 
 
 class TokenEmbedding:
-    """Looks up the first hidden states in the model file itself, which ``adapters`` change in their order."""
+    """Looks up the first hidden states in the model file itself, which ``adapters`` change in their order.
 
-    def __init__(self, tensor: TensorInfo, scale: float, adapters: Sequence[ChangesRows] = ()) -> None:
+    A row of ``positions`` is added to each, where the model has them.
+    """
+
+    def __init__(
+        self,
+        tensor: TensorInfo,
+        scale: float,
+        adapters: Sequence[ChangesRows] = (),
+        positions: TensorInfo | None = None,
+    ) -> None:
         self.width = tensor.shape[0]
         self._scale = np.float32(scale)
         self._table = TokenRows(tensor)
         self._adapters = adapters
+        self._positions = None if positions is None else TokenRows(positions)
 
-    def rows(self, tokens: NDArray[np.int32]) -> Hidden:
-        """Hidden states (rows, width) of ``tokens``, as llama.cpp computes them from token input.
+    def rows(self, tokens: NDArray[np.int32], positions: Sequence[int]) -> Hidden:
+        """Hidden states (rows, width) of ``tokens`` at ``positions``, as llama.cpp computes them from token input.
 
-        Raises ``WeightsError`` when somebody wrote to the file.
+        Raises ``WeightsError`` when somebody wrote to the file, ``EngineError`` for a position that the model does not know.
         """
         hidden = self._table.rows(tokens)
         for adapter in self._adapters:
             adapter.add(hidden, tokens)
         if self._scale != 1:
             hidden *= self._scale
+        if self._positions is not None:
+            if max(positions, default=0) >= self._positions.count:
+                raise EngineError(f"the model knows {self._positions.count} positions, not position {max(positions)}")
+            hidden += self._positions.rows(np.asarray(positions, np.int32))
         return hidden
 
 
@@ -806,7 +843,7 @@ class FirstWindow(_HiddenWindow):
     def forward(self, rows: Rows) -> Hidden:
         return super().forward(
             Rows(
-                content=self._embedding.rows(rows.content),  # type: ignore[arg-type]
+                content=self._embedding.rows(rows.content, rows.positions),  # type: ignore[arg-type]
                 positions=rows.positions,
                 sequences=rows.sequences,
                 outputs=rows.outputs,

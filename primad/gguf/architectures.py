@@ -10,7 +10,8 @@ that ``primad/certify`` derived and compared (``Header.derived``). What the entr
 - **Embedding.** The head turns tokens into hidden states itself. Gemma 3 scales token rows by sqrt(width) but not hidden
   states; Granite and MiniCPM scale both, so their ``embedding_scale`` is written as 0 (do not scale) in every window. Where
   a graph scales both without a key, refuses hidden states or wants more than one position for each, they go in where it has
-  looked up tokens (``is_fed``).
+  looked up tokens (``is_fed``), or where it has normed those (``entries``). Positions that have an embedding of their own
+  (GPT-2) are added by the head.
 - **Sliding windows.** The pattern is written out and cut. llama.cpp asserts that a sliding-window model has a layer that
   slides: where the graph of the model without the key is the same one, a window without such a layer drops the key
   (``OPTIONAL``); where the graph always slides, its layers slide over more positions than a context has (``ALWAYS``).
@@ -18,6 +19,7 @@ that ``primad/certify`` derived and compared (``Header.derived``). What the entr
   other heads or angles, each window holds one of them (``NEEDED``), which says where a window may begin (``cut_multiple``).
 - **Recurrent layers** remember a state instead of cells. llama.cpp aborts where a window of a hybrid has none of them, or
   no attention, so each window holds both (``cut_multiple``).
+- **Inputs without use** make llama.cpp abort: a window needs a layer that rotates (``needs``), or that has experts.
 - **Layers for multi-token prediction** behind the others are in no window.
 - **Defaults and shapes that llama.cpp derives from the number of layers** (``LLM_TYPE_*``, MiniCPM's residual scale,
   DeepSeek 2 "lite", Gemma 3 27B's attention scale, Command R+'s norms) are written out, or refused where no key exists.
@@ -73,6 +75,7 @@ class Sliding(Enum):
     OPTIONAL = "slides if the key is there; the same graph otherwise"
     ALWAYS = "always slides: at least one layer has to"
     NEEDED = "at least one layer has to slide, and those that do are made otherwise"
+    NEEDED_IF_ANY = "the same if the key is there; without it another graph"
     FIXED = "slides by layer number, as the key says or without it; cuts keep to the pattern"
 
 
@@ -84,6 +87,7 @@ class Recurrent(Enum):
     HEADS = "those without KV heads"
     ALL = "every one, beside its cells"
     TENSORS = "those with tensors of a state"
+    ONLY = "every one, and none has cells"
 
 
 class TensorRole(Enum):
@@ -91,6 +95,7 @@ class TensorRole(Enum):
 
     LAYER = "the window that holds its layer"
     EMBEDDING = "the head, for its embedding rows"
+    POSITIONS = "the head, which adds it to the embedding; in windows a row of 0 stands for it"
     OUTPUT_NORM = "the tail window; in the others a placeholder that is never computed"
     OUTPUT = "the tail window"
     SHARED = "every window"
@@ -115,6 +120,10 @@ class Architecture:
     cut_multiple: int = 1
     """The first layer of every window has to be a multiple of this, and of the key ``step``."""
     step: str = ""
+    needs: str = ""
+    """A key of flags by layer, of which every window has to have one that is set: llama.cpp aborts over unused inputs."""
+    needs_experts: bool = False
+    """Every window has to have a layer with experts, for the same reason."""
     is_fed: bool = False
     """Hidden states are no input of the graph; they are put where it has looked up tokens."""
     knows: frozenset[str] = frozenset()
@@ -131,6 +140,8 @@ class Architecture:
     """What the graph calls a layer's output, by the ``layer`` or the one ``after`` it."""
     last_exit: str = ""
     """What it calls the last one's, if otherwise."""
+    adds_positions: bool = False
+    """The head adds a row of ``position_embd.weight`` to each row of the embedding; in windows this is 0."""
     predicts: bool = False
     """Its last layers may be for multi-token prediction, which the graph leaves out."""
     shares_where_full: bool = False
@@ -156,6 +167,7 @@ _KV_HEADS: Final = frozenset((_HEADS,))
 _RECURRENT: Final = "attention.recurrent_layers"
 _STATES: Final = frozenset((_RECURRENT,))
 _SLIDING: Final = "attention.sliding_window"
+_ROPE: Final = "attention.rope_pattern"
 _XIELU: Final = frozenset(f"xielu.{key}" for key in ("alpha_n", "alpha_p", "beta", "eps"))
 """These keys have no prefix."""
 
@@ -287,12 +299,55 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         Architecture(name="refact"),
         Architecture(name="xverse", tied_output_fallback=False),
         Architecture(name="falcon-h1", recurrent=Recurrent.ALL, is_fed=True),
+        Architecture(name="mamba", recurrent=Recurrent.ONLY, is_fed=True),
+        Architecture(name="mamba2", recurrent=Recurrent.ONLY, is_fed=True),
+        Architecture(name="jais", tied_output_fallback=False),
+        Architecture(name="olmo", output_norm=""),
+        Architecture(name="mellum", tied_output_fallback=False, sliding=Sliding.OPTIONAL, sliding_period=4),
+        Architecture(name="plamo3", sliding=Sliding.OPTIONAL, sliding_period=8),
+        Architecture(
+            name="maple", tied_output_fallback=False, sliding=Sliding.NEEDED, by_layer=frozenset(("swiglu_clamp_exp",))
+        ),
+        Architecture(
+            name="spark2_5",
+            sliding=Sliding.NEEDED,
+            knows=frozenset(("rope.dimension_count_swa",)),
+            by_layer=_KV_HEADS | {"attention.head_count"},
+        ),
+        Architecture(
+            name="granite_swa",
+            embedding=Embedding.KEY,
+            sliding=Sliding.ALWAYS,
+            by_layer=_KV_HEADS | {"attention.head_count", _ROPE},
+            needs=_ROPE,
+        ),
+        Architecture(
+            name="smallthinker", sliding=Sliding.NEEDED_IF_ANY, sliding_period=4, slides_last=True, cut_multiple=4
+        ),
+        Architecture(name="hunyuan_vl", knows=_SECTIONS, is_fed=True),
+        Architecture(name="paddleocr", knows=_SECTIONS, is_fed=True),
+        Architecture(name="deepseek2-ocr"),
+        Architecture(name="minimax-m3", tied_output_fallback=False, needs_experts=True),
+        Architecture(
+            name="muse-glimmer",
+            tied_output_fallback=False,
+            sliding=Sliding.NEEDED,
+            sliding_period=4,
+            entries=("embd", "embd_norm"),
+            is_fed=True,
+        ),
+        Architecture(name="gpt2", adds_positions=True, is_fed=True),
+        Architecture(name="starcoder", adds_positions=True, is_fed=True),
+        Architecture(name="mpt", adds_positions=True, is_fed=True),
         Architecture(
             name="granitehybrid",
             embedding=Embedding.KEY,
             recurrent=Recurrent.HEADS,
             by_layer=_KV_HEADS,
             is_fed=True,
+        ),
+        Architecture(
+            name="kimi-linear", tied_output_fallback=False, recurrent=Recurrent.HEADS, by_layer=_KV_HEADS, is_fed=True
         ),
         Architecture(name="jamba", recurrent=Recurrent.HEADS, by_layer=_KV_HEADS, is_fed=True),
         *(
@@ -334,12 +389,24 @@ SUPPORTED: Final[dict[str, Architecture]] = {
 }
 
 _REASONS: Final[dict[str, tuple[str, ...]]] = {
-    "llama.cpp aborts when three answers are computed at once": ("kimi-linear",),
-    "it keeps recurrent state": ("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "plamo2"),
-    "its layers take inputs beside the hidden state": ("gemma3n",),
-    "which layers rotate is computed from the layer's number": ("smallthinker",),
-    "position embeddings are added at the input": ("gpt2", "starcoder"),
-    "it is not a causal text decoder": (*("bert", "nomic-bert", "modern-bert", "gemma-embedding", "t5", "t5encoder"),),
+    "it keeps recurrent state": ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "plamo2"),
+    "its layers take inputs beside the hidden state": ("gemma3n", "talkie"),
+    "its layers are scaled by the number of layers": ("minicpm3",),
+    "its layers are computed more than once": ("nanbeige",),
+    "llama.cpp aborts in its attention": ("plm",),
+    "it is not a causal text decoder": (
+        *(
+            "bert",
+            "nomic-bert",
+            "nomic-bert-moe",
+            "modern-bert",
+            "neo-bert",
+            "jina-bert-v2",
+            "jina-bert-v3",
+            "eurobert",
+        ),
+        *("gemma-embedding", "llama-embed", "t5", "t5encoder", "llada", "llada-moe", "rnd1"),
+    ),
 }
 _REFUSED: Final = {name: reason for reason, names in _REASONS.items() for name in names}
 
@@ -468,13 +535,33 @@ def cut_multiple(header: Header) -> int:
         return 1
     step = header.count(f"{architecture.name}.{architecture.step}", 1) if architecture.step else 1
     multiple = base = math.lcm(architecture.cut_multiple, max(step, 1))
-    needed = [sliding_layers(header)] if architecture.sliding is Sliding.NEEDED else []
+    slides = sliding_layers(header)
+    needs = architecture.sliding is Sliding.NEEDED or (architecture.sliding is Sliding.NEEDED_IF_ANY and any(slides))
+    needed = [slides] if needs else []
+    if architecture.needs and f"{architecture.name}.{architecture.needs}" in header.values:
+        needed.append(tuple(map(bool, _by_layer(header, architecture.needs, layer_count(header)))))
+    if architecture.needs_experts:
+        dense = header.count(f"{architecture.name}.leading_dense_block_count", 0)
+        needed.append(tuple(layer >= dense for layer in range(layer_count(header))))
     if architecture.recurrent in (Recurrent.INTERVAL, Recurrent.HEADS, Recurrent.TENSORS):
         kinds = (recurrent_layers(header), attending_layers(header))
         needed += [each for each in kinds if any(each) or architecture.recurrent is not Recurrent.TENSORS]
         if architecture.recurrent is Recurrent.INTERVAL and f"{architecture.name}.{_RECURRENT}" not in header.values:
             multiple = base = math.lcm(base, max(header.count(f"{architecture.name}.{_INTERVAL}", 4), 1))
-    return _multiple_with(needed, multiple, base)
+    multiple = _multiple_with(needed, multiple, base)
+    while (
+        architecture.name == "smallthinker"
+        and any(slides)
+        and multiple < len(slides)
+        and _turns_all(len(slides), multiple)
+    ):
+        multiple += base
+    return multiple
+
+
+def _turns_all(layers: int, multiple: int) -> bool:
+    """Whether a window may have 4 layers: then llama.cpp rotates all of SmallThinker's, not three of four."""
+    return multiple == 4 or layers % multiple == 4
 
 
 def multiple_that_slides(header: Header) -> int:
@@ -516,7 +603,7 @@ def recurrent_layers(header: Header) -> tuple[bool, ...]:
         case Recurrent.TENSORS:
             return _with_tensors(header, _STATE_TENSOR, layers)
         case _:
-            return (kind is Recurrent.ALL,) * layers
+            return (kind in (Recurrent.ALL, Recurrent.ONLY),) * layers
 
 
 def attending_layers(header: Header) -> tuple[bool, ...]:
@@ -531,7 +618,7 @@ def attending_layers(header: Header) -> tuple[bool, ...]:
             both = zip(recurrent_layers(header), _with_tensors(header, _KEY_TENSOR, layers), strict=True)
             return tuple(has_key or not state for state, has_key in both)
         case _:
-            return (True,) * layers
+            return (_recurrent(header, header.text("general.architecture")) is not Recurrent.ONLY,) * layers
 
 
 def _with_tensors(header: Header, pattern: re.Pattern[str], layers: int) -> tuple[bool, ...]:
@@ -584,12 +671,19 @@ def tensor_role(header: Header, tensor: str) -> TensorRole:
             return TensorRole.OUTPUT_NORM
         case "token_embd_norm.weight" if _output_norm(header) == "token_embd_norm":
             return TensorRole.OUTPUT_NORM
+        case "position_embd.weight" if _adds_positions(header):
+            return TensorRole.POSITIONS
         case "output.weight" | "output.bias":
             return TensorRole.OUTPUT
         case _ if is_shared_tensor(tensor) or header.derived is not None:
             return TensorRole.SHARED
         case _:
             raise _refusal(header, f"tensor '{tensor}'", "it is outside the layers and its use is not known")
+
+
+def _adds_positions(header: Header) -> bool:
+    entry = known(header)
+    return entry is not None and entry.adds_positions
 
 
 def _output_norm(header: Header) -> str:
@@ -682,6 +776,8 @@ def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> 
         values[f"{prefix}embedding_scale"] = _float32(0.0)
     if architecture.sliding not in (Sliding.NEVER, Sliding.FIXED):
         values.update(_sliding_values(header, architecture, first, last))
+    if architecture.adds_positions:
+        values[f"{prefix}context_length"] = _uint32(1)
     if header.derived is None:
         values.update(_derived_values(header, name, layers))
     if architecture.entries:
@@ -702,7 +798,7 @@ def _sliding_values(header: Header, architecture: Architecture, first: int, last
             f"{prefix}attention.sliding_window": header.values[f"{prefix}attention.sliding_window"],
             f"{prefix}attention.sliding_window_pattern": array_value(GGUFValueType.BOOL, list(slides)),
         }
-    if architecture.sliding is Sliding.OPTIONAL:
+    if architecture.sliding in (Sliding.OPTIONAL, Sliding.NEEDED_IF_ANY):
         return {}
     values = {
         f"{prefix}attention.sliding_window": _uint32(_ENDLESS_WINDOW),

@@ -22,6 +22,7 @@ from primad.gguf.adapter import MAX_ADAPTERS, AdapterSpec
 from primad.gguf.architectures import (
     TensorRole,
     cuttable,
+    known,
     layer_count,
     sliding_layers,
     tensor_role,
@@ -43,6 +44,7 @@ from primad.gguf.layers import (
 )
 
 TOKEN_EMBEDDING: Final = "token_embd.weight"
+POSITIONS: Final = "position_embd.weight"
 OUTPUT: Final = "output.weight"
 OUTPUT_BIAS: Final = "output.bias"
 MAX_SMALL_BYTES: Final = 1 << 20
@@ -110,15 +112,18 @@ class ModelCutter:
 
     @property
     def embedding_layer(self) -> int:
-        """The number of the layer file that has the token embedding: the output's where that has it, else one behind it."""
+        """The number of the layer file that has the embedding, also of positions: the output's, or else one behind it."""
         output, embedding = self._output(), token_embedding(self.header)
-        return layer_count(self.header) + (output[TOKEN_EMBEDDING].name != embedding.name)
+        has_all = output[TOKEN_EMBEDDING].name == embedding.name and position_embedding(self.header) is None
+        return layer_count(self.header) + (not has_all)
 
     def cut(self, layer: int) -> LayerCut:
         """Where the weights of ``layer`` (or of the output matrix, the embedding) lie in the model file; hashes nothing."""
         layers = layer_count(self.header)
         if layer == layers + 1:
-            return cut({TOKEN_EMBEDDING: token_embedding(self.header)})
+            positions = position_embedding(self.header)
+            also = {} if positions is None else {POSITIONS: positions}
+            return cut({TOKEN_EMBEDDING: token_embedding(self.header), **also})
         return cut(self._output()) if layer == layers else cut_layer(self.header, layer)
 
     def source(self, digest: str) -> LayerCut | None:
@@ -158,15 +163,18 @@ class ModelCutter:
     def _one_window(self, values: dict[str, Value]) -> WindowSpec:
         layers = layer_count(self.header)
         output, embedding = self.ref(layers), self.embedding_layer
-        behind = [output]
+        behind, is_tied = [output], self._output()[TOKEN_EMBEDDING].name == TOKEN_EMBEDDING
         if embedding != layers:
             named = tuple(
                 LayerTensor(OUTPUT if each.name == TOKEN_EMBEDDING else each.name, *astuple(each)[1:])
                 for each in output.tensors
             )
-            behind = [LayerRef(output.digest, output.size_bytes, named), self.ref(embedding)]
+            untied = [] if is_tied else [LayerRef(output.digest, output.size_bytes, named)]
+            behind = [*untied, self.ref(embedding)]
         refs = (*(self.ref(layer) for layer in range(layers)), *behind)
-        small = self._small(0, layers)
+        small = [tensor for tensor in self._small(0, layers) if tensor.name != POSITIONS]
+        context = f"{self.header.text('general.architecture')}.context_length"
+        values = {**values, context: self.header.values[context]}
         metadata = metadata_split(
             values, small, splits=1 + len(refs), tensors=len(small) + sum(len(ref.tensors) for ref in refs)
         )
@@ -193,8 +201,11 @@ class ModelCutter:
             role = self._role(name)
             if role is TensorRole.OUTPUT_NORM or (role is TensorRole.SHARED and shares):
                 small.append(SmallTensor(name=name, type=tensor.type, shape=tensor.shape, data=_content(tensor)))
+        width = token_embedding(self.header).shape[0]
+        if position_embedding(self.header) is not None:
+            row = bytes(4 * width)
+            small.append(SmallTensor(name=POSITIONS, type=GGMLQuantizationType.F32, shape=(width, 1), data=row))
         if last < layer_count(self.header):
-            width = token_embedding(self.header).shape[0]
             shapes: dict[str, tuple[int, ...]] = {TOKEN_EMBEDDING: (width, 1)}
             if not architecture.tied_output_fallback:
                 shapes[OUTPUT] = (width, 1)
@@ -211,6 +222,20 @@ def token_embedding(header: Header) -> TensorInfo:
     tensor = header.tensors.get(TOKEN_EMBEDDING)
     if tensor is None or len(tensor.shape) != 2:
         raise ModelError(f"{header.path}: has no token embedding; give a complete language model")
+    return tensor
+
+
+def position_embedding(header: Header, table: Header | None = None) -> TensorInfo | None:
+    """What the head adds to the embedding by position, shape (width, positions); None for most models. Its file may be
+    ``table``.
+
+    Raises ``ModelError`` where it has another width.
+    """
+    entry = known(header)
+    file = table if table is not None else header
+    tensor = file.tensors.get(POSITIONS) if entry is not None and entry.adds_positions else None
+    if tensor is not None and (len(tensor.shape) != 2 or tensor.shape[0] != token_embedding(file).shape[0]):
+        raise ModelError(f"{header.path}: tensor '{POSITIONS}' is of another width than the token embedding")
     return tensor
 
 

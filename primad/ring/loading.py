@@ -18,7 +18,7 @@ from primad.gguf.adapter import open_adapter
 from primad.gguf.architectures import block_count, embedding_scale, layer_count
 from primad.gguf.header import Header, read_header
 from primad.gguf.model import open_model
-from primad.gguf.windows import control_tokens, token_embedding
+from primad.gguf.windows import control_tokens, position_embedding, token_embedding
 from primad.kv.shelf import KvShelf
 from primad.kv.store import KvStore
 from primad.ring.chunks import Chunking
@@ -149,7 +149,8 @@ def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple
             elif window.window == 0:
                 table = header if part.embedding is None else read_header(Path(part.embedding))
                 adapters = _embedding_adapters(part, header)
-                embedding = TokenEmbedding(token_embedding(table), embedding_scale(header), adapters)
+                positions = position_embedding(header, table)
+                embedding = TokenEmbedding(token_embedding(table), embedding_scale(header), adapters, positions)
                 windows[0] = FirstWindow(window, options, embedding)
             elif window.window == opening.route - 1:
                 tail = TailWindow(window, options, ends, vocabulary=size, file=header.path)

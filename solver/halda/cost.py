@@ -82,10 +82,17 @@ TWO_MASKS: Final = frozenset(
         "gemma3",
         "gemma4",
         "gpt-oss",
+        "granite_swa",
         "laguna",
         "llama4",
+        "maple",
+        "mellum",
         "mimo2",
+        "muse-glimmer",
         "olmo2",
+        "plamo3",
+        "smallthinker",
+        "spark2_5",
         "step35",
     )
 )

@@ -314,6 +314,28 @@ def test_laguna_slides_but_for_every_fourth_layer_from_the_first_on():
     refuses(model("laguna", 8, attention__sliding_window=24, **other), "sliding_window_pattern")
 
 
+def test_smallthinker_has_no_window_of_four_layers():
+    """llama.cpp takes them for a model all of whose layers rotate."""
+    for layers, multiple in ((32, 8), (52, 20), (16, 8), (9, 9)):
+        header = model("smallthinker", layers, attention__sliding_window=24)
+        assert min(cut_multiple(header), layers) == multiple
+    assert cut_multiple(model("smallthinker", 32)) == 4, "of one that does not slide all rotate"
+
+
+def test_every_window_of_minimax_m3_has_experts_and_of_granite_swa_one_that_rotates():
+    assert cut_multiple(model("minimax-m3", 60, leading_dense_block_count=3)) == 4
+    rotates = {"attention.rope_pattern": [True, False, False, False] * 2}
+    assert cut_multiple(model("granite_swa", 8, attention__sliding_window=24, **rotates)) == 4
+
+
+def test_positions_are_added_by_the_head_and_windows_have_one_row_of_them():
+    header = model("gpt2", 4)
+    assert window(header, 2, 4)["context_length"] == 1
+    assert tensor_role(header, "position_embd.weight") is TensorRole.POSITIONS
+    with pytest.raises(ModelError, match="position_embd"):
+        tensor_role(model("llama", 4), "position_embd.weight")
+
+
 def test_smollm3_is_cut_at_every_fourth_layer():
     header = model("smollm3", 12)
     assert window(header, 4, 11)["block_count"] == 7
@@ -324,11 +346,12 @@ def test_smollm3_is_cut_at_every_fourth_layer():
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
-        ("mamba", "recurrent"),
         ("rwkv7", "recurrent"),
         ("gemma3n", "inputs beside"),
-        ("smallthinker", "layer's number"),
-        ("gpt2", "position embeddings"),
+        ("minicpm3", "number of layers"),
+        ("plm", "aborts"),
+        ("talkie", "inputs beside"),
+        ("llada", "causal"),
         ("bert", "causal"),
         ("nosuch", "not known"),
         ("evil\nname", "not known"),

@@ -18,7 +18,7 @@ from primad.gguf.architectures import SUPPORTED, block_count, cut_multiple, cutt
 from primad.gguf.header import array_value, read_header, scalar_value
 from primad.gguf.layers import layer_header
 from primad.gguf.profile import model_profile
-from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
+from primad.gguf.windows import ModelCutter, position_embedding, token_embedding, vocabulary_size
 from primad.head.loads import adapted
 from tools import synth
 from tools.lab import zoo
@@ -45,7 +45,9 @@ class Route:
         assert cuts[0] == 0
         assert cuts[-1] == layers
         changes = [EmbeddingAdapter(each) for each in reversed(adapters) if each.embedding is not None]
-        embedding = TokenEmbedding(token_embedding(header), embedding_scale(header), changes)
+        embedding = TokenEmbedding(
+            token_embedding(header), embedding_scale(header), changes, position_embedding(header)
+        )
         self.windows = []
         for number, (first, last) in enumerate(pairwise(cuts)):
             spec = cutter.spec(number, first, last)

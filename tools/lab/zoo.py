@@ -15,6 +15,8 @@ from primad.gguf.header import Value
 Content = float | int | bool | str | list[int] | list[float] | list[bool]
 
 LAYERS: Final = 8
+DEEPER: Final = {"smallthinker": 16}
+"""Models that 8 layers are too few of to be cut."""
 WIDTH: Final = 64
 _SLIDES: Final = [True, True, True, False] * 2
 _BASE: Final[dict[str, Content]] = {
@@ -88,6 +90,15 @@ MODELS: Final[dict[str, dict[str, Content]]] = {
         "kda.gate_lower_bound": -5.0,
         "ssm.conv_kernel": 4,
     },
+    "kimi-linear": {
+        **_LEAD,
+        **_MLA,
+        **_MOE,
+        "attention.q_lora_rank": 0,
+        "attention.head_count_kv": [0, 0, 0, 1] * 2,
+        "kda.head_dim": 16,
+        "ssm.conv_kernel": 4,
+    },
     "bitnet": {},
     "codeshell": {},
     "cohere2moe": {**_LEAD, **_MOE, "attention.sliding_window": 24, "logit_scale": 2.0},
@@ -148,6 +159,66 @@ MODELS: Final[dict[str, dict[str, Content]]] = {
     "gemma2": {"attention.sliding_window": 24, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma": {},
     "falcon-h1": _SSM,
+    "mamba": {**_SSM, "ssm.inner_size": 128, "ssm.group_count": 0, "attention.head_count": 0, "feed_forward_length": 0},
+    "mamba2": {
+        **_SSM,
+        "ssm.inner_size": 128,
+        "ssm.time_step_rank": 8,
+        "attention.head_count": 0,
+        "feed_forward_length": 0,
+    },
+    "jais": {"attention.head_count_kv": 4, "attention.max_alibi_bias": 8.0},
+    "olmo": {"attention.clamp_kqv": 8.0},
+    "mellum": {
+        **_MOE,
+        "attention.sliding_window": 24,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 64,
+    },
+    "plamo3": {"attention.sliding_window": 24, "attention.sliding_window_pattern": 4, "rope.freq_base_swa": 5000.0},
+    "maple": {
+        **_MOE,
+        "attention.sliding_window": 24,
+        "attention.sliding_window_pattern": _SLIDES,
+        "swiglu_clamp_exp": [0.1 * layer for layer in range(LAYERS)],
+    },
+    "spark2_5": {
+        "attention.sliding_window": 24,
+        "attention.sliding_window_pattern": _SLIDES,
+        "rope.freq_base_swa": 5000.0,
+        "attention.head_count": [4, 4, 4, 8] * 2,
+        "attention.head_count_kv": [2, 2, 2, 4] * 2,
+        "rope.dimension_count_swa": 8,
+        "rope.dimension_count": 16,
+    },
+    "granite_swa": {
+        "attention.sliding_window": 24,
+        "attention.sliding_window_pattern": _SLIDES,
+        "attention.rope_pattern": [True, False, True, True] * 2,
+        "embedding_scale": 3.0,
+        "residual_scale": 0.5,
+        "logit_scale": 2.0,
+    },
+    "smallthinker": {**_MOE, "attention.sliding_window": 24},
+    "smallthinker-full": _MOE,
+    "hunyuan_vl": {**_SECTIONS, "rope.scaling.alpha": 1000.0},
+    "paddleocr": _SECTIONS,
+    "deepseek2-ocr": {**_LEAD, **_MOE, "attention.head_count_kv": 4},
+    "minimax-m3": {
+        **_HALF,
+        **_LEAD,
+        **_MOE,
+        "attention.indexer.head_count": 2,
+        "attention.indexer.key_length": 16,
+        "attention.indexer.top_k": 2,
+        "attention.indexer.block_size": 16,
+        "attention.indexer.local_blocks": 1,
+    },
+    "muse-glimmer": {"attention.sliding_window": 24, "logit_scale": 0.5, "final_logit_softcapping": 30.0},
+    "gpt2": {"attention.head_count_kv": 4},
+    "starcoder": {"attention.head_count_kv": 1},
+    "mpt": {"attention.head_count_kv": 4, "attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 8.0},
     "granitehybrid": {
         **_SSM,
         "ssm.inner_size": 128,
@@ -191,21 +262,29 @@ _WIDER: Final = frozenset(
     (
         *("embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv"),
         *("expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_chunk_feed_forward_length"),
-        *("ssm.inner_size", "ssm.time_step_rank", "ssm.group_count"),
+        *("ssm.inner_size", "ssm.time_step_rank", "ssm.group_count", "attention.indexer.head_count"),
     )
 )
 OUTSIDE: Final[dict[str, dict[str, Content]]] = {
     "baichuan": {"attention.head_count_kv": 4},
     "bloom": {"attention.head_count_kv": 4},
     "dream": {},
-    "jais": {"attention.head_count_kv": 4, "attention.max_alibi_bias": 8.0},
-    "mpt": {"attention.head_count_kv": 4, "attention.max_alibi_bias": 8.0},
 }
 """Of architectures that the table does not know: some can be cut, some cannot."""
 ALL: Final = {**MODELS, **OUTSIDE}
-VARIANTS: Final = {"gemma4-moe": "gemma4", "laguna-full": "laguna", "qwen35-array": "qwen35"}
+VARIANTS: Final = {
+    "gemma4-moe": "gemma4",
+    "laguna-full": "laguna",
+    "qwen35-array": "qwen35",
+    "smallthinker-full": "smallthinker",
+}
 HAS_BOTH: Final = frozenset(("arctic", "gemma4-moe"))
 """With a dense feed-forward beside the experts of a layer."""
+
+
+def layers_of(model: str) -> int:
+    """As many as it takes to cut the model."""
+    return DEEPER.get(model, LAYERS)
 
 
 def keys_of(model: str, layers: int = LAYERS, widen: int = 1) -> dict[str, Content]:
