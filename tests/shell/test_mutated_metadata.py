@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from primad.certify.check import Wanted, check
 from primad.certify.cuts import borders, is_allowed, route
+from primad.certify.derive import derived, multiples, provisional
 from primad.certify.keys import made_wrong, rewritten
 from primad.certify.tiny import WAYS, tiny_values
 from primad.certify.verdict import verdict_key
 from primad.errors import PrimadError
-from primad.gguf.architectures import cuttable, embedding_scale, layer_count
+from primad.gguf.architectures import Architecture, cuttable, embedding_scale, is_unknown, layer_count
 from primad.gguf.header import Value, array_value, scalar_value
 from primad.gguf.layers import SmallTensor, metadata_split
 from primad.gguf.model import open_model
@@ -36,7 +37,11 @@ FAMILIES = (
     "jamba",
     "openelm",
     "apertus",
+    "bloom",
+    "mpt",
 )
+"""The last two are in no table."""
+NAMES = Architecture(name="", entries=("embd",))
 BITS = (8, 16, 32, 64)
 INTEGERS = {
     **{f"UINT{bits}": (0, 2**bits - 1) for bits in BITS},
@@ -98,6 +103,11 @@ def mutated(headers, data):
 def use(header):
     """All that a daemon does with a header before any process loads the model."""
     model_profile(header)
+    if is_unknown(header):
+        header = provisional(header)
+        multiples(header)
+        header = derived(header, NAMES, 1)
+        model_profile(header)
     cuttable(header)
     embedding_scale(header)
     verdict_key(header)
