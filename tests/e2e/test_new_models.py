@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 
 import pytest
 
+from primad.gguf.header import read_header
 from tests.e2e.kept import Lab
+from tests.e2e.streams import show
 from tools import synth
 
 pytestmark = pytest.mark.slow
 
 TOKENS = 48
+BILLION = 10**9
+
+
+def survives_a_death(model, new_home, tokens):
+    """Ask a ring of three, and again while a worker is killed in the middle."""
+    with ExitStack() as stack:
+        lab = Lab(stack, model, new_home, tokens=tokens, middle=tokens // 2)
+        first, _ = lab.two()
+        assert lab.ask().text == lab.undisturbed, "asked again"
+        told = lab.ask(lab.workers[first].kill)
+        show(f"{model.parent.name}: the next token after {told.gap_s:.1f} s, the whole answer in {told.took_s:.1f} s")
+        assert told.error is None, lab.head.run.output
+        assert told.text == lab.undisturbed
+        assert lab.undisturbed
 
 
 @pytest.mark.parametrize("architecture", ["qwen35moe", "gemma4-moe"])
 def test_an_answer_survives_the_death_of_a_worker(architecture, tmp_path, new_home):
     model = tmp_path / "model.gguf"
     synth.write_model(model, architecture=architecture, layers=16, width=256)
-    with ExitStack() as stack:
-        lab = Lab(stack, model, new_home, tokens=TOKENS, middle=TOKENS // 2)
-        first, _ = lab.two()
-        assert lab.ask().text == lab.undisturbed, "asked again"
-        told = lab.ask(lab.workers[first].kill)
-        assert told.error is None, lab.head.run.output
-        assert told.text == lab.undisturbed
-        assert lab.undisturbed
+    survives_a_death(model, new_home, TOKENS)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("architecture", "layers"), [("qwen35moe", 52), ("gemma4-moe", 44)])
+def test_so_does_one_of_a_model_of_a_billion_weights(architecture, layers, tmp_path, new_home):
+    model = tmp_path / "model.gguf"
+    synth.write_model(model, architecture=architecture, layers=layers, width=1280, quantisation="q4_k_m")
+    weights = sum(math.prod(tensor.shape) for tensor in read_header(model).tensors.values())
+    assert 0.9 * BILLION < weights < 1.1 * BILLION
+    survives_a_death(model, new_home, 4 * TOKENS)
