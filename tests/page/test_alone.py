@@ -150,6 +150,29 @@ def test_an_answer_is_stopped_regenerated_edited_and_kept(open_page):
         expect(page.locator(".message")).to_have_count(0)
 
 
+def test_a_page_that_is_closed_while_it_is_answered_keeps_the_question_and_what_was_written(open_page):
+    backend = answering("word " * 400, pause_s=0.02)
+    with served(backend) as url:
+        page = open_page(url)
+        say(page, "Tell me a story")
+        expect(page.locator(".message.assistant .text")).to_contain_text("word word")
+        page.reload()
+        expect(page.locator(".message.user .said")).to_have_text("Tell me a story")
+        expect(page.locator(".message.assistant .text")).to_contain_text("word word")
+        page.get_by_label("Regenerate").click()
+        expect(page.get_by_label("Stop the answer")).to_be_visible()
+        page.get_by_label("Stop the answer").click()
+        page.evaluate("""() => {
+            const [chat] = JSON.parse(localStorage["primad.chats"]);
+            localStorage["primad.chats"] = JSON.stringify([{ ...chat, messages: chat.messages.slice(0, 1) }]);
+        }""")
+        page.reload()
+        page.get_by_label("Answer", exact=True).click()
+        expect(page.locator(".message.assistant .text")).to_contain_text("word word")
+        page.get_by_label("Stop the answer").click()
+        expect(page.locator(".stats")).to_contain_text("stopped")
+
+
 def test_settings_are_asked_for_and_a_wrong_one_is_named(open_page):
     backend = answering("Hi")
     with served(backend) as url:
@@ -195,6 +218,10 @@ def test_tabs_are_chosen_by_arrow_keys(open_page):
         page.keyboard.press("ArrowLeft")
         expect(page.get_by_role("tab", name="Devices")).to_be_focused()
         expect(page.locator("#ring")).to_be_hidden()
+        page.keyboard.press("Home")
+        expect(page.get_by_role("tab", name="Chat")).to_be_focused()
+        page.keyboard.press("End")
+        expect(page.locator("#devices")).to_be_visible()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

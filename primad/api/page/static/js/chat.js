@@ -77,6 +77,9 @@ export function startChat(panel) {
     h("div", { class: "talk" }, bar, parts.log, h("div", { class: "foot" }, composer, parts.model)),
     settings,
   );
+  addEventListener("pagehide", () => {
+    if (stopping && (chat.messages.at(-1).content || chat.messages.at(-1).thought)) store.keep(chat);
+  });
   const latest = store.chats()[0];
   if (latest) chat = latest;
   draw();
@@ -179,6 +182,7 @@ async function answer() {
     parts.log.append(failed(error.message));
     return;
   }
+  store.keep(mine); // what was asked outlives a page that is closed meanwhile
   const message = { role: "assistant", content: "", thought: "", calls: [], stats: {} };
   mine.messages.push(message);
   stopping = new AbortController();
@@ -278,6 +282,7 @@ function actionsOfQuestion(box, message, place) {
     { class: "actions" },
     iconButton("edit", "Edit", () => edit(box, message, place)),
     iconButton("copy", "Copy", () => copy(message.content)),
+    !stopping && message === chat.messages.at(-1) ? iconButton("again", "Answer", answer) : null,
   );
 }
 

@@ -27,11 +27,11 @@ function showView(name, focus = false) {
 function startTabs() {
   for (const view of VIEWS) by(`tab-${view}`).addEventListener("click", () => (location.hash = view));
   document.querySelector(".tabs").addEventListener("keydown", (event) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     const at = VIEWS.findIndex((view) => by(`tab-${view}`) === document.activeElement);
-    if (!step || at < 0) return;
+    const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: -1 }[event.key];
+    if (next === undefined || at < 0) return;
     event.preventDefault();
-    location.hash = VIEWS[(at + step + VIEWS.length) % VIEWS.length];
+    location.hash = VIEWS[(next + VIEWS.length) % VIEWS.length];
     by(`tab-${location.hash.slice(1)}`).focus();
   });
   const follow = () => showView(VIEWS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "chat");
