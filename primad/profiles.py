@@ -107,7 +107,7 @@ def with_speeds(profile: DeviceProfile, better: DeviceProfile) -> DeviceProfile:
         profile,
         cpu=better.cpu,
         ram_read_bytes_per_s=better.ram_read_bytes_per_s,
-        disk=replace(better.disk, free_bytes=profile.disk.free_bytes),
+        disk=replace(better.disk, free_bytes=profile.disk.free_bytes, disk_id=profile.disk.disk_id),
         gpu=better.gpu,
     )
 

@@ -60,7 +60,16 @@ def ring_part(answer: DescribedPlan) -> RingJson:
         devices=[_device(answer, device, kept[device.device]) for device in prediction.devices],
         predicted=predicted_part(answer),
         short=msgspec.convert(prediction.short, list[ShortJson], from_attributes=True),
+        one_disk=_one_disk(answer),
     )
+
+
+def _one_disk(answer: DescribedPlan) -> list[list[str]]:
+    """The devices of the plan that share a disk, in the order of the ring."""
+    plan, asked = answer.plan, answer.instance
+    at_each = [{asked.devices[m].device for m in here} for here in asked.disks]
+    found = [[name for name in plan.devices if name in here] for here in at_each]
+    return [names for names in found if len(names) > 1]
 
 
 def load_part(batches: Batches) -> LoadJson:

@@ -70,6 +70,7 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
         devices=ring.devices,
         predicted=ring.predicted,
         short=ring.short,
+        one_disk=ring.one_disk,
         model=model_part(question),
         workload=workload_part(chosen),
         proof=proof_part(question, chosen),

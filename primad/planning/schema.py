@@ -155,7 +155,7 @@ class ShortJson(msgspec.Struct, frozen=True, kw_only=True):
 class RingJson(msgspec.Struct, frozen=True, kw_only=True):
     """A plan and what it costs. ``solver`` is halda or paper; ``short`` is empty for a plan that fits.
 
-    Prompts are computed ``chunk_rows`` rows at a time.
+    Prompts are computed ``chunk_rows`` rows at a time. ``one_disk`` has the devices of each disk that several share.
     """
 
     solver: str
@@ -166,6 +166,7 @@ class RingJson(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[DeviceJson]
     predicted: Predicted
     short: list[ShortJson]
+    one_disk: list[list[str]] = []
 
 
 class LeftOutJson(msgspec.Struct, frozen=True, kw_only=True):

@@ -123,6 +123,8 @@ def _facts(answer: Explanation) -> Table:
     table.add_row("context", f"{_count(work.context_tokens, 'token')}{why}")
     if _streams(answer):
         table.add_row("streams", _reading(answer))
+    for names in answer.one_disk:
+        table.add_row("one disk", f"of {' and '.join(names)}: what one reads, the others wait for")
     helped = [device.name for device in answer.devices if device.helped]
     if helped:
         table.add_row("helped", f"prompts through layers in RAM are computed by the GPU of {', '.join(helped)}")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from halda import DeviceProfile
 from primad.errors import ConfigError
+from primad.profiler.disk_name import disk_name
 from primad.profiler.effort import Effort
 from primad.profiler.gpus import choose_gpu, gpu_now, list_gpus
 from primad.profiler.records import HomeRecord, MachineRecord, UnusedGpu, host_id, read_home, read_machine, write
@@ -104,18 +105,19 @@ def unused_gpus(home: Path, threads: int | None) -> tuple[UnusedGpu, ...]:
 
 def _compose(name: str, home: Path, machine: MachineRecord, disk: HomeRecord, wanted_gpu: str | None) -> DeviceProfile:
     """What was measured together with what is so now."""
-    now = memory(ours=children())
+    now, host = memory(ours=children()), host_id()
+    layers = layer_folder(home) if layer_folder(home).is_dir() else home
     gpu = choose_gpu(machine.gpus, wanted_gpu)
     return DeviceProfile(
         device=name,
-        host=host_id(),
+        host=host,
         system=platform.system() or "unknown",
         machine=platform.machine() or "unknown",
         cpu=machine.cpu,
         ram_total_bytes=now.total_bytes,
         ram_available_bytes=min(now.available_bytes, now.total_bytes),
         ram_read_bytes_per_s=machine.ram_read_bytes_per_s,
-        disk=replace(disk.disk, free_bytes=shutil.disk_usage(home).free),
+        disk=replace(disk.disk, free_bytes=shutil.disk_usage(home).free, disk_id=disk_name(layers, host)),
         gpu=None if gpu is None else gpu_now(gpu, list_gpus()),
         wireless=is_wireless(),
     )

@@ -24,8 +24,8 @@ from primad.profiles import Implausible, check_profile, shown
 
 VERSION: Final = 2
 MAX_FILE_BYTES: Final = 1 << 20
-_MAY_LACK: Final = frozenset({"helped"})
-"""Fields that files from before they were measured do not have."""
+_MAY_LACK: Final = frozenset({"helped", "disk_id"})
+"""Fields that files from before there were such do not have."""
 _CURE: Final = "correct it there, or write the file anew with 'primad profile --remeasure --save FILE'"
 
 

@@ -14,6 +14,7 @@ from primad.settings.quantities import show_bytes, show_rate
 def profile_table(profile: DeviceProfile) -> Iterator[Table]:
     """The tables to print, one after another."""
     cpu, disk = profile.cpu, profile.disk
+    called = f"{disk.disk_id}, " if disk.disk_id else ""
     facts = Table("", "", show_header=False, box=None, pad_edge=False)
     rows = [
         ("device", f"{profile.device} ({profile.system} {profile.machine})"),
@@ -26,8 +27,8 @@ def profile_table(profile: DeviceProfile) -> Iterator[Table]:
         ),
         (
             "disk",
-            f"{show_bytes(disk.free_bytes)} free, prefetched at {show_rate(disk.prefetch_bytes_per_s)}, by page faults at "
-            f"{show_rate(disk.fault_bytes_per_s)}, 4 kB at random at {show_rate(disk.random_bytes_per_s)}",
+            f"{called}{show_bytes(disk.free_bytes)} free, prefetched at {show_rate(disk.prefetch_bytes_per_s)}, by page "
+            f"faults at {show_rate(disk.fault_bytes_per_s)}, 4 kB at random at {show_rate(disk.random_bytes_per_s)}",
         ),
     ]
     gpu = profile.gpu

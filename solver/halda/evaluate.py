@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from halda.instance import Instance, Member, Phase
+from halda.instance import Instance, Member, Phase, disk_of, grouped
 from halda.laps import Hop, Stop, all_chunks
 from halda.plan import Plan, Streaming, Window
 from halda.streaming import held_ahead, is_held
@@ -268,8 +268,8 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
     read = [share.read_bytes(share.member.decode) for share in shares]
     disk = [size / share.member.disk_bytes_per_s for size, share in zip(read, shares, strict=True)]
     hops, chunk_hops, occupied = _hops(plan, instance)
-    hosts = _by_host(shares)
-    disk_s = max(sum(disk[i] for i in host) for host in hosts)
+    hosts, disks = _by_host(shares), _by_disk(shares)
+    disk_s = max(sum(disk[i] for i in here) for here in disks)
     between = _waiting_between(plan, instance, shares, decode, sum(hops), outputs[0])
     token = [window + waiting for window, waiting in zip(decode, between, strict=True)]
     tpot_s = max(sum(token) + sum(hops), disk_s)
@@ -279,7 +279,7 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
     ttft_s += sum(outputs)
     busy = max(sum(decode[i] for i in host) for host in hosts)
     period_s = max(tpot_s / instance.workload.sequences, busy, disk_s, occupied[0])
-    ram, vram, short = _memory(plan, instance, shares, hosts)
+    ram, vram, short = _memory(plan, instance, shares, hosts, disks)
     slowest = max(range(len(shares)), key=lambda i: disk[i])
     compute = [
         min(window, share.compute_s(share.member.decode, plan) + out + share.slowed_s(size, plan.rounds))
@@ -373,14 +373,15 @@ def _prompt_s(
     trains = [chunks * windows_s / rounds for windows_s, _ in following]
     once_more_s = max(following[0][1], occupied_s / rounds)
     laps_s, last_s, least = max(lap_s, chunks * occupied_s / rounds), (chunks - 1) * once_more_s, 0.0
+    reading_s = [0.0] * len(shares)
     for host in _by_host(shares):
-        stop_s, reading_s = sum(stops[i] for i in host), 0.0
+        stop_s = sum(stops[i] for i in host)
         train_s = sum(trains[i] for i in host)
         least = max(least, rounds * train_s + chunks * following[0][1] if 0 in host else 0.0)
         for i in host:
             share, phase = shares[i], shares[i].member.prefill
             read, disk = chunks * share.read_bytes(phase), share.member.disk_bytes_per_s
-            reading_s += max(0.0, read - share.ahead_bytes) / disk
+            reading_s[i] = max(0.0, read - share.ahead_bytes) / disk
             if not read or instance.by_expert:
                 continue
             # From the beginning of its first stop to the end of its last one a disk reads what was not there.
@@ -391,7 +392,8 @@ def _prompt_s(
             if i:
                 late_s = (read / rounds - share.ahead_bytes) / disk
                 train_s = max(train_s, chunks * share.rest_s(phase, plan, 0.0) / rounds + late_s)
-        laps_s, last_s, least = max(laps_s, train_s), max(last_s, train_s - stop_s), max(least, reading_s)
+        laps_s, last_s = max(laps_s, train_s), max(last_s, train_s - stop_s)
+    least = max(least, *(sum(reading_s[i] for i in here) for here in _by_disk(shares)))
     return max(least, (rounds - 1) * laps_s + lap_s + tail_s + last_s)
 
 
@@ -561,11 +563,12 @@ def _by_kind(layers: Sequence[int], instance: Instance) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _by_host(shares: Sequence[_Share]) -> list[list[int]]:
-    hosts: dict[str, list[int]] = {}
-    for i, share in enumerate(shares):
-        hosts.setdefault(share.member.profile.host, []).append(i)
-    return list(hosts.values())
+def _by_host(shares: Sequence[_Share]) -> tuple[tuple[int, ...], ...]:
+    return grouped(share.member.profile.host for share in shares)
+
+
+def _by_disk(shares: Sequence[_Share]) -> tuple[tuple[int, ...], ...]:
+    return grouped(disk_of(share.member.profile) for share in shares)
 
 
 def _hops(plan: Plan, instance: Instance) -> tuple[list[float], float, tuple[float, float]]:
@@ -623,7 +626,11 @@ def _shard_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
 
 
 def _memory(
-    plan: Plan, instance: Instance, shares: Sequence[_Share], hosts: Sequence[Sequence[int]]
+    plan: Plan,
+    instance: Instance,
+    shares: Sequence[_Share],
+    hosts: Sequence[Sequence[int]],
+    disks: Sequence[Sequence[int]],
 ) -> tuple[list[int], list[int], tuple[Short, ...]]:
     ram = [_ram_bytes(plan, instance, share) for share in shares]
     vram = [_vram_bytes(plan, instance, share) for share in shares]
@@ -645,5 +652,9 @@ def _memory(
             check("RAM", where, sum(ram[i] for i in host), max(p.ram_available_bytes for p in profiles))
             vram_there = max(p.gpu.vram_available_bytes if p.gpu is not None else 0 for p in profiles)
             check("VRAM", where, sum(vram[i] for i in host), vram_there)
-            check("disk", where, sum(disk[i] for i in host), max(p.disk.free_bytes for p in profiles))
+    for here in disks:
+        if len(here) > 1:
+            profiles = [shares[i].member.profile for i in here]
+            where = " and ".join(profile.device for profile in profiles)
+            check("disk", where, sum(disk[i] for i in here), max(p.disk.free_bytes for p in profiles))
     return ram, vram, tuple(short)

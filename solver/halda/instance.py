@@ -6,7 +6,7 @@ Layers that are alike (same bytes by type, same KV cache) are one kind; most mod
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, Literal, get_args
@@ -197,11 +197,13 @@ class Instance:
 
     @cached_property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the members of each machine: they share its memory, disk and cores."""
-        by_host: dict[str, list[int]] = {}
-        for index, device in enumerate(self.devices):
-            by_host.setdefault(device.host, []).append(index)
-        return tuple(tuple(indices) for indices in by_host.values())
+        """Indices of the members of each machine: they share its memory and cores."""
+        return grouped(device.host for device in self.devices)
+
+    @cached_property
+    def disks(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the members of each disk: what one of them reads the others wait for."""
+        return grouped(disk_of(device) for device in self.devices)
 
     def with_head(self, head: str) -> Instance:
         """The same question with ``head`` in front."""
@@ -420,6 +422,19 @@ def instance(
         limits=limits,
     )
     return question.with_head(head or names[0])
+
+
+def disk_of(device: DeviceProfile) -> tuple[str, str]:
+    """Equal for devices whose layer caches lie on one disk."""
+    return device.host, device.disk.disk_id
+
+
+def grouped(keys: Iterable[Hashable]) -> tuple[tuple[int, ...], ...]:
+    """The places of equal keys, in the order of the first of each."""
+    found: dict[Hashable, list[int]] = {}
+    for place, key in enumerate(keys):
+        found.setdefault(key, []).append(place)
+    return tuple(map(tuple, found.values()))
 
 
 def _least(available: int, limit: int | None) -> int:

@@ -551,7 +551,10 @@ def _memory(
             limit("RAM", name, pulp.lpSum(ram[m] for m in host), max(p.ram_available_bytes for p in profiles))
             there = max(p.gpu.vram_available_bytes if p.gpu is not None else 0 for p in profiles)
             limit("VRAM", name, pulp.lpSum(vram[m] for m in host), there)
-            limit("disk", name, pulp.lpSum(disk[m] for m in host), max(p.disk.free_bytes for p in profiles))
+    for here in instance.disks:
+        if len(here) > 1:
+            free = max(instance.devices[m].disk.free_bytes for m in here)
+            limit("disk", "_".join(map(str, here)), pulp.lpSum(disk[m] for m in here), free)
     return slacks
 
 
@@ -654,10 +657,11 @@ class _Time:
         problem += laps >= link * (chunks / rounds), "laps over the busiest link"
         problem += last >= (chunks - 1) * chunk.tails, "chunks in the tail"
         problem += last >= link * ((chunks - 1) / rounds), "chunks on a link"
+        for i, here in enumerate(self._instance.disks):
+            problem += prompt >= pulp.lpSum(self._first_read(m, chunks, 1) for m in here), f"disk {i} is busy"
         for i, host in enumerate(self._instance.hosts):
             first, busy = (pulp.lpSum(each[m] for m in host) for each in (chunk.windows, chunk.following))
             problem += prompt >= chunks * (busy + chunk.tails * (0 in host)), f"machine {i} is busy"
-            problem += prompt >= pulp.lpSum(self._first_read(m, chunks, 1) for m in host), f"disk {i} is busy"
             problem += laps >= busy * (chunks / rounds), f"laps of machine {i}"
             stop = first * (1 / rounds)
             problem += last >= busy * (chunks / rounds) - stop, f"chunks at machine {i}"
@@ -991,9 +995,9 @@ class _Time:
         return self._unit / self._instance.members[m].disk_bytes_per_s * MS
 
     def _disks(self, phases: Sequence[Phase]) -> list[Expression]:
-        """Milliseconds that the disk of each machine reads."""
+        """Milliseconds that each disk reads."""
         reads = [self._read(m, phase) for m, phase in enumerate(phases)]
-        return [pulp.lpSum(reads[m] for m in host) for host in self._instance.hosts]
+        return [pulp.lpSum(reads[m] for m in here) for here in self._instance.disks]
 
     def _steps(self, m: int, windows: float) -> Expression:
         """What ``windows`` windows cost besides their layers."""

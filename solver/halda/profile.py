@@ -173,7 +173,8 @@ class DiskProfile:
 
     ``prefetch_bytes_per_s``: large ranges with the call that the engine prefetches with; ``fault_bytes_per_s``: the same
     ranges by page faults; ``random_bytes_per_s``: 4 kB reads at random places. ``slows_s_per_byte``: what each byte that is
-    read meanwhile adds to the time of computing, as memory and cores serve both.
+    read meanwhile adds to the time of computing, as memory and cores serve both. ``disk_id`` is equal for devices of one
+    machine whose layer caches lie on one disk; where it is not known (empty), the disk counts as the machine's.
     """
 
     prefetch_bytes_per_s: float
@@ -181,13 +182,15 @@ class DiskProfile:
     random_bytes_per_s: float
     free_bytes: int
     slows_s_per_byte: float = 0.0
+    disk_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
     """One device. Every figure was measured on it; who is head is the plan's business.
 
-    ``host`` is equal for devices that are processes on one machine: they share its memory and its disk.
+    ``host`` is equal for devices that are processes on one machine: they share its memory and its cores, and
+    its disk unless that has other names (``disk.disk_id``).
     ``ram_available_bytes`` respects limits of cgroups; ``ram_read_bytes_per_s`` is what all cores together read.
     ``wireless`` devices of a cluster share one air: a cluster is one subnet, and so, as a rule, one access point.
     """

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
+import re
 import sys
 from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
 import pytest
+from rich.console import Console
 
-from halda import CHUNKS, Infeasible, instance, solve
+from halda import CHUNKS, Infeasible, arrange, evaluate, instance, solve
 from primad.errors import ConfigError, PlanError
+from primad.planning.describe import DescribedPlan, ring_part
 from primad.planning.explain import explain
 from primad.planning.question import Question, Wishes, ask
-from primad.planning.schema import SCHEMA, Explanation, encode
+from primad.planning.schema import SCHEMA, Explanation, RingJson, encode
+from primad.planning.table import show
 from primad.planning.whatif import change
 from tests.fakes.planning import GB, device, model
 
@@ -216,6 +221,22 @@ def test_what_streams_is_counted_for_each_device_and_in_all():
     assert found.predicted.disk_bytes_per_token == sum(part.disk_bytes_per_token for part in found.devices) > 0
     assert sum(part.stall_ms for part in found.devices) == pytest.approx(found.predicted.stall_ms)
     assert all(part.ahead_bytes > 0 for part in found.devices if part.streamed_layers)
+
+
+def test_devices_that_share_a_disk_are_named(answer):
+    def ring(*devices) -> RingJson:
+        asked = question(*devices)
+        plan = arrange([each.device for each in devices], (12, 8), rounds=1, model=asked.model)
+        here = instance(devices, asked.all_links, asked.model, asked.workload, {})
+        return ring_part(DescribedPlan(plan, evaluate(plan, here), here))
+
+    one = [replace(each, host="desk", disk=replace(each.disk, disk_id="1f2e3d4c")) for each in (DESK, LAPTOP)]
+    own = [replace(each, disk=replace(each.disk, disk_id=each.device)) for each in one]
+    assert ring(*one).one_disk == [["desk", "laptop"]]
+    assert ring(*own).one_disk == ring(DESK, LAPTOP).one_disk == answer.one_disk == []
+    console = Console(file=io.StringIO(), width=200)
+    show(msgspec.structs.replace(answer, one_disk=[["desk", "laptop"]]), console)
+    assert re.search("one disk +of desk and laptop: what one reads, the others wait for", console.file.getvalue())
 
 
 def test_with_the_least_memory_all_layers_are_read():

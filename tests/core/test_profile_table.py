@@ -28,3 +28,7 @@ def test_what_a_gpu_helps_stands_beside_what_the_processor_does_alone():
     without = shown(PROFILE)
     assert "GPU decode" in without
     assert "GPU helps" not in without
+
+
+def test_a_disk_that_is_known_is_named():
+    assert "1f2e3d4c, " in shown(replace(PROFILE, disk=replace(PROFILE.disk, disk_id="1f2e3d4c")))

@@ -1,0 +1,75 @@
+"""Which disk a folder lies on, so that devices of one machine know when they share one.
+
+Two file systems may be parts of one disk, and one file system may have several numbers, so neither the path nor ``st_dev``
+says it: Linux tells of each block device which disk it is a part of and what it is made from. Elsewhere, and where a file
+system is on no disk of this machine (a share, memory, a layer of a container), nothing is known, and the disk counts as the
+machine's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final, Protocol
+
+SYS: Final = Path("/sys/dev/block")
+MOUNTS: Final = Path("/proc/self/mountinfo")
+_MOST_LEVELS: Final = 8
+"""Of what a device is made from: a volume on an encrypted part of a disk has three."""
+
+
+class DeviceNumbers(Protocol):
+    """What is asked of a file: the numbers of the device that it is on, and of the one that it is."""
+
+    @property
+    def st_dev(self) -> int: ...
+    @property
+    def st_rdev(self) -> int: ...
+
+
+NumbersOf = Callable[[str], DeviceNumbers]
+
+
+def disk_name(
+    folder: Path, host: str, *, look: NumbersOf = os.stat, sys_folder: Path = SYS, mounts: Path = MOUNTS
+) -> str:
+    """Equal for folders on one disk of the machine ``host``, empty where that is not known.
+
+    A digest, so that it tells others nothing else. ``look`` is ``os.stat``.
+    """
+    if sys.platform != "linux":
+        return ""
+    try:
+        number = look(str(folder)).st_dev
+        major, minor = os.major(number), os.minor(number)
+        source = f"{major}:{minor}" if major else _source(f"{major}:{minor}", mounts, look)
+        disks = sorted(_disks(sys_folder, source)) if source else []
+    except (OSError, ValueError):
+        return ""
+    return blake2b(f"primad {host} {disks}".encode(), digest_size=4).hexdigest() if disks else ""
+
+
+def _source(number: str, mounts: Path, look: NumbersOf) -> str:
+    """The block device of a file system that has a number of its own (Btrfs), by the list of what is mounted."""
+    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
+        mount, _, of = line.partition(" - ")
+        words = of.split()
+        if mount.split()[2:3] == [number] and len(words) > 1 and words[1].startswith("/dev/"):
+            device = look(words[1]).st_rdev
+            return f"{os.major(device)}:{os.minor(device)}"
+    return ""
+
+
+def _disks(sys_folder: Path, number: str, level: int = 0) -> set[str]:
+    """The disks that the block device ``number`` is made from."""
+    here = (sys_folder / number).resolve(strict=True)
+    if (here / "partition").exists():
+        here = here.parent
+    slaves = here / "slaves"
+    under = [] if level == _MOST_LEVELS or not slaves.is_dir() else list(slaves.iterdir())
+    if not under:
+        return {(here / "dev").read_text().strip()}
+    return {disk for each in under for disk in _disks(sys_folder, (each / "dev").read_text().strip(), level + 1)}
