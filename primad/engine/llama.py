@@ -884,7 +884,9 @@ class _LogitsWindow(_Model):
         pointer = llama.llama_get_logits_ith(self._context, row)
         if not pointer:
             raise EngineError(f"row {row} of the last step has no logits")
-        return np.frombuffer(self._logits_type.from_address(ctypes.addressof(pointer.contents)), np.float32)
+        row_of = self._logits_type.from_address(ctypes.addressof(pointer.contents))
+        logits: NDArray[np.float32] = np.frombuffer(row_of, np.float32)  # type: ignore[call-overload]
+        return logits
 
     def sampler(
         self, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]
