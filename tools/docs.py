@@ -245,8 +245,10 @@ def _architectures() -> str:
             place = "where each has a layer with a sliding window: mostly at every second layer"
         elif entry.recurrent in (Recurrent.INTERVAL, Recurrent.HEADS):
             place = "where each has a layer with attention and one with a state: mostly at every fourth layer"
-        elif entry.needs_experts:
-            place = "where each has a layer with experts: behind the dense ones"
+        elif entry.needs_indexer:
+            place = "where each has a layer of sparse attention: behind the dense ones"
+        elif entry.name == "glm-dsa":
+            place = "where a layer chooses itself what attention sees: at any layer of GLM 5, at one of GLM 5.2"
         elif entry.step:
             place += f" and of `{entry.step}`" if entry.cut_multiple > 1 else f" that is a multiple of `{entry.step}`"
         places.setdefault(place, []).append(entry.name)

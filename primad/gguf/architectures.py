@@ -19,7 +19,8 @@ that ``primad/certify`` derived and compared (``Header.derived``). What the entr
   other heads or angles, each window holds one of them (``NEEDED``), which says where a window may begin (``cut_multiple``).
 - **Recurrent layers** remember a state instead of cells. llama.cpp aborts where a window of a hybrid has none of them, or
   no attention, so each window holds both (``cut_multiple``).
-- **Inputs without use** make llama.cpp abort: a window needs a layer that rotates (``needs``), or that has experts.
+- **Inputs without use** make llama.cpp abort: a window needs a layer that rotates (``needs``), or that chooses what
+  attention sees (``needs_indexer``). GLM 5.2's layers take over what one before them chose: windows begin at one that does.
 - **Layers for multi-token prediction** behind the others are in no window.
 - **Defaults and shapes that llama.cpp derives from the number of layers** (``LLM_TYPE_*``, MiniCPM's residual scale,
   DeepSeek 2 "lite", Gemma 3 27B's attention scale, Command R+'s norms) are written out, or refused where no key exists.
@@ -122,8 +123,8 @@ class Architecture:
     step: str = ""
     needs: str = ""
     """A key of flags by layer, of which every window has to have one that is set: llama.cpp aborts over unused inputs."""
-    needs_experts: bool = False
-    """Every window has to have a layer with experts, for the same reason."""
+    needs_indexer: bool = False
+    """Every window has to have a layer that chooses what attention sees, for the same reason."""
     is_fed: bool = False
     """Hidden states are no input of the graph; they are put where it has looked up tokens."""
     knows: frozenset[str] = frozenset()
@@ -167,6 +168,9 @@ _KV_HEADS: Final = frozenset((_HEADS,))
 _RECURRENT: Final = "attention.recurrent_layers"
 _STATES: Final = frozenset((_RECURRENT,))
 _SLIDING: Final = "attention.sliding_window"
+_INDEXERS: Final = "attention.indexer.types"
+_GLM_5_2_CONTEXT: Final = 1 << 20
+"""Of so many tokens and more llama.cpp takes layers without that key for GLM 5.2's."""
 _ROPE: Final = "attention.rope_pattern"
 _XIELU: Final = frozenset(f"xielu.{key}" for key in ("alpha_n", "alpha_p", "beta", "eps"))
 """These keys have no prefix."""
@@ -327,7 +331,9 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         Architecture(name="hunyuan_vl", knows=_SECTIONS, is_fed=True),
         Architecture(name="paddleocr", knows=_SECTIONS, is_fed=True),
         Architecture(name="deepseek2-ocr"),
-        Architecture(name="minimax-m3", tied_output_fallback=False, needs_experts=True),
+        Architecture(name="deepseek32", knows=_SECTIONS, predicts=True),
+        Architecture(name="glm-dsa", knows=_SECTIONS, by_layer=frozenset((_INDEXERS,)), predicts=True),
+        Architecture(name="minimax-m3", tied_output_fallback=False, needs_indexer=True),
         Architecture(
             name="muse-glimmer",
             tied_output_fallback=False,
@@ -540,28 +546,26 @@ def cut_multiple(header: Header) -> int:
     needed = [slides] if needs else []
     if architecture.needs and f"{architecture.name}.{architecture.needs}" in header.values:
         needed.append(tuple(map(bool, _by_layer(header, architecture.needs, layer_count(header)))))
-    if architecture.needs_experts:
-        dense = header.count(f"{architecture.name}.leading_dense_block_count", 0)
-        needed.append(tuple(layer >= dense for layer in range(layer_count(header))))
+    if architecture.needs_indexer and any(indexed_layers(header)):
+        needed.append(indexed_layers(header))
     if architecture.recurrent in (Recurrent.INTERVAL, Recurrent.HEADS, Recurrent.TENSORS):
         kinds = (recurrent_layers(header), attending_layers(header))
         needed += [each for each in kinds if any(each) or architecture.recurrent is not Recurrent.TENSORS]
         if architecture.recurrent is Recurrent.INTERVAL and f"{architecture.name}.{_RECURRENT}" not in header.values:
             multiple = base = math.lcm(base, max(header.count(f"{architecture.name}.{_INTERVAL}", 4), 1))
     multiple = _multiple_with(needed, multiple, base)
-    while (
-        architecture.name == "smallthinker"
-        and any(slides)
-        and multiple < len(slides)
-        and _turns_all(len(slides), multiple)
-    ):
+    while multiple < len(slides) and not _is_border(header, architecture, multiple, slides=any(slides)):
         multiple += base
     return multiple
 
 
-def _turns_all(layers: int, multiple: int) -> bool:
-    """Whether a window may have 4 layers: then llama.cpp rotates all of SmallThinker's, not three of four."""
-    return multiple == 4 or layers % multiple == 4
+def _is_border(header: Header, architecture: Architecture, multiple: int, *, slides: bool) -> bool:
+    """Whether windows may begin at each multiple of ``multiple`` where layers take over from others before them, or where
+    llama.cpp looks at the number of layers: of SmallThinker with 4 it rotates all, not three of four."""
+    layers = layer_count(header)
+    if architecture.name == "glm-dsa" and any(indexed_layers(header)):
+        return all(indexed_layers(header)[multiple::multiple])
+    return architecture.name != "smallthinker" or not slides or (multiple != 4 and layers % multiple != 4)
 
 
 def multiple_that_slides(header: Header) -> int:
@@ -619,6 +623,24 @@ def attending_layers(header: Header) -> tuple[bool, ...]:
             return tuple(has_key or not state for state, has_key in both)
         case _:
             return (_recurrent(header, header.text("general.architecture")) is not Recurrent.ONLY,) * layers
+
+
+def indexed_layers(header: Header) -> tuple[bool, ...]:
+    """For each layer whether it has an indexer of its own, which chooses the positions that attention sees, and a cache of
+    keys for it. Raises as ``recurrent_layers``."""
+    name, layers = header.text("general.architecture"), layer_count(header)
+    if f"{name}.attention.indexer.key_length" not in header.values:
+        return (False,) * layers
+    if name == "minimax-m3":
+        dense = header.count(f"{name}.leading_dense_block_count", 0)
+        return tuple(layer >= dense for layer in range(layers))
+    types = header.values.get(f"{name}.{_INDEXERS}")
+    if name != "glm-dsa" or (types is not None and not types.is_array):
+        return (True,) * layers
+    if types is not None:
+        return tuple(map(bool, _by_layer(header, _INDEXERS, layers)))
+    is_old = header.count(f"{name}.context_length") < _GLM_5_2_CONTEXT
+    return tuple(is_old or layer < 2 or layer % 4 == 2 for layer in range(layers))
 
 
 def _with_tensors(header: Header, pattern: re.Pattern[str], layers: int) -> tuple[bool, ...]:
@@ -776,6 +798,9 @@ def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> 
         values[f"{prefix}embedding_scale"] = _float32(0.0)
     if architecture.sliding not in (Sliding.NEVER, Sliding.FIXED):
         values.update(_sliding_values(header, architecture, first, last))
+    if name == "glm-dsa":
+        types = array_value(GGUFValueType.UINT32, [int(each) for each in indexed_layers(header)[first:last]])
+        values[f"{prefix}{_INDEXERS}"] = types
     if architecture.adds_positions:
         values[f"{prefix}context_length"] = _uint32(1)
     if header.derived is None:
@@ -872,7 +897,8 @@ def _check_arrays(header: Header, architecture: Architecture) -> None:
         short = key.removeprefix(f"{name}.")
         is_text = value.item_type == GGUFValueType.STRING
         if short in architecture.by_layer:
-            if len(value) != layers or is_text:
+            of_all = (layers, layer_count(header)) if short == _INDEXERS else (layers,)
+            if len(value) not in of_all or is_text:
                 raise _refusal(header, f"key '{key}'", f"one value for each of {layers} layers is expected")
         elif short in _PER_LAYER:
             if len(value) != layers or is_text or len(set(value.items())) != 1:

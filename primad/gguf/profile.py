@@ -13,6 +13,7 @@ from primad.gguf.architectures import (
     attending_layers,
     block_count,
     cut_multiple,
+    indexed_layers,
     known,
     layer_count,
     layer_of,
@@ -49,7 +50,8 @@ def model_profile(header: Header) -> ModelProfile:
     empty = next((layer for layer in range(layers) if not shared[layer] and not experts[layer]), None)
     if empty is not None:
         raise ModelError(f"{header.path}: has no tensors of layer {empty}; the file is not a complete model")
-    attends, remembers = attending_layers(header), recurrent_layers(header)
+    attends, remembers, indexed = attending_layers(header), recurrent_layers(header), indexed_layers(header)
+    index_bytes = header.count(f"{name}.attention.indexer.key_length", 0) * KV_VALUE_BYTES
     embedding = token_embedding(header)
     rest = outside - Counter({embedding.type.name: embedding.bytes})
     tied = rest.total() * 4 <= embedding.bytes
@@ -60,7 +62,7 @@ def model_profile(header: Header) -> ModelProfile:
             LayerProfile(
                 bytes_by_type=dict(shared[layer]),
                 expert_bytes_by_type=dict(experts[layer]),
-                kv_bytes_per_token=_kv_bytes(header, name, layer) if attends[layer] else 0,
+                kv_bytes_per_token=(_kv_bytes(header, name, layer) + index_bytes * indexed[layer]) * attends[layer],
                 state_bytes=_state_bytes(header, name) if remembers[layer] else 0,
                 row_values=max(
                     _recurrent_values(header, name) if remembers[layer] else 0,

@@ -17,6 +17,7 @@ from primad.gguf.architectures import (
     cut_multiple,
     cuttable,
     embedding_scale,
+    indexed_layers,
     is_shared_tensor,
     layer_count,
     layer_of,
@@ -28,6 +29,7 @@ from primad.gguf.architectures import (
 from primad.gguf.header import Header, TensorInfo, Value, array_value, scalar_value
 
 PATH = Path("model.gguf")
+INDEXER = {"attention.indexer.key_length": 128}
 GLOBAL = ("token_embd.weight", "output_norm.weight", "output.weight")
 SIZES = {"embedding_length": 96, "attention.head_count": 4, "feed_forward_length": 128, "rope.freq_base": 10_000.0}
 
@@ -322,10 +324,22 @@ def test_smallthinker_has_no_window_of_four_layers():
     assert cut_multiple(model("smallthinker", 32)) == 4, "of one that does not slide all rotate"
 
 
-def test_every_window_of_minimax_m3_has_experts_and_of_granite_swa_one_that_rotates():
-    assert cut_multiple(model("minimax-m3", 60, leading_dense_block_count=3)) == 4
+def test_every_window_of_minimax_m3_has_sparse_attention_and_of_granite_swa_one_that_rotates():
+    assert cut_multiple(model("minimax-m3", 60, leading_dense_block_count=3, **INDEXER)) == 4
     rotates = {"attention.rope_pattern": [True, False, False, False] * 2}
     assert cut_multiple(model("granite_swa", 8, attention__sliding_window=24, **rotates)) == 4
+
+
+def test_windows_of_glm_5_2_begin_where_a_layer_chooses_what_attention_sees():
+    assert cut_multiple(model("glm-dsa", 78, context_length=202_752, **INDEXER)) == 1
+    new = model("glm-dsa", 78, context_length=1 << 20, **INDEXER)
+    assert [layer for layer, chooses in enumerate(indexed_layers(new)) if chooses][:6] == [0, 1, 2, 6, 10, 14]
+    assert cut_multiple(new) == 42
+    types = {"attention.indexer.types": [1, 0, 0, 1, 0, 0]}
+    header = model("glm-dsa", 6, context_length=1 << 20, **INDEXER, **types)
+    assert cut_multiple(header) == 3
+    assert window(header, 3, 6)["attention.indexer.types"] == [1, 0, 0]
+    assert window(new, 42, 78)["attention.indexer.types"][:5] == [1, 0, 0, 0, 1]
 
 
 def test_positions_are_added_by_the_head_and_windows_have_one_row_of_them():

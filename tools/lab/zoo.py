@@ -62,6 +62,11 @@ _MLA: Final[dict[str, Content]] = {
     "attention.head_count_kv": 1,
     "rope.dimension_count": 8,
 }
+_INDEXER: Final[dict[str, Content]] = {
+    "attention.indexer.head_count": 2,
+    "attention.indexer.key_length": 64,
+    "attention.indexer.top_k": 24,
+}
 _GEMMA4: Final[dict[str, Content]] = {
     "attention.sliding_window": 24,
     "attention.sliding_window_pattern": _SLIDES,
@@ -205,6 +210,15 @@ MODELS: Final[dict[str, dict[str, Content]]] = {
     "hunyuan_vl": {**_SECTIONS, "rope.scaling.alpha": 1000.0},
     "paddleocr": _SECTIONS,
     "deepseek2-ocr": {**_LEAD, **_MOE, "attention.head_count_kv": 4},
+    "deepseek32": {**_LEAD, **_MLA, **_MOE, **_INDEXER, "nextn_predict_layers": 1},
+    "glm-dsa": {
+        **_LEAD,
+        **_MLA,
+        **_MOE,
+        **_INDEXER,
+        "attention.indexer.types": [1, 1, 0, 0, 1, 0, 0, 0],
+    },
+    "glm-dsa-full": {**_LEAD, **_MLA, **_MOE, **_INDEXER},
     "minimax-m3": {
         **_HALF,
         **_LEAD,
@@ -274,6 +288,7 @@ OUTSIDE: Final[dict[str, dict[str, Content]]] = {
 ALL: Final = {**MODELS, **OUTSIDE}
 VARIANTS: Final = {
     "gemma4-moe": "gemma4",
+    "glm-dsa-full": "glm-dsa",
     "laguna-full": "laguna",
     "qwen35-array": "qwen35",
     "smallthinker-full": "smallthinker",
