@@ -16,11 +16,11 @@ import zmq.asyncio
 
 from halda import DevicePrediction, Prediction
 from halda.instance import Instance
-from primad.api.page.desk import Loan, OtherCluster
+from primad.api.page.desk import Loan, OtherCluster, ShownCode
 from primad.daemon import memory_watch as memory_watch
 from primad.daemon.layer_files import Workspace
 from primad.daemon.station import Station
-from primad.errors import ClusterError, PlanError, RingError, WeightsError
+from primad.errors import ClusterError, ConfigError, PlanError, RingError, WeightsError
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
@@ -50,7 +50,10 @@ from primad.settings.timings import HeadTimings, MembershipTimings, NetworkTimin
 from primad.system.memory import Memory
 from primad.trust.identity import new_identity
 from primad.trust.local_trust import LocalTrust
-from primad.trust.trust import BY_HAND, TrustStore, trusted_now
+from primad.trust.pairing import CodeOutcome, Who
+from primad.trust.pairing_links import PairingServer
+from primad.trust.trust import BY_HAND, TrustedDevice, TrustStore, trusted_now
+from primad.trust.words import Code
 from tests.fakes import manager
 from tests.fakes.control import HEAD, FakeDevice, gated
 from tests.fakes.planning import device as profile_of
@@ -1034,6 +1037,27 @@ def test_another_cluster_is_imagined_and_nothing_changes(lab):
         with pytest.raises(ClusterError, match="no profile that comes with primad"):
             await here.daemon.desk.what_if(OtherCluster(profiles=["../devices/mini-pc-n100-16gb"]))
         assert (await here.backend.status())["epoch"] == ring.epoch
+
+    run(lab, test)
+
+
+def test_the_desk_brings_the_code_that_a_device_shows_and_both_trust_each_other(lab):
+    async def test(here: Lab) -> None:
+        nas = here.device("nas", trusted=False)
+        here.solver.value = lambda count: 10.0 / count
+        here.start()
+        alone = await here.serves()
+        who, paired = Who(device="nas", key=nas.key, cluster="test", version="0.1"), list[TrustedDevice]()
+        server = PairingServer("127.0.0.1", Code(7, "lamp", "river"), who, paired.append)
+        showing, at = asyncio.create_task(server.run()), f"127.0.0.1:{server.port}"
+        with pytest.raises(ClusterError, match="not the one that is shown there"):
+            await here.daemon.desk.bring_code(ShownCode(code="7-lamp-stone", at=at))
+        with pytest.raises(ConfigError, match="no device address"):
+            await here.daemon.desk.bring_code(ShownCode(code="7-lamp-river", at="nowhere"))
+        assert (await here.daemon.desk.bring_code(ShownCode(code="7 lamp river", at=at))).device == "nas"
+        assert await showing is CodeOutcome.USED
+        assert [each.device for each in paired] == ["desk"]
+        await here.serves("nas", after=alone.epoch)
 
     run(lab, test)
 

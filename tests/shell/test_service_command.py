@@ -289,9 +289,14 @@ def test_launchd_gets_a_property_list(command: Primad, runner, monkeypatch, tmp_
         f"launchctl bootstrap {target} {path}",
     ]
     runner.ran.clear()
+    runner.code = 113
+    assert command("service", "status")[0] == 113  # as launchd ends for one that it does not know
+    runner.code = 0
     assert command("service", "stop")[0] == 0
     assert command("service", "remove")[0] == 0
     assert runner.ran == [
+        f"launchctl print {target}/org.primad.primad",
+        f"tail -n 5 {machine.place('launchd', system=False).log}",
         f"launchctl kill SIGTERM {target}/org.primad.primad",
         f"launchctl bootout {target}/org.primad.primad",
     ]
