@@ -8,17 +8,19 @@ larger. Norms, biases and routers are F32, as llama.cpp leaves them.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
 from halda import LayerProfile, ModelProfile
 from halda.quantisation import bytes_per_weight
 from primad.errors import ConfigError
-from primad.gguf.profile import KV_VALUE_BYTES
+from primad.gguf.profile import KV_VALUE_BYTES, recurrent_values, state_bytes
 
 PROFILES_VERSION: Final = 1
 _MATRIX_AND_OUTPUT: Final = {"q4k": ("Q4_K", "Q6_K"), "q8": ("Q8_0", "Q8_0"), "f16": ("F16", "F16")}
@@ -29,11 +31,43 @@ _WITHOUT_WHOLE_BLOCKS: Final = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateShape:
+    """What a recurrent layer has in place of attention: ``inner`` values in ``heads``, a state of ``width`` for each.
+
+    Keys have ``groups`` of that width, a short convolution has ``kernel``; each head is given so many ``scalars`` a row.
+    """
+
+    inner: int
+    heads: int
+    groups: int
+    width: int
+    kernel: int
+    scalars: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """In what some layers differ from what the shape says. ``gate`` counts values a head that are multiplied with what
+    attention gives; without ``has_values`` those are the keys. A layer with a ``state`` does not attend."""
+
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_width: int | None = None
+    gate: int = 0
+    has_values: bool = True
+    attends: bool = True
+    state: StateShape | None = None
+    forward: Literal["experts", "dense", "none"] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """The sizes of a model; ``feed_forward`` is that of one expert where there are experts. ``source`` says whose.
 
     Of a mixture of experts the first ``dense_layers`` have a feed-forward of ``dense_feed_forward`` instead, and the others
-    one of ``shared_feed_forward`` beside the experts. A ``popular`` model is one that people ask for.
+    one of ``shared_feed_forward`` beside the experts. Where layers are of several ``kinds``, ``pattern`` names that of each
+    with a letter, and begins anew when it is over. A feed-forward that is not ``gated`` has two matrices. Windows begin at
+    multiples of ``cut_multiple``. A ``popular`` model is one that people ask for.
     """
 
     version: int
@@ -56,7 +90,19 @@ class Shape:
     dense_layers: int = 0
     dense_feed_forward: int = 0
     shared_feed_forward: int = 0
+    pattern: str = ""
+    kinds: Mapping[str, LayerKind] = field(default_factory=dict)
+    gated: bool = True
+    cut_multiple: int = 1
     popular: bool = True
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """What layer ``layer`` is."""
+        kind = self.kinds[self.pattern[layer % len(self.pattern)]] if self.pattern else LayerKind()
+        if kind.forward is not None:
+            return kind
+        has_experts = self.experts > 0 and layer >= self.dense_layers
+        return replace(kind, forward="experts" if has_experts else "dense")
 
 
 def profiles_directory() -> Path:
@@ -103,23 +149,15 @@ def _read(path: Path) -> Shape:
 
 
 def _profile(model: Shape, matrix: str, output: str) -> ModelProfile:
-    kv_bytes = 2 * model.kv_heads * model.head_width * KV_VALUE_BYTES
-    dense = LayerProfile(
-        bytes_by_type=_shared_bytes(model, matrix, model.dense_feed_forward, is_dense=True),
-        expert_bytes_by_type={},
-        kv_bytes_per_token=kv_bytes,
-    )
-    layer = LayerProfile(
-        bytes_by_type=_shared_bytes(model, matrix, model.shared_feed_forward if model.experts else model.feed_forward),
-        expert_bytes_by_type=_feed_forward_bytes(model, matrix, model.feed_forward, model.experts),
-        kv_bytes_per_token=kv_bytes,
-    )
+    kinds = [model.kind_of(layer) for layer in range(model.layers)]
     table = Counter(_matrix(output, model.vocabulary, model.width))
     table["F32"] += 4 * model.width
+    attending = [kind for kind in kinds if kind.attends]
+    widths = [kind.head_width or model.head_width for kind in attending]
     return ModelProfile(
         name=f"{model.name} {matrix}",
         architecture=model.architecture,
-        layers=(dense,) * model.dense_layers + (layer,) * (model.layers - model.dense_layers),
+        layers=tuple(_layer(model, kind, matrix) for kind in kinds),
         embedding_bytes=sum(_matrix(matrix, model.vocabulary, model.width).values()),
         output_bytes_by_type=dict(table),
         tied=model.tied,
@@ -128,34 +166,58 @@ def _profile(model: Shape, matrix: str, output: str) -> ModelProfile:
         context_tokens=model.context_tokens,
         experts=model.experts,
         experts_used=model.experts_used,
-        kv_head_width=model.head_width,
-        cut_multiple=1,
-        query_width=model.heads * model.head_width,
+        kv_head_width=math.gcd(*widths),
+        cut_multiple=model.cut_multiple,
+        query_width=max((kind.heads or model.heads) * width for kind, width in zip(attending, widths, strict=True)),
     )
 
 
-def _shared_bytes(model: Shape, matrix: str, feed_forward: int, *, is_dense: bool = False) -> dict[str, int]:
-    """Bytes by type of the weights of one layer that every row uses, with a feed-forward of that width (0: none)."""
-    queries, keys = model.heads * model.head_width, model.kv_heads * model.head_width
+def _layer(model: Shape, kind: LayerKind, matrix: str) -> LayerProfile:
+    has_experts, state = kind.forward == "experts", kind.state
+    kv_bytes = 2 * (kind.kv_heads or model.kv_heads) * (kind.head_width or model.head_width) * KV_VALUE_BYTES
+    return LayerProfile(
+        bytes_by_type=_shared_bytes(model, kind, matrix),
+        expert_bytes_by_type=_feed_forward_bytes(
+            model, matrix, model.feed_forward, model.experts if has_experts else 0
+        ),
+        kv_bytes_per_token=kv_bytes if kind.attends else 0,
+        state_bytes=0 if state is None else state_bytes(state.kernel, state.inner, state.groups, state.width),
+        row_values=0 if state is None else recurrent_values(state.inner, state.groups, state.width, model.width),
+    )
+
+
+def _shared_bytes(model: Shape, kind: LayerKind, matrix: str) -> dict[str, int]:
+    """Bytes by type of the weights of one layer that every row uses."""
     sizes: Counter[str] = Counter()
-    sizes.update(_matrix(matrix, queries + 2 * keys, model.width))
-    sizes.update(_matrix(matrix, model.width, queries))
     f32 = 2 * model.width
-    f32 += queries + 2 * keys if model.attention_bias else 0
-    f32 += 2 * model.head_width if model.head_norms else 0
-    f32 += 0 if is_dense else model.width * model.experts
+    if kind.attends:
+        width = kind.head_width or model.head_width
+        queries, keys = (kind.heads or model.heads) * width, (kind.kv_heads or model.kv_heads) * width
+        gates = kind.gate * queries // width
+        sizes.update(_matrix(matrix, queries + gates + (2 if kind.has_values else 1) * keys, model.width))
+        sizes.update(_matrix(matrix, model.width, queries))
+        f32 += queries + 2 * keys if model.attention_bias else 0
+        f32 += 2 * width if model.head_norms else 0
+    if (state := kind.state) is not None:
+        mixed = state.inner + 2 * state.groups * state.width
+        sizes.update(_matrix(matrix, mixed + state.inner + state.scalars * state.heads, model.width))
+        sizes.update(_matrix(matrix, model.width, state.inner))
+        f32 += state.kernel * mixed + 3 * state.heads + state.inner // state.heads
+    f32 += model.width * model.experts if kind.forward == "experts" else 0
     sizes["F32"] += 4 * f32
-    if feed_forward:
-        sizes.update(_feed_forward_bytes(model, matrix, feed_forward, 1))
+    dense = model.dense_feed_forward if model.experts else model.feed_forward
+    forward = {"experts": model.shared_feed_forward, "dense": dense, "none": 0}[kind.forward or "none"]
+    if forward:
+        sizes.update(_feed_forward_bytes(model, matrix, forward, 1))
     return dict(sizes)
 
 
 def _feed_forward_bytes(model: Shape, matrix: str, feed_forward: int, copies: int) -> dict[str, int]:
-    """Bytes by type of gate, up and down of ``copies`` feed-forward networks of that width."""
+    """Bytes by type of gate, up and down of ``copies`` feed-forward networks of that width; some have no gate."""
     if not copies:
         return {}
     sizes: Counter[str] = Counter()
-    sizes.update(_matrix(matrix, 2 * copies * feed_forward, model.width))
+    sizes.update(_matrix(matrix, (2 if model.gated else 1) * copies * feed_forward, model.width))
     sizes.update(_matrix(matrix, copies * model.width, feed_forward))
     return dict(sizes)
 

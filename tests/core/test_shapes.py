@@ -39,8 +39,36 @@ WEIGHTS = {
     "gpt-oss-20b": 20.9e9,
     "gpt-oss-120b": 116.8e9,
     "glm4.5-air": 106.8e9,
+    "glm4.5": 355e9,
+    "qwen3-next-80b-a3b": 80e9,
+    "qwen3-vl-30b-a3b": 30.5e9,
+    "qwen3-vl-235b-a22b": 235e9,
+    "qwen3.5-27b": 27e9,
+    "qwen3.5-35b-a3b": 35e9,
+    "qwen3.5-122b-a10b": 122e9,
+    "qwen3.5-397b-a17b": 397e9,
+    "gemma4-12b": 12e9,
+    "gemma4-26b-a4b": 25.2e9,
+    "gemma4-31b": 30.7e9,
+    "nemotron3-nano-30b-a3b": 31.6e9,
+    "step3.5-flash": 196.81e9,
+    "llama4-scout": 109e9,
+    "llama4-maverick": 400e9,
 }
 """As their makers state them; of Gemma 3 and GLM without what sees pictures and what predicts more tokens."""
+ACTIVE = {
+    "qwen3-next-80b-a3b": 3e9,
+    "qwen3.5-35b-a3b": 3e9,
+    "qwen3.5-122b-a10b": 10e9,
+    "qwen3.5-397b-a17b": 17e9,
+    "gemma4-26b-a4b": 3.8e9,
+    "glm4.5": 32e9,
+    "nemotron3-nano-30b-a3b": 3.2e9,
+    "step3.5-flash": 11e9,
+    "llama4-scout": 17e9,
+    "llama4-maverick": 17e9,
+}
+"""What a token uses, with the output matrix: rounded, some with the token embedding, which is looked up."""
 
 
 def test_the_table_is_whole() -> None:
@@ -92,3 +120,42 @@ def test_an_unknown_name_is_one_clear_error(name: str) -> None:
         shape(name)
     assert "llama3-70b" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_a_token_uses_as_many_weights_as_stated(name: str) -> None:
+    model = shape(f"{name}-f16")
+    used = sum(
+        sum(layer.bytes_by_type.values()) + layer.expert_bytes * model.experts_used / model.experts
+        for layer in model.layers
+    )
+    with_output = (used + model.output_bytes) / 2
+    assert ACTIVE[name] == pytest.approx(with_output, rel=0.2) or ACTIVE[name] == pytest.approx(
+        with_output + model.embedding_bytes / 2, rel=0.2
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "attending", "states"),
+    [("qwen3.5-27b", 16, 48), ("qwen3-next-80b-a3b", 12, 36), ("nemotron3-nano-30b-a3b", 6, 23), ("glm4.5", 92, 0)],
+)
+def test_layers_attend_or_keep_a_state_or_neither(name: str, attending: int, states: int) -> None:
+    layers = shape(name).layers
+    assert sum(layer.kv_bytes_per_token > 0 for layer in layers) == attending
+    assert sum(layer.state_bytes > 0 for layer in layers) == states
+    assert not any(layer.kv_bytes_per_token and layer.state_bytes for layer in layers)
+
+
+def test_layers_that_slide_have_heads_of_their_own() -> None:
+    layers = shape("gemma4-31b").layers
+    assert {layer.kv_bytes_per_token for layer in layers} == {2 * 16 * 256 * 2, 2 * 4 * 512 * 2}
+    assert [layer.kv_bytes_per_token for layer in layers].count(2 * 4 * 512 * 2) == 10
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b", "nemotron3-nano-30b-a3b"])
+def test_each_window_of_a_hybrid_attends_and_keeps_a_state(name: str) -> None:
+    model = shape(name)
+    for first in range(0, len(model.layers), model.cut_multiple):
+        window = model.layers[first : first + model.cut_multiple]
+        assert any(layer.kv_bytes_per_token for layer in window)
+        assert any(layer.state_bytes for layer in window)
