@@ -13,6 +13,7 @@ from primad.gguf.header import read_header
 from primad.planning import schema
 from primad.planning.schema import Explanation
 from primad.profiler.store import save_profile
+from tests.fakes.gguf import write_adapter
 from tests.fakes.planning import GB, device
 from tools.synth import write_model
 
@@ -191,3 +192,20 @@ def test_a_model_that_cannot_guess_is_refused(plan, tmp_path):
     code, _, err = plan(*MODEL, *FLEET, "--draft", "auto")
     assert code != 0
     assert "--draft auto: goes with --model, whose tokens it must have; give that as well" in err
+
+
+def test_adapters_that_no_window_has_and_that_llama_cpp_cannot_compute_are_named(plan, profiles, tmp_path):
+    path, tied = tmp_path / "model.gguf", tmp_path / "tied.gguf"
+    write_model(path, architecture="llama4")
+    write_model(tied, tied=True)
+    strange = write_adapter(tmp_path / "strange.gguf", {"rope_freqs.weight": (8, 1)}, architecture="llama4")
+    common = write_adapter(tmp_path / "common.gguf", {"token_embd.weight": (64, 320)})
+    code, out, err = plan("--model", path, "--lora", strange, "--devices", profiles, "--json")
+    assert code == 0
+    assert " ".join(err.split()) == (
+        f"--lora {strange}: changes 'rope_freqs.weight', which no window has; one device serves the model whole"
+    )
+    assert len(json.loads(out)["devices"]) == 1
+    code, out, err = plan("--model", tied, "--lora", common, "--devices", profiles)
+    assert (code, out) == (2, "")
+    assert "changes the token embedding, which is the output matrix of tied.gguf too" in " ".join(err.split())
