@@ -148,6 +148,9 @@ class Devices:
 
     async def _greet_at(self, address: str) -> bool:
         keys = [each.key for each in self._trust.entries()]
+        if not keys:
+            self._tell_once("", f"--device {address}: no device is paired yet; it is asked again and again. {_CURE}")
+            return False
         try:
             worker = await greet_named(self._caller, address, keys, self._core.post)
         except ClusterError as exc:

@@ -470,7 +470,7 @@ def test_a_named_device_that_is_not_paired_yet_is_waited_for(lab):
         here.start(devices=(f"127.0.0.1:{nas.port}",), timings=impatient())
         await here.says("waiting for 1 of 1 devices: start 'primad join' on the others")
         (line,) = [each for each in here.said if each.startswith("--device")]
-        assert line.startswith(f"--device 127.0.0.1:{nas.port}: no device is trusted yet")
+        assert line.startswith(f"--device 127.0.0.1:{nas.port}: no device is paired yet; it is asked again")
         assert "'primad pair' here shows a code" in line
         here.trust.add(trusted_now("nas", nas.key, BY_HAND))
         await here.serves("nas")
