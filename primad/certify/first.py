@@ -19,7 +19,7 @@ from primad.errors import DiskError, EngineError, printable
 from primad.gguf.architectures import NotCutError, is_unknown
 from primad.gguf.header import Header
 
-FIRST_LOAD_S: Final = 300.0
+FIRST_LOAD_S: Final = 600.0
 _BETWEEN_LINES_S: Final = 5.0
 
 

@@ -38,7 +38,7 @@ FAMILIES = (
     "openelm",
     "apertus",
     "bloom",
-    "mpt",
+    "baichuan",
 )
 """The last two are in no table."""
 NAMES = Architecture(name="", entries=("embd",))
