@@ -51,7 +51,7 @@ def model_profile(header: Header) -> ModelProfile:
     if empty is not None:
         raise ModelError(f"{header.path}: has no tensors of layer {empty}; the file is not a complete model")
     attends, remembers, indexed = attending_layers(header), recurrent_layers(header), indexed_layers(header)
-    index_bytes = header.count(f"{name}.attention.indexer.key_length", 0) * KV_VALUE_BYTES
+    index_bytes = _index_values(header, name) * KV_VALUE_BYTES
     embedding = token_embedding(header)
     rest = outside - Counter({embedding.type.name: embedding.bytes})
     tied = rest.total() * 4 <= embedding.bytes
@@ -86,6 +86,7 @@ def model_profile(header: Header) -> ModelProfile:
             for layer in range(layers)
         ),
         heads=max(_first(header, f"{name}.attention.head_count", layer) for layer in range(layers)),
+        cell_bytes=_cell_bytes(header, name) if any(indexed) else 0,
     )
 
 
@@ -96,6 +97,21 @@ def _kv_bytes(header: Header, name: str, layer: int) -> int:
     if _latent_key(header, name):
         value = 0  # llama.cpp reads the values from the keys
     return kv_heads * (key + value) * KV_VALUE_BYTES
+
+
+def _index_values(header: Header, name: str) -> int:
+    """Values of a cell of the cache from which an indexer chooses what attention sees; that of MiniMax has values too."""
+    key = header.count(f"{name}.attention.indexer.key_length", 0)
+    return key + _head_widths(header, name, 0)[1] if name == "minimax-m3" else key
+
+
+def _cell_bytes(header: Header, name: str) -> int:
+    """Bytes that a row has in the compute buffer for each cell that an indexer scores.
+
+    Measured as what llama.cpp allocates: a score and its mask for DeepSeek V3.2, for MiniMax M3 two scores for each head of
+    keys and a mask (exact for one sequence, too much for several).
+    """
+    return 8 * _first(header, f"{name}.attention.head_count_kv", 0) + 4 if name == "minimax-m3" else 6
 
 
 def _latent_key(header: Header, name: str) -> int:

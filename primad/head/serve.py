@@ -53,6 +53,8 @@ from primad.system.processors import usable_cores
 HTTP_GRACE_S: Final = 1
 EMBEDDING_NICE: Final = 10
 """An answer's next token goes before embeddings."""
+MOST_SEQUENCES: Final = {"minimax-m3": 8}
+"""Its graph has nodes for each sequence, and llama.cpp aborts where they are more than it counted on (with 10 to 16)."""
 OWN_COMMANDS: Final = "--own-commands"
 """The name of the key with which this user's commands ask; none of a file begins so."""
 
@@ -61,6 +63,7 @@ def check_options(options: ServeOptions, config: Config, header: Header, model: 
     """Judge all that can be judged before the network is touched. Raises ``ConfigError``, ``PlanError``, ``ModelError``."""
     workload_of(options, model)
     check_speculate(options, model)
+    check_sequences(options, model)
     windows = options.windows
     if windows is not None:
         plan_by_hand([f"device {i}" for i in range(len(windows))], windows, options.rounds, model)
@@ -95,6 +98,16 @@ def as_it_can_be(
 def is_for_several(options: ServeOptions, config: Config) -> bool:
     """Whether other devices were asked for by name or number."""
     return (options.windows is not None and len(options.windows) > 1) or bool(options.wait or config.devices)
+
+
+def check_sequences(options: ServeOptions, model: ModelProfile) -> None:
+    """Raises ``ConfigError`` for more answers at once than llama.cpp has room for in the graph of ``model``."""
+    most = MOST_SEQUENCES.get(model.architecture)
+    if most is not None and (options.sequences or 1) > most:
+        raise ConfigError(
+            f"--sequences {options.sequences}: of a model of '{model.architecture}' llama.cpp computes at most {most} "
+            "answers at once; give fewer"
+        )
 
 
 def check_speculate(options: ServeOptions, model: ModelProfile) -> None:

@@ -423,7 +423,8 @@ def compute_buffer_bytes(model: ModelProfile, workload: Workload) -> int:
     if not flash:
         values = max(values, model.attention_heads * cells + ATTENTION_WIDTHS * model.width)
     states = workload.sequences * max(layer.state_bytes for layer in model.layers)
-    return math.ceil(_largest_rows(workload) * (values * ACTIVATION_BYTES + masks * mask_bytes)) + states
+    cell_bytes = masks * mask_bytes + cells * model.cell_bytes
+    return math.ceil(_largest_rows(workload) * (values * ACTIVATION_BYTES + cell_bytes)) + states
 
 
 def _largest_rows(workload: Workload) -> int:

@@ -292,7 +292,8 @@ class ModelProfile:
     ``embedding_bytes`` is the table that tokens are looked up in; ``output_bytes_by_type`` is the matrix that gives logits
     (the same bytes again where the two are tied). ``width`` is that of the hidden state, ``context_tokens`` what the model
     was trained for, ``experts`` 0 for a dense model. ``query_width`` counts the channels of the queries of all heads of a
-    layer, 0 for as many as the hidden state has; ``heads`` are those heads, 0 where that is not known. ``kv_head_width``
+    layer, 0 for as many as the hidden state has; ``heads`` are those heads, 0 where that is not known. ``cell_bytes`` are
+    those of the compute buffer that a row has for each cell of the KV cache besides masks. ``kv_head_width``
     divides the widths of all heads in the KV cache. A window may begin only at a multiple of ``cut_multiple`` layers.
     ``expert_use`` says how likely a row picks an expert of each of as many groups, which have as many experts each; without
     it all are alike.
@@ -313,6 +314,7 @@ class ModelProfile:
     cut_multiple: int
     query_width: int = 0
     heads: int = 0
+    cell_bytes: int = 0
     expert_use: tuple[float, ...] = ()
 
     @property

@@ -15,7 +15,7 @@ from primad.gguf.header import Value, scalar_value
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.head.options import ServeOptions
-from primad.head.serve import check_speculate
+from primad.head.serve import check_sequences, check_speculate
 from primad.planning.draft_choice import choose_draft, models_here
 from primad.planning.draft_model import MOST_CONTEXT, check_room, draft_model
 from tools.synth import write_model
@@ -83,6 +83,15 @@ def test_what_contradicts_itself_is_refused(tmp_path, served):
     for mode in ("off", "lookup"):
         with pytest.raises(ConfigError, match=f"^--draft {path}: contradicts --speculate {mode}; leave one"):
             check_speculate(options(draft=path, speculate=mode), profile)
+
+
+def test_more_answers_at_once_than_llama_cpp_has_room_for_are_refused(served):
+    profile = replace(model_profile(served), architecture="minimax-m3")
+    check_sequences(options(sequences=None), profile)
+    check_sequences(options(sequences=8), profile)
+    check_sequences(options(sequences=9), model_profile(served))
+    with pytest.raises(ConfigError, match=r"^--sequences 9: of a model of 'minimax-m3' llama.cpp computes at most 8"):
+        check_sequences(options(sequences=9), profile)
 
 
 def test_a_state_that_cannot_be_cut_back_is_refused_by_name(served):

@@ -17,6 +17,7 @@ from primad.gguf.architectures import layer_count
 from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import vocabulary_size
+from primad.head.serve import MOST_SEQUENCES
 from tests.core.test_architectures import model
 from tests.shell.test_cut_exact import HYBRIDS, OPTIONS, assigned, files_of
 from tools import synth
@@ -34,17 +35,19 @@ def said(caplog):
 
 
 LATENT = ["bailingmoe3", "deepseek2", "mistral4"]
-DIFFERING = ["gemma4", "glm4moe", "gpt-oss", "llama", "mimo2", "openelm", "step35"]
+INDEXED = ["deepseek32", "glm-dsa", "minimax-m3"]
+DIFFERING = ["gemma4", "glm4moe", "gpt-oss", "llama", "mimo2", "openelm", "smallthinker", "spark2_5", "step35"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", sorted({*HYBRIDS, *LATENT, *DIFFERING}))
+@pytest.mark.parametrize("architecture", sorted({*HYBRIDS, *LATENT, *INDEXED, *DIFFERING}))
 def test_cells_and_states_are_what_llama_cpp_allocates(architecture, said, tmp_path):
     """Also where layers slide, differ in their heads, keep a state or have one latent vector for all heads."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=architecture)
     header = read_header(path)
-    options = msgspec.structs.replace(OPTIONS, context=WORK.context_tokens, sequences=WORK.sequences)
+    work = replace(WORK, sequences=MOST_SEQUENCES.get(architecture, WORK.sequences))
+    options = msgspec.structs.replace(OPTIONS, context=work.context_tokens, sequences=work.sequences)
     files = files_of(path, (), assigned(layer_count(header), 0, is_tail=True))
     WholeModel(files, options, frozenset(), vocabulary=vocabulary_size(header)).release()
     found: Counter[str] = Counter()
@@ -52,9 +55,23 @@ def test_cells_and_states_are_what_llama_cpp_allocates(architecture, said, tmp_p
         if match := _BUFFER.search(record.getMessage()):
             found[match[1]] += round(float(match[2]) * MIB)
     layers = model_profile(header).layers
-    states = sum(layer.state_bytes for layer in layers) * WORK.sequences
+    states = sum(layer.state_bytes for layer in layers) * work.sequences
     assert found["RS"] == pytest.approx(states, abs=0.011 * MIB)
-    assert found["KV"] == pytest.approx(sum(kv_bytes(each, WORK) for each in layers) - states, abs=0.021 * MIB)
+    assert found["KV"] == pytest.approx(sum(kv_bytes(each, work) for each in layers) - states, abs=0.021 * MIB)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", INDEXED)
+def test_buffers_hold_what_chooses_the_cells_that_attention_sees(architecture, said, tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture=architecture, width=256, is_empty=True)
+    header = read_header(path)
+    asked = replace(WORK, context_tokens=8192, sequences=1, chunk_rows=256)
+    options = msgspec.structs.replace(OPTIONS, context=8192, sequences=1, rows=256)
+    files = files_of(path, (), assigned(layer_count(header), 0, is_tail=True))
+    WholeModel(files, options, frozenset(), vocabulary=vocabulary_size(header)).release()
+    found = [float(mib) * MIB for mib in re.findall(r"CPU compute buffer size = +([0-9.]+) MiB", said.text)]
+    assert compute_buffer_bytes(model_profile(header), asked) == pytest.approx(max(found), rel=0.08)
 
 
 def latent(width: int, heads: int) -> dict[str, int]:
