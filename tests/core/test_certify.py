@@ -183,7 +183,7 @@ def test_cuts_that_the_rules_refuse_are_refused_by_them(child):
     with pytest.raises(ModelError, match="multiple of 4 layers"):
         checked(child, model("smollm3", 12), cuts=(3,))
     with pytest.raises(ModelError, match="cannot be cut"):
-        checked(child, model("mamba", 12))
+        checked(child, model("rwkv7", 12))
 
 
 @given(st.integers(2, 40), st.sets(st.integers(1, 39), max_size=6))
