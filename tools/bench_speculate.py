@@ -54,7 +54,7 @@ from tools.bench_solver import device_here, links_between
 from tools.bench_together import NO_DISK
 from tools.lab import LabError
 from tools.lab.drafted import AS_SERVED, AT_LEAST, COPIES, Differing, Drafted, DraftedAnswer
-from tools.lab.local_ring import LocalRing, even_windows, types_of
+from tools.lab.local_ring import LocalRing, even_bytes, types_of
 from tools.lab.memory import LimitedGroup
 from tools.lab.memory_runs import device_in, plan_alone, prefetch_rate
 from tools.lab.quantised import FORMS, quantised
@@ -117,7 +117,7 @@ def as_served(path: Path, devices: int, latency_s: float) -> Drafting:
         cpu = measure_cpu(Path(folder), 1, lambda _: None, Effort(types=types_of(model)))
     found = [replace(device_here(name, cpu, ram_read_bytes_per_s(1), NO_DISK), host=name) for name in names]
     work = replace(default_workload(CONTEXT, ROWS, "f16"), flash=True)
-    plan = arrange(names, even_windows(len(model.layers), devices) or [len(model.layers)], rounds=1, model=model)
+    plan = arrange(names, even_bytes(model, devices) or [len(model.layers)], rounds=1, model=model)
     hop = LinkProfile(source="", target="", address="", round_trip_s=0.0004 + 2 * latency_s, bytes_per_s=2e9)
     question = instance(found, links_between(names, [hop]), model, work, {}, plan.head)
     drafting = drafting_of("lookup", "exact", plan, question, batches_of("exact", plan, question, 1))
@@ -212,7 +212,7 @@ async def _near_and_far(
     folder: Path,
     asked: Sequence[str],
 ) -> dict[str, LocalRing]:
-    layers = len(model_profile(open_model(path)).layers)
+    model = model_profile(open_model(path))
     rings: dict[str, LocalRing] = {}
     models = await asyncio.to_thread(drafts, path, folder)
     compared = ways(served) | dict.fromkeys(models, served)
@@ -220,7 +220,7 @@ async def _near_and_far(
         drafting = compared[way]
         ring = LocalRing(
             path,
-            even_windows(layers, devices),
+            even_bytes(model, devices),
             context=CONTEXT,
             rows=ROWS,
             threads=1,
@@ -294,7 +294,7 @@ async def differing(path: Path, options: argparse.Namespace) -> Differing:
         ring = await stack.enter_async_context(
             LocalRing(
                 path,
-                even_windows(len(model_profile(open_model(path)).layers), 2),
+                even_bytes(model_profile(open_model(path)), 2),
                 context=CONTEXT,
                 rows=ROWS,
                 threads=1,

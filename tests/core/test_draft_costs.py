@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from primad.ring.drafting.drafter import Drafting, Guess
+from primad.ring.drafting.lookup import PromptLookup
+from primad.ring.grouping import Batching
 from primad.ring.messages import Sampled
 from tests.core.test_speculation import Oracle, prompt
 from tests.fakes.engine import FakeModel
@@ -72,6 +75,38 @@ def test_a_draft_ahead_that_is_always_wrong_and_always_sure_costs_little(devices
     drafting = Drafting(room=room, skips=skips)
     without = seconds(devices, hop_s=hop_s, answers=answers)
     assert seconds(devices, oracle(0.0), drafting=drafting, hop_s=hop_s, answers=answers) <= MOST * without
+
+
+@pytest.mark.parametrize("share", [0.8, 0.95, 0.99])
+@pytest.mark.parametrize("more", [0.4, 0.76, 0.9])
+def test_rows_of_one_step_take_no_place_of_rows_ahead_that_win_more(more, share):
+    """Two rows in one step promise up to 2 / (1 + more) times the tokens, two devices nearly twice as many."""
+    costs = [1 + more * rows for rows in range(8)]
+    options = {"costs": costs, "shares": (0.3, 0.5, 0.2), "batching": Batching(replays=8)}
+    ahead = Drafting(room=3, laps=2.0)
+    both = replace(ahead, rows=8, costs=tuple(costs))
+
+    def honest(_: Sequence[int]) -> Oracle:
+        return Oracle(ANSWER, share, share, 3)
+
+    assert seconds(2, honest, drafting=both, **options) <= 1.02 * seconds(2, honest, drafting=ahead, **options)
+
+
+@pytest.mark.parametrize(("devices", "hop_s", "room"), RINGS)
+def test_looking_up_where_nothing_repeats_costs_next_to_nothing(devices, hop_s, room):
+    """The fake model draws at random from 64 tokens, so that each stood somewhere before."""
+    took_s = seconds(devices, PromptLookup, drafting=Drafting(room=room), hop_s=hop_s)
+    assert took_s <= seconds(devices, hop_s=hop_s) / 0.97
+
+
+@pytest.mark.parametrize("shares", [(0.3, 0.5, 0.2), (0.4, 0.4, 0.2), (0.25, 0.33, 0.33, 0.09)], ids=str)
+def test_a_row_that_waits_keeps_the_busiest_device_at_work(shares):
+    devices = len(shares) - 1
+    times = [
+        seconds(devices, oracle(0.9), drafting=Drafting(room=devices + more), shares=shares, hop_s=0.0005)
+        for more in (0, 1)
+    ]
+    assert times[1] <= times[0] < seconds(devices, shares=shares, hop_s=0.0005)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2])

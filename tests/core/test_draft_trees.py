@@ -19,6 +19,7 @@ from tests.core.test_speculation import (
     WILD,
     begun,
     bring_back,
+    drafting_rings,
     knowing,
     move,
     next_step,
@@ -264,11 +265,11 @@ def test_a_cancel_at_any_moment_leaves_no_branch_behind(data):
 
 @rings
 @given(st.data(), st.sampled_from([GREEDY, WILD]))
-def test_an_answer_goes_on_in_another_ring_wherever_a_tree_was_on_its_way(data, sampling):
-    first, second = data.draw(tree_rings(sampling)), data.draw(tree_rings(sampling))
+def test_an_answer_goes_on_in_another_ring_wherever_drafts_or_a_tree_were_on_their_way(data, sampling):
+    first, second = (data.draw(st.one_of(tree_rings(sampling), drafting_rings(sampling))) for _ in range(2))
     text = prompt(6, data.draw(st.integers(0, 3)))
     first.head.submit(generate(1, text, tokens=TOKENS, sampling=sampling))
-    for _ in range(data.draw(st.integers(0, 150))):
+    for _ in range(data.draw(st.integers(0, 250))):
         move(first)
     told = sampled(first, 1)
     second.head.submit(generate(1, text, sampled=told, tokens=TOKENS, sampling=sampling))

@@ -169,20 +169,6 @@ def test_a_cancel_at_any_moment_leaves_no_cell_and_no_number_behind(data):
 
 
 @rings
-@given(st.data(), st.sampled_from([GREEDY, WILD]))
-def test_an_answer_goes_on_in_another_ring_wherever_drafts_were_on_their_way(data, sampling):
-    first, second = data.draw(drafting_rings(sampling)), data.draw(drafting_rings(sampling))
-    text = prompt(9, data.draw(st.integers(0, 3)))
-    first.head.submit(generate(1, text, tokens=TOKENS, sampling=sampling))
-    for _ in range(data.draw(st.integers(0, 250))):
-        move(first)
-    told = sampled(first, 1)
-    second.head.submit(generate(1, text, sampled=told, tokens=TOKENS, sampling=sampling))
-    run(second)
-    assert told + sampled(second, 1) == first.model.answer(text, TOKENS, sampling)
-
-
-@rings
 @given(st.data())
 def test_a_ring_with_drafts_on_their_way_drains(data):
     ring = data.draw(drafting_rings())

@@ -82,7 +82,13 @@ def check(model: Path, texts: Sequence[str], kinds: Sequence[Sampling], drafting
 
 
 def test_drafts_change_no_token_and_no_log_probability(smollm2: Path):
-    assert check(smollm2, [TEXT], [GREEDY, DRAWN, GUIDED], Drafting(room=4)) > 0
+    """Neither those ahead in steps of their own, nor those in one step with the next token where its rows are exact."""
+    prompts, kinds, batching = tokens_of(smollm2, TEXT), [GREEDY, DRAWN, GUIDED], Batching(replays=4)
+    expected, _ = asyncio.run(told(smollm2, prompts, kinds, batching=batching))
+    for drafting in (Drafting(room=4), Drafting(rows=4, costs=(1.0,) * 4, adapts=False)):
+        found, accepted = asyncio.run(told(smollm2, prompts, kinds, drafting=drafting, batching=batching))
+        assert found == expected
+        assert accepted > 0
 
 
 def guessing(model: Path) -> DraftModel:

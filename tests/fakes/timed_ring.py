@@ -21,7 +21,8 @@ WAKES_S = 0.001
 
 
 class TimedRing(FakeRing):
-    """A ring of which a visit of n rows takes ``visit_s`` times ``costs[n - 1]``, the last of them for more rows.
+    """A ring of which a visit of n rows takes ``visit_s`` times ``costs[n - 1]``, the last of them for more rows, and the
+    visit to window i ``shares[i]`` times that (all 1 by default).
 
     The head's own visits take ``busy`` times as long while its drafter works. ``told_s`` is when each token was told.
     """
@@ -33,6 +34,7 @@ class TimedRing(FakeRing):
         visit_s: float = 0.01,
         hop_s: float = 0.0,
         costs: Sequence[float] = (1.0,),
+        shares: Sequence[float] = (),
         busy: Callable[[], float] = lambda: 1.0,
         **options: Any,
     ) -> None:
@@ -43,14 +45,14 @@ class TimedRing(FakeRing):
         self.now_s = 0.0
         self.told_s: list[float] = []
         owners = [*range(devices), 0] if devices > 1 else [0]
-        for owner, window in zip(owners, self.windows, strict=True):
-            setattr(window, "forward", self._timed(window.forward, is_head=owner == 0))  # noqa: B010
+        for owner, window, share in zip(owners, self.windows, shares or (1.0,) * len(owners), strict=True):
+            setattr(window, "forward", self._timed(window.forward, share, is_head=owner == 0))  # noqa: B010
 
-    def _timed(self, forward: Callable[[Rows], Any], *, is_head: bool) -> Callable[[Rows], Any]:
+    def _timed(self, forward: Callable[[Rows], Any], share: float, *, is_head: bool) -> Callable[[Rows], Any]:
         def timed(rows: Rows) -> Any:
             count = len(rows.positions)
             cost = self._costs[min(count, len(self._costs)) - 1]
-            self.now_s += self._visit_s * cost * (self._busy() if is_head else 1.0)
+            self.now_s += self._visit_s * share * cost * (self._busy() if is_head else 1.0)
             return forward(rows)
 
         return timed

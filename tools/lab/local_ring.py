@@ -71,6 +71,20 @@ def even_windows(layers: int, devices: int) -> list[int] | None:
     return [share + (devices - i <= more) for i in range(devices)]
 
 
+def even_bytes(model: ModelProfile, devices: int) -> list[int] | None:
+    """Layers a device for a ring of ``devices`` that have about as many bytes of weights each, as plans for equal ones have:
+    those of the head with the output matrix and the tail's layer.
+    """
+    if devices == 1:
+        return None
+    layers = [layer.size_bytes for layer in model.layers]
+    output = sum(model.output_bytes_by_type.values())
+    share = (sum(layers) + output) / devices
+    mean = sum(layers) / len(layers)
+    first = min(len(layers) - devices, max(1, round((share - output - layers[-1]) / mean)))
+    return [first, *(even_windows(len(layers) - first, devices - 1) or [len(layers) - first - 1])]
+
+
 def _arranged(plan: Plan, gpu: str) -> Plan:
     """``plan``, all of it on the ``gpu`` if there is one."""
     if not gpu:

@@ -10,13 +10,16 @@ MOST_ROOM: Final = 16
 """Rows of one answer that are in a ring at once: of guesses that hold four times in five hardly one in 28 is behind more."""
 
 
+MOST_SURE: Final = 0.99
+"""However often guesses held, the next one need not."""
 _FADES: Final = 0.97
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
     """How drafts are computed: one row a step as long as fewer than ``room`` such steps are in the ring, and up to ``rows``
-    rows in one step where that pays. A step of n rows takes ``costs[n - 1]`` times as long as one of a single row; of more
+    rows in one step where that pays better: a lap of the ring has time for ``laps`` steps of one row at most, one behind the
+    other (None: for ``room``). A step of n rows takes ``costs[n - 1]`` times as long as one of a single row; of more
     rows nothing is known. What turns out wrong is skipped on its way if the ring ``skips``. Unless it
     ``adapts`` the confidence that is needed stays as it is, and drafts go on where they win nothing. The rows of one step
     may be a tree with so many ``branches`` beside its main path, each in a sequence of its own. A model guesses while the
@@ -30,6 +33,15 @@ class Drafting:
     adapts: bool = True
     branches: int = 0
     overlaps: bool = True
+    laps: float | None = None
+
+    def rate_ahead(self, share: float) -> float:
+        """Tokens in the time of a lap if the ``share`` of guesses holds and rows follow each other: behind one that did not
+        the ring fills anew.
+        """
+        rows = max(1.0, self.room if self.laps is None else min(self.laps, self.room))
+        right = 1 / (1 - min(share, MOST_SURE))
+        return right * rows / (rows + right - 1)
 
     def __post_init__(self) -> None:
         assert 1 <= self.room <= MOST_ROOM

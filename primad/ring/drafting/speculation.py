@@ -91,7 +91,9 @@ class Speculation:
             return None
         share, guess = self._share.sure, guess_s / usual_s
         most, rate = best_wait(costs, share, guess)
-        without = rate_without_waiting(costs, share, guess) if self._drafting.overlaps else 1.0
+        without = self._drafting.rate_ahead(share)
+        if self._drafting.overlaps:
+            without = max(without, rate_without_waiting(costs, share, guess))
         if rate <= without or not self._drafter.awaits(most, self._fallback.alpha):
             return None
         if self._waits_until_s is None:
@@ -105,12 +107,15 @@ class Speculation:
         """Guesses that are computed with the next token in one step, ``most`` at most: as many as win most time.
 
         n of them behind each other make 1 + p1 + p1 p2 + ... tokens of a step, which takes as long as its n + 1 rows do.
+        Where rows ahead of the next token win more there are none.
         """
         costs = self._drafting.costs
         most = min(most, len(costs) - 1)
         if most <= 0 or self.is_ahead or self._pace.is_off:
             return []
-        return best_tree(self._drafter, costs[: most + 1], self._drafting.branches, WORTH_IT)
+        first = self._drafter.guess([])
+        ahead = 1.0 if first is None else self._drafting.rate_ahead(first.sure)
+        return best_tree(self._drafter, costs[: most + 1], self._drafting.branches, max(WORTH_IT, ahead))
 
     @property
     def _sure(self) -> float:
