@@ -53,6 +53,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 
+from primad.engine.llama import hear_llama  # noqa: E402
 from primad.errors import PrimadError  # noqa: E402
 from primad.gguf.model import open_model  # noqa: E402
 from primad.gguf.profile import model_profile  # noqa: E402
@@ -523,6 +524,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.bench == "serve" and options.cpus is not None and options.beside:
         parser.error("--cpus limits primad's devices alone, so it does not go with --beside")
+    hear_llama()  # else llama_cpp's own logger prints what was loaded among the figures
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was written and started is taken away again
     try:
         return int(options.run(options))

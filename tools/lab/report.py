@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -149,7 +150,9 @@ BENCHES: Final[Mapping[str, Bench]] = {
     "memory": Bench(quick=("--quick",), read=_memory),
     "api": Bench(quick=("--rounds", "3"), read=_judged),
     "serve": Bench(quick=("--rounds", "1", "--model", str(SMALL), "--streams", "1", "4"), read=_judged),
-    "speculate": Bench(quick=("--rounds", "1", "--tokens", "64"), read=_judged),
+    "speculate": Bench(
+        quick=("--case", "two", "streams", "--way", "as served", "--rounds", "1", "--tokens", "64"), read=_judged
+    ),
     "copies": Bench(quick=("--rounds", "3"), read=_copies),
     "experts": Bench(quick=("--rounds", "1", "--experts", "2", "6"), read=_judged),
     "predict": Bench(quick=("--rounds", "1", "--model", str(SMALL)), read=_predict),
@@ -169,7 +172,7 @@ def run_all(options: argparse.Namespace) -> int:
             continue
         kept.unlink(missing_ok=True)
         arguments = bench.quick if options.quick else bench.full
-        out.print(f"{name}: {' '.join(_without_folders(arguments)) or 'whole'} ...")
+        out.print(f"{name}: {shlex.join(_without_folders(arguments)) or 'whole'} ...")
         start = time.monotonic()
         command = [sys.executable, str(ROOT / "tools" / "bench.py"), name, *arguments, "--json", str(kept)]
         environ = os.environ | {"COLUMNS": "140", "NO_COLOR": "1"}
@@ -272,7 +275,7 @@ def _facts(name: str, arguments: Sequence[str]) -> dict[str, Any]:
         else ""
     )
     return {
-        "command": " ".join(("./tools/bench", name, *_without_folders(arguments))),
+        "command": shlex.join(("./tools/bench", name, *_without_folders(arguments))),
         "day": time.strftime("%Y-%m-%d"),
         "commit": git("rev-parse", "--short", "HEAD") + changed,
         "primad": __version__,
