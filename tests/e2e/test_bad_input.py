@@ -189,13 +189,13 @@ def test_part_of_a_split_model_is_missing(tmp_path, temporary):
 def test_architecture_that_cannot_be_cut(tiny, tmp_path, new_home, cluster, temporary):
     content = tiny.read_bytes()
     model = tmp_path / "strange.gguf"
-    model.write_bytes(content.replace(b"llama", b"mamba"))
+    model.write_bytes(content.replace(b"llama", b"rwkv7"))
     home, worker_home = new_home("head"), new_home("worker")
     with joined(worker_home, cluster):
         before = snapshot(worker_home)
         arguments = ("--home", home, "--name", "head", "--cluster", cluster, "--port", free_port(), "--wait", 1)
         run = ended("serve", "--model", model, *arguments, temporary=temporary)
-        assert_refused(run, "mamba", model)
+        assert_refused(run, "rwkv7", model)
         assert snapshot(worker_home) == before
     assert_clean(home)
 
