@@ -123,6 +123,8 @@ class Architecture:
     step: str = ""
     needs: str = ""
     """A key of flags by layer, of which every window has to have one that is set: llama.cpp aborts over unused inputs."""
+    skips_attention: bool = False
+    """Layers without KV heads have no attention; every window has to have one that has it, for the same reason."""
     needs_indexer: bool = False
     """Every window has to have a layer that chooses what attention sees, for the same reason."""
     is_fed: bool = False
@@ -330,6 +332,11 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         ),
         Architecture(name="hunyuan_vl", knows=_SECTIONS, is_fed=True),
         Architecture(name="paddleocr", knows=_SECTIONS, is_fed=True),
+        Architecture(
+            name="deci",
+            by_layer=_KV_HEADS | {"attention.head_count", "feed_forward_length"},
+            skips_attention=True,
+        ),
         Architecture(name="deepseek2-ocr"),
         Architecture(name="deepseek32", knows=_SECTIONS, predicts=True),
         Architecture(name="glm-dsa", knows=_SECTIONS, by_layer=frozenset((_INDEXERS,)), predicts=True),
@@ -397,8 +404,8 @@ SUPPORTED: Final[dict[str, Architecture]] = {
 _REASONS: Final[dict[str, tuple[str, ...]]] = {
     "it keeps recurrent state": ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "plamo2"),
     "its layers take inputs beside the hidden state": ("gemma3n", "talkie"),
-    "its layers are scaled by the number of layers": ("minicpm3",),
-    "its layers are computed more than once": ("nanbeige",),
+    "its layers are scaled by the number of layers": ("minicpm3", "minimax-01"),
+    "its layers are computed more than once": ("hrm_text", "nanbeige"),
     "llama.cpp aborts in its attention": ("plm",),
     "it is not a causal text decoder": (
         *(
@@ -546,6 +553,8 @@ def cut_multiple(header: Header) -> int:
     needed = [slides] if needs else []
     if architecture.needs and f"{architecture.name}.{architecture.needs}" in header.values:
         needed.append(tuple(map(bool, _by_layer(header, architecture.needs, layer_count(header)))))
+    if architecture.skips_attention:
+        needed.append(attending_layers(header))
     if architecture.needs_indexer and any(indexed_layers(header)):
         needed.append(indexed_layers(header))
     if architecture.recurrent in (Recurrent.INTERVAL, Recurrent.HEADS, Recurrent.TENSORS):
@@ -612,8 +621,11 @@ def recurrent_layers(header: Header) -> tuple[bool, ...]:
 
 def attending_layers(header: Header) -> tuple[bool, ...]:
     """For each layer whether it has cells by position. Raises as ``recurrent_layers``."""
-    layers = layer_count(header)
-    match _recurrent(header, header.text("general.architecture")):
+    name, layers = header.text("general.architecture"), layer_count(header)
+    if name in SUPPORTED and SUPPORTED[name].skips_attention:
+        heads = header.values.get(f"{name}.{_HEADS}")
+        return tuple(map(bool, _by_layer(header, _HEADS, layers))) if heads and heads.is_array else (True,) * layers
+    match _recurrent(header, name):
         case Recurrent.HEADS:
             return tuple(heads > 0 for heads in _by_layer(header, _HEADS, layers))
         case Recurrent.INTERVAL:
@@ -622,7 +634,7 @@ def attending_layers(header: Header) -> tuple[bool, ...]:
             both = zip(recurrent_layers(header), _with_tensors(header, _KEY_TENSOR, layers), strict=True)
             return tuple(has_key or not state for state, has_key in both)
         case _:
-            return (_recurrent(header, header.text("general.architecture")) is not Recurrent.ONLY,) * layers
+            return (_recurrent(header, name) is not Recurrent.ONLY,) * layers
 
 
 def indexed_layers(header: Header) -> tuple[bool, ...]:
@@ -798,6 +810,8 @@ def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> 
         values[f"{prefix}embedding_scale"] = _float32(0.0)
     if architecture.sliding not in (Sliding.NEVER, Sliding.FIXED):
         values.update(_sliding_values(header, architecture, first, last))
+    if name == "deci":
+        values = {**_head_values(header), **values}
     if name == "glm-dsa":
         types = array_value(GGUFValueType.UINT32, [int(each) for each in indexed_layers(header)[first:last]])
         values[f"{prefix}{_INDEXERS}"] = types
@@ -835,6 +849,15 @@ def _sliding_values(header: Header, architecture: Architecture, first: int, last
         values[f"{prefix}rope.scaling.type"] = scalar_value(GGUFValueType.STRING, "linear")
         values[f"{prefix}rope.scaling.factor"] = _float32(float("inf"))
     return values
+
+
+def _head_values(header: Header) -> dict[str, Value]:
+    """Of DeciLM: what llama.cpp would derive from the heads of a window's first layer, which may have none."""
+    width, heads = header.count("deci.embedding_length"), header.values["deci.attention.head_count"]
+    first = int(next(filter(None, heads.items()), 1) if heads.is_array else heads.scalar())
+    each = _uint32(width // max(first, 1))
+    keys = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    return {f"deci.{key}": each for key in keys}
 
 
 def _derived_values(header: Header, name: str, layers: int) -> dict[str, Value]:
@@ -900,6 +923,10 @@ def _check_arrays(header: Header, architecture: Architecture) -> None:
             of_all = (layers, layer_count(header)) if short == _INDEXERS else (layers,)
             if len(value) not in of_all or is_text:
                 raise _refusal(header, f"key '{key}'", f"one value for each of {layers} layers is expected")
+            if architecture.skips_attention and short == "feed_forward_length" and 0 in value.items():
+                raise _refusal(
+                    header, f"key '{key}'", "a layer without a feed-forward network is left out of the graph"
+                )
         elif short in _PER_LAYER:
             if len(value) != layers or is_text or len(set(value.items())) != 1:
                 raise _refusal(header, f"key '{key}'", f"the same value for each of {layers} layers is expected")

@@ -330,6 +330,19 @@ def test_every_window_of_minimax_m3_has_sparse_attention_and_of_granite_swa_one_
     assert cut_multiple(model("granite_swa", 8, attention__sliding_window=24, **rotates)) == 4
 
 
+def test_every_window_of_deci_has_attention_and_heads_of_the_models_width():
+    """Of Nemotron 51B and 49B, some of whose layers have no attention, or no KV heads."""
+    heads = {"attention.head_count": [4, 0, 4, 4], "attention.head_count_kv": [2, 0, 0, 1]}
+    header = model("deci", 4, embedding_length=64, **heads)
+    assert attending_layers(header) == (True, False, False, True)
+    assert cut_multiple(header) == 2
+    values = window(header, 2, 4)
+    assert (values["attention.key_length"], values["rope.dimension_count"]) == (16, 16)
+    assert values["attention.head_count_kv"] == [0, 1]
+    none = {"feed_forward_length": [8, 8, 0, 8]}
+    refuses(model("deci", 4, **heads, **none), "feed_forward_length", "left out of the graph")
+
+
 def test_windows_of_glm_5_2_begin_where_a_layer_chooses_what_attention_sees():
     assert cut_multiple(model("glm-dsa", 78, context_length=202_752, **INDEXER)) == 1
     new = model("glm-dsa", 78, context_length=1 << 20, **INDEXER)

@@ -29,8 +29,8 @@ from tests.shell.test_streams_exact import EVERYTHING, streaming
 
 KINDS = {"flash": ("f16", True), "scores": ("f16", False), "q8_0": ("q8_0", True)}
 ANSWER = 7
-INDEXED = {"deepseek32", "glm-dsa", "glm-dsa-full", "minimax-m3"}
-"""With a second cache, of what chooses the cells that attention sees."""
+NOT_KEPT = {"deci", "deepseek32", "glm-dsa", "glm-dsa-full", "minimax-m3"}
+"""With layers without cells, or with a second cache, of what chooses the cells that attention sees."""
 WIDE = {"width": 256, "head_width": 64}
 """Heads that whole blocks of Q8_0 fit."""
 
@@ -131,7 +131,7 @@ def joined(blocks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", sorted(set(EVERY_KIND) - set(HYBRIDS) - INDEXED))
+@pytest.mark.parametrize("architecture", sorted(set(EVERY_KIND) - set(HYBRIDS) - NOT_KEPT))
 def test_cells_go_to_windows_of_another_cut(architecture, tmp_path):
     header = written(tmp_path, architecture, **WIDE)
     kinds = (
@@ -148,7 +148,7 @@ def test_cells_go_to_other_windows(architecture, kind, tmp_path):
     judge(written(tmp_path, architecture, **WIDE), tmp_path, kind, 3, ([0, 2, 4, 6], [0, 1, 5, 6]))
 
 
-@pytest.mark.parametrize("architecture", [*HYBRIDS, *sorted(INDEXED)])
+@pytest.mark.parametrize("architecture", [*HYBRIDS, *sorted(NOT_KEPT)])
 def test_cells_that_no_known_state_holds_are_not_kept(architecture, tmp_path):
     model = whole_of(written(tmp_path, architecture), options_of("flash", 3))
     assert not model.kv_supported

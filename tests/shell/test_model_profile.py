@@ -36,7 +36,7 @@ def said(caplog):
 
 LATENT = ["bailingmoe3", "deepseek2", "mistral4"]
 INDEXED = ["deepseek32", "glm-dsa", "minimax-m3"]
-DIFFERING = ["gemma4", "glm4moe", "gpt-oss", "llama", "mimo2", "openelm", "smallthinker", "spark2_5", "step35"]
+DIFFERING = ["deci", "gemma4", "glm4moe", "gpt-oss", "llama", "mimo2", "openelm", "smallthinker", "spark2_5", "step35"]
 
 
 @pytest.mark.slow

@@ -107,6 +107,11 @@ MODELS: Final[dict[str, dict[str, Content]]] = {
     "bitnet": {},
     "codeshell": {},
     "cohere2moe": {**_LEAD, **_MOE, "attention.sliding_window": 24, "logit_scale": 2.0},
+    "deci": {
+        "attention.head_count": [4, 4, 0, 4] * 2,
+        "attention.head_count_kv": [2, 4, 0, 0] * 2,
+        "feed_forward_length": [64, 96, 128, 160] * 2,
+    },
     "dbrx": {**_MOE, "attention.clamp_kqv": 8.0},
     "gptneox": {"attention.head_count_kv": 4, "use_parallel_residual": True},
     "grok": {**_MOE, "attn_logit_softcapping": 30.0},
