@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import Final
 
 from halda import LayerProfile, ModelProfile
@@ -26,6 +27,8 @@ from primad.gguf.windows import token_embedding
 KV_VALUE_BYTES: Final = 2
 """A value of F16, in which the profile counts the KV cache."""
 _EXPERTS: Final = re.compile(r"_exps\b")
+_OF_EXPERTS: Final = frozenset(("ffn_down_exps",))
+_FEED_FORWARD: Final = frozenset(("ffn_down", "ffn_down_shexp")) | _OF_EXPERTS
 
 
 def model_profile(header: Header) -> ModelProfile:
@@ -38,6 +41,7 @@ def model_profile(header: Header) -> ModelProfile:
     shared: list[Counter[str]] = [Counter() for _ in range(layers)]
     experts: list[Counter[str]] = [Counter() for _ in range(layers)]
     outside: Counter[str] = Counter()
+    shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(layers)]
     for tensor in header.tensors.values():
         layer = layer_of(tensor.name)
         if layer is None:
@@ -45,6 +49,7 @@ def model_profile(header: Header) -> ModelProfile:
         elif layer < layers:
             of_experts = _EXPERTS.search(tensor.name) is not None
             (experts if of_experts else shared)[layer][tensor.type.name] += tensor.bytes
+            shapes[layer][tensor.name.split(".", 2)[2].removesuffix(".weight")] = tensor.shape
         elif layer >= block_count(header):
             raise ModelError(f"{header.path}: tensor '{tensor.name}' is beyond the model's {layers} layers")
     empty = next((layer for layer in range(layers) if not shared[layer] and not experts[layer]), None)
@@ -64,9 +69,8 @@ def model_profile(header: Header) -> ModelProfile:
                 expert_bytes_by_type=dict(experts[layer]),
                 kv_bytes_per_token=(_kv_bytes(header, name, layer) + index_bytes * indexed[layer]) * attends[layer],
                 state_bytes=_state_bytes(header, name) if remembers[layer] else 0,
-                row_values=max(
-                    _recurrent_values(header, name) if remembers[layer] else 0,
-                    _latent_values(header, name, layer) if attends[layer] else 0,
+                row_values=_row_values(
+                    header, name, layer, shapes[layer], attends=attends[layer], remembers=remembers[layer]
                 ),
             )
             for layer in range(layers)
@@ -88,6 +92,40 @@ def model_profile(header: Header) -> ModelProfile:
         heads=max(_first(header, f"{name}.attention.head_count", layer) for layer in range(layers)),
         cell_bytes=_cell_bytes(header, name) if any(indexed) else 0,
     )
+
+
+def _row_values(
+    header: Header, name: str, layer: int, shapes: Mapping[str, tuple[int, ...]], *, attends: bool, remembers: bool
+) -> int:
+    """Values that a row has in the compute buffer, of what the layer computes one after the other; 0 for unknown tensors.
+
+    Measured as what llama.cpp allocates: three feed-forward widths with a gate, one without, and four widths of the hidden
+    state; one more where feed-forward has no norm before it or one behind it. Attention has its queries twice, keys and
+    values twice, and three widths. This is up to 10 % above for dense layers, and up to 28 % for mixtures of experts.
+    """
+    recurrent = _recurrent_values(header, name) if remembers else 0
+    if not _FEED_FORWARD.issuperset(each for each in shapes if each.startswith("ffn_down") and "." not in each):
+        return 0
+    if remembers and not recurrent and not header.count(f"{name}.shortconv.l_cache", 0):
+        return 0
+    width, used = header.count(f"{name}.embedding_length"), _first(header, f"{name}.expert_used_count", 0, 0)
+    around = 4 + ("ffn_norm" not in shapes or "post_ffw_norm" in shapes)
+    found = [recurrent, _latent_values(header, name, layer) if attends else 0, around * width]
+    if attends and not _latent_key(header, name):
+        heads, kv = (
+            _first(header, f"{name}.attention.head_count", layer),
+            _kv_bytes(header, name, layer) // KV_VALUE_BYTES,
+        )
+        found.append(3 * width + 2 * heads * _head_widths(header, name, layer)[0] + kv)
+    for down in _FEED_FORWARD & shapes.keys():
+        forward, up = shapes[down][0], shapes.get(down.replace("down", "up"), (0, 0))
+        rows = used if down in _OF_EXPERTS else 1
+        gated = down.replace("down", "up") not in shapes or down.replace("down", "gate") in shapes or up[1] > forward
+        beside = around + (down in _OF_EXPERTS and "ffn_down_shexp" in shapes)
+        found.append((3 if gated else 1) * rows * forward + beside * width)
+        if rows > 1:  # what comes out is kept apart until it is added up, and where it is large beside what went in
+            found.append((2 * rows + 1) * width + (2 * rows * forward if 2 * forward < width else 0))
+    return max(found)
 
 
 def _kv_bytes(header: Header, name: str, layer: int) -> int:

@@ -410,11 +410,11 @@ def compute_buffer_bytes(model: ModelProfile, workload: Workload) -> int:
     """Activations of a chunk of a prompt in one window, with the attention mask (paper: part of c^cpu and c^gpu).
 
     Measured as what llama.cpp allocates: a row of a dense layer with gates takes 4 bytes for three feed-forward widths and
-    four widths, and 2 bytes for each cell of the KV cache. This estimate, which has only the bytes of a layer, is 1 to 5 %
-    above it for Llama of 135M to 8B, Qwen2, Gemma 3, Mixtral and Qwen3 MoE, 5 to 30 % for other mixtures of experts, and 25
-    to 50 % where feed-forward has no gate or there are as many keys as queries (StarCoder2, Phi-3). Without flash attention
-    a row has a score for each head and cell, at another time than feed-forward's values (1 % above for Llama). The states
-    of a recurrent layer are there once more.
+    four widths, and 2 bytes for each cell of the KV cache. Profiles of files say how many values a row has; where only the
+    bytes of a layer are known, this estimate is 1 to 5 % above it for Llama of 135M to 8B, Qwen2, Gemma 3, Mixtral and Qwen3
+    MoE, 5 to 30 % for other mixtures of experts, and 25 to 50 % where feed-forward has no gate or there are as many keys as
+    queries (StarCoder2, Phi-3). Without flash attention a row has a score for each head and cell, at another time than
+    feed-forward's values (1 % above for Llama). The states of a recurrent layer are there once more.
     """
     cells, values = workload.context_tokens, max(_values_a_row(layer, model) for layer in model.layers)
     masks = cells * (2 if model.architecture in TWO_MASKS else 1)
@@ -458,11 +458,14 @@ def _converted_bytes_a_row(layer: LayerProfile, model: ModelProfile) -> float:
 
 
 def _values_a_row(layer: LayerProfile, model: ModelProfile) -> float:
-    """Values that a row has in the compute buffer at the most, from the weights that it uses or as the layer says.
+    """Values that a row has in the compute buffer at the most, as the layer says.
 
+    Where it does not, or keeps a state, they are estimated from the weights that it uses.
     Attention counts as feed-forward, which is a width and a third more than there is. Experts have a row for each that is
     used, and what comes out of them is kept apart until it is added up.
     """
+    if layer.row_values and not layer.state_bytes:
+        return layer.row_values
     always = _weights(layer.bytes_by_type) / (3 * model.width)
     if not layer.expert_bytes:
         return max(layer.row_values, 3 * always + 2 * model.width)

@@ -258,7 +258,7 @@ class LayerProfile:
     """One layer: bytes of weights by quantisation type, and bytes of KV cache (F16) per token of context.
 
     A recurrent layer has ``state_bytes`` for each sequence instead, whatever its length. ``row_values`` are those that a row
-    has in the compute buffer where the weights would let expect fewer: of a recurrent layer, or of latent attention.
+    has in the compute buffer, at the least if it is recurrent; 0 where they are estimated from the weights.
     ``adapter_bytes`` are those of adapters, which lie in memory beside it, also where it streams; ``adapter_reads`` what a
     row reads of them, by type.
 

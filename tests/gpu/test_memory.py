@@ -40,12 +40,12 @@ def device(name: str) -> DeviceProfile:
 WORK = Workload(context_tokens=CONTEXT, kv_type="f16", sequences=1, prompt_tokens=512, answer_tokens=128, chunk_rows=64)
 WIDE = replace(WORK, context_tokens=8192, chunk_rows=1024)
 OF_FAMILIES = {
-    **dict.fromkeys(("mimo2", "openelm", "starcoder2", "step35"), replace(WIDE, chunk_rows=512)),
+    **dict.fromkeys(("openelm", "step35"), replace(WIDE, chunk_rows=512)),
     "grok": replace(WIDE, context_tokens=2048, chunk_rows=512),
     "nemotron_h": replace(WIDE, chunk_rows=2048),
 }
-"""Plans count more than the buffers of some kinds, in proportion to rows; what Mesa's device computes has 128 MiB at most;
-and rows of a state are no wider than many others."""
+"""Plans count the buffer of the largest layer in every window, in proportion to rows; what Mesa's device computes has
+128 MiB at most; and rows of a state are no wider than many others."""
 
 
 def planned_bytes(header, plan: Plan, work: Workload = WORK) -> list[int]:

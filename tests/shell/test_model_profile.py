@@ -109,3 +109,35 @@ def test_buffers_hold_more_than_weights_say(name, keys, measured_mib):
     profile = replace(model_profile(model(name, context_length=4096, **keys)), width=keys["embedding_length"])
     asked = replace(WORK, context_tokens=4096, sequences=1, chunk_rows=512)
     assert compute_buffer_bytes(profile, asked) == pytest.approx(measured_mib * MIB, rel=0.08)
+
+
+_COMPUTE = re.compile(r" compute buffer size = +([0-9.]+) MiB")
+WIDE = {"width": 1024, "heads": 16, "heads_kv": 4, "head_width": 64, "layers": 2, "is_empty": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("arcee", {"feed_forward": 8192}),
+        ("starcoder2", {"feed_forward": 4096}),
+        ("llama", {"feed_forward": 4096}),
+        ("phi3", {"feed_forward": 4096, "heads_kv": 16}),
+        ("command-r", {"feed_forward": 4096}),
+        ("qwen3", {"feed_forward": 1024, "heads": 32}),
+        ("qwen3moe", {"experts": 8, "experts_used": 8, "expert_feed_forward": 384}),
+        ("qwen3moe", {"experts": 8, "experts_used": 8, "expert_feed_forward": 1024}),
+    ],
+    ids=["squared", "no-gate", "gate", "fused", "beside", "wide-attention", "small-experts", "large-experts"],
+)
+def test_a_compute_buffer_is_what_the_shapes_of_a_layer_say(name, shape, said, tmp_path):
+    """Of 512 rows, in a model with one window: no more than 15 % above what llama.cpp allocates, and never below."""
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture=name, **{**WIDE, **shape})
+    header = read_header(path)
+    asked = replace(WORK, context_tokens=1024, sequences=1, chunk_rows=512)
+    options = msgspec.structs.replace(OPTIONS, context=asked.context_tokens, sequences=1, rows=asked.chunk_rows)
+    files = files_of(path, (), assigned(layer_count(header), 0, is_tail=True))
+    WholeModel(files, options, frozenset(), vocabulary=vocabulary_size(header)).release()
+    (taken,) = (match for each in said.records if (match := _COMPUTE.search(each.getMessage())))
+    counted = compute_buffer_bytes(model_profile(header), asked) / MIB
+    assert 0.99 <= counted / float(taken[1]) <= 1.15
