@@ -854,8 +854,8 @@ def _sliding_values(header: Header, architecture: Architecture, first: int, last
 def _head_values(header: Header) -> dict[str, Value]:
     """Of DeciLM: what llama.cpp would derive from the heads of a window's first layer, which may have none."""
     width, heads = header.count("deci.embedding_length"), header.values["deci.attention.head_count"]
-    first = int(next(filter(None, heads.items()), 1) if heads.is_array else heads.scalar())
-    each = _uint32(width // max(first, 1))
+    items = heads.items() if heads.is_array else [heads.scalar()]
+    each = _uint32(width // next((item for item in items if isinstance(item, int) and item > 0), 1))
     keys = ("attention.key_length", "attention.value_length", "rope.dimension_count")
     return {f"deci.{key}": each for key in keys}
 
