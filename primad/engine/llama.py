@@ -398,6 +398,8 @@ class _Batch:
         self._batch.seq_id = self._pointer(self._starts, ctypes.POINTER(ctypes.c_int32))
         self._batch.logits = self._pointer(self._logits, ctypes.c_int8)
         self._tokens_at = self._pointer(self._tokens, ctypes.c_int32)
+        self._row: NDArray[np.float32] | None = None
+        self._row_at: Any = None
 
     @staticmethod
     def _pointer(array: NDArray[Any], kind: Any) -> Any:
@@ -422,8 +424,19 @@ class _Batch:
         else:
             assert rows.content.dtype == np.float32
             assert rows.content.flags.c_contiguous
-            batch.token, batch.embd = None, self._pointer(rows.content, ctypes.c_float)
+            batch.token, batch.embd = None, self._row_of(rows.content) if count == 1 else self._floats(rows.content)
         return batch
+
+    def _floats(self, content: NDArray[Any]) -> Any:
+        return self._pointer(content, ctypes.c_float)
+
+    def _row_of(self, content: NDArray[Any]) -> Any:
+        """A copy of one row, whose place is known: to ask an array for its own takes longer."""
+        if self._row is None or self._row.shape != content.shape:
+            self._row = np.empty(content.shape, np.float32)
+            self._row_at = self._floats(self._row)
+        self._row[:] = content
+        return self._row_at
 
 
 def n_gpu_layers(assignment: WindowAssignment, predicting: int = 0) -> int:

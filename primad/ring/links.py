@@ -218,7 +218,7 @@ class Links:
 
     def receive(self) -> tuple[Step, Hidden] | Skip | None:
         """What has arrived next, or None. A message that is nothing valid is refused with a log line."""
-        while True:
+        while int(self.pull.get(zmq.EVENTS)) & zmq.POLLIN:  # quicker than an error where there is nothing
             try:
                 frames = self.pull.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -240,6 +240,7 @@ class Links:
             if isinstance(message, Skip):
                 return message
             return message, np.frombuffer(payload, np.float32).reshape(message.payload_shape)
+        return None
 
     def refuse(self, why: ProtocolError) -> None:
         """Count a message that is not used, with a log line at most every ``timings.log_every_s``."""

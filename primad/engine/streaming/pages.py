@@ -258,7 +258,8 @@ class Pages(ByteRange):
 
     def changed(self) -> list[str]:
         """The files that somebody wrote to since they were opened or were ``trusted``."""
-        return [path for path, file in self._files.items() if file.changed()]
+        files = self._files.items()  # asked after each visit of a step, so all in one line
+        return [path for path, file in files if stamp_of(os.fstat(file.handle.fileno())) != file.stamp]
 
     def trust(self, path: str) -> None:
         """Take the file as it is now: its weights were looked at and are the same."""
@@ -351,16 +352,11 @@ class _File:
         except OSError as exc:
             raise EngineError(f"{path}: cannot be opened: {exc.strerror or exc}") from exc
         self._map: mmap.mmap | None = None
-        self._stamp = self._now()
-
-    def _now(self) -> Stamp:
-        return stamp_of(os.fstat(self.handle.fileno()))
-
-    def changed(self) -> bool:
-        return self._now() != self._stamp
+        self.stamp: Stamp
+        self.trust()
 
     def trust(self) -> None:
-        self._stamp = self._now()
+        self.stamp = stamp_of(os.fstat(self.handle.fileno()))
 
     def own_address(self) -> int:
         """The address of a mapping of our own, less nothing: it shows the file from its beginning."""
