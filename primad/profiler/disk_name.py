@@ -33,8 +33,12 @@ class DeviceNumbers(Protocol):
 NumbersOf = Callable[[str], DeviceNumbers]
 
 
+def _stat(path: str) -> DeviceNumbers:
+    return Path(path).stat()  # type: ignore[return-value,unused-ignore]  # Windows has no numbers of devices
+
+
 def disk_name(
-    folder: Path, host: str, *, look: NumbersOf = os.stat, sys_folder: Path = SYS, mounts: Path = MOUNTS
+    folder: Path, host: str, *, look: NumbersOf = _stat, sys_folder: Path = SYS, mounts: Path = MOUNTS
 ) -> str:
     """Equal for folders on one disk of the machine ``host``, empty where that is not known.
 
@@ -43,13 +47,19 @@ def disk_name(
     if sys.platform != "linux":
         return ""
     try:
-        number = look(str(folder)).st_dev
-        major, minor = os.major(number), os.minor(number)
-        source = f"{major}:{minor}" if major else _source(f"{major}:{minor}", mounts, look)
+        number = _number(look(str(folder)).st_dev)
+        source = _source(number, mounts, look) if number.startswith("0:") else number
         disks = sorted(_disks(sys_folder, source)) if source else []
     except (OSError, ValueError):
         return ""
     return blake2b(f"primad {host} {disks}".encode(), digest_size=4).hexdigest() if disks else ""
+
+
+def _number(device: int) -> str:
+    number = ""
+    if sys.platform != "win32":
+        number = f"{os.major(device)}:{os.minor(device)}"
+    return number
 
 
 def _source(number: str, mounts: Path, look: NumbersOf) -> str:
@@ -58,8 +68,7 @@ def _source(number: str, mounts: Path, look: NumbersOf) -> str:
         mount, _, of = line.partition(" - ")
         words = of.split()
         if mount.split()[2:3] == [number] and len(words) > 1 and words[1].startswith("/dev/"):
-            device = look(words[1]).st_rdev
-            return f"{os.major(device)}:{os.minor(device)}"
+            return _number(look(words[1]).st_rdev)
     return ""
 
 
