@@ -31,26 +31,30 @@ class Quiet:
 
     def __init__(self, ggml: ctypes.CDLL, context: Any, callback: Any) -> None:
         self._ggml, self._context, self._callback = ggml, context, callback
-        self._scheduler = _scheduler(context)
         self._reused = 0
         self.is_on = False
         """Whether llama.cpp asks nothing, unless it builds another graph."""
 
+    def _scheduler(self) -> int | None:
+        """Asked each time: where adapters or settings changed, llama.cpp frees it with the next step and makes another."""
+        return scheduler_of(self._context)
+
     @property
     def has_one_part(self) -> bool:
         """Whether all of the last graph was computed at one place, so that nothing of it was copied to another."""
-        return self._scheduler is not None and self._ggml.ggml_backend_sched_get_n_splits(self._scheduler) == 1
+        scheduler = self._scheduler()
+        return scheduler is not None and self._ggml.ggml_backend_sched_get_n_splits(scheduler) == 1
 
     def begin(self) -> None:
         """llama.cpp is to ask nothing about the graph that it computed last."""
-        if self._scheduler is not None:
-            self._ggml.ggml_backend_sched_set_eval_callback(self._scheduler, None, None)
+        if (scheduler := self._scheduler()) is not None:
+            self._ggml.ggml_backend_sched_set_eval_callback(scheduler, None, None)
             self.is_on = True
 
     def end(self) -> None:
         """llama.cpp is to ask about every node again."""
         if self.is_on:
-            self._ggml.ggml_backend_sched_set_eval_callback(self._scheduler, self._callback, None)
+            self._ggml.ggml_backend_sched_set_eval_callback(self._scheduler(), self._callback, None)
             self.is_on = False
 
     def kept_graph(self) -> bool:
@@ -81,7 +85,7 @@ def bind(ggml: ctypes.CDLL) -> None:
     ggml.ggml_backend_sched_get_n_splits.argtypes = [ctypes.c_void_p]
 
 
-def _scheduler(context: Any) -> int | None:
+def scheduler_of(context: Any) -> int | None:
     """The scheduler of ``context``; None where this build does not give it."""
     get = getattr(llama._lib, _GET_SCHEDULER, None)
     if get is None:

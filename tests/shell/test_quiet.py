@@ -40,7 +40,7 @@ def logits_of(header, route):
     """What the whole model, with a callback that is always asked, and ``route`` give for each of ``CHUNKS``."""
     files = files_of(header.path, (), assigned(layer_count(header), 0, is_tail=True))
     model = WholeModel(files, LONG, frozenset(), vocabulary=vocabulary_size(header))
-    model._quiet._scheduler = None
+    model._quiet._scheduler = lambda: None
     position = 0
     for tokens in CHUNKS:
         model.forward(rows(np.array(tokens, np.int32), position))
@@ -82,7 +82,7 @@ def test_cells_are_found_and_copied_between_steps_of_which_nothing_is_asked(tmp_
     header = read_header(tmp_path / "model.gguf")
     quiet_one, other = (Route(header, [0, 2, 4], folder(tmp_path / name), LONG) for name in ("quiet", "asked"))
     for window in other.windows:
-        window._quiet._scheduler = None
+        window._quiet._scheduler = lambda: None
     assert all(window.kv_supported for window in (*quiet_one.windows, *other.windows))
     for position in range(60):
         found, expected = ([route.logits([40 + position], position)] for route in (quiet_one, other))
