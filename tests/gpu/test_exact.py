@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from primad.engine.devices import GpuDevice
 from primad.ring.spawn import environment, how_it_ended
 from tests.shell.test_cut_exact import EVERY_KIND, HYBRIDS
 from tools import synth
@@ -26,7 +25,6 @@ LEAST_BOUND = 1e-3
 """Below this, of logits of some 10, a difference is that of adding up in another order."""
 SLACK = 1.1
 """Whole-model llama.cpp cannot have any layers there that windows can: the largest of few differences varies."""
-SOFTWARE = "llvmpipe"
 LITE = "deepseek2-lite"
 """Llama.cpp tells it by its 27 layers, with which a tiny model is not tiny; its attention is that of ``deepseek2``."""
 MIXTURES = [name for name in EVERY_KIND if synth.has_experts(name) and name != LITE]
@@ -124,30 +122,15 @@ def test_windows_differ_from_the_cpu_as_whole_models_do(architecture, child):
     check(architecture, child.of(architecture))
 
 
-@pytest.fixture(scope="module")
-def ended() -> list[str]:
-    """How the software device ended what was tried of mixtures."""
-    return []
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_windows_of_mixtures_differ_as_whole_models_do(architecture, child_of_mixtures):
+    check(architecture, child_of_mixtures.of(architecture))
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)
-def test_windows_of_mixtures_differ_as_whole_models_do(architecture, child_of_mixtures, gpu: GpuDevice, ended):
-    """Mesa's device of Debian 12 cannot be asked: after the first the others are skipped."""
-    told = child_of_mixtures.of(architecture) if not ended else ""
-    if isinstance(told, str) and gpu.name.startswith(SOFTWARE):
-        ended.append(told)
-        pytest.skip(
-            f"{SOFTWARE} overwrites memory where llama.cpp computes experts, of whole models too: it {ended[0]}"
-        )
-    check(architecture, told)
-
-
-@pytest.mark.parametrize("architecture", MIXTURES)
-def test_experts_on_the_cpu_leave_the_rest_on_the_gpu(architecture, child_of_mixtures_apart, gpu):
-    """As a whole model of llama.cpp does with the same experts there, bit for bit; Mesa's computes no experts then."""
+def test_experts_on_the_cpu_leave_the_rest_on_the_gpu(architecture, child_of_mixtures_apart):
+    """As a whole model of llama.cpp does with the same experts there, bit for bit."""
     told = child_of_mixtures_apart.of(architecture)
-    if isinstance(told, str) and gpu.name.startswith(SOFTWARE):
-        pytest.skip(f"{SOFTWARE} overwrites memory where llama.cpp picks experts, of whole models too: it {told}")
     assert not isinstance(told, str), f"it {told}"
     whole, windows = told["whole"], told["windows"]
     assert windows["all"] == whole[1]
