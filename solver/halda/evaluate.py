@@ -400,19 +400,26 @@ def _prompt_s(
 def _picking_prompt_s(plan: Plan, instance: Instance, shares: Sequence[_Share], chunks: int) -> float:
     """The same where layers stream by expert: nothing is read ahead, so each window takes what it takes by itself."""
     count, index = len(shares), {device.device: i for i, device in enumerate(instance.devices)}
-    *windows, tail_s = [shares[i % count].picking_s(window, plan, instance) for i, window in enumerate(plan.route)]
+    *windows, tail = plan.route
+    tail_s = shares[0].picking_s(tail, plan, instance)
+    seconds, stop = [0.0] * (plan.rounds * count), 0
+    for window in windows:
+        while plan.devices[stop % count] != window.device:  # the tail has all of the head's last window
+            stop += 1
+        seconds[stop] = shares[stop % count].picking_s(window, plan, instance)
+        stop += 1
     host_of = {i: host for host in _by_host(shares) for i in host}
     laps = [
         [Stop(lap[i], sum(lap[other] for other in host_of[i])) for i in range(count)]
-        for lap in (windows[first : first + count] for first in range(0, len(windows), count))
+        for lap in (seconds[first : first + count] for first in range(0, len(seconds), count))
     ]
     ring = [index[name] for name in plan.devices]
     hops = [
         Hop(instance.chunk_hops_s[a][b], occupied_s)
         for a, b, occupied_s in zip(ring, [*ring[1:], ring[0]], instance.chunk_links_s(ring), strict=True)
     ]
-    seconds: float = all_chunks(laps, hops, tail_s, chunks, max)
-    return seconds
+    all_s: float = all_chunks(laps, hops, tail_s, chunks, max)
+    return all_s
 
 
 def residency(

@@ -11,7 +11,7 @@ from halda import Infeasible, Instance, ModelProfile, Plan, Solution, Streaming,
 from halda.profile import Workload
 from halda.streaming import RESERVE_BYTES, ReadLine, read_bytes, read_lines
 from halda_research.random_fleets import random_instance, random_plan
-from halda_research.simulate import simulate
+from halda_research.simulate import simulate, simulate_prefill
 from tests.fakes import planning
 from tests.solver.small_fleets import small_instance
 from tests.solver.test_solve import check_against_brute_force
@@ -164,6 +164,15 @@ def test_the_simulation_of_layers_that_stream_by_expert_agrees_with_the_closed_f
             assert use.disk_bytes == pytest.approx(device.disk_bytes_per_token, abs=1)
             assert use.stall_s == pytest.approx(device.stall_s)
     assert counted > 15
+
+
+@pytest.mark.parametrize("multiple", [1, 2])
+def test_a_tail_may_have_all_of_the_heads_last_window(multiple):
+    model = replace(moe(4 * multiple), cut_multiple=multiple)
+    asked = question(model, 10**10, 10**10, work=replace(WORK, chunk_rows=128))
+    plan = arrange(["d0", "d1"], [multiple, multiple], rounds=2, model=model)
+    assert [window.device for window in plan.route] == ["d0", "d1", "d1", "d0"]
+    assert evaluate(plan, asked).ttft_s == pytest.approx(simulate_prefill(plan, asked))
 
 
 def small_sparse(seed: int) -> Instance | None:
