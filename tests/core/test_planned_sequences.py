@@ -66,12 +66,13 @@ class House:
                 "extra_buffers": "auto",
                 "speculate": "auto",
                 "experts": "auto",
+                "draft_on": None,
             }
             | wished
         )
         toy = model(context_tokens=4096)
         work = default_workload(4096, 512, "f16", sequences=options.sequences or 1)
-        service = SimpleNamespace(model=Served(toy), workload=work, options=options)
+        service = SimpleNamespace(model=Served(toy), workload=work, options=options, draft=None, draft_source=None)
         book = SimpleNamespace(between=lambda names: [link("desk", "lap"), link("lap", "desk")])
         monkeypatch.setattr(planner_module, "cuttable", lambda header: None)
         own, devices = SimpleNamespace(profile=self._own), SimpleNamespace(present=self._present, book=book)

@@ -159,6 +159,8 @@ def test_the_memory_of_a_device_stands_beside_what_was_planned():
         bytes_read_per_token=600,
         stall_ms_per_token=50,
         pressure="some",
+        experts_picked=0,
+        experts_found=0,
     )
     assert found.predicted == PlannedFigures(
         resident=7,

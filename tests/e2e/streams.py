@@ -34,13 +34,17 @@ class Told:
 def ask(
     head: Head, act: Callable[[], object] | None = None, *, tokens: int = TOKENS, middle: int = MIDDLE, **fields: Any
 ) -> Told:
-    """Stream an answer, greedy unless ``fields`` say else; after ``middle`` pieces of it ``act``, beside the reading."""
+    """Stream an answer, greedy unless ``fields`` say else; after ``middle`` pieces of it ``act``, beside the reading.
+
+    Nothing is guessed in an answer in which something happens, so that it does not end before.
+    """
     body = {
         "prompt": STORY,
         "max_tokens": tokens,
         "temperature": 0,
         "stream": True,
         "logit_bias": {"0": -100, "2": -100},
+        **({} if act is None else {"speculate": False}),
         **fields,
     }
     text, finish, error, pieces, gap_s = "", None, None, 0, 0.0

@@ -202,7 +202,7 @@ def test_a_model_guesses_on_a_device_without_layers_and_at_the_head_when_that_is
             return bool(head.status()["drafts"]["accepted"] > before)
 
         wait_until(accepts, "guesses of it hold")
-        assert ask(head, guesser.kill, prompt=STORY, tokens=FEW, middle=FEW // 2).text == expected
+        assert ask(head, guesser.kill, prompt=STORY, tokens=FEW, middle=FEW // 2, speculate=True).text == expected
         wait_until(lambda: guessing_on() == "has-text", "the head guesses")
         assert ask(head, prompt=STORY, tokens=FEW).text == expected
         assert "Traceback" not in head.run.output
@@ -233,7 +233,7 @@ def test_a_worker_that_is_killed_under_drafts_changes_no_text(smollm2: Path, mod
         assert drafted(head) > 0
         if streams > 1:
             alone = [told.text for told in ask_all(head, streams, speculate=False)]
-            assert [told.text for told in ask_all(head, streams, second.kill)] == alone
-        disturbed = ask(head, None if streams > 1 else second.kill, prompt=TEXT)
+            assert [told.text for told in ask_all(head, streams, second.kill, speculate=True)] == alone
+        disturbed = ask(head, None if streams > 1 else second.kill, prompt=TEXT, speculate=True)
         assert (disturbed.text, disturbed.error) == (expected[0], None), head.run.output
         assert "Traceback" not in head.run.output

@@ -23,8 +23,8 @@ SLOW_TRANSFER: Final = 'transfer_limit = "6MB/s"\n'
 LITTLE_CPUS: Final = 0.25
 MIDDLE_TOKENS: Final = 20
 LATE_TOKENS: Final = 800
-MIDDLE_CPU_S: Final = 0.2
-"""CPU time that a worker has spent on a long prompt of which it has much left to compute, whatever else the machine does."""
+MIDDLE_CPU_S: Final = 0.05
+"""CPU time that a worker has spent on a long prompt of which it has most left to compute, be it with a single layer."""
 
 _ESTABLISHED: Final = "01"
 

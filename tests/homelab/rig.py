@@ -29,8 +29,8 @@ STORY_TOKENS: Final = 200
 PATIENCE_S: Final = 180.0
 LONG_PATIENCE_S: Final = 200.0
 """For a device with little CPU time that has its share of a long prompt or answer to compute."""
-_PLAIN: Final = {"logit_bias": {"0": -100, "2": -100}}
-"""No answer ends before its tokens are sampled."""
+_PLAIN: Final = {"logit_bias": {"0": -100, "2": -100}, "speculate": False}
+"""No answer ends before its tokens are sampled, one by one."""
 
 
 def fleet() -> Fleet:

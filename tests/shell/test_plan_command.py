@@ -202,7 +202,7 @@ def test_adapters_that_no_window_has_and_that_llama_cpp_cannot_compute_are_named
     common = write_adapter(tmp_path / "common.gguf", {"token_embd.weight": (64, 320)})
     code, out, err = plan("--model", path, "--lora", strange, "--devices", profiles, "--json")
     assert code == 0
-    assert " ".join(err.split()) == (
+    assert " ".join(err.split()).endswith(  # behind what llama.cpp says of the model that was written
         f"--lora {strange}: changes 'rope_freqs.weight', which no window has; one device serves the model whole"
     )
     assert len(json.loads(out)["devices"]) == 1
