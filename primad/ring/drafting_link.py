@@ -6,25 +6,18 @@ Where it ends, hangs or cannot be started, what it would have guessed is not com
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import subprocess
-from typing import Final
 
 import msgspec
 
 from primad.errors import ProtocolError
 from primad.ring.channel import RingChannel, frame
-from primad.ring.child import begin_child
-from primad.ring.drafting.messages import Drafted, DraftModel, DraftTask
+from primad.ring.child import begin_guessing
+from primad.ring.drafting.messages import MOST_UNTOLD_BYTES, Drafted, DraftModel, DraftTask
 from primad.ring.drafting.model import ModelDrafters
-from primad.system.hidden_gpus import NO_GPU
 
 logger = logging.getLogger(__name__)
-
-
-MOST_UNTOLD_BYTES: Final = 1 << 20
-"""It may be so far behind, as while it loads; then it is as good as gone."""
 
 
 class DraftingLink:
@@ -40,10 +33,9 @@ class DraftingLink:
         ours.setblocking(False)
         self._untold = bytearray()
         self._channel: RingChannel[Drafted] = RingChannel(ours, msgspec.msgpack.Decoder(Drafted))
-        variables = {**os.environ, **NO_GPU, "OMP_PROC_BIND": "false"}  # the ring has the cores
         try:
             with theirs:
-                self._process = begin_child("primad.ring.drafting_process", theirs, variables, None)
+                self._process = begin_guessing(theirs, None)
         except OSError as exc:
             self._end(f"cannot be started: {exc.strerror or exc}")
         self._tell(model)

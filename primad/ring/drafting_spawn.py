@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
 from primad.errors import ProtocolError, RingError
-from primad.ring.channel import LENGTH, frame, frame_bytes
-from primad.ring.child import begin_child
-from primad.ring.drafting.messages import Drafted, DraftTask
-from primad.ring.spawn import how_it_ended
-from primad.system.hidden_gpus import NO_GPU
-
-MOST_UNTOLD_BYTES: Final = 1 << 20
-"""It may be so far behind, as while it loads."""
-GRACE_S: Final = 1.0
+from primad.ring.channel import frame
+from primad.ring.child import begin_guessing
+from primad.ring.drafting.messages import MOST_UNTOLD_BYTES, Drafted, DraftTask
+from primad.ring.spawn import GRACE_S, connected, how_it_ended, read_frame
 
 _decoder = msgspec.msgpack.Decoder(Drafted)
 
@@ -38,23 +31,12 @@ class DraftingProcess:
     @classmethod
     async def start(cls, log: Path) -> DraftingProcess:
         """Start one whose standard error goes to the file ``log``. Raises ``RingError`` where that cannot be."""
-        ours, theirs = socket.socketpair()
-        variables = {**os.environ, **NO_GPU, "OMP_PROC_BIND": "false"}  # a ring may have the cores
-        try:
-            with theirs, log.open("wb") as errors:
-                process = begin_child("primad.ring.drafting_process", theirs, variables, errors)
-        except OSError as exc:
-            ours.close()
-            raise RingError(f"the process that guesses cannot be started: {exc.strerror or exc}") from exc
-        try:
-            ours.setblocking(False)
-            reader, writer = await asyncio.open_connection(sock=ours)
-        except BaseException:  # cancelled over it, nobody else would end the process
-            ours.close()
-            process.kill()
-            process.wait()
-            raise
-        return cls(process, reader, writer)
+
+        def begin(theirs: socket.socket) -> subprocess.Popen[bytes]:
+            with log.open("wb") as errors:
+                return begin_guessing(theirs, errors)
+
+        return cls(*await connected(begin, "the process that guesses"))
 
     @property
     def pid(self) -> int:
@@ -72,8 +54,7 @@ class DraftingProcess:
         """What it guesses, as it comes. Never ends quietly: raises ``RingError`` when it is gone."""
         while True:
             try:
-                body = await self._reader.readexactly(frame_bytes(await self._reader.readexactly(LENGTH.size)))
-                yield _decoder.decode(body)
+                yield _decoder.decode(await read_frame(self._reader))
             except (asyncio.IncompleteReadError, OSError) as exc:
                 raise RingError(await self._obituary()) from exc
             except msgspec.DecodeError as exc:

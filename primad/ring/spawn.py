@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -59,6 +59,34 @@ def environment(base: Mapping[str, str], threads: int, place: int, *, gpu: bool 
     return chosen | dict(base) | ({} if gpu else NO_GPU)
 
 
+async def connected(
+    begin: Callable[[socket.socket], subprocess.Popen[bytes]], what: str
+) -> tuple[subprocess.Popen[bytes], asyncio.StreamReader, asyncio.StreamWriter]:
+    """A process that ``begin`` starts with one end of a socket pair, and the other end. Raises ``RingError`` where
+    ``what`` it is cannot be started.
+    """
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            process = begin(theirs)
+    except OSError as exc:  # as where memory, processes or disk are at an end
+        ours.close()
+        raise RingError(f"{what} cannot be started: {exc.strerror or exc}") from exc
+    try:
+        ours.setblocking(False)
+        return process, *await asyncio.open_connection(sock=ours)
+    except BaseException:  # cancelled over it, nobody else would end the process
+        ours.close()
+        process.kill()
+        process.wait()
+        raise
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """The next message of a process. Raises ``asyncio.IncompleteReadError`` or ``OSError`` when it is gone."""
+    return await reader.readexactly(frame_bytes(await reader.readexactly(LENGTH.size)))
+
+
 class RingProcess:
     """One ring process. ``start`` it, ``send`` it commands, read ``events`` to the end, ``close`` it."""
 
@@ -80,23 +108,14 @@ class RingProcess:
 
         ``place`` and ``gpu`` are as in ``environment``. Raises ``RingError`` when this device cannot start another process.
         """
-        ours, theirs = socket.socketpair()
+        variables = environment(os.environ, threads, place, gpu=gpu)
         try:
-            with theirs:
-                process = cls._begin(log, theirs, environment(os.environ, threads, place, gpu=gpu))
-        except OSError as exc:  # as where memory, processes or disk are at an end
-            ours.close()
-            raise RingError(f"the ring process cannot be started: {exc.strerror or exc}") from exc
-        try:
-            ours.setblocking(False)
-            reader, writer = await asyncio.open_connection(sock=ours)
-        except BaseException:  # cancelled over it, nobody else would end the process
-            ours.close()
-            process.kill()
-            process.wait()
+            return cls(*await connected(lambda theirs: cls._begin(log, theirs, variables), "the ring process"), log)
+        except RingError:
+            raise
+        except BaseException:
             _remove_empty(log)
             raise
-        return cls(process, reader, writer, log)
 
     @staticmethod
     def _begin(log: Path, theirs: socket.socket, variables: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -122,8 +141,7 @@ class RingProcess:
         """
         while True:
             try:
-                body = await self._reader.readexactly(frame_bytes(await self._reader.readexactly(LENGTH.size)))
-                event: RingEvent = event_decoder.decode(body)
+                event: RingEvent = event_decoder.decode(await read_frame(self._reader))
             except (asyncio.IncompleteReadError, OSError) as exc:
                 raise await self._obituary() from exc
             except msgspec.DecodeError as exc:

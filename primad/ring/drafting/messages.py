@@ -12,6 +12,8 @@ from primad.ring.drafting.drafter import MOST_ROOM
 
 MOST_TOLD: Final = 8 * MOST_ROOM
 """Guesses behind one text, those in place of others among them."""
+MOST_UNTOLD_BYTES: Final = 1 << 20
+"""A process that guesses may be so far behind, as while it loads; then it is as good as gone."""
 
 
 class DraftModel(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
