@@ -61,12 +61,7 @@ class HostGuard:
 
 def is_allowed(host: str, hosts: Collection[str]) -> bool:
     """Whether the ``Host`` header ``host`` (with or without a port) may be served; ``hosts`` are in lower case."""
-    name = host.strip().lower()
-    if name.startswith("["):
-        name = name[1:].partition("]")[0]
-    elif name.count(":") == 1:
-        name = name.partition(":")[0]
-    name = name.removesuffix(".")
+    name = _without_port(host.strip().lower()).removesuffix(".")
     if name in ("localhost", OF_CONTAINERS) or name.endswith(".localhost") or name in hosts:
         return True
     if any(host.startswith("*.") and name.endswith(host[1:]) and len(name) > len(host) - 1 for host in hosts):
@@ -101,6 +96,13 @@ class KeyGuard:
         await self._app(scope, receive, send)
 
 
+def _without_port(host: str) -> str:
+    """A name or an address, which may have a port behind it."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0] if host.count(":") == 1 else host
+
+
 def comes_from_elsewhere(headers: Headers) -> bool:
     """Whether a proxy says that it asks for another machine. One that says nothing looks like any program here."""
     said = [text for name in _FORWARDED for text in headers.getlist(name)]
@@ -111,8 +113,7 @@ def comes_from_elsewhere(headers: Headers) -> bool:
 
 def _is_here(client: str) -> bool:
     """Whether an address (with or without port) is one of loopback."""
-    bare = client[1:].partition("]")[0] if client.startswith("[") else client
-    bare = bare.partition(":")[0] if bare.count(":") == 1 else bare
+    bare = _without_port(client)
     try:
         return ipaddress.ip_address(bare).is_loopback
     except ValueError:

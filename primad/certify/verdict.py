@@ -19,8 +19,8 @@ from halda import ModelProfile
 from primad.certify.keys import is_own
 from primad.engine.build import build_id
 from primad.engine.protocol import KvType
-from primad.errors import ModelError, printable
-from primad.gguf.architectures import SUPPORTED, Architecture, NotCutError, cut_multiple, cuttable, is_unknown
+from primad.errors import printable
+from primad.gguf.architectures import SUPPORTED, Architecture, cut_multiple, is_unknown, why_whole
 from primad.gguf.header import Header
 from primad.gguf.windows import vocabulary_size
 from primad.settings.config import checks_folder
@@ -138,16 +138,9 @@ def windows_line(home: Path, header: Header, firsts: Iterable[int]) -> str | Non
 
 def _why_whole(header: Header, verdict: CheckVerdict | None) -> str:
     """Why the model is not cut; empty where it is."""
-    if is_unknown(header):
-        certified = verdict is not None and verdict.result == "certified"
-        return "" if certified or verdict is None else verdict_line(verdict, header.path)
-    try:
-        cuttable(header)
-    except NotCutError as exc:
-        return exc.reason
-    except ModelError:
-        return ""  # told where it is read
-    return ""
+    if not is_unknown(header):
+        return why_whole(header)
+    return "" if verdict is None or verdict.result == "certified" else verdict_line(verdict, header.path)
 
 
 def verdict_line(verdict: CheckVerdict | None, model: Path) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+import zmq.asyncio
+
 from primad.daemon.station import Station
 from primad.errors import ClusterError, DiskError
 from primad.gguf.layers import LayerRef
@@ -56,6 +58,28 @@ async def bring_layers(
         await draw_layers(ways, fresh, cache, arrived, drawn, bytes_per_s=limit)
 
 
+async def fetch_from(
+    station: Station,
+    context: zmq.asyncio.Context,
+    sources: Sequence[Contact],
+    refs: Sequence[LayerRef],
+    arrived: OnArrived,
+) -> None:
+    """Have ``refs`` in the cache of ``station`` from the devices ``sources``. Raises ``ClusterError``, ``DiskError``."""
+    if refs and not sources:
+        raise ClusterError(f"{len(refs)} layers are missing and no device was named that has them")
+    await fetch_layers(
+        context,
+        station.identity,
+        sources,
+        refs,
+        station.workspace.cache,
+        arrived,
+        bytes_per_s=station.config.transfer_limit_bytes_per_s,
+        timings=station.timings.layers,
+    )
+
+
 async def _was_drawn(cache: LayerCache, layer: WantedLayer, arrived: OnArrived, named: OnNamed) -> bool:
     """Whether this layer was drawn before and is still here; then it is told what it is."""
     digest = cache.origins.get(layer.origin.name)
@@ -76,19 +100,10 @@ async def _fetch(
     station: Station, ways: HubWays, sources: Sequence[Contact], refs: Sequence[LayerRef], arrived: OnArrived
 ) -> None:
     """Those of ``refs`` that devices of the house have; what fails is left to be drawn."""
-    timings = station.timings.layers
-    held = await held_by_any(ways.context, station.identity, sources, [ref.digest for ref in refs], timings)
+    digests = [ref.digest for ref in refs]
+    held = await held_by_any(ways.context, station.identity, sources, digests, station.timings.layers)
     try:
-        await fetch_layers(
-            ways.context,
-            station.identity,
-            sources,
-            [ref for ref in refs if ref.digest in held],
-            station.workspace.cache,
-            arrived,
-            bytes_per_s=station.config.transfer_limit_bytes_per_s,
-            timings=timings,
-        )
+        await fetch_from(station, ways.context, sources, [ref for ref in refs if ref.digest in held], arrived)
     except DiskError:
         raise
     except ClusterError as exc:

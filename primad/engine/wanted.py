@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from primad.engine.llama import ggml_base, node_name, why
+from primad.engine.tensor import Tensor
 from primad.errors import EngineError
 from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Value, scalar_value
@@ -24,12 +25,6 @@ with without_top("llama_cpp"):
 
 TensorShape = tuple[int, ...]
 """In ggml order."""
-
-
-class _Tensor(ctypes.Structure):
-    """The leading fields of ``struct ggml_tensor`` (ggml.h)."""
-
-    _fields_ = (("type", ctypes.c_int32), ("buffer", ctypes.c_void_p), ("elements", ctypes.c_int64 * 4))
 
 
 class _InitParams(ctypes.Structure):
@@ -73,7 +68,7 @@ def _asked(values: Mapping[str, Value]) -> dict[str, TensorShape]:
     found: dict[str, TensorShape] = {}
 
     def note(tensor: int, _: int) -> None:
-        shape = list(_Tensor.from_address(tensor).elements)
+        shape = list(Tensor.from_address(tensor).elements)
         while len(shape) > 1 and shape[-1] == 1:
             shape.pop()
         found[node_name(tensor).decode()] = tuple(shape)

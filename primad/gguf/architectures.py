@@ -127,6 +127,8 @@ class Architecture:
     """Layers without KV heads have no attention; every window has to have one that has it, for the same reason."""
     needs_indexer: bool = False
     """Every window has to have a layer that chooses what attention sees, for the same reason."""
+    most_sequences: int = 0
+    """Answers at once; 0: as many as llama.cpp has. With more nodes for each sequence than it counted on it aborts."""
     is_fed: bool = False
     """Hidden states are no input of the graph; they are put where it has looked up tokens."""
     knows: frozenset[str] = frozenset()
@@ -340,7 +342,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         Architecture(name="deepseek2-ocr"),
         Architecture(name="deepseek32", knows=_SECTIONS, predicts=True),
         Architecture(name="glm-dsa", knows=_SECTIONS, by_layer=frozenset((_INDEXERS,)), predicts=True),
-        Architecture(name="minimax-m3", tied_output_fallback=False, needs_indexer=True),
+        Architecture(name="minimax-m3", tied_output_fallback=False, needs_indexer=True, most_sequences=8),
         Architecture(
             name="muse-glimmer",
             tied_output_fallback=False,
@@ -465,6 +467,19 @@ def is_unknown(header: Header) -> bool:
     """Whether nothing is known of the architecture, not even that it cannot be cut."""
     name = header.text("general.architecture")
     return name not in SUPPORTED and name not in _REFUSED
+
+
+def why_whole(header: Header) -> str:
+    """Why the model cannot be cut. Empty where it can, and for a file that is no complete model: that is told where it is
+    read.
+    """
+    try:
+        cuttable(header)
+    except NotCutError as exc:
+        return exc.reason
+    except ModelError:
+        pass
+    return ""
 
 
 def cuttable(header: Header) -> Architecture:

@@ -17,7 +17,7 @@ from primad.gguf.windows import vocabulary_size
 from primad.head.ring_inputs import RingInputs
 from primad.head.ways import Ways
 from primad.head.worker_link import WorkerLink
-from primad.layers.fetch import hash_in_thread, in_thread
+from primad.layers.fetch import hash_layers, in_thread
 from primad.network.messages import GuessesMade, GuessLoad, GuessRelease, GuessState, GuessText
 from primad.ring.drafting.messages import Drafted, TextTask, check_drafted
 from primad.ring.messages import GuessAt, GuessesHeard, RingCommand
@@ -140,10 +140,7 @@ class GuessesElsewhere:
         assert draft is not None
         assert source is not None
         cutter = source.cutter
-        for layer in cutter.layers_of_all:
-            await hash_in_thread(cutter.ref, layer)
-        if cutter.digests is not None:
-            cutter.digests.save()
+        await hash_layers(cutter, cutter.layers_of_all)
         self._vocabulary = vocabulary_size(source.header)
         return GuessLoad(
             epoch=self.epoch,

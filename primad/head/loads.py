@@ -12,7 +12,7 @@ from primad.gguf.ranged_cutter import RangedCutter
 from primad.gguf.windows import WindowSpec, token_embedding
 from primad.head.ring_inputs import RingInputs
 from primad.head.ways import Ways
-from primad.layers.fetch import hash_in_thread, in_thread
+from primad.layers.fetch import hash_layers, in_thread
 from primad.network.messages import Load
 from primad.planning.extra_buffers import as_planned, choose_extra_buffers, suited
 
@@ -55,12 +55,7 @@ async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
         return {plan.head: [WindowSpec(window=0, first=0, last=plan.layer_count, metadata=b"", layers=())]}
     cutter = inputs.service.model.cutter
     needed = [layer for window in plan.route for layer in cutter.layers_of(window.first, window.last)]
-    for done, layer in enumerate(needed):
-        inputs.reporter.progress(plan.head, "hash", done, len(needed))
-        await hash_in_thread(cutter.ref, layer)
-    inputs.reporter.progress(plan.head, "hash", len(needed), len(needed))
-    if cutter.digests is not None:
-        cutter.digests.save()
+    await hash_layers(cutter, needed, lambda done: inputs.reporter.progress(plan.head, "hash", done, len(needed)))
     adapters = inputs.service.model.adapters
 
     def specs() -> dict[str, list[WindowSpec]]:

@@ -26,8 +26,8 @@ from primad.daemon.owner import apply_nice
 from primad.daemon.reporter import Reporter
 from primad.daemon.run import own_station, run
 from primad.embedding.service import EmbeddingService
-from primad.errors import ConfigError, ModelError
-from primad.gguf.architectures import ADVICE, NotCutError, cuttable
+from primad.errors import ConfigError
+from primad.gguf.architectures import ADVICE, SUPPORTED, NotCutError, cuttable, why_whole
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
@@ -53,8 +53,6 @@ from primad.system.processors import usable_cores
 HTTP_GRACE_S: Final = 1
 EMBEDDING_NICE: Final = 10
 """An answer's next token goes before embeddings."""
-MOST_SEQUENCES: Final = {"minimax-m3": 8}
-"""Its graph has nodes for each sequence, and llama.cpp aborts where they are more than it counted on (with 10 to 16)."""
 OWN_COMMANDS: Final = "--own-commands"
 """The name of the key with which this user's commands ask; none of a file begins so."""
 
@@ -83,15 +81,9 @@ def as_it_can_be(
         raise NotCutError(f"{header.path}: {why_not}", ADVICE)
     if options.alone or is_asked:
         return options
-    try:
-        if why_not:
-            raise NotCutError(why_not, ADVICE)
-        cuttable(header)
-    except NotCutError as exc:
-        reporter.say(f"{exc.reason}; this device serves it alone")
+    if reason := why_not or why_whole(header):
+        reporter.say(f"{reason}; this device serves it alone")
         return replace(options, alone=True)
-    except ModelError:
-        return options  # the file is not a complete model, which is told where it is read
     return options
 
 
@@ -102,8 +94,9 @@ def is_for_several(options: ServeOptions, config: Config) -> bool:
 
 def check_sequences(options: ServeOptions, model: ModelProfile) -> None:
     """Raises ``ConfigError`` for more answers at once than llama.cpp has room for in the graph of ``model``."""
-    most = MOST_SEQUENCES.get(model.architecture)
-    if most is not None and (options.sequences or 1) > most:
+    entry = SUPPORTED.get(model.architecture)
+    most = 0 if entry is None else entry.most_sequences
+    if most and (options.sequences or 1) > most:
         raise ConfigError(
             f"--sequences {options.sequences}: of a model of '{model.architecture}' llama.cpp computes at most {most} "
             "answers at once; give fewer"

@@ -20,6 +20,7 @@ import zmq.asyncio
 
 from primad.errors import ClusterError, DiskError, ProtocolError, printable
 from primad.gguf.layers import LayerRef, chunk_size, is_chunk_of, is_tree_of
+from primad.gguf.windows import ModelCutter
 from primad.layers.cache import LayerCache
 from primad.layers.chunk_queue import TREE, ChunkId, ChunkQueue
 from primad.layers.partial import PartialLayer
@@ -126,6 +127,18 @@ async def hash_in_thread(function: Callable[..., _Answer], *arguments: object) -
     """As ``in_thread`` for what hashes a layer and takes a ``Stop`` last: cancelled, it waits for one chunk and no more."""
     stop = threading.Event()
     return await _in_thread(function, (*arguments, stop.is_set), stop.set)
+
+
+async def hash_layers(
+    cutter: ModelCutter, layers: Sequence[int], progress: Callable[[int], None] = lambda _: None
+) -> None:
+    """Hash those of ``layers`` that were not yet, and keep it; ``progress`` hears how many are done."""
+    for done, layer in enumerate(layers):
+        progress(done)
+        await hash_in_thread(cutter.ref, layer)
+    progress(len(layers))
+    if cutter.digests is not None:
+        cutter.digests.save()
 
 
 async def in_thread_until(

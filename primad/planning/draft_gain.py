@@ -75,7 +75,7 @@ def draft_gain(
         )
     late_s = 0.0 if where.device == plan.head else _round_trip_s(question, plan.head, number)
     lap_s = evaluate(plan, replace(question, workload=replace(question.workload, sequences=1))).tpot_s
-    ahead = tuple(_ahead(_rows_of(drafting), lap_s, token_s, late_s, share) for share in SHARES)
+    ahead = tuple(_ahead(drafting.rows_a_lap, lap_s, token_s, late_s, share) for share in SHARES)
     together = tuple(_together(drafting.costs, lap_s, token_s, late_s, share) for share in SHARES)
     if len(drafting.costs) > 1 and together[_TYPICAL] >= ahead[_TYPICAL]:
         return DraftGain(
@@ -163,17 +163,12 @@ def _round_trip_s(question: Instance, head: str, device: int) -> float:
     return sum(message_s(question.link(*pair), GUESS_BYTES) for pair in ((own, device), (device, own)))
 
 
-def _rows_of(drafting: Drafting) -> float:
-    """How many rows follow each other in a lap: one that waits gives no more of them."""
-    return drafting.room if drafting.laps is None else min(drafting.room, drafting.laps)
-
-
-def _ahead(room: float, lap_s: float, token_s: float, late_s: float, share: float) -> float:
+def _ahead(most: float, lap_s: float, token_s: float, late_s: float, share: float) -> float:
     """The model guesses one token after the other, so there are no more of them in a lap than it has time for.
 
     Behind a guess that failed the first one is ``late_s`` late.
     """
-    rows = max(1.0, min(room, lap_s / token_s))
+    rows = max(1.0, min(most, lap_s / token_s))
     right = 1 / (1 - share)
     return max(1.0, right / ((rows + right - 1) / rows + late_s / lap_s))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,15 +16,14 @@ from typing import Final
 import zmq.asyncio
 
 from halda import WindowAssignment
+from primad.daemon.bring import fetch_from
 from primad.daemon.layer_files import lease_layers, place_windows, release_files
 from primad.daemon.owner import apply_nice
 from primad.daemon.reporter import Say
 from primad.daemon.station import Station
 from primad.errors import ClusterError, PrimadError, RingError
 from primad.gguf.header import read_header
-from primad.gguf.layers import LayerRef
-from primad.layers.fetch import fetch_layers, in_thread, missing_layers
-from primad.network.contacts import Contact
+from primad.layers.fetch import in_thread, missing_layers
 from primad.network.messages import GuessesMade, GuessLoad, GuessState
 from primad.ring.drafting.messages import DraftModel, TextTask
 from primad.ring.drafting_spawn import DraftingProcess
@@ -143,7 +142,7 @@ class Guessing:
         lease_layers(place, number, spec.layers)
         missing = await missing_layers(place.cache, {ref.digest: ref for ref in spec.layers}.values())
         if missing:
-            await self._bring(load.sources, missing)
+            await fetch_from(self._station, self._context, load.sources, missing, lambda _: None)
         place.cache.touch({ref.digest for ref in spec.layers})
         size = sum(ref.size_bytes for ref in spec.layers)
         assignment = WindowAssignment(
@@ -168,21 +167,6 @@ class Guessing:
             first=load.first,
             files=window.layers,
             vocabulary=load.vocabulary,
-        )
-
-    async def _bring(self, sources: Sequence[Contact], missing: Sequence[LayerRef]) -> None:
-        if not sources:
-            raise ClusterError(f"{len(missing)} layers are missing and no device was named that has them")
-        station = self._station
-        await fetch_layers(
-            self._context,
-            station.identity,
-            sources,
-            missing,
-            station.workspace.cache,
-            lambda _: None,
-            bytes_per_s=station.config.transfer_limit_bytes_per_s,
-            timings=station.timings.layers,
         )
 
 

@@ -19,7 +19,7 @@ import psutil
 import zmq.asyncio
 
 from halda import DeviceProfile
-from primad.daemon.bring import bring_layers
+from primad.daemon.bring import bring_layers, fetch_from
 from primad.daemon.layer_files import check_layers, distrust
 from primad.daemon.loaded_process import LoadedProcess
 from primad.daemon.loading import WindowLoad
@@ -27,7 +27,6 @@ from primad.daemon.memory_watch import MemoryWatch
 from primad.daemon.reporter import Say
 from primad.daemon.station import Station
 from primad.errors import (
-    ClusterError,
     DiskError,
     LoadAgainError,
     NextDeviceError,
@@ -36,7 +35,6 @@ from primad.errors import (
     WeightsError,
 )
 from primad.gguf.layers import LayerRef
-from primad.layers.fetch import fetch_layers
 from primad.layers.givers import HubWays, own_token
 from primad.network import messages
 from primad.network.messages import Broken, DrawnLayer, Fault, Load, Loaded, Progress, WorkerMessage, WorkerStatus
@@ -251,18 +249,7 @@ class Participations:
                 )
                 await bring_layers(self._station, ways, load.sources, load.origins, missing, arrived, windows.named)
                 return
-            if not load.sources:
-                raise ClusterError(f"{len(missing)} layers are missing and no device was named that has them")
-            await fetch_layers(
-                self._context,
-                self._station.identity,
-                load.sources,
-                missing,
-                self._place.cache,
-                arrived,
-                bytes_per_s=self._config.transfer_limit_bytes_per_s,
-                timings=self._timings.layers,
-            )
+            await fetch_from(self._station, self._context, load.sources, missing, arrived)
 
         await windows.prepare(fetch, self._fetched(load.epoch))
         if (participation := self._own_participation(load)) is not None:

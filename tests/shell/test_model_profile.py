@@ -13,11 +13,10 @@ import pytest
 from halda import Workload
 from halda.cost import compute_buffer_bytes, kv_bytes
 from primad.engine.llama import WholeModel, hear_llama
-from primad.gguf.architectures import layer_count
+from primad.gguf.architectures import cuttable, layer_count
 from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import vocabulary_size
-from primad.head.serve import MOST_SEQUENCES
 from tests.core.test_architectures import model
 from tests.shell.test_cut_exact import HYBRIDS, OPTIONS, assigned, files_of
 from tools import synth
@@ -46,7 +45,7 @@ def test_cells_and_states_are_what_llama_cpp_allocates(architecture, said, tmp_p
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=architecture)
     header = read_header(path)
-    work = replace(WORK, sequences=MOST_SEQUENCES.get(architecture, WORK.sequences))
+    work = replace(WORK, sequences=cuttable(header).most_sequences or WORK.sequences)
     options = msgspec.structs.replace(OPTIONS, context=work.context_tokens, sequences=work.sequences)
     files = files_of(path, (), assigned(layer_count(header), 0, is_tail=True))
     WholeModel(files, options, frozenset(), vocabulary=vocabulary_size(header)).release()

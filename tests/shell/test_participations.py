@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from halda.assignment import in_memory
-from primad.daemon import loading
+from primad.daemon import bring, loading
 from primad.daemon import memory_watch as memory_watch
 from primad.daemon.layer_files import Workspace
 from primad.daemon.memory_watch import MemoryWatch, ram_room
@@ -47,7 +47,6 @@ from primad.system.memory import Memory
 from primad.trust.identity import new_identity
 from primad.trust.local_trust import LocalTrust
 from primad.trust.trust import TrustStore
-from primad.worker import participations as parts_module
 from primad.worker.participations import Participations
 from tests.fakes.layers import here
 from tests.fakes.process import STATUS, FakeProcesses, FakeRingProcess
@@ -508,7 +507,7 @@ def test_layers_that_do_not_arrive_are_told_with_whose_fault_it_is(worker, proce
     async def missing(*_: object) -> list[LayerRef]:
         return [LAYER]
 
-    monkeypatch.setattr(parts_module, "fetch_layers", fetch)
+    monkeypatch.setattr(bring, "fetch_layers", fetch)
     monkeypatch.setattr(loading, "missing_layers", missing)
 
     async def once() -> None:
@@ -548,7 +547,7 @@ def test_progress_of_fetching_is_told(worker, monkeypatch):
     async def missing(*_: object) -> list[LayerRef]:
         return [LAYER]
 
-    monkeypatch.setattr(parts_module, "fetch_layers", fetch)
+    monkeypatch.setattr(bring, "fetch_layers", fetch)
     monkeypatch.setattr(loading, "missing_layers", missing)
 
     async def once() -> None:
@@ -609,7 +608,7 @@ def test_what_is_kept_and_was_spoilt_meanwhile_is_loaded_anew(worker, processes,
     async def fetch(*_: object, **__: object) -> None:
         put_layer(lap_place[0])
 
-    monkeypatch.setattr(parts_module, "fetch_layers", fetch)
+    monkeypatch.setattr(bring, "fetch_layers", fetch)
     lap_place: list[Workspace] = []
 
     async def once() -> None:
@@ -652,7 +651,7 @@ def test_weights_that_could_not_be_read_are_looked_at_before_they_are_loaded_aga
                 fetched.extend(args[3])
                 put_layer(lap.place)
 
-            monkeypatch.setattr(parts_module, "fetch_layers", fetch)
+            monkeypatch.setattr(bring, "fetch_layers", fetch)
             ref = put_layer(lap.place)
             path = lap.place.cache.path(ref.digest)
             error = unreadable(str(path) if is_named else None)

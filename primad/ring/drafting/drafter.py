@@ -35,11 +35,16 @@ class Drafting:
     overlaps: bool = True
     laps: float | None = None
 
+    @property
+    def rows_a_lap(self) -> float:
+        """How many rows follow each other in a lap: one that waits gives no more of them."""
+        return max(1.0, self.room if self.laps is None else min(self.laps, self.room))
+
     def rate_ahead(self, share: float) -> float:
         """Tokens in the time of a lap if the ``share`` of guesses holds and rows follow each other: behind one that did not
         the ring fills anew.
         """
-        rows = max(1.0, self.room if self.laps is None else min(self.laps, self.room))
+        rows = self.rows_a_lap
         right = 1 / (1 - min(share, MOST_SURE))
         return right * rows / (rows + right - 1)
 
