@@ -246,7 +246,7 @@ def _architectures() -> str:
         elif entry.recurrent in (Recurrent.INTERVAL, Recurrent.HEADS):
             place = "where each has a layer with attention and one with a state: mostly at every fourth layer"
         elif entry.skips_attention:
-            place = "where each has a layer with attention: at nearly any layer"
+            place = "where each has a layer with attention, its first one heads: at nearly any layer"
         elif entry.needs_indexer:
             place = "where each has a layer of sparse attention: behind the dense ones"
         elif entry.name == "glm-dsa":

@@ -577,16 +577,21 @@ def cut_multiple(header: Header) -> int:
         needed += [each for each in kinds if any(each) or architecture.recurrent is not Recurrent.TENSORS]
         if architecture.recurrent is Recurrent.INTERVAL and f"{architecture.name}.{_RECURRENT}" not in header.values:
             multiple = base = math.lcm(base, max(header.count(f"{architecture.name}.{_INTERVAL}", 4), 1))
-    multiple = _multiple_with(needed, multiple, base)
-    while multiple < len(slides) and not _is_border(header, architecture, multiple, slides=any(slides)):
+    while True:
+        multiple = _multiple_with(needed, multiple, base)
+        if multiple >= len(slides) or _is_border(header, architecture, multiple, slides=any(slides)):
+            return multiple
         multiple += base
-    return multiple
 
 
 def _is_border(header: Header, architecture: Architecture, multiple: int, *, slides: bool) -> bool:
     """Whether windows may begin at each multiple of ``multiple`` where layers take over from others before them, or where
-    llama.cpp looks at the number of layers: of SmallThinker with 4 it rotates all, not three of four."""
+    llama.cpp looks at the number of layers: of SmallThinker with 4 it rotates all, not three of four. Or at the first one's
+    heads, without which it knows no width of any."""
     layers = layer_count(header)
+    heads = header.values.get(f"{architecture.name}.attention.head_count")
+    if architecture.skips_attention and heads is not None and heads.is_array:
+        return all(_by_layer(header, "attention.head_count", layers)[multiple::multiple])
     if architecture.name == "glm-dsa" and any(indexed_layers(header)):
         return all(indexed_layers(header)[multiple::multiple])
     return architecture.name != "smallthinker" or not slides or (multiple != 4 and layers % multiple != 4)

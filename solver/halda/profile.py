@@ -332,6 +332,19 @@ class ModelProfile:
         """Whether some layers keep a state, which goes on from row to row and cannot be cut back."""
         return any(layer.state_bytes for layer in self.layers)
 
+    def openable(self, layers: range, on_gpu: int) -> int:
+        """How many of ``layers``, the last ones and at most ``on_gpu``, a GPU can have.
+
+        llama.cpp opens no KV cache that is empty where some layers of a window are. (That of a recurrent model counts only
+        those that attend.)
+        """
+        attends = [self.layers[layer].kv_bytes_per_token > 0 for layer in layers]
+        if self.is_recurrent or all(attends):
+            return on_gpu
+        while on_gpu and not (any(attends[-on_gpu:]) and (on_gpu == len(attends) or any(attends[:-on_gpu]))):
+            on_gpu -= 1
+        return on_gpu
+
     @property
     def largest_layer_bytes(self) -> int:
         """Bytes of the largest layer."""

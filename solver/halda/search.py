@@ -519,10 +519,18 @@ class _Search:
         self._keep(stream(plan, self._instance, ahead, least), is_quick=False)
 
     def _plan(self, rounds: int, route: tuple[Window, ...]) -> Plan:
-        """A plan with these windows that streams nothing; all are helped that the question says."""
+        """A plan with these windows that streams nothing; all are helped that the question says.
+
+        Of their layers as many are on a GPU as llama.cpp can have there.
+        """
+        route = tuple(self._openable(window) for window in route)
         on_gpu = route[-1].gpu_layers > 0
         plan = Plan(rounds=rounds, route=route, output_on_gpu=on_gpu, streaming=(), left_out=())
         return plan.with_help(self._instance.helped)
+
+    def _openable(self, window: Window) -> Window:
+        on_gpu = self._instance.model.openable(window.layers, window.gpu_layers)
+        return replace(window, gpu_layers=on_gpu, cpu_experts=min(window.cpu_experts, on_gpu))
 
     def _is_on_shared_machine(self, name: str) -> bool:
         """Whether what ``name`` holds is bounded by what others of its machine hold."""

@@ -339,6 +339,8 @@ def test_every_window_of_deci_has_attention_and_heads_of_the_models_width():
     values = window(header, 2, 4)
     assert (values["attention.key_length"], values["rope.dimension_count"]) == (16, 16)
     assert values["attention.head_count_kv"] == [0, 1]
+    first = {"attention.head_count": [4, 4, 0, 4] * 2, "attention.head_count_kv": [1, 0, 0, 1] * 2}
+    assert cut_multiple(model("deci", 8, **first)) == 4, "no window begins with a layer without heads"
     none = {"feed_forward_length": [8, 8, 0, 8]}
     refuses(model("deci", 4, **heads, **none), "feed_forward_length", "left out of the graph")
 

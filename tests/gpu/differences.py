@@ -11,21 +11,25 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from primad.gguf.architectures import block_count, cut_multiple, layer_count
-from primad.gguf.header import read_header
+from primad.gguf.header import Header, read_header
+from primad.gguf.profile import model_profile
 from tests.shell.test_cut_exact import Route, whole_logits
 from tools import synth
 
 
-def places(each: int) -> dict[str, tuple[tuple[int | None, ...], bool]]:
-    """Of a first window, a middle one and a tail of ``each`` layers how many are there, and whether others are helped."""
+def places(each: int, few: tuple[int, ...]) -> dict[str, tuple[tuple[int | None, ...], bool]]:
+    """Of a first window, a middle one and a tail of ``each`` layers how many are there, and whether others are helped.
+
+    ``few`` are as few as llama.cpp can have there."""
     return {
         "the middle window alone": ((0, each, 0), False),
-        "one layer of each window": ((1, 1, 1), False),
+        "few layers of each window": (few, False),
         "the output alone": ((0, 0, None), False),
         "none, helped": ((0, 0, 0), True),
         "the tail, the others helped": ((0, 0, each), True),
@@ -33,27 +37,43 @@ def places(each: int) -> dict[str, tuple[tuple[int | None, ...], bool]]:
     }
 
 
-def whole_places(each: int) -> list[tuple[int | None, bool]]:
+def whole_places(each: int, few: int) -> list[tuple[int | None, bool]]:
     """Those of a whole model."""
-    return [(0, True), (each, True), (None, False), (1, False), (each, False), (each + 1, False), (3 * each, False)]
+    return [(0, True), (each, True), (None, False), (few, False), (each, False), (each + 1, False), (3 * each, False)]
 
 
-APART = ("the middle window alone", "one layer of each window", "all")
+APART = ("the middle window alone", "few layers of each window", "all")
 
 
-def differences(architecture: str, folder: Path, *, apart: bool) -> tuple[list[float], dict[str, float]]:
-    """Of whole models and of windows."""
-    path = folder / "model.gguf"
+def fewest(header: Header, first: int, last: int) -> int:
+    """As few of the layers from ``first`` to ``last`` as llama.cpp can have on a GPU."""
+    profile = model_profile(header)
+    return next(few for few in range(1, last - first + 1) if profile.openable(range(first, last), few) == few)
+
+
+def write_for_three_windows(path: Path, architecture: str) -> Header:
+    """A model of three windows that are as short as may be, but of two layers at least."""
     synth.write_model(path, architecture=architecture)
     header = read_header(path)
-    each = max(2, cut_multiple(header))
     predicting = block_count(header) - layer_count(header)
     name = header.text("general.architecture")
     experts = header.values.get(f"{name}.expert_count")
     # All are used: which are picked of random ones may hang on a last bit, and then a difference says nothing.
     values = {f"{name}.expert_used_count": experts} if experts is not None else {}
-    synth.write_model(path, architecture=architecture, layers=3 * each + predicting, values=values)
-    header = read_header(path)
+    while True:
+        layers = 3 * max(2, cut_multiple(header))
+        synth.write_model(path, architecture=architecture, layers=layers + predicting, values=values)
+        header = read_header(path)
+        if layers == 3 * max(2, cut_multiple(header)):  # which hangs on how many layers there are
+            return header
+
+
+def differences(architecture: str, folder: Path, *, apart: bool) -> tuple[list[float], dict[str, float]]:
+    """Of whole models and of windows."""
+    header = write_for_three_windows(folder / "model.gguf", architecture)
+    each = layer_count(header) // 3
+    cuts = [0, each, 2 * each, 3 * each]
+    few = fewest(header, 0, 3 * each)
     chunks, expected = whole_logits(header)
 
     def differs(found: Sequence[np.ndarray]) -> float:
@@ -61,15 +81,16 @@ def differences(architecture: str, folder: Path, *, apart: bool) -> tuple[list[f
 
     whole = [
         differs(whole_logits(header, on_gpu, chunks, helped=helped, apart=apart)[1])
-        for on_gpu, helped in ([(each, False), (3 * each, False)] if apart else whole_places(each))
+        for on_gpu, helped in ([(each, False), (3 * each, False)] if apart else whole_places(each, few))
     ]
+    of_windows = tuple(fewest(header, first, last) for first, last in pairwise(cuts))
     found = {}
-    for number, (name, (on_gpu, helped)) in enumerate(places(each).items()):
+    for number, (name, (on_gpu, helped)) in enumerate(places(each, of_windows).items()):
         if apart and name not in APART:
             continue
         of_route = folder / str(number)
         of_route.mkdir()
-        route = Route(header, [0, each, 2 * each, 3 * each], of_route, on_gpu=on_gpu, helped=helped, apart=apart)
+        route = Route(header, cuts, of_route, on_gpu=on_gpu, helped=helped, apart=apart)
         position, logits = 0, []
         for tokens in chunks:
             logits.append(route.logits(tokens, position))
