@@ -25,7 +25,7 @@ from primad.head.solver_process import SolverRequest, solve_apart
 from primad.head.worker_link import WorkerLink
 from primad.planning.batching import batches_of
 from primad.planning.context import attends_plainly
-from primad.planning.draft_gain import best_gain
+from primad.planning.draft_gain import best_gain, left_bytes
 from primad.planning.drafting import drafting_of
 from primad.planning.extra_buffers import as_planned, suited, without_copies
 from primad.planning.fitting import fitted
@@ -259,15 +259,18 @@ class Planner:
         return promise, found.objective_s
 
     def _guesser(self, drafting: Drafting | None, plan: Plan, question: Instance) -> str | None:
-        """The device on which the model guesses: the one that was asked for, if it is here, or where it wins most."""
+        """The device on which the model guesses, if one has room: the one that was asked for, or where it wins most."""
         draft, source, wish = self._service.draft, self._service.draft_source, self._service.options.draft_on
+        has_room = self._service.head_has_room
+        head = plan.head if has_room else None
         if draft is None or drafting is None:
             return None
         if source is None:
-            return plan.head
+            return head
         if wish is not None:
-            return wish if any(each.device == wish for each in question.devices) else plan.head
-        return best_gain(drafting, plan, question, source.profile, draft.memory_bytes).device
+            return wish if left_bytes(plan, question).get(wish, 0) >= draft.memory_bytes else head
+        found = best_gain(drafting, plan, question, source.profile, draft.memory_bytes, head_has_room=has_room)
+        return None if found is None else found.device
 
     def _is_cuttable(self) -> bool:
         try:

@@ -161,9 +161,9 @@ class HeadRing:
             learn_drawn(self._inputs.service.model.ranged, self._workers)
             await self._link(own, loaded)
             await self._serving
-        guesser = self._inputs.devices.guesser
-        if guesser is not None and self._inputs.promise.drafting is not None:
-            self._guesses = GuessesElsewhere(self._inputs, guesser, self._ways, self.send)
+        find, device = self._inputs.devices.guesser, self._inputs.promise.guesser
+        if find is not None and device is not None:
+            self._guesses = GuessesElsewhere(self._inputs, device, find, self._ways, self.send)
             self._start(self._guesses.run())
 
     async def send(self, *commands: RingCommand) -> None:
@@ -286,11 +286,9 @@ class HeadRing:
 
     def _guesser(self) -> str | None:
         """The device on which a model guesses; None where none does."""
-        if self._inputs.service.draft is None or self._inputs.promise.drafting is None:
+        if self._inputs.draft is None:
             return None
-        if self._guesses is None or self._guesses.is_over:
-            return self.plan.head
-        return self._guesses.device if self._guesses.is_ready else None
+        return self.plan.head if self._guesses is None else self._guesses.place
 
     async def _ask(self, name: str) -> tuple[Status | None, int]:
         """What the ring process of ``name`` says, and the memory of the daemon there."""

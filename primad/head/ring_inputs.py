@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,17 +38,20 @@ class RingListener(Protocol):
         """The head itself is short of so much memory for its windows."""
 
 
+FindsWorker = Callable[[], WorkerLink | None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingDevices:
     """``workers`` are those with a window, ``holders`` those that may have layers to give; ``links`` are between all.
 
-    The model that guesses, if there is one, does so on ``guesser``; None: on the head.
+    The model that guesses, if there is one, does so on ``guesser``, which may be away; None: on the head, or nowhere.
     """
 
     workers: Mapping[str, WorkerLink]
     holders: Mapping[str, WorkerLink]
     links: LinkBook
-    guesser: WorkerLink | None = None
+    guesser: FindsWorker | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +88,12 @@ class RingInputs:
 
     @property
     def draft(self) -> DraftModel | None:
-        """The model that guesses; none where nothing is computed ahead.
+        """The model that guesses; none where nothing is computed ahead, or no device has room for it.
 
         Where a step is no tree, guesses in place of others are of use only later: those that a step takes come first.
         """
         draft, drafting = self.service.draft, self.drafting
-        if draft is None or drafting is None:
+        if draft is None or drafting is None or not (self.service.head_has_room or self.devices.guesser):
             return None
         first = 0 if drafting.branches else min(max(drafting.rows - 1, drafting.room), draft.most)
         return replace(draft, context=min(draft.context, self.promise.context_tokens), first=first)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -37,8 +38,10 @@ from primad.head.ring_inputs import RingDevices, RingInputs
 from primad.head.service import Service
 from primad.head.status import at_once_line, left_out_line, predicted_line
 from primad.head.vocabulary import sampling_defaults
+from primad.head.worker_link import WorkerLink
 from primad.layers.server import LayerSource
 from primad.membership import types
+from primad.planning.draft_gain import no_room
 from primad.ring.messages import Finished, GenerationEvent, KvForgotten, KvKept
 from primad.system.tasks import Tasks, mistake, to_its_end
 
@@ -189,7 +192,9 @@ class Rings:
                 workers={name: workers[name] for name in promise.plan.devices if name in workers},
                 holders=dict(workers),
                 links=self._devices.book,
-                guesser=None if promise.guesser is None else workers.get(promise.guesser),
+                guesser=None
+                if promise.guesser in (None, promise.plan.head)
+                else partial(self._usable, promise.guesser),
             ),
             station=self._station,
             profile=profile,
@@ -198,6 +203,10 @@ class Rings:
             listener=self,
             reporter=self._reporter,
         )
+
+    def _usable(self, name: str) -> WorkerLink | None:
+        """The device ``name``, if it is here and not paused."""
+        return self._devices.workers.get(name) if self._lending.unpaused({name}) else None
 
     def deliver(self, epoch: int, event: GenerationEvent) -> None:
         """An event of a generation that ring ``epoch`` computes."""
@@ -353,6 +362,9 @@ class Rings:
             self._reporter.say(f"{model_id(embedding)} gives embeddings there, on this device alone")
         for line in [*ring.describe(), *why]:
             self._reporter.say(line)
+        draft = self._service.draft
+        if draft is not None and promise.drafting is not None and promise.guesser is None:
+            self._reporter.say(f"--draft {draft.path}: guesses nothing: {no_room(draft.memory_bytes)}")
         if ring.prediction is not None:
             load = None if promise.batches is None else promise.batches.load
             self._reporter.say(predicted_line(ring.prediction, load, self._service.workload.prompt_tokens))

@@ -42,7 +42,7 @@ from primad.network.local_heads import announced_head
 from primad.planning.adapters import check_adapters, open_adapters, with_adapters
 from primad.planning.angles import with_rope
 from primad.planning.draft_choice import AUTO, choose_draft, models_here
-from primad.planning.draft_model import MOST_CONTEXT, check_room, draft_model
+from primad.planning.draft_model import MOST_CONTEXT, draft_model, no_room_here
 from primad.ring.drafting.messages import DraftModel
 from primad.settings.config import LOOPBACK, Config, models_folder
 from primad.settings.quantities import show_bytes
@@ -119,19 +119,30 @@ def check_speculate(options: ServeOptions, model: ModelProfile) -> None:
         )
 
 
-def _draft_of(options: ServeOptions, config: Config, header: Header, reporter: Reporter) -> DraftModel | None:
-    """The model that guesses, if there is one. Raises ``ConfigError`` where it cannot guess here."""
-    path, free_bytes = options.draft, memory().available_bytes
+def draft_of(
+    options: ServeOptions, config: Config, header: Header, reporter: Reporter, free_bytes: int
+) -> tuple[DraftModel | None, bool]:
+    """The model that guesses, if there is one, and whether it fits ``free_bytes``, so much memory as is free here.
+
+    Raises ``ConfigError`` where it cannot guess, or must here and has no room.
+    """
+    path, is_here = options.draft, options.alone or options.draft_on == config.name
     if path == AUTO:
         paths = models_here(header, models_folder(config.home))
         found = choose_draft(header, paths, context=MOST_CONTEXT, free_bytes=free_bytes)
+        if found.path is None and not is_here:
+            found = choose_draft(header, paths, context=MOST_CONTEXT, free_bytes=None)
         reporter.say(f"--draft auto: {found}")
         path = found.path
     if path is None:
-        return None
+        return None, True
     model = draft_model(path, header, context=MOST_CONTEXT, threads=config.threads)
-    check_room(model, free_bytes)
-    return model
+    has_room = model.memory_bytes <= free_bytes
+    if not has_room:
+        if is_here or why_whole(open_model(path)):
+            raise ConfigError(f"{no_room_here(model, free_bytes)}; choose a smaller model")
+        reporter.say(f"{no_room_here(model, free_bytes)}: it guesses on a device that has room")
+    return model, has_room
 
 
 def check_embedding(path: Path) -> None:
@@ -162,8 +173,8 @@ def serve(
     check_adapters(adapters, several=is_for_several(options, config))
     if options.embedding is not None:
         check_embedding(options.embedding)
-    draft = _draft_of(options, config, header, reporter)
-    promised_bytes = 0 if draft is None else draft.memory_bytes
+    draft, has_room = draft_of(options, config, header, reporter, memory().available_bytes)
+    promised_bytes = 0 if draft is None or not has_room else draft.memory_bytes
     own_key = new_key()
     door = door_of(options, own_key)
     with contextlib.ExitStack() as stack:
@@ -179,7 +190,7 @@ def serve(
             embedding = _embedding_of(options, config)
             head = HeadDaemon(
                 station,
-                service_of(station, header, model, options, ranged, draft, adapters),
+                service_of(station, header, model, options, ranged, draft, adapters, head_has_room=has_room),
                 profile=OwnProfile(config, reporter, backend.describe, promised_bytes=promised_bytes),
                 backend=backend,
                 reporter=reporter,

@@ -137,7 +137,8 @@ class ModelSource:
 class Service:
     """Which model is served, what the owner asked for, the work that plans are made for, and the model that guesses.
 
-    ``draft_source`` has the layers of that, for other devices; None where it cannot be cut.
+    ``draft_source`` has the layers of that, for other devices; None where it cannot be cut. Unless ``head_has_room`` for it
+    it guesses on those alone.
     """
 
     model: ModelSource
@@ -145,6 +146,7 @@ class Service:
     workload: Workload
     draft: DraftModel | None = None
     draft_source: ModelSource | None = None
+    head_has_room: bool = True
 
 
 def service_of(
@@ -155,6 +157,8 @@ def service_of(
     ranged: RangedModel | None = None,
     draft: DraftModel | None = None,
     adapters: Sequence[Adapter] = (),
+    *,
+    head_has_room: bool = True,
 ) -> Service:
     """The model of ``header`` as ``options`` ask for it. Raises ``PlanError`` when no work can be planned so."""
     again_s = station.timings.head.model_again_s
@@ -165,6 +169,7 @@ def service_of(
         workload=workload_of(options, model),
         draft=draft,
         draft_source=None if draft is None else _source_of(draft, station, again_s),
+        head_has_room=head_has_room,
     )
 
 

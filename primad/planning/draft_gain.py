@@ -20,6 +20,7 @@ from primad.planning.question import Question, default_workload
 from primad.planning.schema import DraftJson, GainJson
 from primad.ring.drafting.drafter import Drafting
 from primad.ring.drafting.waiting import best_wait, rate_without_waiting
+from primad.settings.quantities import show_bytes
 
 SHARES: Final = (0.6, 0.7, 0.8)
 """Of guesses that hold, for which the gain is told: nobody knows before."""
@@ -85,26 +86,30 @@ def draft_gain(
 
 
 def best_gain(
-    drafting: Drafting | None, plan: Plan, question: Instance, draft: ModelProfile, memory_bytes: int
-) -> DraftGain:
+    drafting: Drafting, plan: Plan, question: Instance, draft: ModelProfile, memory_bytes: int, *, head_has_room: bool
+) -> DraftGain | None:
     """That on the device where the model wins most: the head, unless another one with memory for it wins ``WINS`` times as
-    much. One of the ring has what the plan leaves of its memory.
+    much. None where no device has memory for it.
     """
-    best = draft_gain(drafting, plan, question, draft)
-    if drafting is None:
-        return best
-    taken = {each.device: each.ram_bytes for each in evaluate(plan, question).devices}
-    hosts = [each.host for each in question.devices]
-    for member in question.members:
-        device = member.profile
-        alone = hosts.count(device.host) == 1 if device.device in taken else device.host not in hosts_of(plan, question)
-        free_bytes = member.ram_limit - taken.get(device.device, 0)
-        if device.device == plan.head or not alone or free_bytes < memory_bytes:
+    best = draft_gain(drafting, plan, question, draft) if head_has_room else None
+    hosts, computing = [each.host for each in question.devices], hosts_of(plan, question)
+    for device, free_bytes in left_bytes(plan, question).items():
+        host = next(each.host for each in question.devices if each.device == device)
+        alone = hosts.count(host) == 1 if device in plan.devices else host not in computing
+        if not alone or free_bytes < memory_bytes:
             continue
-        found = draft_gain(drafting, plan, question, draft, device.device)
-        if found.times[_TYPICAL] > best.times[_TYPICAL] * (WINS if best.device == plan.head else 1.0):
+        found = draft_gain(drafting, plan, question, draft, device)
+        least = 0.0 if best is None else best.times[_TYPICAL] * (WINS if best.device == plan.head else 1.0)
+        if found.times[_TYPICAL] > least:
             best = found
     return best
+
+
+def left_bytes(plan: Plan, question: Instance) -> dict[str, int]:
+    """What ``plan`` leaves of the memory of each device but the head."""
+    taken = {each.device: each.ram_bytes for each in evaluate(plan, question).devices}
+    limits = {member.profile.device: member.ram_limit for member in question.members}
+    return {name: limit - taken.get(name, 0) for name, limit in limits.items() if name != plan.head}
 
 
 def hosts_of(plan: Plan, question: Instance) -> frozenset[str]:
@@ -113,17 +118,22 @@ def hosts_of(plan: Plan, question: Instance) -> frozenset[str]:
 
 
 def with_room_for_draft(question: Question, head: str) -> Question:
-    """``question`` for ``head``, of whose RAM the model that guesses has its part, if there is one."""
+    """``question`` for ``head``, of whose RAM the model that guesses has its part, if it fits there."""
     draft = question.draft
     if draft is None:
         return question
+    left = {each.device: each.ram_available_bytes - draft.memory_bytes for each in question.devices}
+    if left[head] < 0:
+        return replace(question, head=head, draft=replace(draft, head_has_room=False))
     devices = tuple(
-        replace(each, ram_available_bytes=max(0, each.ram_available_bytes - draft.memory_bytes))
-        if each.device == head
-        else each
-        for each in question.devices
+        replace(each, ram_available_bytes=left[head]) if each.device == head else each for each in question.devices
     )
     return replace(question, head=head, devices=devices)
+
+
+def no_room(memory_bytes: int) -> str:
+    """Why a model guesses nowhere that takes so much."""
+    return f"no device has {show_bytes(memory_bytes)} of memory for it beside its layers; choose a smaller model"
 
 
 def draft_part(question: Question, plan: Plan, asked: Instance) -> DraftJson | None:
@@ -133,8 +143,13 @@ def draft_part(question: Question, plan: Plan, asked: Instance) -> DraftJson | N
         return None
     batches = batches_of("auto", plan, asked, asked.workload.sequences)
     drafting = drafting_of("auto", "auto", plan, asked, batches)
-    gain = best_gain(drafting, plan, asked, draft.model, draft.memory_bytes)
-    pairs = zip(SHARES, gain.times, strict=True)
+    size = draft.memory_bytes
+    if drafting is None:
+        gain = draft_gain(None, plan, asked, draft.model)
+    else:
+        gain = best_gain(drafting, plan, asked, draft.model, size, head_has_room=draft.head_has_room) or DraftGain(
+            device="", kind="none", rows=0, token_s=0.0, times=(), why=no_room(size)
+        )
     return DraftJson(
         name=draft.model.name,
         path=draft.path,
@@ -144,7 +159,9 @@ def draft_part(question: Question, plan: Plan, asked: Instance) -> DraftJson | N
         token_ms=gain.token_s * 1e3,
         kind=gain.kind,
         rows=gain.rows,
-        gains=[GainJson(share=share, times=times) for share, times in pairs] if gain.kind != "none" else [],
+        gains=[]
+        if gain.kind == "none"
+        else [GainJson(share=share, times=times) for share, times in zip(SHARES, gain.times, strict=True)],
         why=gain.why,
     )
 

@@ -64,10 +64,7 @@ def draft_model(path: Path, header: Header, *, context: int, threads: int | None
     )
 
 
-def check_room(model: DraftModel, free_bytes: int) -> None:
-    """Raises ``ConfigError`` where so much free memory has no room for it."""
-    if model.memory_bytes > free_bytes:
-        raise ConfigError(
-            f"--draft {model.path}: takes {show_bytes(model.memory_bytes)} of memory, and {show_bytes(free_bytes)} are free "
-            "here; choose a smaller model"
-        )
+def no_room_here(model: DraftModel, free_bytes: int) -> str:
+    """What a device says that has only so much free memory."""
+    takes, free = show_bytes(model.memory_bytes), show_bytes(free_bytes)
+    return f"--draft {model.path}: takes {takes} of memory, and {free} are free here"

@@ -62,11 +62,12 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDraft:
-    """The model file ``path``, which is to guess on the head, and the RAM that its process takes there."""
+    """The model file ``path``, which is to guess, and the RAM that its process takes: of the head, where that has room."""
 
     path: str
     model: ModelProfile
     memory_bytes: int
+    head_has_room: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,8 +123,8 @@ class GainJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftJson(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that guesses, on ``device``: it takes ``memory_bytes`` of RAM, which the plan leaves free on the head in any
-    case, and ``token_ms`` for a guess.
+    """The model that guesses, on ``device`` (empty: none has room): it takes ``memory_bytes`` of RAM, which the plan leaves
+    free on the head where that has as much, and ``token_ms`` for a guess.
 
     ``kind``: ``ahead`` of the next token so many ``rows`` are in the ring at once, ``together`` a step has so many at most,
     ``none``: nothing is guessed, and ``why``. ``gains`` has nothing for none.

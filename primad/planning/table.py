@@ -170,6 +170,8 @@ def _kept(kept: KeptJson) -> str:
 
 def _draft(draft: DraftJson) -> str:
     """What the model that guesses takes, how its guesses are computed, and what they win."""
+    if not draft.device:
+        return f"{draft.name} guesses nothing: {draft.why}"
     takes = (
         f"{draft.name} takes {show_bytes(draft.memory_bytes)} of {draft.device} and {show_ms(draft.token_ms)} a guess"
     )

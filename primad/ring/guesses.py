@@ -16,7 +16,7 @@ from primad.ring.channel import RingChannel
 from primad.ring.drafting.messages import Drafted, TextTask
 from primad.ring.drafting.model import ModelDrafters
 from primad.ring.drafting_link import DraftingLink
-from primad.ring.messages import AskGuesses, HeadPart, RingCommand
+from primad.ring.messages import AskGuesses, GuessPlaceName, HeadPart, RingCommand
 
 
 class GuessPlace:
@@ -55,15 +55,18 @@ class GuessPlace:
         if self._link is not None and self._link.connection in sockets:
             self._link.receive()
 
-    def move(self, *, here: bool) -> None:
-        """From now on it guesses here, or elsewhere."""
+    def move(self, place: GuessPlaceName) -> None:
+        """From now on it guesses there."""
         if self._model is None or self.drafters is None:
             raise RingError("a head without a model that guesses was told where that is")
         self.close()
-        if here:
-            self._link = DraftingLink(self._model, overlaps=self._overlaps, drafters=self.drafters)
-        else:
-            self.drafters.move(self._ask)
+        match place:
+            case "here":
+                self._link = DraftingLink(self._model, overlaps=self._overlaps, drafters=self.drafters)
+            case "elsewhere":
+                self.drafters.move(self._ask)
+            case "nowhere":
+                self.drafters.end()
 
     def heard(self, drafted: Drafted) -> None:
         """The device elsewhere guesses so."""

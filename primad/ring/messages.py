@@ -15,7 +15,7 @@ A header is checked against the ring's ``StepLimits`` before its payload is touc
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -563,10 +563,13 @@ class PromptStatus(msgspec.Struct, frozen=True, kw_only=True):
     row_s: float
 
 
-class GuessAt(msgspec.Struct, frozen=True, tag="guess-at"):
-    """The model that guesses does so on this device from now on, or (not ``here``) is ready on another one."""
+GuessPlaceName = Literal["here", "elsewhere", "nowhere"]
 
-    here: bool
+
+class GuessAt(msgspec.Struct, frozen=True, tag="guess-at"):
+    """The model that guesses does so on this device from now on, is ready ``elsewhere``, or guesses nothing for now."""
+
+    place: GuessPlaceName
 
 
 class AskGuesses(msgspec.Struct, frozen=True, tag="ask-guesses"):

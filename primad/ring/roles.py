@@ -224,8 +224,8 @@ class HeadRole:
                 self._head.cancel(command)
             case Drain():
                 self._head.drain()
-            case GuessAt(here):
-                self._guesses.move(here=here)
+            case GuessAt(place):
+                self._guesses.move(place)
             case GuessesHeard(drafted):
                 self._guesses.heard(drafted)
             case Report():

@@ -63,6 +63,7 @@ from primad.network.messages import (
     LinksMeasured,
     Load,
     MeasureLinks,
+    MemoryLow,
     MemoryRecovered,
     Ping,
     Pong,
@@ -142,7 +143,7 @@ class WorkerDaemon:
             station,
             context=self._context,
             memory_watch=self._memory_watch,
-            tell=self._tell,
+            tell=self._tell_of_ring,
             say=say,
         )
         self._guessing = Guessing(
@@ -389,7 +390,7 @@ class WorkerDaemon:
                 self._holding.start(self._hold(hold))
             case KvForget(keys=keys, lasting=lasting):
                 await self._cells.forget(keys, lasting=lasting)
-            case GuessLoad():
+            case GuessLoad() if self._pause.paused is None:
                 guess = msgspec.structs.replace(message, sources=scopes.of_contacts(message.sources))
                 threads = lease.profile.cpu.threads
                 await self._guessing.load(guess, max(1, threads // (1 + self._participations.is_serving)))
@@ -399,6 +400,8 @@ class WorkerDaemon:
                 await self._guessing.release(epoch)
             case Dismiss():
                 self._dismissed.set()
+            case GuessLoad():
+                logger.info("paused: guesses nothing")
             case Probe() | Hello() | Echo():
                 raise AssertionError("answered before")
 
@@ -459,6 +462,11 @@ class WorkerDaemon:
         if self._lease is not None:
             await self._end.send(self._lease.peer, message)
 
+    async def _tell_of_ring(self, message: WorkerMessage) -> None:
+        await self._tell(message)
+        if isinstance(message, MemoryLow):
+            await self._guessing.stop("memory is short on this device")
+
     async def _hand_over(self, reason: str) -> None:
         """Ask the head to do without this device and wait until it does; who computes nothing has nothing to wait for."""
         lease = self._lease
@@ -484,7 +492,9 @@ class WorkerDaemon:
         self._tasks.start(self._stand_down(paused))
 
     async def _stand_down(self, reason: str) -> None:
-        await self._hand_over(reason.partition(";")[0])
+        why = reason.partition(";")[0]
+        await self._guessing.stop(why)
+        await self._hand_over(why)
         await self._tell(Refused(f"{self._name} {reason}"))
         await self._end_lease()
         await self._participations.unload()

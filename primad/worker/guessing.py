@@ -27,6 +27,7 @@ from primad.layers.fetch import in_thread, missing_layers
 from primad.network.messages import GuessesMade, GuessLoad, GuessState
 from primad.ring.drafting.messages import DraftModel, TextTask
 from primad.ring.drafting_spawn import DraftingProcess
+from primad.settings.quantities import show_bytes
 from primad.system.memory import memory
 from primad.worker.participations import TellHead
 
@@ -96,6 +97,14 @@ class Guessing:
             current.task.cancel()
             await asyncio.wait([current.task])
 
+    async def stop(self, why: str) -> None:
+        """Guess no more, and tell the head ``why``."""
+        current = self._current
+        if current is not None:
+            await self.end()
+            self._say(f"guesses no more: {why}")
+            await self._tell(GuessState(epoch=current.epoch, ready=False, error=why))
+
     async def _work(self, current: _Loading, threads: int) -> None:
         number = self._number()
         error = "it was stopped"
@@ -139,12 +148,16 @@ class Guessing:
     async def _fetch(self, load: GuessLoad, number: int, threads: int) -> DraftModel:
         """Have all of the model here, as a process takes it. Raises ``PrimadError`` where that cannot be."""
         place, spec = self._station.workspace, load.window
+        size, found = sum(ref.size_bytes for ref in spec.layers), await asyncio.to_thread(memory)
+        if found.available_bytes < size + TIGHT_SHARE * found.total_bytes:
+            raise ClusterError(
+                f"its {show_bytes(size)} do not fit the {show_bytes(found.available_bytes)} that are free there"
+            )
         lease_layers(place, number, spec.layers)
         missing = await missing_layers(place.cache, {ref.digest: ref for ref in spec.layers}.values())
         if missing:
             await fetch_from(self._station, self._context, load.sources, missing, lambda _: None)
         place.cache.touch({ref.digest for ref in spec.layers})
-        size = sum(ref.size_bytes for ref in spec.layers)
         assignment = WindowAssignment(
             first=0,
             last=spec.last,

@@ -65,9 +65,10 @@ def test_the_gain_is_that_of_what_serve_would_do():
     assert draft_gain(drafting, TWO, question, SMALL).rows == drafting.room
 
 
-def place(*devices, plan: Plan = TWO, draft=SMALL, room: int = 4, round_trip_s: float = 0.001) -> str:
+def place(*devices, draft=SMALL, round_trip_s: float = 0.001, head_has_room: bool = True) -> str | None:
     question = asked(*devices, round_trip_s=round_trip_s)
-    return best_gain(Drafting(room=room), plan, question, draft, memory_bytes=GB).device
+    found = best_gain(Drafting(room=4), TWO, question, draft, memory_bytes=GB, head_has_room=head_has_room)
+    return None if found is None else found.device
 
 
 MEDIUM = model(layers=20, layer_bytes=GB // 20)
@@ -89,6 +90,14 @@ def test_a_quicker_device_of_the_ring_guesses_if_the_plan_leaves_it_room():
     a = device("a", ram=64 * GB, rate=5e9)
     assert place(a, device("b", ram=64 * GB, rate=80e9), draft=MEDIUM) == "b"
     assert place(a, device("b", ram=int(2.5 * GB), rate=80e9), draft=MEDIUM) == "a"
+
+
+def test_where_the_head_has_no_room_it_guesses_on_a_device_that_has_however_little_it_wins():
+    a, b = device("a", ram=64 * GB), device("b", ram=64 * GB)
+    assert place(a, b, device("c", rate=2e9), draft=MEDIUM, head_has_room=False) == "b"
+    small = device("b", ram=int(2.5 * GB))
+    assert place(a, small, device("c", rate=2e9), draft=MEDIUM, head_has_room=False) == "c"
+    assert place(a, small, device("c", ram=GB // 2), head_has_room=False) is None
 
 
 def test_what_another_device_guesses_comes_later_by_a_round_trip():
@@ -120,6 +129,19 @@ def test_the_plan_leaves_the_head_room_for_the_model_that_guesses():
     limits = [{part.name: part.ram_limit_bytes for part in answer.devices} for answer in (without, with_)]
     assert limits[0]["desk"] - limits[1]["desk"] == GB
     assert limits[0]["laptop"] == limits[1]["laptop"]
+
+
+def test_a_plan_whose_head_has_no_room_places_the_model_elsewhere_or_says_what_it_takes():
+    both, third = [device("desk", ram=4 * GB), device("laptop", ram=4 * GB)], device("box", ram=8 * GB, rate=0.2e9)
+    said = []
+    for devices in (both, [*both, third]):
+        question = ask(Wishes(links=("1Gbit/s,1ms",), head="desk"), devices, (), model())
+        answer = explain(replace(question, draft=PlannedDraft(path="small.gguf", model=SMALL, memory_bytes=5 * GB)))
+        shown = io.StringIO()
+        show(answer, Console(width=300, file=shown))
+        said.append(shown.getvalue())
+    assert "toy guesses nothing: no device has 5.00 GB of memory for it beside its layers; choose a smaller" in said[0]
+    assert "toy takes 5.00 GB of box and" in said[1]
 
 
 def test_without_a_named_head_it_is_the_best_one_that_has_the_draft():

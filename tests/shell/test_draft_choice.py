@@ -15,9 +15,9 @@ from primad.gguf.header import Value, scalar_value
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.head.options import ServeOptions
-from primad.head.serve import check_sequences, check_speculate
+from primad.head.serve import check_sequences, check_speculate, draft_of
 from primad.planning.draft_choice import choose_draft, models_here
-from primad.planning.draft_model import MOST_CONTEXT, check_room, draft_model
+from primad.planning.draft_model import MOST_CONTEXT, draft_model
 from tools.synth import write_model
 
 
@@ -39,9 +39,6 @@ def test_a_model_with_the_same_tokens_may_guess_in_bounded_memory(tmp_path, serv
     model = draft_model(path, served, context=1 << 20, threads=3)
     assert (model.path, model.layers, model.threads, model.context) == (str(path), 2, 3, MOST_CONTEXT)
     assert model.memory_bytes > model.bytes == model_profile(open_model(path)).size_bytes
-    check_room(model, model.memory_bytes)
-    with pytest.raises(ConfigError, match=rf"^--draft {path}: takes .* of memory, and .* are free here; choose a"):
-        check_room(model, model.memory_bytes - 1)
 
 
 def test_other_tokens_are_refused_with_the_difference(tmp_path, served):
@@ -70,6 +67,28 @@ def test_padding_of_a_vocabulary_is_no_difference(tmp_path, served):
 
 def options(**given: Any) -> ServeOptions:
     return cast("ServeOptions", SimpleNamespace(**({"speculate": "auto", "draft": None} | given)))
+
+
+def test_a_model_that_has_no_room_here_guesses_elsewhere_unless_it_must_here(tmp_path, served):
+    path = tmp_path / "small.gguf"
+    write_model(path, layers=2, seed=5)
+    memory_bytes = draft_model(path, served, context=MOST_CONTEXT, threads=1).memory_bytes
+    said: list[str] = []
+    config, reporter = SimpleNamespace(home=tmp_path, name="desk", threads=1), SimpleNamespace(say=said.append)
+
+    def found(free_bytes: int, **given: Any) -> tuple[bool, bool]:
+        asked = options(**({"draft": path, "draft_on": None, "alone": False} | given))
+        model, has_room = draft_of(asked, cast("Any", config), served, cast("Any", reporter), free_bytes)
+        return model is not None, has_room
+
+    assert found(memory_bytes) == (True, True)
+    assert not said
+    assert found(memory_bytes - 1) == (True, False)
+    assert said.pop().endswith("are free here: it guesses on a device that has room")
+    assert found(memory_bytes - 1, draft_on="lap") == (True, False)
+    for must in ({"draft_on": "desk"}, {"alone": True}):
+        with pytest.raises(ConfigError, match=rf"^--draft {path}: takes .* of memory, and .* are free here; choose a"):
+            found(memory_bytes - 1, **must)
 
 
 def test_what_contradicts_itself_is_refused(tmp_path, served):

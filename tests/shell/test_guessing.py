@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,15 @@ from primad.gguf.windows import ModelCutter, vocabulary_size
 from primad.head.guesses import GuessesElsewhere
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
-from primad.network.messages import GuessesMade, GuessLoad, GuessState, GuessText, WorkerMessage, decode_from_head
+from primad.network.messages import (
+    GuessesMade,
+    GuessLoad,
+    GuessRelease,
+    GuessState,
+    GuessText,
+    WorkerMessage,
+    decode_from_head,
+)
 from primad.planning.draft_model import draft_model
 from primad.ring.drafting.drafter import Guess
 from primad.ring.drafting.messages import Drafted, DraftText
@@ -163,7 +171,26 @@ def test_the_head_hears_that_a_model_cannot_be_had_or_is_gone(tmp_path):
         gone = await worker.hear(GuessState, lambda state: bool(state.error))
         assert gone.error == "the process that guesses was ended by SIGKILL"
         assert worker.said[-1] == f"guesses no more: {gone.error}"
-        await worker.guessing.end()
+        await worker.guessing.load(load, 1)
+        await worker.hear(GuessState, lambda state: state.ready)
+        process = process_of(worker)
+        await worker.guessing.stop("paused by its owner")
+        assert not process.is_running()
+        assert (await worker.hear(GuessState)).error == "paused by its owner"
+
+    asyncio.run(once())
+
+
+def test_a_device_without_memory_for_a_model_fetches_none_of_it(tmp_path, monkeypatch):
+    path = tmp_path / "small.gguf"
+    write_model(path, layers=2)
+    monkeypatch.setattr("primad.worker.guessing.memory", lambda: SimpleNamespace(available_bytes=999, total_bytes=1000))
+
+    async def once() -> None:
+        worker = Worker(tmp_path / "home")
+        await worker.guessing.load(a_load(ModelCutter(open_model(path)), 1), 1)
+        gone = await worker.hear(GuessState, lambda state: bool(state.error))
+        assert "do not fit the 999 B that are free there" in gone.error
 
     asyncio.run(once())
 
@@ -201,43 +228,100 @@ class Link:
         await self.sent.put(message)
 
 
-def test_a_head_passes_guesses_on_that_are_some_and_guesses_itself_when_the_device_is_lost(tmp_path):
-    path = tmp_path / "small.gguf"
-    write_model(path, layers=2)
-    header = open_model(path)
+class Elsewhere:
+    """The head's side of a ring whose model is to guess on ``lap``, and what its ring process and its owner hear."""
 
-    async def no_sources(_: object) -> list[object]:
+    def __init__(self, path: Path, *, head_has_room: bool = True) -> None:
+        write_model(path, layers=2)
+        self.header = open_model(path)
+        self.link: Link | None = Link()
+        self.said: list[str] = []
+        self.ring = asyncio.Queue[RingCommand]()
+        draft = draft_model(path, self.header, context=64, threads=1)
+        source = SimpleNamespace(cutter=ModelCutter(self.header), header=self.header)
+        inputs = SimpleNamespace(
+            epoch=4,
+            draft=draft,
+            promise=SimpleNamespace(plan=SimpleNamespace(head="desk")),
+            service=SimpleNamespace(draft=draft, draft_source=source, head_has_room=head_has_room),
+            reporter=SimpleNamespace(say=self.said.append),
+        )
+        ways = SimpleNamespace(sources=self._no_sources)
+        self.guesses = GuessesElsewhere(
+            cast("Any", inputs), "lap", lambda: cast("Any", self.link), cast("Any", ways), self.ring.put
+        )
+
+    async def _no_sources(self, _: object) -> list[object]:
         return []
 
+    async def get_ready(self) -> Link:
+        """The device is asked to load the model, and has."""
+        link = self.link
+        assert link is not None
+        load = await link.sent.get()
+        assert isinstance(load, GuessLoad)
+        assert (load.epoch, load.window) == (4, ModelCutter(self.header).without_text())
+        self.guesses.ask(DraftText(number=1, tokens=TEXT))
+        self.guesses.hear(GuessState(epoch=4, ready=False))
+        self.guesses.hear(GuessState(epoch=4, ready=True))
+        assert await self.ring.get() == GuessAt("elsewhere")
+        assert self.guesses.place == "lap"
+        return link
+
+    async def run(self, steps: Coroutine[Any, Any, None]) -> None:
+        """``steps`` while it runs."""
+        running = asyncio.create_task(self.guesses.run())
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await steps
+        finally:
+            running.cancel()
+
+
+def test_a_head_passes_guesses_on_that_are_some_and_guesses_itself_while_the_device_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr("primad.head.guesses.LOOK_S", 0.0)
+
     async def once() -> None:
-        said: list[str] = []
-        link, ring = Link(), asyncio.Queue[RingCommand]()
-        draft = draft_model(path, header, context=64, threads=1)
-        service = SimpleNamespace(draft=draft, draft_source=SimpleNamespace(cutter=ModelCutter(header), header=header))
-        inputs = SimpleNamespace(epoch=4, draft=draft, service=service, reporter=SimpleNamespace(say=said.append))
-        ways = SimpleNamespace(sources=no_sources)
-        guesses = GuessesElsewhere(cast("Any", inputs), cast("Any", link), cast("Any", ways), ring.put)
-        running = asyncio.create_task(guesses.run())
-        async with asyncio.timeout(PATIENCE_S):
-            load = await link.sent.get()
-            assert isinstance(load, GuessLoad)
-            assert (load.epoch, load.window) == (4, ModelCutter(header).without_text())
-            guesses.ask(DraftText(number=1, tokens=TEXT))
-            assert not guesses.is_ready
-            guesses.hear(GuessState(epoch=4, ready=False))
-            guesses.hear(GuessState(epoch=4, ready=True))
-            assert await ring.get() == GuessAt(here=False)
+        head = Elsewhere(tmp_path / "small.gguf")
+        guesses = head.guesses
+
+        async def steps() -> None:
+            link = await head.get_ready()
             guesses.ask(DraftText(number=2, tokens=TEXT))
             assert await link.sent.get() == GuessText(epoch=4, task=DraftText(number=2, tokens=TEXT))
-            bad = Drafted(number=2, known=5, tokens=[vocabulary_size(header)], sures=[0.5])
+            bad = Drafted(number=2, known=5, tokens=[vocabulary_size(head.header)], sures=[0.5])
             good = Drafted(number=2, known=5, tokens=[7], sures=[0.5])
             guesses.hear(GuessesMade(epoch=4, drafted=bad))
             guesses.hear(GuessesMade(epoch=4, drafted=good))
-            assert await ring.get() == GuessesHeard(good)
+            assert await head.ring.get() == GuessesHeard(good)
             guesses.lost("its primad ended")
-            assert await ring.get() == GuessAt(here=True)
-            await running
-        assert guesses.is_over
-        assert said == ["lap does not guess: its primad ended; this device does"]
+            assert await head.ring.get() == GuessAt("here")
+            assert guesses.place == "desk"
+            head.link = Link()
+            await head.get_ready()
+
+        await head.run(steps())
+        assert head.said == ["lap does not guess: its primad ended; this device does"]
+
+    asyncio.run(once())
+
+
+def test_a_device_that_the_owner_of_the_head_pauses_guesses_no_more_until_it_may_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("primad.head.guesses.LOOK_S", 0.0)
+
+    async def once() -> None:
+        head = Elsewhere(tmp_path / "small.gguf", head_has_room=False)
+
+        async def steps() -> None:
+            link, head.link = await head.get_ready(), None
+            assert await head.ring.get() == GuessAt("nowhere")
+            assert head.guesses.place is None
+            assert await link.sent.get() == GuessRelease(epoch=4)
+            head.link = link
+            await head.get_ready()
+
+        await head.run(steps())
+        (line,) = head.said
+        assert line.endswith("paused by the owner of this head; nothing does, for this device has no room")
 
     asyncio.run(once())
