@@ -250,7 +250,7 @@ def _architectures() -> str:
         elif entry.needs_indexer:
             place = "where each has a layer of sparse attention: behind the dense ones"
         elif entry.name == "glm-dsa":
-            place = "where a layer chooses itself what attention sees: at any layer of GLM 5, at one of GLM 5.2"
+            place = "where a layer chooses what attention sees: any of GLM 5; of GLM 5.2 every fourth from the third on"
         elif entry.step:
             place += f" and of `{entry.step}`" if entry.cut_multiple > 1 else f" that is a multiple of `{entry.step}`"
         places.setdefault(place, []).append(entry.name)

@@ -19,7 +19,7 @@ from typing import Final, cast
 import msgspec
 
 from primad.certify.child import CheckAnswer, CheckTask, Listed, ListNodes, MakeTiny, Tried, TryCuts, TryWhole
-from primad.certify.cuts import SAMPLED, CutRoute, asked_route, blamed, borders, in_two, is_allowed, route
+from primad.certify.cuts import SAMPLED, CutRoute, asked_route, blamed, in_two, is_allowed, route
 from primad.certify.derive import derived, multiples, named, provisional
 from primad.certify.keys import rewritten
 from primad.certify.tiny import WAYS
@@ -27,7 +27,7 @@ from primad.certify.verdict import VERSION, CheckVerdict, ForbiddenCut, RouteOut
 from primad.engine.build import build_id
 from primad.engine.protocol import KvType
 from primad.errors import DiskError, EngineError, ModelError, printable
-from primad.gguf.architectures import cut_multiple, cuttable, known, layer_count
+from primad.gguf.architectures import borders, cuttable, known, layer_count
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.ring.spawn import environment
@@ -128,7 +128,8 @@ class _Check:
             model=self.header.text("general.name", self.header.path.stem),
             architecture=self.header.text("general.architecture"),
             layers=layer_count(self.header),
-            cut_multiple=cut_multiple(self.header),
+            cut_multiple=(places := borders(self.header)).step,
+            cut_offset=places.start % places.step,
             cuts=self.wanted.cuts,
             entry=self.header.derived,
             result="not certified" if why else "not finished" if self.left else "certified",

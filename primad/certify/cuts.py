@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Final
 
 from primad.errors import ConfigError, ModelError
-from primad.gguf.architectures import cut_multiple, layer_count
+from primad.gguf.architectures import borders, layer_count
 from primad.gguf.header import Header
 from primad.gguf.windows import window_metadata
 
@@ -15,12 +15,6 @@ CutRoute = tuple[int, ...]
 """Where windows begin, from 0 on, and the number of layers."""
 SAMPLED: Final = 8
 """So many places at which the model is cut in two."""
-
-
-def borders(header: Header) -> list[int]:
-    """The layers at which a window may begin besides the first one."""
-    multiple = cut_multiple(header)
-    return [*range(multiple, layer_count(header), multiple)]
 
 
 def route(header: Header, cuts: Iterable[int]) -> CutRoute:

@@ -20,13 +20,13 @@ from primad.certify.keys import is_own
 from primad.engine.build import build_id
 from primad.engine.protocol import KvType
 from primad.errors import printable
-from primad.gguf.architectures import SUPPORTED, Architecture, cut_multiple, is_unknown, why_whole
+from primad.gguf.architectures import SUPPORTED, Architecture, borders, is_unknown, why_whole
 from primad.gguf.header import Header
 from primad.gguf.windows import vocabulary_size
 from primad.settings.config import checks_folder
 from primad.system.whole_file import write_whole
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Grows when other things are compared."""
 MOST_KEPT: Final = 256
 RouteOutcome = Literal["equal", "different", "refused", "ended", "not opened"]
@@ -64,9 +64,9 @@ class ForbiddenCut(msgspec.Struct, frozen=True, kw_only=True):
 class CheckVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """What was compared, and what came of it; ``checked`` is in UTC.
 
-    Windows of the model may begin at multiples of ``cut_multiple``. ``cuts`` are those that were asked for; none:
-    everywhere. ``left`` says what was not tried when the time had run out. ``entry`` is what was derived for an architecture
-    that the table does not know.
+    Windows of the model may begin at multiples of ``cut_multiple`` and ``cut_offset`` more. ``cuts`` are those that were
+    asked for; none: everywhere. ``left`` says what was not tried when the time had run out. ``entry`` is what was derived
+    for an architecture that the table does not know.
     """
 
     version: int
@@ -85,6 +85,7 @@ class CheckVerdict(msgspec.Struct, frozen=True, kw_only=True):
     left: tuple[str, ...]
     seconds: float
     entry: Architecture | None = None
+    cut_offset: int = 0
 
     @property
     def day(self) -> str:
@@ -162,20 +163,24 @@ def with_verdict(profile: ModelProfile, header: Header, home: Path) -> ModelProf
     """
     verdict = load_verdict(home, header)
     if _why_whole(header, verdict):
-        return replace(profile, cut_multiple=max(len(profile.layers), 1))
+        return profile.uncut
     if is_unknown(header):
         entry = None if verdict is None else verdict.entry
-        multiple = cut_multiple(replace(header, derived=entry)) if entry is not None else profile.cut_multiple
-        return replace(profile, cut_multiple=multiple)
+        return profile if entry is None else _with_borders(profile, borders(replace(header, derived=entry)))
     if verdict is None or not verdict.forbidden:
         return profile
-    return replace(profile, cut_multiple=allowed_multiple(verdict, cut_multiple(header), len(profile.layers)))
+    return _with_borders(profile, allowed(verdict, borders(header)))
 
 
-def allowed_multiple(verdict: CheckVerdict | None, multiple: int, layers: int) -> int:
-    """The least multiple of ``multiple`` at which windows may begin without a cut that ``verdict`` forbids."""
+def _with_borders(profile: ModelProfile, places: range) -> ModelProfile:
+    """``profile`` with windows that begin at these ``places``."""
+    if not places:
+        return profile.uncut
+    return replace(profile, cut_multiple=places.step, cut_offset=places.start % places.step)
+
+
+def allowed(verdict: CheckVerdict | None, places: range) -> range:
+    """As many of ``places``, at even distances, as there are without a cut that ``verdict`` forbids."""
     forbidden = verdict.forbidden if verdict is not None and not verdict.cuts else ()
-    allowed = multiple
-    while allowed < layers and any(all(layer % allowed == 0 for layer in each.layers) for each in forbidden):
-        allowed += multiple
-    return allowed
+    every = (places[step - 1 :: step] for step in range(1, len(places) + 1))
+    return next((some for some in every if not any(set(each.layers) <= set(some) for each in forbidden)), places[:0])

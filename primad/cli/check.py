@@ -77,9 +77,10 @@ def check(
 
 
 def _lines(verdict: CheckVerdict) -> Iterator[str]:
-    where = (
-        "at any layer" if verdict.cut_multiple == 1 else f"at every layer that is a multiple of {verdict.cut_multiple}"
-    )
+    more = f" and {verdict.cut_offset} more" if verdict.cut_offset else ""
+    where = "at any layer"
+    if verdict.cut_multiple > 1:
+        where = f"at every layer that is a multiple of {verdict.cut_multiple}{more}"
     yield f"{printable(verdict.model)} ({verdict.architecture}, {verdict.layers} layers), {verdict.library}"
     if verdict.cut_multiple >= verdict.layers:
         where = "nowhere but at the first layer: it runs whole"

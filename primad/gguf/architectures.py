@@ -127,6 +127,8 @@ class Architecture:
     """Layers without KV heads have no attention; every window has to have one that has it, for the same reason."""
     needs_indexer: bool = False
     """Every window has to have a layer that chooses what attention sees, for the same reason."""
+    takes_over: bool = False
+    """Windows begin at one that does: those behind it may see what it chose."""
     most_sequences: int = 0
     """Answers at once; 0: as many as llama.cpp has. With more nodes for each sequence than it counted on it aborts."""
     is_fed: bool = False
@@ -341,7 +343,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         ),
         Architecture(name="deepseek2-ocr"),
         Architecture(name="deepseek32", knows=_SECTIONS, predicts=True),
-        Architecture(name="glm-dsa", knows=_SECTIONS, by_layer=frozenset((_INDEXERS,)), predicts=True),
+        Architecture(name="glm-dsa", knows=_SECTIONS, by_layer=frozenset((_INDEXERS,)), takes_over=True, predicts=True),
         Architecture(name="minimax-m3", tied_output_fallback=False, needs_indexer=True, most_sequences=8),
         Architecture(
             name="muse-glimmer",
@@ -553,11 +555,29 @@ def block_count(header: Header) -> int:
     return layers
 
 
-def cut_multiple(header: Header) -> int:
-    """The first layer of every window has to be a multiple of this; 1 for a model that cannot be cut.
+def borders(header: Header) -> range:
+    """The layers at which windows behind the first may begin; any for a model that cannot be cut.
 
     Raises ``ModelError`` as ``sliding_layers``.
     """
+    layers, architecture, multiple = layer_count(header), known(header), _multiple(header)
+    chooses = indexed_layers(header) if architecture is not None and architecture.takes_over else ()
+    if not any(chooses):
+        return range(multiple, layers, multiple)
+    for step in range(1, layers):
+        for first in (step, *range(1, step)):
+            if all(chooses[first::step]):
+                return range(first, layers, step)
+    return range(layers, layers, layers)
+
+
+def cut_multiple(header: Header) -> int:
+    """How many layers lie between two ``borders`` that follow each other."""
+    return borders(header).step
+
+
+def _multiple(header: Header) -> int:
+    """The least multiple of layers at which each window that begins there has what it needs."""
     architecture = known(header)
     if architecture is None:
         return 1
@@ -585,15 +605,13 @@ def cut_multiple(header: Header) -> int:
 
 
 def _is_border(header: Header, architecture: Architecture, multiple: int, *, slides: bool) -> bool:
-    """Whether windows may begin at each multiple of ``multiple`` where layers take over from others before them, or where
-    llama.cpp looks at the number of layers: of SmallThinker with 4 it rotates all, not three of four. Or at the first one's
-    heads, without which it knows no width of any."""
+    """Whether windows may begin at each multiple of ``multiple`` where llama.cpp looks at the number of layers: of
+    SmallThinker with 4 it rotates all, not three of four. Or at the first one's heads, without which it knows no width of
+    any."""
     layers = layer_count(header)
     heads = header.values.get(f"{architecture.name}.attention.head_count")
     if architecture.skips_attention and heads is not None and heads.is_array:
         return all(_by_layer(header, "attention.head_count", layers)[multiple::multiple])
-    if architecture.name == "glm-dsa" and any(indexed_layers(header)):
-        return all(indexed_layers(header)[multiple::multiple])
     return architecture.name != "smallthinker" or not slides or (multiple != 4 and layers % multiple != 4)
 
 
@@ -797,10 +815,11 @@ def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> 
     architecture, layers = known(header), layer_count(header)
     assert architecture is not None
     assert 0 <= first < last <= layers
-    multiple = cut_multiple(header)
-    if first % multiple:
+    places = borders(header)
+    if first and first not in places:
+        more = f" and {places.start} more" if places.start < places.step else ""
         raise ModelError(
-            f"{header.path}: a window of '{name}' has to begin at a multiple of {multiple} layers, "
+            f"{header.path}: a window of '{name}' has to begin at a multiple of {places.step} layers{more}, "
             f"not at layer {first}; choose other windows"
         )
     _check_count(header, architecture, last - first)

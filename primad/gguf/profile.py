@@ -13,7 +13,7 @@ from primad.errors import ModelError
 from primad.gguf.architectures import (
     attending_layers,
     block_count,
-    cut_multiple,
+    borders,
     indexed_layers,
     known,
     layer_count,
@@ -55,6 +55,7 @@ def model_profile(header: Header) -> ModelProfile:
     empty = next((layer for layer in range(layers) if not shared[layer] and not experts[layer]), None)
     if empty is not None:
         raise ModelError(f"{header.path}: has no tensors of layer {empty}; the file is not a complete model")
+    places = borders(header)
     attends, remembers, indexed = attending_layers(header), recurrent_layers(header), indexed_layers(header)
     index_bytes = _index_values(header, name) * KV_VALUE_BYTES
     embedding = token_embedding(header)
@@ -84,7 +85,8 @@ def model_profile(header: Header) -> ModelProfile:
         experts=header.count(f"{name}.expert_count", 0),
         experts_used=_first(header, f"{name}.expert_used_count", 0, 0),
         kv_head_width=math.gcd(*(width for layer in range(layers) for width in _head_widths(header, name, layer))),
-        cut_multiple=cut_multiple(header),
+        cut_multiple=places.step,
+        cut_offset=places.start % places.step,
         query_width=max(
             _first(header, f"{name}.attention.head_count", layer) * _head_widths(header, name, layer)[0]
             for layer in range(layers)

@@ -56,8 +56,8 @@ def with_adapters(profile: ModelProfile, adapters: Sequence[Adapter]) -> ModelPr
     for a, b in filter(None, (each.embedding for each in adapters)):
         reads = Counter(layers[0].adapter_reads) + Counter({b.type.name: b.bytes})
         layers[0] = replace(layers[0], adapter_bytes=layers[0].adapter_bytes + a.bytes + b.bytes, adapter_reads=reads)
-    is_cut = whole_line(adapters) is None
-    return replace(profile, layers=tuple(layers), cut_multiple=profile.cut_multiple if is_cut else count)
+    changed = replace(profile, layers=tuple(layers))
+    return changed if whole_line(adapters) is None else changed.uncut
 
 
 def _reads(tensors: Iterable[TensorInfo], profile: ModelProfile) -> dict[str, int]:

@@ -58,8 +58,9 @@ def arrange(
 
 def _check_cuts(route: Sequence[Window], model: ModelProfile) -> None:
     for window in route:
-        if window.first % model.cut_multiple:
+        if window.first and window.first not in model.borders:
+            more = f" and {model.cut_offset} more" if model.cut_offset else ""
             raise Infeasible(
-                f"a window of {model.architecture} may begin only at a multiple of {model.cut_multiple} layers, "
+                f"a window of {model.architecture} may begin only at a multiple of {model.cut_multiple} layers{more}, "
                 f"not at layer {window.first}"
             )

@@ -70,12 +70,15 @@ def good_cuts(
 
 def _shapes(instance: Instance, devices: int, rounds: int) -> Iterator[tuple[int, int]]:
     """Layers of a round and where the tail begins, the shortest tails first."""
-    total, cut = len(instance.model.layers), instance.model.cut_multiple
-    longest = (total - 1) // (rounds * cut) * cut
+    model = instance.model
+    if rounds > model.most_rounds:
+        return
+    cut, missing = model.cut_multiple, model.cut_missing
+    longest = (len(model.layers) - 1 + missing) // (rounds * cut) * cut - missing
     for step in range(_MOST_TAILS if rounds == 1 else _MOST_TAILS_OF_ROUNDS):
         # In one round a longer tail only moves windows, so sizes far apart are looked at.
         columns = longest - cut * ((1 << step) - 1 if rounds == 1 else step)
-        if columns < devices * cut:
+        if columns + missing < devices * cut:
             return
         yield columns, rounds * columns
 
@@ -185,10 +188,9 @@ class _Pricing:
         return replace(member, ram_limit=member.ram_limit // count, vram_limit=member.vram_limit // count)
 
     def _chain(self, priced: Sequence[_Priced], disk_s: float) -> tuple[float, list[_Cut]] | None:
-        cut, size = self._instance.model.cut_multiple, self._columns + 1
-        allowed = (
-            (self._at % cut == 0)[:, None] & (self._at % cut == 0)[None, :] & (self._at[:, None] <= self._at[None, :])
-        )
+        size = self._columns + 1
+        is_border = np.isin(self._at, [0, *self._instance.model.borders])
+        allowed = is_border[:, None] & is_border[None, :] & (self._at[:, None] <= self._at[None, :])
         costs = np.full(size, math.inf)
         costs[0] = 0.0
         came = []

@@ -134,7 +134,7 @@ def even_layout(
     ``shares`` are then what each adds to the hops. ``columns`` fixes the layers of a round (W).
     """
     members, total = range(len(instance.devices)), len(instance.model.layers)
-    cut = instance.model.cut_multiple
+    cut, missing = instance.model.cut_multiple, instance.model.cut_missing
     picked = [integer(problem, f"z_{i}", 0, 1) for i in range(len(orders or ()))]
     if orders is None:
         used: list[Expression] = [1, *(integer(problem, f"a_{m}", 0, 1) for m in members[1:])]
@@ -142,25 +142,26 @@ def even_layout(
         problem += pulp.lpSum(picked) == 1, "one ring order"
         used = [pulp.lpSum(z for z, order in zip(picked, orders, strict=True) if m in order.members) for m in members]
     k = 1 if loose else rounds
-    most = (total - 1) // (k * cut)
-    w = [integer(problem, f"w_{m}", 0, most) for m in members]
+    most = (total - 1 + missing) // (k * cut)
+    blocks = [integer(problem, f"w_{m}", 0, most) for m in members]
+    w: list[Expression] = [cut * blocks[m] - (0 if m else missing) for m in members]
     tail = integer(problem, "tail", 1, total)
-    layers: list[Expression] = [k * cut * w[m] + (tail if m == 0 else 0) for m in members]
+    layers: list[Expression] = [k * w[m] + (tail if m == 0 else 0) for m in members]
     problem += pulp.lpSum(layers) == total, "every layer has a place"
     if columns is not None:
-        problem += pulp.lpSum(cut * w[m] for m in members) == columns, "layers of a round"
+        problem += pulp.lpSum(w) == columns, "layers of a round"
     least = rounds if loose else 1
     for m in members:
-        problem += w[m] >= least * used[m], f"{m} has a window if it takes part"
+        problem += blocks[m] >= least * used[m], f"{m} has a window if it takes part"
         if m:
-            problem += w[m] <= most * used[m], f"{m} has none if it does not"
+            problem += blocks[m] <= most * used[m], f"{m} has none if it does not"
     windows = [rounds + (m == 0) for m in members]
     room = [instance.gpu_room(m, windows[m]) for m in members]
     tail_gpu = integer(problem, "tail_gpu", 0, room[0])
     problem += tail_gpu <= tail, "GPU layers of the tail"
     n = [integer(problem, f"n_{m}", 0, min(most * cut, room[m] // k)) for m in members]
     for m in members:
-        problem += n[m] <= cut * w[m], f"GPU layers of {m}"
+        problem += n[m] <= w[m], f"GPU layers of {m}"
     on_gpu: list[Expression] = [k * n[m] + (tail_gpu if m == 0 else 0) for m in members]
     cpu, gpu = _by_kind(problem, instance, layers, on_gpu)
     a: list[Expression] = [_number_apart(problem, instance, f"apart_{m}", n[m]) for m in members]
@@ -179,7 +180,7 @@ def even_layout(
         windows=windows,
         tail_on_gpu=tail_gpu,
         tail=([tail - tail_gpu], [tail_gpu], [tail_apart]),
-        window_in_ram=None if loose else cut * w[0] - n[0] + a[0],
+        window_in_ram=None if loose else w[0] - n[0] + a[0],
         orders=orders or (),
         picked=picked,
         shares=shares or (),
@@ -240,7 +241,7 @@ def cut_layout(
     before the GPU layers of m. In one round the columns may end before the model does: the rest is the tail. ``orders`` are
     subsets in the order of ``sequence``.
     """
-    total, cut = len(instance.model.layers), instance.model.cut_multiple
+    total, cut, missing = len(instance.model.layers), instance.model.cut_multiple, instance.model.cut_missing
     picked = [integer(problem, f"z_{i}", 0, 1) for i in range(len(orders))]
     problem += pulp.lpSum(picked) == 1, "one ring order"
     used = [
@@ -256,14 +257,14 @@ def cut_layout(
     ends, starts, parted = {}, {}, {}
     for place, m in enumerate(sequence):
         open_end = place < len(sequence) - 1 or rounds == 1
-        end = _staircase(problem, f"end_{m}", columns, cut, before) if open_end else [1] * columns
+        end = _staircase(problem, f"end_{m}", columns, cut, before, missing=missing) if open_end else [1] * columns
         start, whole = _gpu_stairs(problem, instance, m, str(m), before, end)
         cpu[m] = _counts(instance, in_columns, before, start)
         gpu[m] = _counts(instance, in_columns, start, end)
         apart[m] = _counts(instance, in_columns, start, whole)
         placed[m] = columns_between(in_columns, before, start, whole, end)
         width = pulp.lpSum(end) - pulp.lpSum(before)
-        problem += width >= cut * used[m], f"{m} has a window if it takes part"
+        problem += width >= (cut if m else cut - missing) * used[m], f"{m} has a window if it takes part"
         problem += width <= columns * used[m], f"{m} has none if it does not"
         ends[m], starts[m], parted[m], before = end, start, whole, end
     # The tail: what is left in one round, a fixed range in several.
@@ -392,18 +393,25 @@ def _staircase(
     step: int,
     low: Sequence[Expression],
     high: Sequence[Expression] | None = None,
+    *,
+    missing: int = 0,
 ) -> list[Any]:
-    """Binaries that are 1 up to a boundary and 0 behind it, boundaries at multiples of ``step``, between two others."""
-    blocks = [integer(problem, f"{name}_{i}", 0, 1) for i in range(-(-length // step))]
-    stairs = [blocks[i // step] for i in range(length)]
+    """Binaries that are 1 up to a boundary and 0 behind it, boundaries at multiples of ``step``, between two others.
+
+    The first block has as many less as are ``missing``.
+    """
+    blocks = [integer(problem, f"{name}_{i}", 0, 1) for i in range(-(-(length + missing) // step))]
+    stairs = [blocks[(i + missing) // step] for i in range(length)]
     for i, (before, after) in enumerate(pairwise(blocks)):
         problem += before >= after, f"{name} goes down at {i}"
-    for i in range(0, length, 1 if high is not None else step):
+    for i in range(length):
+        if high is None and i and (i + missing) % step:
+            continue  # its block was
         if not isinstance(low[i], int) or low[i]:
             problem += stairs[i] >= low[i], f"{name} begins after the one before at {i}"
         if high is not None and not isinstance(high[i], int):
             problem += stairs[i] <= high[i], f"{name} ends with its window at {i}"
-    if length % step:
+    if (length + missing) % step:
         # A boundary inside the last, incomplete block would not be at a multiple.
         problem += blocks[-1] == 0, f"{name} leaves the incomplete block"
     return stairs
@@ -738,9 +746,9 @@ class _Time:
 
     def _least_stops(self) -> list[Expression]:
         """What a window of each member takes at the least, whichever layers it has."""
-        found, cut, least = self._layout.variables, self._instance.model.cut_multiple, []
+        found, least = self._layout.variables, []
         for m, (phase, w, n, a) in enumerate(zip(self._prefill, found["w"], found["n"], found["a"], strict=True)):
-            layers = (cut * w - n) * min(phase.cpu) + n * min(phase.gpu) + a * min(phase.apart)
+            layers = (w - n) * min(phase.cpu) + n * min(phase.gpu) + a * min(phase.apart)
             least.append(layers * MS + self._steps(m, 1))
         return least
 

@@ -294,9 +294,9 @@ class ModelProfile:
     was trained for, ``experts`` 0 for a dense model. ``query_width`` counts the channels of the queries of all heads of a
     layer, 0 for as many as the hidden state has; ``heads`` are those heads, 0 where that is not known. ``cell_bytes`` are
     those of the compute buffer that a row has for each cell of the KV cache besides masks. ``kv_head_width``
-    divides the widths of all heads in the KV cache. A window may begin only at a multiple of ``cut_multiple`` layers.
-    ``expert_use`` says how likely a row picks an expert of each of as many groups, which have as many experts each; without
-    it all are alike.
+    divides the widths of all heads in the KV cache. A window behind the first may begin only at a multiple of
+    ``cut_multiple`` layers and ``cut_offset`` more, which is less than a multiple. ``expert_use`` says how likely a row
+    picks an expert of each of as many groups, which have as many experts each; without it all are alike.
     """
 
     name: str
@@ -312,6 +312,7 @@ class ModelProfile:
     experts_used: int
     kv_head_width: int
     cut_multiple: int
+    cut_offset: int = 0
     query_width: int = 0
     heads: int = 0
     cell_bytes: int = 0
@@ -326,6 +327,26 @@ class ModelProfile:
     def attention_heads(self) -> int:
         """Heads of queries: as many as of ``LEAST_HEAD_WIDTH`` channels where the model says nothing else."""
         return self.heads or -(-self.attention_width // LEAST_HEAD_WIDTH)
+
+    @property
+    def borders(self) -> range:
+        """The layers at which windows behind the first may begin."""
+        return range(self.cut_offset or self.cut_multiple, len(self.layers), self.cut_multiple)
+
+    @property
+    def cut_missing(self) -> int:
+        """Layers that the first window has less than a multiple of ``cut_multiple``."""
+        return -self.cut_offset % self.cut_multiple
+
+    @property
+    def most_rounds(self) -> int:
+        """Rounds for which there may be places. With an offset those of a second round would be at twice as much of it."""
+        return min(len(self.borders), 1) if self.cut_offset else len(self.borders)
+
+    @property
+    def uncut(self) -> ModelProfile:
+        """The same model, in one window."""
+        return replace(self, cut_multiple=max(len(self.layers), 1), cut_offset=0)
 
     @property
     def is_recurrent(self) -> bool:

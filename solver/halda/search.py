@@ -229,7 +229,7 @@ class _Search:
 
     def run(self) -> bool:
         """Look for the best plan. Answers whether there is any."""
-        blocks = (len(self._instance.model.layers) - 1) // self._instance.model.cut_multiple
+        most_rounds = self._instance.model.most_rounds
         if not self._required - {0}:
             self._alone()
         if len(self._instance.devices) > 1:
@@ -238,15 +238,15 @@ class _Search:
             )
             if orders is None and not self._may_win(1, orders):
                 return self.found  # with many devices it takes seconds to look for plans that there are not
-            self._begin(blocks)
+            self._begin(most_rounds)
             # More rounds add only hops and memory to what the bound leaves open: the first that cannot win ends the search.
-            for rounds in range(1, blocks + 1):
+            for rounds in range(1, most_rounds + 1):
                 if rounds > 1 and not self._may_win(rounds, orders):
                     break
                 self._rounds(rounds, orders)
         return self.found
 
-    def _begin(self, blocks: int) -> None:
+    def _begin(self, most_rounds: int) -> None:
         """Keep the best of the plans that are quick to make: of one round, and of more as long as more rounds help.
 
         All of them have equal rounds and a tail, as the programs' plans have, so a search that proves its answer the best
@@ -257,7 +257,7 @@ class _Search:
         one_a_machine = sorted({host[0] for host in question.hosts} | self._required)
         orders = dict.fromkeys(good_order(question, members).members for members in (everyone, one_a_machine))
         found = []
-        for rounds in range(1, blocks + 1):
+        for rounds in range(1, most_rounds + 1):
             if rounds > 1 and self._best is not None and not self._best[1].streaming:
                 break  # rounds serve streaming alone
             cuts = [
@@ -472,9 +472,8 @@ class _Search:
     def _take_even(self, program: milp.Program) -> tuple[int, ...]:
         """Make a plan of an even layout's solution. Answers its ring."""
         layout, names = program.layout, [device.device for device in self._instance.devices]
-        found, cut = layout.variables, self._instance.model.cut_multiple
-        w = [cut * round(value.value()) for value in found["w"]]
-        n, a = ([round(value.value()) for value in found[name]] for name in ("n", "a"))
+        found = layout.variables
+        w, n, a = ([round(pulp.value(value)) for value in found[name]] for name in ("w", "n", "a"))
         order = self._order(layout, w)
         if len(order) == 1:
             return order
@@ -604,7 +603,7 @@ class _Search:
         if not self._required - {0}:
             problem, head = milp.new_problem("short_alone"), self._instance.only([0])
             yield problem, milp.alone_layout(problem, head), head
-        if len(instance.devices) == 1 or len(instance.model.layers) <= instance.model.cut_multiple:
+        if len(instance.devices) == 1 or not instance.model.borders:
             return
         if len(instance.kinds) > 1 and self._is_small(1):
             for sequence in device_sequences(instance)[:_ELASTIC_ORDERS]:

@@ -14,6 +14,7 @@ from primad.gguf.architectures import (
     Sliding,
     TensorRole,
     attending_layers,
+    borders,
     cut_multiple,
     cuttable,
     embedding_scale,
@@ -27,6 +28,7 @@ from primad.gguf.architectures import (
     window_values,
 )
 from primad.gguf.header import Header, TensorInfo, Value, array_value, scalar_value
+from primad.gguf.profile import model_profile
 
 PATH = Path("model.gguf")
 INDEXER = {"attention.indexer.key_length": 128}
@@ -349,7 +351,12 @@ def test_windows_of_glm_5_2_begin_where_a_layer_chooses_what_attention_sees():
     assert cut_multiple(model("glm-dsa", 78, context_length=202_752, **INDEXER)) == 1
     new = model("glm-dsa", 78, context_length=1 << 20, **INDEXER)
     assert [layer for layer, chooses in enumerate(indexed_layers(new)) if chooses][:6] == [0, 1, 2, 6, 10, 14]
-    assert cut_multiple(new) == 42
+    assert borders(new) == range(2, 78, 4)
+    profile = model_profile(new)
+    assert (profile.cut_multiple, profile.cut_offset, profile.borders) == (4, 2, borders(new))
+    assert window(new, 2, 6)["attention.indexer.types"] == [1, 0, 0, 0]
+    with pytest.raises(ModelError, match="multiple of 4 layers and 2 more, not at layer 4"):
+        window(new, 4, 78)
     types = {"attention.indexer.types": [1, 0, 0, 1, 0, 0]}
     header = model("glm-dsa", 6, context_length=1 << 20, **INDEXER, **types)
     assert cut_multiple(header) == 3

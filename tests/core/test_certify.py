@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from itertools import combinations, count, pairwise
+from itertools import count, pairwise
 from types import SimpleNamespace
 
 import msgspec
@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from primad.certify import check as checking
 from primad.certify.check import Wanted, check
 from primad.certify.child import MakeTiny, Tried, TryCuts, TryWhole
-from primad.certify.cuts import blamed, borders, in_two
+from primad.certify.cuts import blamed, in_two
 from primad.certify.keys import made_wrong, rewritten
 from primad.certify.tiny import WAYS, tiny_values
 from primad.certify.verdict import (
+    VERSION,
     ForbiddenCut,
-    allowed_multiple,
+    allowed,
     load_verdict,
     save_verdict,
     verdict_key,
@@ -29,6 +30,7 @@ from primad.certify.verdict import (
     windows_line,
 )
 from primad.errors import ConfigError, DiskError, EngineError, ModelError
+from primad.gguf.architectures import borders
 from primad.gguf.header import array_value, scalar_value
 from primad.gguf.windows import window_metadata
 from tests.core.test_architectures import model
@@ -194,23 +196,29 @@ def test_every_bad_cut_is_blamed_and_no_other(layers, bad):
         assert {layer for each, _ in found for layer in each} == bad
 
 
-@given(st.integers(1, 24), st.integers(1, 4), st.lists(st.sets(st.integers(1, 23), min_size=1, max_size=2), max_size=3))
-def test_windows_keep_to_a_multiple_that_no_verdict_forbids(layers, multiple, bad):
+@given(
+    st.integers(1, 24),
+    st.sampled_from([(1, 0), (2, 0), (2, 1), (3, 0), (3, 2), (4, 0), (4, 1), (4, 2)]),
+    st.lists(st.sets(st.integers(1, 23), min_size=1, max_size=2), max_size=3),
+)
+def test_windows_keep_to_places_that_no_verdict_forbids(layers, place, bad):
+    multiple, offset = place
+    every = range(offset or multiple, layers, multiple)
     verdict = msgspec.structs.replace(
         VERDICT, forbidden=tuple(ForbiddenCut(layers=tuple(sorted(each)), why="x") for each in bad)
     )
-    allowed = allowed_multiple(verdict, multiple, layers)
-    assert allowed % multiple == 0
-    for cuts in combinations(range(allowed, layers, allowed), 2):
-        assert not any(each <= set(cuts) for each in bad)
-    smaller = [each for each in range(multiple, allowed, multiple) if each < layers]
-    assert all(any(all(layer % each == 0 for layer in some) for some in bad) for each in smaller)
-    assert allowed_multiple(None, multiple, layers) == multiple
+    places = allowed(verdict, every)
+    assert set(places) <= set(every)
+    assert not any(each <= set(places) for each in bad)
+    more = [every[step - 1 :: step] for step in range(1, len(every)) if len(every[step - 1 :: step]) > len(places)]
+    assert all(any(some <= set(each) for some in bad) for each in more)
+    assert allowed(None, every) == every
 
 
 VERDICT = msgspec.convert(
     {
-        **dict.fromkeys(("version", "layers", "cut_multiple"), 1),
+        **dict.fromkeys(("layers", "cut_multiple"), 1),
+        "version": VERSION,
         **dict.fromkeys(("library", "model", "architecture", "why"), ""),
         **dict.fromkeys(("cuts", "routes", "keys", "forbidden", "left"), ()),
         "checked": "2026-11-25T20:00:00Z",

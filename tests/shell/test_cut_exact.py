@@ -14,7 +14,15 @@ from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbe
 from primad.engine.protocol import AdapterFile, EngineOptions, Rows, WindowSource
 from primad.errors import EngineError
 from primad.gguf.adapter import adapter_header
-from primad.gguf.architectures import SUPPORTED, block_count, cut_multiple, cuttable, embedding_scale, layer_count
+from primad.gguf.architectures import (
+    SUPPORTED,
+    block_count,
+    borders,
+    cut_multiple,
+    cuttable,
+    embedding_scale,
+    layer_count,
+)
 from primad.gguf.header import array_value, read_header, scalar_value
 from primad.gguf.layers import layer_header
 from primad.gguf.profile import model_profile
@@ -169,9 +177,8 @@ HYBRIDS = sorted(name for name in EVERY_KIND if zoo.is_hybrid(name))
 
 def cuts_of(header):
     """A window as often as may be, and two windows."""
-    layers, multiple = layer_count(header), cut_multiple(header)
-    borders = range(0, layers, multiple)
-    return [*borders, layers], [0, borders[(len(borders) + 1) // 2], layers]
+    layers, places = layer_count(header), borders(header)
+    return [0, *places, layers], [0, places[len(places) // 2], layers]
 
 
 @pytest.mark.parametrize("architecture", EVERY_KIND)
@@ -204,6 +211,15 @@ def test_sequences_beside_each_other_are_what_each_is_alone(architecture, tmp_pa
             for sequence in prompts:
                 window.kv_remove(sequence, 0, -1)
     route.release()
+
+
+def test_glm_5_2_is_exact_at_every_fourth_layer_from_the_third_on(tmp_path):
+    path = tmp_path / "model.gguf"
+    types = array_value(GGUFValueType.UINT32, [int(layer < 2 or layer % 4 == 2) for layer in range(11)])
+    synth.write_model(path, architecture="glm-dsa", layers=11, values={"glm-dsa.attention.indexer.types": types})
+    header = read_header(path)
+    assert [*borders(header)] == [2, 6, 10]
+    check(path, cuts_of(header), tmp_path)
 
 
 def test_smollm3_is_exact_at_every_fourth_layer(tmp_path):

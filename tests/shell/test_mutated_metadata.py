@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from primad.certify.check import Wanted, check
-from primad.certify.cuts import borders, is_allowed, route
+from primad.certify.cuts import is_allowed, route
 from primad.certify.derive import derived, multiples, provisional
 from primad.certify.keys import made_wrong, rewritten
 from primad.certify.tiny import WAYS, tiny_values
 from primad.certify.verdict import verdict_key
 from primad.errors import PrimadError
-from primad.gguf.architectures import Architecture, cuttable, embedding_scale, is_unknown, layer_count
+from primad.gguf.architectures import Architecture, borders, cuttable, embedding_scale, is_unknown, layer_count
 from primad.gguf.header import Value, array_value, scalar_value
 from primad.gguf.layers import SmallTensor, metadata_split
 from primad.gguf.model import open_model

@@ -135,13 +135,12 @@ class Brute:
         return None if found is None else (found[0], self._plan(found[1], found[2]))
 
     def _ways(self) -> Iterator[Way]:
-        instance, total = self._instance, len(self._instance.model.layers)
-        cut = instance.model.cut_multiple
+        total = len(self._instance.model.layers)
         for option in self._options(0, (), (0, total), 1):
             yield Way((0,), 1, ((0, 0),), 0, (option,))
         for members in self._rings():
-            for rounds in range(1, (total - 1) // (cut * len(members)) + 1):
-                for columns in range(cut * len(members), (total - 1) // rounds + 1, cut):
+            for rounds in range(1, (total - 1) // len(members) + 1):
+                for columns in range(len(members), (total - 1) // rounds + 1):
                     yield from self._ring(members, rounds, columns)
 
     def _rings(self) -> Iterator[tuple[int, ...]]:
@@ -152,8 +151,11 @@ class Brute:
 
     def _ring(self, members: tuple[int, ...], rounds: int, columns: int) -> Iterator[Way]:
         """All ways to give ``members`` the ``columns`` layers of a round; the head also has the tail."""
-        cut, total = self._instance.model.cut_multiple, len(self._instance.model.layers)
-        for ends in self._ends(len(members), cut, columns):
+        model = self._instance.model
+        multiple, offset, total = model.cut_multiple, model.cut_offset, len(model.layers)
+        for ends in self._ends(len(members), columns):
+            if any((r * columns + end) % multiple != offset for r in range(rounds) for end in ends):
+                continue
             bounds = tuple(zip((0, *ends), ends, strict=False))
             choices = []
             for place, (member, (a, b)) in enumerate(zip(members, bounds, strict=True)):
@@ -164,12 +166,12 @@ class Brute:
                 yield Way(members, rounds, bounds, columns, options)
 
     @staticmethod
-    def _ends(count: int, cut: int, columns: int) -> Iterator[tuple[int, ...]]:
+    def _ends(count: int, columns: int) -> Iterator[tuple[int, ...]]:
         if count == 1:
             yield (columns,)
             return
-        for first in range(cut, columns - cut * (count - 1) + 1, cut):
-            for rest in Brute._ends(count - 1, cut, columns - first):
+        for first in range(1, columns - count + 2):
+            for rest in Brute._ends(count - 1, columns - first):
                 yield (first, *(first + end for end in rest))
 
     def _find_options(

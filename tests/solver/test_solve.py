@@ -48,15 +48,20 @@ def test_no_plan_is_better_on_small_fleets():
     assert sum(answer is not None for answer in answers) > 25
 
 
-def cut_at_places(seed: int) -> tuple[Instance, Objective]:
-    """A question whose windows may begin at every second, third or fourth layer only, as those of hybrids."""
+def cut_at_places(seed: int, *, is_offset: bool = False) -> tuple[Instance, Objective]:
+    """A question whose windows may begin at every second, third or fourth layer only, as those of hybrids.
+
+    With an offset not at the first of them, as those of models whose layers take over from others before them.
+    """
     rng = random.Random(seed)
     question, objective = small_instance(rng)
-    model = replace(question.model, cut_multiple=rng.choice([2, 2, 3, 4]))
+    multiple = rng.choice([2, 2, 3, 4])
+    offset = rng.randrange(1, multiple) if is_offset else 0
+    model = replace(question.model, cut_multiple=multiple, cut_offset=offset)
     return replace(question, model=model), objective
 
 
-@pytest.mark.parametrize("seeds", [range(110, 140), pytest.param(range(600), marks=pytest.mark.matrix)], ids=str)
+@pytest.mark.parametrize("seeds", [range(110, 130), pytest.param(range(600), marks=pytest.mark.matrix)], ids=str)
 def test_no_plan_is_better_where_windows_begin_at_some_layers_only(seeds):
     answers = [check_against_brute_force(*cut_at_places(seed)) for seed in seeds]
     plans = [answer.plan for answer in answers if answer is not None]
@@ -64,6 +69,20 @@ def test_no_plan_is_better_where_windows_begin_at_some_layers_only(seeds):
     assert sum(len(plan.route) > 1 for plan in plans) > 0.2 * len(seeds)
     assert any(plan.rounds > 1 for plan in plans)
     assert any(plan.streaming for plan in plans)
+
+
+@pytest.mark.parametrize("seeds", [range(140, 154), pytest.param(range(600), marks=pytest.mark.matrix)], ids=str)
+def test_no_plan_is_better_where_those_layers_have_an_offset(seeds):
+    asked = [cut_at_places(seed, is_offset=True) for seed in seeds]
+    plans = [
+        (question.model, found.plan)
+        for question, answer in asked
+        if (found := check_against_brute_force(question, answer))
+    ]
+    assert len(plans) > 0.6 * len(seeds)
+    assert sum(len(plan.route) > 2 for _, plan in plans) > 0.2 * len(seeds)
+    assert any(plan.streaming for _, plan in plans)
+    assert all(window.first in (0, *model.borders) for model, plan in plans for window in plan.route)
 
 
 def test_a_program_that_presolving_spoils_is_solved_without():
