@@ -121,15 +121,6 @@ class LimitedGroup:
         path = self._at.group("memory", self._lab, _NAME).relative_to(self._at.folders["memory"])
         return f"0::/{path}\n" if self._at.version == 2 else f"1:memory:/{path}\n"
 
-    def set_limit(self, limit_bytes: int) -> None:
-        """Another limit from now on."""
-        self.limit_bytes = limit_bytes
-        if self._at.version == 1:  # lifted first: the two limits of version 1 must never cross
-            for key in ("memory.memsw.limit_in_bytes", "memory.limit_in_bytes"):
-                with suppress(FileNotFoundError):
-                    (self._at.group("memory", self._lab, _NAME) / key).write_text("-1", encoding="ascii")
-        self._groups.limit_memory(_NAME, limit_bytes)
-
     def counters(self) -> Counters:
         """The figures until now."""
         return (self._second if self._at.version == 2 else self._first)()
