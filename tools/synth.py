@@ -30,6 +30,8 @@ from primad.gguf.header import MAGIC, Value, array_value, read_header, scalar_va
 from tools.lab import zoo
 
 ALIGNMENT: Final = 32
+_ADDED_OR_MULTIPLIED: Final = frozenset(("ffn_gate_inp", "ssm_d", "time_mix_first"))
+"""Matrices that llama.cpp takes in float32 alone."""
 CHUNK_BYTES: Final = 8 << 20
 BYTE_TOKENS: Final = 259
 """Smallest vocabulary: <unk>, <s>, </s> and one token a byte."""
@@ -331,7 +333,7 @@ def _asked_tensors(pairs: Mapping[str, Value], shape: Shape, kinds: _Quantisatio
             yield _Tensor(name, dimensions, Type.F32, -1.0, 0.1)
         elif len(dimensions) == 1 or suffix == "bias":
             yield _Tensor(name, dimensions, Type.F32, 0.0 if suffix == "bias" else 1.0, 0.1)
-        elif stem == "ffn_gate_inp" or "conv" in stem or stem in ("ssm_d", "ssm_norm"):
+        elif any(part in stem for part in ("conv", "lerp", "norm")) or stem in _ADDED_OR_MULTIPLIED:
             yield _Tensor(name, dimensions, Type.F32, 0.0, 2 / math.sqrt(dimensions[0]))
         else:
             kind = kinds.pick(stem, dimensions[0], layer, shape.layers)

@@ -120,7 +120,7 @@ class _Sizes:
             "embedding_length": lambda _: embedding,
             "rope.dimension_sections": lambda part: part and max(part // size, 1),
             "attention.sliding_window": lambda window: min(window, SLIDING_WINDOW),
-            **dict.fromkeys(_STATE_HEADS, lambda count: max(count // inner, 1)),
+            **dict.fromkeys(_STATE_HEADS, lambda count: count and max(count // inner, 1)),
             _INNER: lambda length: length // (inner * state),
             _STATE: lambda length: length // state,
         }

@@ -10,8 +10,8 @@ that ``primad/certify`` derived and compared (``Header.derived``). What the entr
 - **Embedding.** The head turns tokens into hidden states itself. Gemma 3 scales token rows by sqrt(width) but not hidden
   states; Granite and MiniCPM scale both, so their ``embedding_scale`` is written as 0 (do not scale) in every window. Where
   a graph scales both without a key, refuses hidden states or wants more than one position for each, they go in where it has
-  looked up tokens (``is_fed``), or where it has normed those (``entries``). Positions that have an embedding of their own
-  (GPT-2) are added by the head.
+  looked up tokens (``is_fed``), or where it has normed those (``entries``; RWKV 6 gives that node no name but its number in
+  the graph). Positions that have an embedding of their own (GPT-2) are added by the head.
 - **Sliding windows.** The pattern is written out and cut. llama.cpp asserts that a sliding-window model has a layer that
   slides: where the graph of the model without the key is the same one, a window without such a layer drops the key
   (``OPTIONAL``); where the graph always slides, its layers slide over more positions than a context has (``ALWAYS``).
@@ -311,6 +311,23 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         Architecture(name="falcon-h1", recurrent=Recurrent.ALL, is_fed=True),
         Architecture(name="mamba", recurrent=Recurrent.ONLY, is_fed=True),
         Architecture(name="mamba2", recurrent=Recurrent.ONLY, is_fed=True),
+        Architecture(
+            name="plamo2",
+            recurrent=Recurrent.HEADS,
+            by_layer=_KV_HEADS | {"attention.head_count"},
+            entries=("embedding_output",),
+            exit="ffn_residual-{layer}",
+            is_fed=True,
+        ),
+        Architecture(
+            name="rwkv6",
+            tied_output_fallback=False,
+            recurrent=Recurrent.ONLY,
+            step="rescale_every_n_layers",
+            entries=("embd", "node_22"),
+            is_fed=True,
+        ),
+        Architecture(name="rwkv6qwen2", tied_output_fallback=False, recurrent=Recurrent.ONLY, is_fed=True),
         Architecture(name="jais", tied_output_fallback=False),
         Architecture(name="olmo", output_norm=""),
         Architecture(name="mellum", tied_output_fallback=False, sliding=Sliding.OPTIONAL, sliding_period=4),
@@ -406,7 +423,8 @@ SUPPORTED: Final[dict[str, Architecture]] = {
 }
 
 _REASONS: Final[dict[str, tuple[str, ...]]] = {
-    "it keeps recurrent state": ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "plamo2"),
+    "its layers mix in values of the first one": ("rwkv7", "arwkv7"),
+    "its layers hand on several hidden states at once, and the first pick experts by token": ("deepseek4",),
     "its layers take inputs beside the hidden state": ("gemma3n", "talkie"),
     "its layers are scaled by the number of layers": ("minicpm3", "minimax-01"),
     "its layers are computed more than once": ("hrm_text", "nanbeige"),
@@ -743,6 +761,8 @@ def tensor_role(header: Header, tensor: str) -> TensorRole:
             return TensorRole.OUTPUT_NORM
         case "token_embd_norm.weight" if _output_norm(header) == "token_embd_norm":
             return TensorRole.OUTPUT_NORM
+        case "token_embd_norm.weight" | "token_embd_norm.bias" if _norms_tokens(header):
+            return TensorRole.SHARED
         case "position_embd.weight" if _adds_positions(header):
             return TensorRole.POSITIONS
         case "output.weight" | "output.bias":
@@ -751,6 +771,11 @@ def tensor_role(header: Header, tensor: str) -> TensorRole:
             return TensorRole.SHARED
         case _:
             raise _refusal(header, f"tensor '{tensor}'", "it is outside the layers and its use is not known")
+
+
+def _norms_tokens(header: Header) -> bool:
+    entry = known(header)
+    return entry is not None and len(entry.entries) > 1
 
 
 def _adds_positions(header: Header) -> bool:

@@ -177,6 +177,9 @@ def _state_bytes(header: Header, name: str) -> int:
     short = header.count(f"{name}.shortconv.l_cache", 0)
     if short:
         return 4 * (short - 1) * header.count(f"{name}.embedding_length")
+    head = header.count(f"{name}.wkv.head_size", 0)
+    if head:
+        return 4 * header.count(f"{name}.embedding_length") * (header.count(f"{name}.token_shift_count", 2) + head)
     delta, kernel = header.count(f"{name}.kda.head_dim", 0), header.count(f"{name}.ssm.conv_kernel", 0)
     if delta:
         return 4 * _first(header, f"{name}.attention.head_count", 0) * delta * (3 * max(kernel - 1, 0) + delta)

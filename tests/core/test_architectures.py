@@ -382,7 +382,8 @@ def test_smollm3_is_cut_at_every_fourth_layer():
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
-        ("rwkv7", "recurrent"),
+        ("rwkv7", "values of the first one"),
+        ("deepseek4", "several hidden states"),
         ("gemma3n", "inputs beside"),
         ("minicpm3", "number of layers"),
         ("plm", "aborts"),

@@ -125,7 +125,7 @@ def test_layers_with_a_state_are_known_by_their_tensors():
 
 def test_what_cannot_be_cut_is_refused_before_anything_is_tried():
     for header, words in (
-        (model("rwkv7"), "keeps recurrent state"),
+        (model("rwkv7"), "values of the first one"),
         (model("bert"), "not a causal text decoder"),
         (model("new", attention__causal=False), "not causal"),
         (model("new", pooling_type=1), "embedding model"),

@@ -50,6 +50,7 @@ _SSM: Final[dict[str, Content]] = {
     "ssm.time_step_rank": 4,
     "ssm.group_count": 2,
 }
+_WKV: Final[dict[str, Content]] = {"wkv.head_size": 16, "time_mix_extra_dim": 8, "time_decay_extra_dim": 8}
 _FEW: Final = [0, 0, 2, 0, 0, 0, 2, 0]
 """Attention heads of a hybrid's layers."""
 _MLA: Final[dict[str, Content]] = {
@@ -177,6 +178,21 @@ MODELS: Final[dict[str, dict[str, Content]]] = {
         "attention.head_count": 0,
         "feed_forward_length": 0,
     },
+    "plamo2": {
+        **_SSM,
+        "ssm.inner_size": 128,
+        "ssm.time_step_rank": 8,
+        "ssm.group_count": 0,
+        "attention.head_count_kv": _FEW,
+    },
+    "rwkv6": {
+        **_WKV,
+        "attention.head_count": 0,
+        "attention.head_count_kv": 0,
+        "token_shift_count": 2,
+        "rescale_every_n_layers": 2,
+    },
+    "rwkv6qwen2": {**_WKV, "token_shift_count": 1},
     "jais": {"attention.head_count_kv": 4, "attention.max_alibi_bias": 8.0},
     "olmo": {"attention.clamp_kqv": 8.0},
     "mellum": {
@@ -328,7 +344,7 @@ def _wider(count: int, widen: int) -> int:
 
 def is_hybrid(model: str) -> bool:
     """Whether some layers of ``model`` keep a state."""
-    return any(key.startswith(("ssm.", "shortconv.")) for key in ALL.get(model, {}))
+    return any(key.startswith(("ssm.", "shortconv.", "wkv.")) for key in ALL.get(model, {}))
 
 
 def tensors_of(values: Mapping[str, Value], *, has_both: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -345,5 +361,6 @@ def tensors_of(values: Mapping[str, Value], *, has_both: bool = False) -> Iterat
         is_needless = (
             name.startswith(("cls.", "dense_2.")) or ".nextn.embed_tokens" in name or ".shared_head_head" in name
         )
-        if not (is_dense or is_scale or is_needless):
+        is_of_rwkv = "rwkv6qwen2.block_count" in values and name.endswith("time_mix_first.weight")
+        if not (is_dense or is_scale or is_needless or is_of_rwkv):
             yield name, shape
