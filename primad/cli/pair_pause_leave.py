@@ -67,6 +67,8 @@ def pair(
         return
     _say(f"code {answer.code}, good for {_minutes(answer.expires_s)}; on the other device type:")
     _say(f"  primad join --code {answer.code}")
+    _say("or, where primad runs there already:")
+    _say(f"  primad pair --code {answer.code}")
     _say("where multicast is blocked add the address of this device:")
     _say(f"  primad join --code {answer.code} --device ADDRESS:{answer.port}")
 

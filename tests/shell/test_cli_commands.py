@@ -228,6 +228,7 @@ def test_pair_shows_the_code_and_what_to_type(primad, daemon):
     assert (code, err) == (0, "")
     assert "code 7-lamp-river, good for 10 minutes" in out
     assert "  primad join --code 7-lamp-river\n" in out
+    assert "  primad pair --code 7-lamp-river\n" in out
     assert "--device ADDRESS:4711" in out
 
 

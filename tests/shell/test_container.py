@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_the_image_runs_primad_as_a_user_without_rights() -> None:
 
 def test_the_healthchecks_are_programs(compose: dict[str, Any]) -> None:
     of_image = json.loads(dict(instructions()[-1])["HEALTHCHECK"].partition("CMD ")[2])
-    of_head = compose["services"]["head"]["healthcheck"]["test"][1:]
+    of_head = shlex.split(compose["services"]["head"]["healthcheck"]["test"])
     for python, option, code in (of_image, of_head):
         assert (python, option) == ("python", "-c")
         imports = "; ".join(part for part in code.split("; ") if part.startswith(("import", "from")))
