@@ -207,6 +207,32 @@ def test_a_key_is_asked_for_and_kept(open_page, serious):
         expect(page.locator("#devices")).to_contain_text("Only the owner of the head changes devices")
 
 
+def test_a_hidden_tab_asks_for_nothing_until_it_is_shown(open_page):
+    with served(answering("Hi")) as url:
+        page = open_page(url)
+        expect(page.locator("#pill")).to_have_attribute("data-state", "serving")
+        with page.expect_event("requestfailed", lambda request: request.url.endswith("/ui/events")):
+            turn(page, hidden=True)
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        turn(page, hidden=True)
+        assert not asked
+        with page.expect_request("**/ui/events"):
+            turn(page, hidden=False)
+        expect(page.locator("#pill")).to_have_attribute("data-state", "serving")
+
+
+def turn(page: Page, *, hidden: bool) -> None:
+    """As a browser does when its user takes another tab, or comes back."""
+    page.evaluate(
+        """hidden => {
+            Object.defineProperty(document, "hidden", { configurable: true, get: () => hidden });
+            document.dispatchEvent(new Event("visibilitychange"));
+        }""",
+        hidden,
+    )
+
+
 def test_tabs_are_chosen_by_arrow_keys(open_page):
     with served(answering("Hi")) as url:
         page = open_page(url)

@@ -51,6 +51,11 @@ def say(page: Page, text: str, *, most: int | None = None) -> None:
     page.keyboard.press("Enter")
 
 
+def revoke(page: Page, name: str) -> None:
+    page.get_by_role("article", name=name).get_by_role("button", name="Revoke").click()
+    page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
+
+
 def test_it_loads_and_chats(owned, serious, picture):
     page = owned()
     page.get_by_label("Settings").first.click()
@@ -97,8 +102,7 @@ def test_a_device_pairs_with_the_code_on_screen_and_is_revoked(owned, module_hom
         card = page.get_by_role("article", name="sofa")
         expect(card).to_contain_text("trusted")
         expect(card).to_contain_text("paired")
-        card.get_by_role("button", name="Revoke").click()
-        page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
+        revoke(page, "sofa")
         expect(card).to_contain_text("revoked")
 
 
@@ -119,8 +123,7 @@ def test_a_device_that_runs_already_pairs_by_the_code_that_it_shows(owned, modul
         card = page.get_by_role("article", name="attic")
         expect(card).to_contain_text("paired")
         expect(card).to_contain_text("ready")
-        card.get_by_role("button", name="Revoke").click()
-        page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
+        revoke(page, "attic")
         expect(card).to_contain_text("primad devices revoke desk")
 
 

@@ -32,7 +32,7 @@ export function letOwnerIn() {
   parts.body.replaceChildren(parts.failed, parts.code, bringForm(), h("h2", {}, "Devices"), parts.list, parts.own, confirmDialog());
   refresh();
   setInterval(() => {
-    if (!parts.panel.hidden) refresh();
+    if (!parts.panel.hidden && !document.hidden) refresh();
   }, EVERY_MS);
   setInterval(tickCode, 1000);
 }

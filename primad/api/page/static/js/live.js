@@ -1,4 +1,4 @@
-// The status of the head, once a second, for every part of the page.
+// The status of the head, once a second while somebody can see the page, for every part of it.
 
 import { events, Refused } from "/page/js/server.js";
 
@@ -18,13 +18,23 @@ function tell(news) {
   for (const listener of listeners) listener(news);
 }
 
-/** Listens for ever. */
+function hiddenOrShown() {
+  return new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
+}
+
+/** Listens for ever, but not in a hidden tab, which would have the head measure itself for nobody. */
 export async function watch() {
   let wait = AGAIN_MS;
   for (;;) {
+    if (document.hidden) {
+      await hiddenOrShown();
+      continue;
+    }
     let error = "the head does not answer";
+    const seen = new AbortController();
+    hiddenOrShown().then(() => seen.abort());
     try {
-      for await (const { event, data } of events("/ui/events")) {
+      for await (const { event, data } of events("/ui/events", undefined, seen.signal)) {
         if (event !== "status") continue;
         wait = AGAIN_MS;
         const before = latest?.isConnected ? latest.status : null;
@@ -32,6 +42,10 @@ export async function watch() {
       }
     } catch (failure) {
       if (failure instanceof Refused) error = failure.message;
+    }
+    if (seen.signal.aborted) {
+      if (latest) latest = { ...latest, isConnected: false }; // a rate over the time between would be none of now
+      continue;
     }
     tell({ status: latest?.status ?? null, before: null, isConnected: false, error });
     await new Promise((resolve) => {
