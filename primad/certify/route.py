@@ -20,10 +20,10 @@ from halda.assignment import in_memory
 from primad.certify.keys import KeyChange
 from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
 from primad.engine.protocol import EngineOptions, KvType, Rows, WindowSource
-from primad.gguf.architectures import embedding_scale, layer_count, recurrent_layers
+from primad.gguf.architectures import layer_count, recurrent_layers
 from primad.gguf.header import Header
 from primad.gguf.layers import LayerRef, layer_header
-from primad.gguf.windows import ModelCutter, position_embedding, token_embedding, vocabulary_size
+from primad.gguf.windows import ModelCutter, vocabulary_size
 
 ROWS: Final = 64
 CONTEXT: Final = 256
@@ -136,11 +136,7 @@ class TinyRoute:
         self, cutter: ModelCutter, cuts: Sequence[int], folder: Path, kv_type: KvType, change: KeyChange
     ) -> None:
         self._cutter, self._folder, self._options = cutter, folder, _options(kv_type)
-        self._embedding = TokenEmbedding(
-            token_embedding(cutter.header),
-            embedding_scale(cutter.header),
-            positions=position_embedding(cutter.header),
-        )
+        self._embedding = TokenEmbedding.of(cutter.header)
         self._windows: list[FirstWindow | MiddleWindow] = []
         self._tail: TailWindow | None = None
         try:
@@ -154,7 +150,7 @@ class TinyRoute:
         header = self._cutter.header
         spec = self._cutter.spec(number, first, last, lambda values: change(values, first, last))
         metadata = self._folder / f"window-{number}.gguf"
-        metadata.write_bytes(spec.metadata)
+        spec.write_metadata(metadata)
         is_tail = last == layer_count(header)
         files = WindowSource(
             window=number,
@@ -164,11 +160,13 @@ class TinyRoute:
             extra_buffers=False,
         )
         if is_tail:
-            self._tail = TailWindow(files, self._options, frozenset(), vocabulary=vocabulary_size(header))
+            self._tail = TailWindow(
+                files, self._options, frozenset(), vocabulary=vocabulary_size(header), embedding=self._embedding
+            )
         elif first == 0:
             self._windows.append(FirstWindow(files, self._options, self._embedding))
         else:
-            self._windows.append(MiddleWindow(files, self._options, width=self._embedding.width))
+            self._windows.append(MiddleWindow(files, self._options))
 
     def _file(self, split: int, ref: LayerRef) -> str:
         """The layer file of ``ref``; only its header says where in which window it is."""

@@ -107,7 +107,7 @@ def place_windows(
             seen[ref.digest] += 1
         metadata = place.run / f"window-{number}-{spec.window}.gguf"
         try:
-            metadata.write_bytes(spec.metadata)
+            spec.write_metadata(metadata)
             adapters = tuple(_put_together(place, metadata, at, each) for at, each in enumerate(spec.adapters))
         except OSError as exc:
             raise ClusterError(f"{metadata}: cannot be written: {exc.strerror or exc}; make room there") from exc

@@ -15,7 +15,8 @@ A window is a model of its own to llama.cpp, loaded from a metadata split and it
 * **Many hidden states go in through the callback too**, and any where a graph does not take them as they come. As
   ``llama_batch.embd`` they are copied four times, and two of the copies stay with the context: of 256 rows of width 4,096
   those of one window are 8 MB. So a large step is a batch of tokens 0, whose rows are overwritten where the graph has looked
-  them up, and again where it has scaled them (Gemma).
+  them up, and again where it has scaled them (Gemma). What layers take beside hidden states comes the same way
+  (``layer_inputs.py``).
 * **KV cells leave and return** by position (``kv_cache.py``).
 * **The last window's matrix** is stored under the name of the token embedding (llama.cpp's tied-output fall-back), so
   that the embedding itself need not be held twice.
@@ -29,6 +30,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol
@@ -40,6 +42,7 @@ from halda import WindowAssignment
 from primad.engine.devices import find_gpu
 from primad.engine.kv_cache import CacheTensors, KvCache
 from primad.engine.kv_cache import bind as bind_cache
+from primad.engine.layer_inputs import BEHIND, SCALED, SELECTED, LayerInputs, LayerTable, split, with_hidden
 from primad.engine.masks import Allowed, GrammarMask, Words
 from primad.engine.protocol import (
     KV_CELL_PADDING,
@@ -49,6 +52,7 @@ from primad.engine.protocol import (
     KvType,
     Rows,
     Sampling,
+    Tokens,
     WindowSource,
 )
 from primad.engine.quiet import Quiet, leave_out
@@ -62,9 +66,19 @@ from primad.engine.streaming.scratch import bind as bind_scratch
 from primad.engine.streaming.units import EXPERT_TENSORS, is_still_whole
 from primad.engine.tensor import Tensor
 from primad.errors import EngineError, WeightsError
-from primad.gguf.architectures import ENTRY_KEY, EXIT_KEY, LAST_EXIT_KEY, SUPPORTED, Architecture
+from primad.gguf.architectures import (
+    ENTRY_KEY,
+    EXIT_KEY,
+    LAST_EXIT_KEY,
+    LAYER_INPUTS,
+    SUPPORTED,
+    Architecture,
+    embedding_scale,
+    layer_inputs,
+)
 from primad.gguf.constants import GGMLQuantizationType
-from primad.gguf.header import TensorInfo
+from primad.gguf.header import Header, TensorInfo
+from primad.gguf.windows import position_embedding, sent_layers, token_embedding
 from primad.kv.cells import LayerCells
 from primad.system.allocator import without_top
 
@@ -82,12 +96,14 @@ _KV_TYPES: Final[dict[KvType, int]] = {
     "q4_0": llama.GGML_TYPE_Q4_0,
 }
 _ENTRIES: Final = frozenset(
-    (b"embd", b"attn_norm_in-0", b"inp_scaled", b"inp_embd_scaled", b"model.input_embed", b"model.embed_tokens")
+    (b"embd", b"attn_norm_in-0", SCALED, b"inp_embd_scaled", b"model.input_embed", b"model.embed_tokens")
 )
 """What llama.cpp's graphs call the first hidden state: the rows of the embedding, and those of them that are scaled."""
 
 _POSITIONS: Final = b"pos_embd"
 """What they call the rows of the positions' own embedding."""
+_LAZY: Final = 2
+"""llama.cpp's LLAMA_LAZY_MODE_ON: stand-ins of zeros are not read ahead."""
 _BUCKETS: Final = 13
 """Of a ``std::unordered_map`` of libstdc++ with 1 to 13 entries."""
 _MOST_LOADS: Final = 100
@@ -187,16 +203,17 @@ class _Tap(dict[int, bool]):
     reason costs page faults, no more; so the keys are forgotten whenever the number of rows changes.
     """
 
-    def __init__(self, last: int | None, width: int) -> None:
+    def __init__(self, last: int | None) -> None:
         super().__init__()
         self._last = last
-        self._width = width
         self._asked = False
         self._hidden: Hidden | None = None
         self._cuts = False
         self._end: int | None = None
         self._feed: Hidden | None = None
-        self._is_fed = False
+        self._inputs: LayerInputs | None = None
+        self._scaled: int | None = None
+        self._awaited: set[bytes] = set()
         self._borders: dict[bytes, int] = {}
         self._routers: dict[bytes, tuple[int, int]] = {}
         self._residency: Residency | None = None
@@ -208,23 +225,24 @@ class _Tap(dict[int, bool]):
         self.shares_scratch = False
         self.stream: WindowStream | None = None
         self.error: EngineError | None = None
-        self.find(SUPPORTED["llama"], 0)
+        self.find(SUPPORTED["llama"], 0, 0)
 
-    def find(self, architecture: Architecture, layers: int, *, is_whole: bool = False) -> None:
-        """The graph is this one's, of so many ``layers``, or the ``whole`` model's."""
-        self._architecture, self._layers = architecture, layers
+    def find(self, architecture: Architecture, layers: int, width: int, *, is_whole: bool = False) -> None:
+        """The graph is this one's, of so many ``layers`` of this ``width``, or the ``whole`` model's."""
+        self._architecture, self._layers, self._width = architecture, layers, width
         self._positions = _POSITIONS if architecture.adds_positions and not is_whole else None
         last = self._last
         self._wanted = None if last is None else architecture.exit_of(last, is_last=True).encode()
         self._entries = frozenset(entry.encode() for entry in architecture.entries)
 
-    def begin(self, rows: int, feed: Hidden | None) -> None:
-        """``rows`` rows are about to be computed, of ``feed`` unless the batch says of what.
+    def begin(self, rows: int, feed: Hidden | None, inputs: LayerInputs | None) -> None:
+        """``rows`` rows are about to be computed, of ``feed`` unless the batch says of what; ``inputs`` are beside them.
 
         Raises ``EngineError`` when the first unit cannot be read.
         """
         before, self._rows = self._rows, rows
-        self._feed, self._is_fed = feed, feed is None
+        self._feed, self._inputs, self._scaled = feed, inputs, None
+        self._awaited = set() if feed is None else {b""} if inputs is None else {b"", SELECTED, BEHIND}
         if self._scratch.begin(rows) or feed is not None:
             self.clear()
         if self.stream is None:
@@ -268,7 +286,7 @@ class _Tap(dict[int, bool]):
     def end(self) -> None:
         """The rows were computed. Raises ``EngineError`` when a weight file is not the model's any more."""
         self._feed = None
-        if not self._is_fed:
+        if self._awaited:
             raise EngineError("llama.cpp computed a window without its hidden states; its build is unknown to primad")
         if self.stream is not None and not self.stream.depart():
             self.clear()  # a router stood at an address that was another node's
@@ -309,7 +327,8 @@ class _Tap(dict[int, bool]):
             return False
         border, router = self._borders.get(name), self._routers.get(name)
         is_entry = self._feed is not None and name in (self._entries or _ENTRIES)
-        if name != self._wanted and border is None and router is None and not is_entry:
+        is_beside = self._inputs is not None and name in (SELECTED, BEHIND)
+        if name != self._wanted and border is None and router is None and not is_entry and not is_beside:
             self[node] = False
             return False
         if not self._asked:
@@ -317,7 +336,10 @@ class _Tap(dict[int, bool]):
             return True
         self._asked = False
         if is_entry:
-            return self._enter(node)
+            self._scaled = node if name == SCALED else self._scaled
+            return self._enter(node, self._feed, b"")
+        if is_beside:
+            return self._enter_beside(node, name)
         if router is not None:
             return self._pick(node, *router)
         if border is not None:
@@ -326,13 +348,19 @@ class _Tap(dict[int, bool]):
         self._end = node if self._cuts else None
         return self._cuts
 
-    def _enter(self, node: int) -> bool:
-        assert self._feed is not None
-        if ggml_base.ggml_nbytes(node) != self._feed.nbytes:
+    def _enter(self, node: int, feed: Hidden | None, what: bytes) -> bool:
+        assert feed is not None
+        if ggml_base.ggml_nbytes(node) != feed.nbytes:
             return False  # of another shape than known: ``end`` says so
-        ggml_base.ggml_backend_tensor_set(node, self._feed.ctypes.data, 0, self._feed.nbytes)
-        self._is_fed = True
+        ggml_base.ggml_backend_tensor_set(node, feed.ctypes.data, 0, feed.nbytes)
+        self._awaited.discard(what)
         return True
+
+    def _enter_beside(self, node: int, name: bytes) -> bool:
+        assert self._inputs is not None
+        if name == SELECTED:
+            return self._enter(node, self._inputs.selected, name)
+        return self._scaled is not None and self._enter(self._scaled, self._inputs.embedding, name)
 
     def _zero_positions(self, node: int) -> None:
         """Have the rows of positions, which the head has added, looked up in a matrix of one row, which is 0.
@@ -518,6 +546,12 @@ def load_adapters(model: Any, adapters: Sequence[AdapterFile]) -> list[Any]:
     return loaded
 
 
+def _inputs_width(model: Any, architecture: Architecture) -> int:
+    """Values that each layer of ``model`` takes beside the hidden state; 0 for most."""
+    key = f"{architecture.name}.{architecture.layer_inputs}"
+    return int(_text_of(model, key.encode()) or 0) if architecture.layer_inputs else 0
+
+
 class _Model:
     """A loaded llama.cpp model with one context: the part that every kind of window shares."""
 
@@ -529,8 +563,10 @@ class _Model:
         self._options = options
         self._batch = _Batch(options.rows, options.numbers)
         self._tap = tap
+        self._inputs: LayerInputs | None = None
         params = llama.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers(source.assignment, predicting)
+        params.lazy_mode = params.lazy_mode if self._takes_tokens else _LAZY
         # Whoever names no device gets them all: their memory for what the CPU computes, and layers spread over several.
         named = [find_gpu(options.gpu)] if source.assignment.uses_gpu else []
         devices = (ctypes.c_void_p * (len(named) + 1))(*named, None)
@@ -557,8 +593,11 @@ class _Model:
         self._is_recurrent = bool(
             llama.llama_model_is_recurrent(self._model) or llama.llama_model_is_hybrid(self._model)
         )
+        known = _architecture_of(self._model)
+        self._each = 0 if known is None or self._takes_tokens else _inputs_width(self._model, known)
         params = self._context_params(outputs)
-        params.op_offload = source.assignment.helped  # else the CPU computes its layers, of prompts too
+        # Without, the CPU computes its layers, of prompts too. A GPU would read a projection's input before it is there.
+        params.op_offload = source.assignment.helped and not self._each
         self._context = llama.llama_init_from_model(self._model, params)
         if not self._context:
             llama.llama_model_free(self._model)
@@ -569,10 +608,9 @@ class _Model:
             llama.llama_set_adapters_lora(self._context, handles, len(adapters), scales)
         self._quiet = Quiet(ggml_base, self._context, self._callback)
         self._memory = llama.llama_get_memory(self._context)
-        known = _architecture_of(self._model)
         self._is_fed = known is not None and known.is_fed
-        if known is not None:
-            tap.find(known, source.assignment.layers, is_whole=self._takes_tokens)
+        self._width = int(llama.llama_model_n_embd(self._model))
+        tap.find(known or SUPPORTED["llama"], source.assignment.layers, self._width, is_whole=self._takes_tokens)
         first = source.assignment.first
         self.layers: Final = range(first, first + source.assignment.layers)
         self._is_copying = False
@@ -701,7 +739,7 @@ class _Model:
     def _decode(self, rows: Rows, *, every_row_out: bool) -> None:
         is_hidden = rows.content.dtype == np.float32
         feed = rows.content if is_hidden and (self._is_fed or len(rows) > LARGE_ROWS) else None
-        self._tap.begin(len(rows), feed)  # type: ignore[arg-type]
+        self._tap.begin(len(rows), feed, self._inputs)  # type: ignore[arg-type]
         if self._tap.must_see or (self._quiet.is_on and len(rows) > 1):
             self._quiet.end()
         batch = self._batch.fill(rows, fed=feed is not None, every_row_out=every_row_out)
@@ -721,12 +759,18 @@ class _Model:
 class _HiddenWindow(_Model):
     """Layers from hidden state to hidden state."""
 
-    def __init__(self, source: WindowSource, options: EngineOptions, *, width: int) -> None:
+    def __init__(self, source: WindowSource, options: EngineOptions) -> None:
         assert source.assignment.output != "gpu"
-        tap = _Tap(source.assignment.layers - 1, width)
-        super().__init__(source, options, tap=tap, outputs=options.rows)
+        super().__init__(source, options, tap=_Tap(source.assignment.layers - 1), outputs=options.rows)
 
     def forward(self, rows: Rows) -> Hidden:
+        if not self._each:
+            return self._forward(rows)
+        content: Hidden = rows.content  # type: ignore[assignment]
+        hidden, self._inputs = split(content, self._width, self._each, self.layers)
+        return with_hidden(content, self._forward(replace(rows, content=hidden)))
+
+    def _forward(self, rows: Rows) -> Hidden:
         hidden = self._compute(rows)
         if hidden is None:
             self._repeat(rows)
@@ -813,7 +857,7 @@ class ChangesRows(Protocol):
 class TokenEmbedding:
     """Looks up the first hidden states in the model file itself, which ``adapters`` change in their order.
 
-    A row of ``positions`` is added to each, where the model has them.
+    A row of ``positions`` is added to each, where the model has them. ``layers`` have inputs of their own.
     """
 
     def __init__(
@@ -822,12 +866,25 @@ class TokenEmbedding:
         scale: float,
         adapters: Sequence[ChangesRows] = (),
         positions: TensorInfo | None = None,
+        layers: LayerTable | None = None,
     ) -> None:
+        self.layers = layers
         self.width = tensor.shape[0]
         self._scale = np.float32(scale)
         self._table = TokenRows(tensor)
         self._adapters = adapters
         self._positions = None if positions is None else TokenRows(positions)
+
+    @classmethod
+    def of(cls, header: Header, table: Header | None = None, adapters: Sequence[ChangesRows] = ()) -> TokenEmbedding:
+        """What the head looks up of the model of ``header``; its tensors may be in the file of ``table``."""
+        file = header if table is None else table
+        layers = None
+        if each := layer_inputs(header):
+            inputs = file.tensors[LAYER_INPUTS]
+            layers = LayerTable(TokenRows(inputs).rows, each, sent_layers(header), inputs.shape[1])
+        positions = position_embedding(header, file)
+        return cls(token_embedding(file), embedding_scale(header), adapters, positions, layers)
 
     def rows(self, tokens: NDArray[np.int32], positions: Sequence[int]) -> Hidden:
         """Hidden states (rows, width) of ``tokens`` at ``positions``, as llama.cpp computes them from token input.
@@ -850,18 +907,13 @@ class FirstWindow(_HiddenWindow):
     """The route's first window: token ids in, hidden states out."""
 
     def __init__(self, source: WindowSource, options: EngineOptions, embedding: TokenEmbedding) -> None:
-        super().__init__(source, options, width=embedding.width)
+        super().__init__(source, options)
         self._embedding = embedding
 
     def forward(self, rows: Rows) -> Hidden:
-        return super().forward(
-            Rows(
-                content=self._embedding.rows(rows.content, rows.positions),  # type: ignore[arg-type]
-                positions=rows.positions,
-                sequences=rows.sequences,
-                outputs=rows.outputs,
-            )
-        )
+        tokens: Tokens = rows.content  # type: ignore[assignment]
+        hidden, table = self._embedding.rows(tokens, rows.positions), self._embedding.layers
+        return super().forward(replace(rows, content=hidden if table is None else table.joined(hidden, tokens)))
 
 
 class MiddleWindow(_HiddenWindow):
@@ -882,7 +934,7 @@ class _LogitsWindow(_Model):
         predicting: int = 0,
     ) -> None:
         assert source.assignment.output == "gpu" or not source.assignment.gpu_layers
-        super().__init__(source, options, tap=_Tap(None, 0), outputs=MAX_OUTPUT_ROWS, predicting=predicting)
+        super().__init__(source, options, tap=_Tap(None), outputs=MAX_OUTPUT_ROWS, predicting=predicting)
         self._ends = ends
         self._logits_type = ctypes.c_float * vocabulary
         self._vocabulary = vocabulary
@@ -919,7 +971,31 @@ class _LogitsWindow(_Model):
 
 
 class TailWindow(_LogitsWindow):
-    """The route's last window: hidden states in, logits out."""
+    """The route's last window: hidden states in, logits out. The ``embedding`` has what its layers take beside them."""
+
+    def __init__(
+        self,
+        source: WindowSource,
+        options: EngineOptions,
+        ends: frozenset[int],
+        *,
+        vocabulary: int,
+        file: Path | None = None,
+        embedding: TokenEmbedding | None = None,
+    ) -> None:
+        super().__init__(source, options, ends, vocabulary=vocabulary, file=file)
+        self._embedding = embedding
+
+    def forward(self, rows: Rows) -> None:
+        if self._each:
+            assert self._embedding is not None
+            assert self._embedding.layers is not None
+            content: Hidden = rows.content  # type: ignore[assignment]
+            tokens = self._embedding.layers.tokens_of(content)
+            selected = self._embedding.layers.selected(tokens, self.layers)
+            self._inputs = LayerInputs(self._embedding.rows(tokens, rows.positions), selected)
+            rows = replace(rows, content=np.ascontiguousarray(content[:, : self._width]))
+        super().forward(rows)
 
 
 class WholeModel(_LogitsWindow):

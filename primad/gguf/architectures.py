@@ -21,6 +21,9 @@ that ``primad/certify`` derived and compared (``Header.derived``). What the entr
   no attention, so each window holds both (``cut_multiple``).
 - **Inputs without use** make llama.cpp abort: a window needs a layer that rotates (``needs``), or that chooses what
   attention sees (``needs_indexer``). GLM 5.2's layers take over what one before them chose: windows begin at one that does.
+- **Inputs of layers** beside the hidden state, which the graph makes of tokens (Gemma 4 E2B, E4B), go from the head along
+  with hidden states (``layer_inputs``). Layers that use the KV cells of others are in one window with those: the last one
+  (``shares_cells``, ``tail_layers``).
 - **Layers for multi-token prediction** behind the others are in no window.
 - **Defaults and shapes that llama.cpp derives from the number of layers** (``LLM_TYPE_*``, MiniCPM's residual scale,
   DeepSeek 2 "lite", Gemma 3 27B's attention scale, Command R+'s norms) are written out, or refused where no key exists.
@@ -46,6 +49,8 @@ ADVICE: Final = "serve it on one device alone, or take another model"
 _ENDLESS_WINDOW: Final = 1 << 22
 """Positions no context reaches, and times 256 sequences (LLAMA_MAX_SEQ) still within llama.cpp's uint32."""
 
+LAYER_INPUTS: Final = "per_layer_token_embd.weight"
+LAYER_PROJECTION: Final = "per_layer_model_proj.weight"
 _SHARED: Final = frozenset(("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"))
 _LAYER_TENSOR: Final = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.")
 _KEPT_GENERAL: Final = frozenset(
@@ -96,11 +101,20 @@ class TensorRole(Enum):
 
     LAYER = "the window that holds its layer"
     EMBEDDING = "the head, for its embedding rows"
+    LAYER_INPUTS = "the head, for the rows that go to layers; in windows zeros stand for it"
+    LAYER_PROJECTION = "every window, the part of its layers"
     POSITIONS = "the head, which adds it to the embedding; in windows a row of 0 stands for it"
     OUTPUT_NORM = "the tail window; in the others a placeholder that is never computed"
     OUTPUT = "the tail window"
     SHARED = "every window"
     UNUSED = "no window"
+
+
+_OF_INPUTS: Final = {
+    LAYER_INPUTS: TensorRole.LAYER_INPUTS,
+    LAYER_PROJECTION: TensorRole.LAYER_PROJECTION,
+    "per_layer_proj_norm.weight": TensorRole.SHARED,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +165,11 @@ class Architecture:
     """The head adds a row of ``position_embd.weight`` to each row of the embedding; in windows this is 0."""
     predicts: bool = False
     """Its last layers may be for multi-token prediction, which the graph leaves out."""
+    layer_inputs: str = ""
+    """The key of how many values each layer takes beside the hidden state, of rows of ``per_layer_token_embd.weight`` and
+    what ``per_layer_model_proj.weight`` makes of the tokens' embedding."""
+    shares_cells: str = ""
+    """The key of how many layers, the last ones, use the KV cells of the two before them."""
     shares_where_full: bool = False
     """What every window shares is used only by layers that do not slide."""
     entries: tuple[str, ...] = ()
@@ -240,11 +259,9 @@ SUPPORTED: Final[dict[str, Architecture]] = {
             sliding=Sliding.NEEDED,
             is_fed=True,
             knows=frozenset(("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa")),
-            refuses=(
-                ("embedding_length_per_layer_input", "inputs of each layer beside the hidden state"),
-                ("attention.shared_kv_layers", "layers that use the KV cells of others"),
-            ),
-            by_layer=_KV_HEADS,
+            by_layer=_KV_HEADS | {"feed_forward_length"},
+            layer_inputs="embedding_length_per_layer_input",
+            shares_cells="attention.shared_kv_layers",
             shares_where_full=True,
         ),
         Architecture(name="glm4", knows=_SECTIONS, is_fed=True, predicts=True),
@@ -425,7 +442,8 @@ SUPPORTED: Final[dict[str, Architecture]] = {
 _REASONS: Final[dict[str, tuple[str, ...]]] = {
     "its layers mix in values of the first one": ("rwkv7", "arwkv7"),
     "its layers hand on several hidden states at once, and the first pick experts by token": ("deepseek4",),
-    "its layers take inputs beside the hidden state": ("gemma3n", "talkie"),
+    "llama.cpp tells its layers apart by number: the first 10, and those from 20 on": ("gemma3n",),
+    "its layers take inputs beside the hidden state": ("talkie",),
     "its layers are scaled by the number of layers": ("minicpm3", "minimax-01"),
     "its layers are computed more than once": ("hrm_text", "nanbeige"),
     "llama.cpp aborts in its attention": ("plm",),
@@ -525,6 +543,7 @@ def cuttable(header: Header) -> Architecture:
         raise _refusal(header, "key 'general.tensor_extra.name'", "it sets the precision of tensors by layer number")
     _check_arrays(header, architecture)
     _check_count(header, architecture, layers)
+    _check_inputs(header, layers)
     slides = sliding_layers(header)
     if name == "laguna" and any(slides) and slides != tuple(layer % 4 > 0 for layer in range(layers)):
         reason = "llama.cpp rotates layers that do not slide as a window's first layer does"
@@ -581,7 +600,7 @@ def borders(header: Header) -> range:
     layers, architecture, multiple = layer_count(header), known(header), _multiple(header)
     chooses = indexed_layers(header) if architecture is not None and architecture.takes_over else ()
     if not any(chooses):
-        return range(multiple, layers, multiple)
+        return range(multiple, layers - tail_layers(header) + 1, multiple)
     for step in range(1, layers):
         for first in (step, *range(1, step)):
             if all(chooses[first::step]):
@@ -602,6 +621,7 @@ def _multiple(header: Header) -> int:
     step = header.count(f"{architecture.name}.{architecture.step}", 1) if architecture.step else 1
     multiple = base = math.lcm(architecture.cut_multiple, max(step, 1))
     slides = sliding_layers(header)
+    behind = layer_count(header) - tail_layers(header) + 1 if architecture.shares_cells else len(slides)
     needs = architecture.sliding is Sliding.NEEDED or (architecture.sliding is Sliding.NEEDED_IF_ANY and any(slides))
     needed = [slides] if needs else []
     if architecture.needs and f"{architecture.name}.{architecture.needs}" in header.values:
@@ -616,10 +636,30 @@ def _multiple(header: Header) -> int:
         if architecture.recurrent is Recurrent.INTERVAL and f"{architecture.name}.{_RECURRENT}" not in header.values:
             multiple = base = math.lcm(base, max(header.count(f"{architecture.name}.{_INTERVAL}", 4), 1))
     while True:
-        multiple = _multiple_with(needed, multiple, base)
+        multiple = _multiple_with([each[:behind] for each in needed], multiple, base)
         if multiple >= len(slides) or _is_border(header, architecture, multiple, slides=any(slides)):
             return multiple
         multiple += base
+
+
+def tail_layers(header: Header) -> int:
+    """How many layers the last of several windows has at the least. Raises ``ModelError`` as ``sharing_layers``."""
+    sharing = sharing_layers(header)
+    return sharing + 2 if sharing else 1
+
+
+def sharing_layers(header: Header) -> int:
+    """How many layers, the last ones, use the KV cells of others. Raises ``ModelError`` for what is no count."""
+    architecture = known(header)
+    key = architecture.shares_cells if architecture is not None else ""
+    return header.count(f"{header.text('general.architecture')}.{key}", 0, most=MAX_LAYERS) if key else 0
+
+
+def layer_inputs(header: Header) -> int:
+    """Values that each layer takes beside the hidden state; 0 for most. Raises ``ModelError`` for what is no count."""
+    architecture = known(header)
+    key = architecture.layer_inputs if architecture is not None else ""
+    return header.count(f"{header.text('general.architecture')}.{key}", 0, most=1 << 16) if key else 0
 
 
 def _is_border(header: Header, architecture: Architecture, multiple: int, *, slides: bool) -> bool:
@@ -765,6 +805,8 @@ def tensor_role(header: Header, tensor: str) -> TensorRole:
             return TensorRole.SHARED
         case "position_embd.weight" if _adds_positions(header):
             return TensorRole.POSITIONS
+        case _ if layer_inputs(header) and tensor in _OF_INPUTS:
+            return _OF_INPUTS[tensor]
         case "output.weight" | "output.bias":
             return TensorRole.OUTPUT
         case _ if is_shared_tensor(tensor) or header.derived is not None:
@@ -840,6 +882,11 @@ def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> 
     architecture, layers = known(header), layer_count(header)
     assert architecture is not None
     assert 0 <= first < last <= layers
+    if first > layers - tail_layers(header):
+        raise ModelError(
+            f"{header.path}: the last window has at least {tail_layers(header)} of {layers} layers, so none begins at layer "
+            f"{first}; choose other windows"
+        )
     places = borders(header)
     if first and first not in places:
         more = f" and {places.start} more" if places.start < places.step else ""
@@ -866,6 +913,8 @@ def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> 
     values[f"{prefix}block_count"] = _uint32(last - first)
     values[f"{prefix}vocab_size"] = _uint32(vocabulary)
     values.pop(f"{prefix}nextn_predict_layers", None)
+    if architecture.shares_cells and last < layers:
+        values[f"{prefix}{architecture.shares_cells}"] = _uint32(0)
     values["tokenizer.ggml.model"] = scalar_value(GGUFValueType.STRING, "none")
     if f"{prefix}leading_dense_block_count" in values:
         dense = header.count(f"{prefix}leading_dense_block_count")
@@ -958,6 +1007,22 @@ def _check_count(header: Header, architecture: Architecture, count: int) -> None
         raise ModelError(
             f"{header.path}: llama.cpp takes {count} layers of '{name}' for the lite model; choose other windows"
         )
+
+
+def _check_inputs(header: Header, layers: int) -> None:
+    each = layer_inputs(header)
+    if not each:
+        return
+    width = header.count(f"{header.text('general.architecture')}.embedding_length")
+    tokens = header.tensors.get("token_embd.weight")
+    vocabulary = tokens.shape[-1] if tokens is not None else 0
+    shapes = {LAYER_INPUTS: (each * layers, vocabulary), LAYER_PROJECTION: (width, each * layers)}
+    for tensor, shape in shapes.items():
+        if tensor not in header.tensors or header.tensors[tensor].shape != shape:
+            raise ModelError(
+                f"{header.path}: tensor '{tensor}' has not {each} values for each of {layers} layers; the file is not a "
+                "complete model"
+            )
 
 
 def _deepseek2_lite(header: Header, layers: int) -> bool:

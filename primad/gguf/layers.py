@@ -14,6 +14,7 @@ travels the same way, as one more layer file that only the tail window loads.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -261,8 +262,27 @@ class SmallTensor:
     data: bytes
 
 
-def metadata_split(values: Mapping[str, Value], small: Sequence[SmallTensor], *, splits: int, tensors: int) -> bytes:
-    """The first split of a window: its metadata and small tensors. ``tensors`` counts those of all ``splits``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hole:
+    """A tensor of zeros that stand behind the metadata split, where a file system need not keep them."""
+
+    name: str
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    data: bytes = b""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its zeros."""
+        block, block_bytes = GGML_QUANT_SIZES[self.type]
+        return math.prod(self.shape) // block * block_bytes
+
+
+def metadata_split(
+    values: Mapping[str, Value], small: Sequence[SmallTensor | Hole], *, splits: int, tensors: int
+) -> bytes:
+    """The first split of a window: its metadata and small tensors, a ``Hole`` the last one. ``tensors`` counts those of all
+    ``splits``."""
     pairs = dict(values)
     for key, kind, content in (
         ("split.no", GGUFValueType.UINT16, 0),

@@ -11,22 +11,28 @@ from typing import Final
 from halda import LayerProfile, ModelProfile
 from primad.errors import ModelError
 from primad.gguf.architectures import (
+    LAYER_INPUTS,
+    LAYER_PROJECTION,
     attending_layers,
     block_count,
     borders,
     indexed_layers,
     known,
     layer_count,
+    layer_inputs,
     layer_of,
     recurrent_layers,
+    sharing_layers,
     sliding_layers,
+    tail_layers,
 )
 from primad.gguf.header import Header
-from primad.gguf.windows import token_embedding
+from primad.gguf.windows import beside_values, token_embedding
 
 KV_VALUE_BYTES: Final = 2
 """A value of F16, in which the profile counts the KV cache."""
 _EXPERTS: Final = re.compile(r"_exps\b")
+_OF_INPUTS: Final = (LAYER_INPUTS, LAYER_PROJECTION)
 _OF_EXPERTS: Final = frozenset(("ffn_down_exps",))
 _FEED_FORWARD: Final = frozenset(("ffn_down", "ffn_down_shexp")) | _OF_EXPERTS
 
@@ -37,7 +43,7 @@ def model_profile(header: Header) -> ModelProfile:
     A model whose architecture cannot be cut still has a profile: it can be served whole, by one device.
     """
     name = header.text("general.architecture")
-    layers = layer_count(header)
+    layers, has_inputs = layer_count(header), layer_inputs(header) > 0
     shared: list[Counter[str]] = [Counter() for _ in range(layers)]
     experts: list[Counter[str]] = [Counter() for _ in range(layers)]
     outside: Counter[str] = Counter()
@@ -45,7 +51,8 @@ def model_profile(header: Header) -> ModelProfile:
     for tensor in header.tensors.values():
         layer = layer_of(tensor.name)
         if layer is None:
-            outside[tensor.type.name] += tensor.bytes
+            if not (has_inputs and tensor.name in _OF_INPUTS):
+                outside[tensor.type.name] += tensor.bytes
         elif layer < layers:
             of_experts = _EXPERTS.search(tensor.name) is not None
             (experts if of_experts else shared)[layer][tensor.type.name] += tensor.bytes
@@ -58,7 +65,9 @@ def model_profile(header: Header) -> ModelProfile:
     places = borders(header)
     attends, remembers, indexed = attending_layers(header), recurrent_layers(header), indexed_layers(header)
     index_bytes = _index_values(header, name) * KV_VALUE_BYTES
-    embedding = token_embedding(header)
+    embedding, with_cells = token_embedding(header), layers - sharing_layers(header)
+    of_inputs = [header.tensors[name] for name in _OF_INPUTS if has_inputs and name in header.tensors]
+    beside = {each.type.name: each.bytes // layers for each in of_inputs if each.name == LAYER_PROJECTION}
     rest = outside - Counter({embedding.type.name: embedding.bytes})
     tied = rest.total() * 4 <= embedding.bytes
     return ModelProfile(
@@ -68,15 +77,21 @@ def model_profile(header: Header) -> ModelProfile:
             LayerProfile(
                 bytes_by_type=dict(shared[layer]),
                 expert_bytes_by_type=dict(experts[layer]),
-                kv_bytes_per_token=(_kv_bytes(header, name, layer) + index_bytes * indexed[layer]) * attends[layer],
+                kv_bytes_per_token=(
+                    (_kv_bytes(header, name, layer) + index_bytes * indexed[layer])
+                    * attends[layer]
+                    * (layer < with_cells)
+                ),
                 state_bytes=_state_bytes(header, name) if remembers[layer] else 0,
                 row_values=_row_values(
                     header, name, layer, shapes[layer], attends=attends[layer], remembers=remembers[layer]
                 ),
+                adapter_bytes=sum(beside.values()),
+                adapter_reads=beside,
             )
             for layer in range(layers)
         ),
-        embedding_bytes=embedding.bytes,
+        embedding_bytes=embedding.bytes + sum(each.bytes for each in of_inputs),
         output_bytes_by_type={embedding.type.name: embedding.bytes} if tied else dict(rest),
         tied=tied,
         width=embedding.shape[0],
@@ -93,6 +108,8 @@ def model_profile(header: Header) -> ModelProfile:
         ),
         heads=max(_first(header, f"{name}.attention.head_count", layer) for layer in range(layers)),
         cell_bytes=_cell_bytes(header, name) if any(indexed) else 0,
+        tail_layers=tail_layers(header),
+        beside_values=beside_values(header),
     )
 
 
@@ -127,7 +144,8 @@ def _row_values(
         found.append((3 if gated else 1) * rows * forward + beside * width)
         if rows > 1:  # what comes out is kept apart until it is added up, and where it is large beside what went in
             found.append((2 * rows + 1) * width + (2 * rows * forward if 2 * forward < width else 0))
-    return max(found)
+    inputs = layer_inputs(header) * layer_count(header)  # of as many layers as a window may have
+    return max(max(found) + inputs, 3 * inputs + 4 * width if inputs else 0)
 
 
 def _kv_bytes(header: Header, name: str, layer: int) -> int:

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Final
 
 from primad.errors import ModelError
-from primad.gguf.architectures import block_count, layer_count
+from primad.gguf.architectures import block_count, borders, layer_count, layer_inputs
 from primad.gguf.hub_ranges import HubRanges
 from primad.gguf.layers import (
     CHUNK_BYTES,
@@ -79,7 +80,12 @@ class RangedCutter(ModelCutter):
     def _origins(self) -> dict[str, tuple[int, LayerRef, LayerOrigin]]:
         """Number, reference and origin of every layer, by the name of its origin."""
         found = {}
-        for layer in [*range(layer_count(self.header) + 1), self.embedding_layer]:
+        layers = layer_count(self.header)
+        projections: list[int] = []
+        if layer_inputs(self.header):
+            ends = combinations([0, *borders(self.header), layers], 2)
+            projections = [self.projection_layer(*each) for each in ends]
+        for layer in [*range(layers + 1), self.embedding_layer, *projections]:
             layer_cut = self.cut(layer)
             places = tuple((self.parts.index(tensor.path), tensor.offset) for tensor in layer_cut.sources)
             ref = LayerRef("", layer_cut.size_bytes, layer_cut.tensors)

@@ -3,14 +3,19 @@
 Every window takes hidden states, so none needs the token embedding; llama.cpp still asks for one, and gets a single row.
 The tail's output matrix stands under the embedding's name (see ``engine/llama.py``), or beside a copy of it where the
 architecture does not fall back on tied weights.
+
+Where layers take inputs beside the hidden state (``layer_inputs``), the window's part of the matrix that makes them is one
+more layer file, the last one. The table that they are looked up in is the head's; in windows zeros stand for it, and in the
+tail, whose matrices all have a row for each token, they are a hole behind its metadata.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
@@ -20,18 +25,24 @@ from msgspec.structs import astuple
 from primad.errors import ModelError
 from primad.gguf.adapter import MAX_ADAPTERS, AdapterSpec
 from primad.gguf.architectures import (
+    LAYER_INPUTS,
+    LAYER_PROJECTION,
     TensorRole,
+    borders,
     cuttable,
+    is_shared_tensor,
     known,
     layer_count,
+    layer_inputs,
     sliding_layers,
     tensor_role,
     window_values,
 )
-from primad.gguf.constants import GGMLQuantizationType, TokenType
+from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, TokenType
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header, TensorInfo, Value
 from primad.gguf.layers import (
+    Hole,
     LayerCut,
     LayerRef,
     LayerTensor,
@@ -48,13 +59,16 @@ POSITIONS: Final = "position_embd.weight"
 OUTPUT: Final = "output.weight"
 OUTPUT_BIAS: Final = "output.bias"
 MAX_SMALL_BYTES: Final = 1 << 20
+MAX_HOLE_BYTES: Final = 1 << 40
+_HOLES: Final = (GGMLQuantizationType.IQ1_S, GGMLQuantizationType.Q4_0, GGMLQuantizationType.F16)
+"""What takes the least room, for rows of whole blocks."""
 
 
 class WindowSpec(msgspec.Struct, frozen=True, kw_only=True):
     """All that a device must know to load window ``window`` of the route: layers ``first <= layer < last``.
 
     ``metadata`` is the metadata split's content; ``layers`` are its layer files in split order, the output matrix of the
-    tail behind its layers; ``adapters`` change them.
+    tail behind its layers; ``adapters`` change them. So many ``hole_bytes`` of 0 stand behind the metadata.
     """
 
     window: int
@@ -63,6 +77,13 @@ class WindowSpec(msgspec.Struct, frozen=True, kw_only=True):
     metadata: bytes
     layers: tuple[LayerRef, ...]
     adapters: Annotated[tuple[AdapterSpec, ...], Meta(max_length=MAX_ADAPTERS)] = ()
+    hole_bytes: Annotated[int, Meta(ge=0, le=MAX_HOLE_BYTES)] = 0
+
+    def write_metadata(self, path: Path) -> None:
+        """Write the metadata split. Raises ``OSError``."""
+        with path.open("wb") as file:
+            file.write(self.metadata)
+            file.truncate(len(self.metadata) + self.hole_bytes)
 
     @property
     def files(self) -> tuple[LayerRef, ...]:
@@ -112,27 +133,47 @@ class ModelCutter:
 
     @property
     def embedding_layer(self) -> int:
-        """The number of the layer file that has the embedding, also of positions: the output's, or else one behind it."""
+        """The number of the layer file that has the embedding, also of positions and layers: the output's, or else one
+        behind it."""
         output, embedding = self._output(), token_embedding(self.header)
-        has_all = output[TOKEN_EMBEDDING].name == embedding.name and position_embedding(self.header) is None
+        has_all = output[TOKEN_EMBEDDING].name == embedding.name and not self._beside_embedding()
         return layer_count(self.header) + (not has_all)
+
+    def _beside_embedding(self) -> dict[str, TensorInfo]:
+        """What else the head looks up."""
+        found = {POSITIONS: position_embedding(self.header), LAYER_INPUTS: layer_table(self.header)}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def projection_layer(self, first: int, last: int) -> int:
+        """The number of the layer file that has the projection of inputs for layers ``first`` to ``last - 1``."""
+        layers = layer_count(self.header)
+        return layers + 2 + first * (layers + 1) + last
+
+    def _projection(self, first: int, last: int) -> LayerCut:
+        whole, layers = self.header.tensors[LAYER_PROJECTION], layer_count(self.header)
+        part = whole.bytes // layers
+        shape = (whole.shape[0], whole.shape[1] // layers * (last - first))
+        own = replace(whole, shape=shape, offset=whole.offset + part * first, bytes=part * (last - first))
+        return cut({LAYER_PROJECTION: own})
 
     def cut(self, layer: int) -> LayerCut:
         """Where the weights of ``layer`` (or of the output matrix, the embedding) lie in the model file; hashes nothing."""
         layers = layer_count(self.header)
+        if layer > layers + 1:
+            return self._projection(*divmod(layer - layers - 2, layers + 1))
         if layer == layers + 1:
-            positions = position_embedding(self.header)
-            also = {} if positions is None else {POSITIONS: positions}
-            return cut({TOKEN_EMBEDDING: token_embedding(self.header), **also})
+            return cut({TOKEN_EMBEDDING: token_embedding(self.header), **self._beside_embedding()})
         return cut(self._output()) if layer == layers else cut_layer(self.header, layer)
 
     def source(self, digest: str) -> LayerCut | None:
         """The layer of this content, if it has been hashed."""
         return self._cuts.get(digest)
 
-    def layers_of(self, first: int, last: int) -> range:
-        """What window ``first..last`` needs: its layers, and the output matrix behind them when it is the tail."""
-        return range(first, last + 1 if last == layer_count(self.header) else last)
+    def layers_of(self, first: int, last: int) -> Sequence[int]:
+        """What window ``first..last`` needs: its layers, the output matrix behind them when it is the tail, and what makes
+        their inputs."""
+        own = range(first, last + 1 if last == layer_count(self.header) else last)
+        return [*own, self.projection_layer(first, last)] if layer_inputs(self.header) else own
 
     def spec(
         self, window: int, first: int, last: int, change: Callable[[dict[str, Value]], None] | None = None
@@ -140,21 +181,26 @@ class ModelCutter:
         """The spec of window number ``window``, with a ``change`` of its metadata; hashes what was not hashed before."""
         layers = tuple(self.ref(layer) for layer in self.layers_of(first, last))
         small = self._small(first, last)
+        hole = [] if last < layer_count(self.header) else self._hole(first, last)
         values = window_metadata(self.header, first, last)
         if change is not None:
             change(values)
         metadata = metadata_split(
             values,
-            small,
+            [*small, *hole],
             splits=1 + len(layers),
-            tensors=len(small) + sum(len(layer.tensors) for layer in layers),
+            tensors=len(small) + len(hole) + sum(len(layer.tensors) for layer in layers),
         )
-        return WindowSpec(window=window, first=first, last=last, metadata=metadata, layers=layers)
+        hole_bytes = sum(each.size_bytes for each in hole)
+        return WindowSpec(
+            window=window, first=first, last=last, metadata=metadata, layers=layers, hole_bytes=hole_bytes
+        )
 
     @property
     def layers_of_all(self) -> tuple[int, ...]:
         """What ``without_text`` needs: the layers, the output matrix, and the token embedding where that is another one."""
-        return tuple(dict.fromkeys([*range(layer_count(self.header) + 1), self.embedding_layer]))
+        layers = layer_count(self.header)
+        return tuple(dict.fromkeys([*self.layers_of(0, layers), self.embedding_layer]))
 
     def without_text(self) -> WindowSpec:
         """The whole model as one window that takes tokens, and knows no text for them: what a device that guesses needs."""
@@ -171,6 +217,7 @@ class ModelCutter:
             )
             untied = [] if is_tied else [LayerRef(output.digest, output.size_bytes, named)]
             behind = [*untied, self.ref(embedding)]
+        behind += [self.ref(layer) for layer in self.layers_of(0, layers) if layer > layers]
         refs = (*(self.ref(layer) for layer in range(layers)), *behind)
         small = [tensor for tensor in self._small(0, layers) if tensor.name != POSITIONS]
         context = f"{self.header.text('general.architecture')}.context_length"
@@ -199,7 +246,8 @@ class ModelCutter:
         shares = not (architecture.shares_where_full and all(sliding_layers(self.header)[first:last]))
         for name, tensor in self.header.tensors.items():
             role = self._role(name)
-            if role is TensorRole.OUTPUT_NORM or (role is TensorRole.SHARED and shares):
+            is_used = shares or not is_shared_tensor(name)
+            if role is TensorRole.OUTPUT_NORM or (role is TensorRole.SHARED and is_used):
                 small.append(SmallTensor(name=name, type=tensor.type, shape=tensor.shape, data=_content(tensor)))
         width = token_embedding(self.header).shape[0]
         if position_embedding(self.header) is not None:
@@ -211,10 +259,19 @@ class ModelCutter:
                 shapes[OUTPUT] = (width, 1)
             if OUTPUT_BIAS in self.header.tensors:
                 shapes[OUTPUT_BIAS] = (1,)
+            if layer_inputs(self.header):
+                shapes[LAYER_INPUTS] = (layer_inputs(self.header) * (last - first), 1)
             for name, shape in shapes.items():
-                row = struct.pack("<f", self.stand_in if name == TOKEN_EMBEDDING else 0.0) * shape[0]
+                row = struct.pack("<f", self.stand_in if name in (TOKEN_EMBEDDING, LAYER_INPUTS) else 0.0) * shape[0]
                 small.append(SmallTensor(name=name, type=GGMLQuantizationType.F32, shape=shape, data=row))
         return small
+
+    def _hole(self, first: int, last: int) -> list[Hole]:
+        """What stands in the tail for the table of what layers take beside hidden states."""
+        values = layer_inputs(self.header) * (last - first)
+        kind = next(kind for kind in _HOLES if values % GGML_QUANT_SIZES[kind][0] == 0)
+        shape = (values, vocabulary_size(self.header))
+        return [Hole(name=LAYER_INPUTS, type=kind, shape=shape)] if values else []
 
 
 def token_embedding(header: Header) -> TensorInfo:
@@ -237,6 +294,22 @@ def position_embedding(header: Header, table: Header | None = None) -> TensorInf
     if tensor is not None and (len(tensor.shape) != 2 or tensor.shape[0] != token_embedding(file).shape[0]):
         raise ModelError(f"{header.path}: tensor '{POSITIONS}' is of another width than the token embedding")
     return tensor
+
+
+def layer_table(header: Header) -> TensorInfo | None:
+    """The table with what each layer takes beside the hidden state, a row for each token; None for most models."""
+    return header.tensors.get(LAYER_INPUTS) if layer_inputs(header) else None
+
+
+def sent_layers(header: Header) -> int:
+    """Layers that may be in windows before the tail."""
+    return max(borders(header), default=0)
+
+
+def beside_values(header: Header) -> int:
+    """Values that go from window to window beside each hidden state (``engine/layer_inputs.py``); 0 for most models."""
+    each = layer_inputs(header)
+    return token_embedding(header).shape[0] + each * sent_layers(header) + 1 if each else 0
 
 
 def window_metadata(header: Header, first: int, last: int) -> dict[str, Value]:

@@ -9,7 +9,7 @@ import msgspec
 from halda import Plan
 from primad.gguf.adapter import Adapter
 from primad.gguf.ranged_cutter import RangedCutter
-from primad.gguf.windows import WindowSpec, token_embedding
+from primad.gguf.windows import WindowSpec
 from primad.head.ring_inputs import RingInputs
 from primad.head.ways import Ways
 from primad.layers.fetch import hash_layers, in_thread
@@ -93,7 +93,7 @@ def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers:
         ring=inputs.session,
         epoch=inputs.epoch,
         route=len(plan.route),
-        width=token_embedding(inputs.service.model.header).shape[0],
+        width=inputs.service.model.profile.hop_values,
         windows=specs,
         assignments=list(inputs.promise.assignments[name].windows),
         ahead_bytes=inputs.promise.assignments[name].ahead_bytes,

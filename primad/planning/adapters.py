@@ -50,7 +50,11 @@ def with_adapters(profile: ModelProfile, adapters: Sequence[Adapter]) -> ModelPr
     tensors = [[tensor for each in adapters for tensor in each.tensors_of(layer)] for layer in range(count + 1)]
     tensors[count - 1] += tensors.pop()
     layers = [
-        replace(layer, adapter_bytes=sum(each.bytes for each in own), adapter_reads=_reads(own, profile))
+        replace(
+            layer,
+            adapter_bytes=layer.adapter_bytes + sum(each.bytes for each in own),
+            adapter_reads=Counter(layer.adapter_reads) + Counter(_reads(own, profile)),
+        )
         for layer, own in zip(profile.layers, tensors, strict=True)
     ]
     for a, b in filter(None, (each.embedding for each in adapters)):

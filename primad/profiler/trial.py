@@ -215,7 +215,7 @@ def _compare(task: CompareRows) -> ExactRows:
     options = msgspec.structs.replace(
         _options(task.threads, task.threads, flash=False), context=2 * KV_CELL_PADDING, sequences=most, rows=BEFORE
     )
-    window = MiddleWindow(task.window, options, width=task.width)
+    window = MiddleWindow(task.window, options)
     hidden = np.random.default_rng(0).standard_normal((BEFORE + CHUNK, task.width), np.float32)
 
     def computed(rows: range, positions: Sequence[int], sequences: Sequence[int]) -> Hidden:
@@ -263,7 +263,7 @@ def _replayed(task: CompareRows, hidden: Hidden) -> int:
     from primad.engine.llama import MiddleWindow
 
     options = msgspec.structs.replace(_options(task.threads, task.threads), context=KV_CELL_PADDING, rows=max(COMPARED))
-    window = MiddleWindow(task.window, options, width=task.width)
+    window = MiddleWindow(task.window, options)
 
     def computed(rows: int) -> bytes:
         """``REPLAYED`` rows, so many at a time."""
@@ -297,7 +297,7 @@ def _hold(task: HoldWindow) -> Callable[[], float]:
 
     from primad.engine.llama import MiddleWindow
 
-    window = MiddleWindow(task.window, _options(task.threads, task.threads), width=task.width)
+    window = MiddleWindow(task.window, _options(task.threads, task.threads))
     hidden = np.random.default_rng(0).standard_normal((1, task.width), np.float32)
     positions = itertools.count()
 
@@ -325,7 +325,7 @@ def _time(task: TimeWindow) -> TrialTimes:
     from primad.engine.llama import MiddleWindow
 
     options = _options(task.threads, task.batch_threads, flash=task.flash, gpu=task.gpu)
-    window = MiddleWindow(task.window, options, width=task.width)
+    window = MiddleWindow(task.window, options)
     sweep = np.ones(task.sweep_bytes // 8, np.uint64)
     hidden = np.random.default_rng(0).standard_normal((PREFILL_ROWS, task.width), np.float32)
 

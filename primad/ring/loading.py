@@ -15,10 +15,10 @@ from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.engine.streaming.units import WindowUnits, units_of_model, units_of_window
 from primad.errors import EngineError
 from primad.gguf.adapter import open_adapter
-from primad.gguf.architectures import block_count, embedding_scale, layer_count
+from primad.gguf.architectures import block_count, layer_count
 from primad.gguf.header import Header, read_header
 from primad.gguf.model import open_model
-from primad.gguf.windows import control_tokens, position_embedding, token_embedding
+from primad.gguf.windows import control_tokens
 from primad.kv.shelf import KvShelf
 from primad.kv.store import KvStore
 from primad.ring.chunks import Chunking
@@ -113,7 +113,7 @@ def _open_worker(opening: Open, loaded: OnLoaded) -> tuple[dict[int, HiddenWindo
     streams = _streams(opening, None)
     with streams.loading(), _released_on_error(windows.values()):
         for window in opening.windows:
-            windows[window.window] = MiddleWindow(window, opening.options, width=opening.width)
+            windows[window.window] = MiddleWindow(window, opening.options)
             loaded(len(windows))
     share_scratch(windows.values())
     streams.begin(windows)
@@ -139,6 +139,7 @@ def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple
     vocabulary.release()
     windows: dict[int, FirstWindow | MiddleWindow] = {}
     tail: TailWindow | WholeModel | None = None
+    embedding = _embedding(part, header) if opening.route > 1 else None
     streams = _streams(opening, header if opening.route == 1 and not opening.windows[0].layers else None)
     with streams.loading(), _released_on_error(windows.values()):
         for window in opening.windows:
@@ -147,15 +148,12 @@ def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple
                 predicting = block_count(header) - layer_count(header)
                 tail = WholeModel(window, options, ends, vocabulary=size, file=header.path, predicting=predicting)
             elif window.window == 0:
-                table = header if part.embedding is None else read_header(Path(part.embedding))
-                adapters = _embedding_adapters(part, header)
-                positions = position_embedding(header, table)
-                embedding = TokenEmbedding(token_embedding(table), embedding_scale(header), adapters, positions)
+                assert embedding is not None
                 windows[0] = FirstWindow(window, options, embedding)
             elif window.window == opening.route - 1:
-                tail = TailWindow(window, options, ends, vocabulary=size, file=header.path)
+                tail = TailWindow(window, options, ends, vocabulary=size, file=header.path, embedding=embedding)
             else:
-                windows[window.window] = MiddleWindow(window, options, width=opening.width)
+                windows[window.window] = MiddleWindow(window, options)
             loaded(len(windows) + (tail is not None))
     assert tail is not None
     share_scratch((*windows.values(), tail))
@@ -186,6 +184,12 @@ def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple
         shelf=shelf,
     )
     return head, streams
+
+
+def _embedding(part: HeadPart, header: Header) -> TokenEmbedding:
+    """What the head looks up for tokens, which may lie in a file of its own. Raises ``ModelError``."""
+    table = header if part.embedding is None else read_header(Path(part.embedding))
+    return TokenEmbedding.of(header, table, _embedding_adapters(part, header))
 
 
 def _embedding_adapters(part: HeadPart, header: Header) -> list[EmbeddingAdapter]:

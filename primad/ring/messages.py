@@ -388,7 +388,7 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     """The first command: load these windows of ring ``ring`` and epoch ``epoch`` and listen on ``host``.
 
-    ``route`` is the number of windows in the route, ``width`` that of the hidden state; ``head`` is None on a worker. Of
+    ``route`` is the number of windows in the route, ``width`` that of a row on its way; ``head`` is None on a worker. Of
     what streams ``ahead_bytes`` are held ahead. How often experts are used is kept in the folder ``usage``, or nowhere; KV
     cells are kept in the folder ``cells``, or nowhere.
     """

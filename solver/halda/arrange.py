@@ -17,8 +17,8 @@ def arrange(
 ) -> Plan:
     """The plan in which device ``i`` computes ``layers_per_round[i]`` layers in each of ``rounds`` rounds.
 
-    The head (``devices[0]``) also has the tail window with the layers that are left. When none is left, the head's window
-    of the last round gives one. Raises ``Infeasible`` when the windows do not fit the model.
+    The head (``devices[0]``) also has the tail window with the layers that are left. When these are too few, the head's
+    window of the last round gives some. Raises ``Infeasible`` when the windows do not fit the model.
     """
     assert len(devices) == len(layers_per_round)
     total = len(model.layers)
@@ -35,18 +35,19 @@ def arrange(
         return Plan(rounds=1, route=(whole,), output_on_gpu=False, streaming=(), left_out=())
     sizes = [(device, size) for _ in range(rounds) for device, size in zip(devices, layers_per_round, strict=True)]
     tail = total - taken
-    if tail == 0:
-        tail = model.cut_multiple
+    if tail < model.tail_layers:
+        missing = -(-(model.tail_layers - tail) // model.cut_multiple) * model.cut_multiple
+        tail += missing
         last_of_head = (rounds - 1) * len(devices)
         head, size = sizes[last_of_head]
         # A device sends to one next device, so a head between two others keeps a window in every round.
         least = 0 if rounds > 1 and len(devices) == 2 else 1
-        if size - tail < least:
+        if size - missing < least:
             raise Infeasible(
-                f"the windows take all {total} layers; the tail window on {head} needs {tail}: "
-                f"give {head} a larger window or another device a smaller one"
+                f"the windows take {taken if taken < total else f'all {total}'} layers; the tail window on {head} needs "
+                f"{tail}: give {head} a larger window or another device a smaller one"
             )
-        sizes[last_of_head] = (head, size - tail)
+        sizes[last_of_head] = (head, size - missing)
     route, first = [], 0
     for device, size in [*sizes, (devices[0], tail)]:
         if size:

@@ -434,7 +434,7 @@ def _largest_rows(workload: Workload) -> int:
 
 def hidden_bytes(model: ModelProfile, workload: Workload) -> int:
     """Hidden states of a chunk that are on their way through a process."""
-    return HIDDEN_COPIES * _largest_rows(workload) * model.width * HIDDEN_VALUE_BYTES
+    return HIDDEN_COPIES * _largest_rows(workload) * model.hop_values * HIDDEN_VALUE_BYTES
 
 
 def window_bytes(model: ModelProfile, workload: Workload) -> int:

@@ -74,7 +74,7 @@ def _shapes(instance: Instance, devices: int, rounds: int) -> Iterator[tuple[int
     if rounds > model.most_rounds:
         return
     cut, missing = model.cut_multiple, model.cut_missing
-    longest = (len(model.layers) - 1 + missing) // (rounds * cut) * cut - missing
+    longest = (model.last_cut + missing) // (rounds * cut) * cut - missing
     for step in range(_MOST_TAILS if rounds == 1 else _MOST_TAILS_OF_ROUNDS):
         # In one round a longer tail only moves windows, so sizes far apart are looked at.
         columns = longest - cut * ((1 << step) - 1 if rounds == 1 else step)

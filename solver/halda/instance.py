@@ -295,17 +295,17 @@ class Instance:
     @cached_property
     def hops_s(self) -> list[list[float]]:
         """Seconds of the hop from each member to each other with a step of decode; infinite to itself."""
-        return self._hops(lambda link: cost.hop_s(link, self.decode_rows, self.model.width))
+        return self._hops(lambda link: cost.hop_s(link, self.decode_rows, self.model.hop_values))
 
     @cached_property
     def chunk_hops_s(self) -> list[list[float]]:
         """The same with a chunk of a prompt."""
-        return self._hops(lambda link: cost.hop_s(link, self.members[0].prefill.rows, self.model.width))
+        return self._hops(lambda link: cost.hop_s(link, self.members[0].prefill.rows, self.model.hop_values))
 
     @cached_property
     def transfers_s(self) -> list[list[float]]:
         """Seconds that a hop with one row occupies each link."""
-        return self._hops(lambda link: cost.transfer_s(link, 1, self.model.width))
+        return self._hops(lambda link: cost.transfer_s(link, 1, self.model.hop_values))
 
     def in_air(self, source: int, target: int) -> bool:
         """Whether what one member sends to another passes the air that all wireless devices share."""

@@ -134,7 +134,7 @@ def even_layout(
     ``shares`` are then what each adds to the hops. ``columns`` fixes the layers of a round (W).
     """
     members, total = range(len(instance.devices)), len(instance.model.layers)
-    cut, missing = instance.model.cut_multiple, instance.model.cut_missing
+    cut, missing, last_cut = instance.model.cut_multiple, instance.model.cut_missing, instance.model.last_cut
     picked = [integer(problem, f"z_{i}", 0, 1) for i in range(len(orders or ()))]
     if orders is None:
         used: list[Expression] = [1, *(integer(problem, f"a_{m}", 0, 1) for m in members[1:])]
@@ -142,10 +142,10 @@ def even_layout(
         problem += pulp.lpSum(picked) == 1, "one ring order"
         used = [pulp.lpSum(z for z, order in zip(picked, orders, strict=True) if m in order.members) for m in members]
     k = 1 if loose else rounds
-    most = (total - 1 + missing) // (k * cut)
+    most = (last_cut + missing) // (k * cut)
     blocks = [integer(problem, f"w_{m}", 0, most) for m in members]
     w: list[Expression] = [cut * blocks[m] - (0 if m else missing) for m in members]
-    tail = integer(problem, "tail", 1, total)
+    tail = integer(problem, "tail", total - last_cut, total)
     layers: list[Expression] = [k * w[m] + (tail if m == 0 else 0) for m in members]
     problem += pulp.lpSum(layers) == total, "every layer has a place"
     if columns is not None:
@@ -272,7 +272,7 @@ def cut_layout(
     tail_columns = in_columns + rest if rounds == 1 else rest
     tail_before = [*before, *([0] * len(rest))] if rounds == 1 else [0] * len(rest)
     if rounds == 1:
-        problem += pulp.lpSum(before) <= total - 1, "the tail has a layer"
+        problem += pulp.lpSum(before) <= instance.model.last_cut, "the tail has its layers"
     every = [1] * len(tail_columns)
     tail_start, tail_whole = _gpu_stairs(problem, instance, 0, "tail", tail_before, every)
     tail = (

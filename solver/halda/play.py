@@ -66,7 +66,7 @@ def _stops(plan: Plan, instance: Instance) -> list[tuple[str, str, float]]:
 def _hops(plan: Plan, instance: Instance) -> dict[str, tuple[object, float, float]]:
     """By the device that sends: what a hop passes, for how many seconds, and how long it is on its way behind that."""
     index = {device.device: i for i, device in enumerate(instance.devices)}
-    rows, width = instance.decode_rows, instance.model.width
+    rows, width = instance.decode_rows, instance.model.hop_values
     hops: dict[str, tuple[object, float, float]] = {}
     for name in plan.devices:
         here, there = index[name], index[plan.after(name)]

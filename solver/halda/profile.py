@@ -259,8 +259,8 @@ class LayerProfile:
 
     A recurrent layer has ``state_bytes`` for each sequence instead, whatever its length. ``row_values`` are those that a row
     has in the compute buffer, at the least if it is recurrent; 0 where they are estimated from the weights.
-    ``adapter_bytes`` are those of adapters, which lie in memory beside it, also where it streams; ``adapter_reads`` what a
-    row reads of them, by type.
+    ``adapter_bytes`` are those of adapters and of what makes its inputs, which lie in memory beside it, also where it
+    streams; ``adapter_reads`` what a row reads of them, by type.
 
     ``bytes_by_type`` are the weights that every row uses, ``expert_bytes_by_type`` those of all experts, of which a row uses
     ``experts_used`` of ``experts``.
@@ -295,8 +295,9 @@ class ModelProfile:
     layer, 0 for as many as the hidden state has; ``heads`` are those heads, 0 where that is not known. ``cell_bytes`` are
     those of the compute buffer that a row has for each cell of the KV cache besides masks. ``kv_head_width``
     divides the widths of all heads in the KV cache. A window behind the first may begin only at a multiple of
-    ``cut_multiple`` layers and ``cut_offset`` more, which is less than a multiple. ``expert_use`` says how likely a row
-    picks an expert of each of as many groups, which have as many experts each; without it all are alike.
+    ``cut_multiple`` layers and ``cut_offset`` more, which is less than a multiple, and the last of several has
+    ``tail_layers`` at least. ``beside_values`` go from window to window with each hidden state. ``expert_use`` says how
+    likely a row picks an expert of each of as many groups, which have as many experts each; without it all are alike.
     """
 
     name: str
@@ -317,6 +318,18 @@ class ModelProfile:
     heads: int = 0
     cell_bytes: int = 0
     expert_use: tuple[float, ...] = ()
+    tail_layers: int = 1
+    beside_values: int = 0
+
+    @property
+    def last_cut(self) -> int:
+        """The last layer at which a window may begin, but for ``cut_multiple`` and ``cut_offset``."""
+        return max(len(self.layers) - self.tail_layers, 0)
+
+    @property
+    def hop_values(self) -> int:
+        """Values of a row that goes from window to window."""
+        return self.width + self.beside_values
 
     @property
     def attention_width(self) -> int:
@@ -331,7 +344,7 @@ class ModelProfile:
     @property
     def borders(self) -> range:
         """The layers at which windows behind the first may begin."""
-        return range(self.cut_offset or self.cut_multiple, len(self.layers), self.cut_multiple)
+        return range(self.cut_offset or self.cut_multiple, self.last_cut + 1, self.cut_multiple)
 
     @property
     def cut_missing(self) -> int:

@@ -416,7 +416,7 @@ class _Search:
         """Settle what the even layout leaves open where layers differ."""
         model, cut = self._instance.model, self._instance.model.cut_multiple
         total = len(model.layers)
-        most = (total - 1) // (rounds * cut) * cut
+        most = model.last_cut // (rounds * cut) * cut
         for columns in [total] if rounds == 1 else range(most, 0, -cut):
             if rounds > 1:
                 problem = milp.new_problem("columns")

@@ -153,6 +153,10 @@ def solve_published(
     What a device's memory lacks is streamed by our rules (``evaluate.residency``); judge the result with ``evaluate``.
     Raises ``Infeasible`` when no subset of the devices with the head has a plan.
     """
+    if model.tail_layers > model.cut_multiple:
+        raise Infeasible(
+            f"Halda as published knows no window of {model.tail_layers} layers at least, as the last one of {model.name}"
+        )
     ring = instance(devices, links, model, workload, limits or {}, head)
     chosen = list(range(len(ring.members)))
     best: _Solution | None = None

@@ -236,7 +236,7 @@ def random_plan(rng: random.Random, question: Instance, *, rounds: int | None = 
 def _route(rng: random.Random, question: Instance, rounds: int | None) -> tuple[list[Window], int]:
     """Windows and rounds. Sizes are multiples of the model's ``cut_multiple``; the tail has the layers that are left."""
     total, multiple = len(question.model.layers), question.model.cut_multiple
-    blocks = total // multiple if total % multiple else total // multiple - 1
+    blocks = question.model.last_cut // multiple
     k = rounds if rounds is not None else rng.choice([1, 1, 2, 3, 4])
     k = max(1, min(k, blocks // 2))
     most = min(len(question.devices), blocks // k)

@@ -259,7 +259,7 @@ def _fixtures(plan: Plan, instance: Instance, *, rows: float) -> list[Fixture]:
         member: Member = instance.members[index[name]]
         here, there = index[name], index[plan.after(name)]
         link = instance.link(here, there)
-        transfer_s = cost.transfer_s(link, rows, instance.model.width)
+        transfer_s = cost.transfer_s(link, rows, instance.model.hop_values)
         fixtures.append(
             Fixture(
                 device=name,
@@ -269,7 +269,7 @@ def _fixtures(plan: Plan, instance: Instance, *, rows: float) -> list[Fixture]:
                 slowed_share=member.slows_s_per_byte * member.disk_bytes_per_s,
                 in_air=instance.in_air(here, there),
                 transfer_s=transfer_s,
-                delay_s=cost.hop_s(link, rows, instance.model.width) - transfer_s,
+                delay_s=cost.hop_s(link, rows, instance.model.hop_values) - transfer_s,
             )
         )
     return fixtures

@@ -1,5 +1,7 @@
 """The table of architectures: what a window's metadata says, and who is refused by which name."""
 
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +31,7 @@ from primad.gguf.architectures import (
 )
 from primad.gguf.header import Header, TensorInfo, Value, array_value, scalar_value
 from primad.gguf.profile import model_profile
+from primad.gguf.windows import beside_values
 
 PATH = Path("model.gguf")
 INDEXER = {"attention.indexer.key_length": 128}
@@ -384,7 +387,7 @@ def test_smollm3_is_cut_at_every_fourth_layer():
     [
         ("rwkv7", "values of the first one"),
         ("deepseek4", "several hidden states"),
-        ("gemma3n", "inputs beside"),
+        ("gemma3n", "layers apart by number"),
         ("minicpm3", "number of layers"),
         ("plm", "aborts"),
         ("talkie", "inputs beside"),
@@ -460,11 +463,58 @@ def test_windows_begin_where_each_has_a_layer_that_slides(slides, multiple):
         assert any(values["attention.sliding_window_pattern"])
 
 
-def test_gemma4_with_inputs_for_each_layer_is_refused():
-    keys = {"attention__sliding_window": 8, "attention__sliding_window_pattern": [True] * 6}
-    refuses(model("gemma4", **keys, embedding_length_per_layer_input=256), "gemma4.embedding_length_per_layer_input")
-    refuses(model("gemma4", **keys, attention__shared_kv_layers=2), "gemma4.attention.shared_kv_layers")
-    cuttable(model("gemma4", **keys, embedding_length_per_layer_input=0, attention__shared_kv_layers=0))
+def per_layer(layers, period, sharing):
+    """Gemma 4 with inputs of 256 values for each layer, of which each ``period``-th does not slide."""
+    pattern = [layer % period != period - 1 for layer in range(layers)]
+    header = model(
+        "gemma4",
+        layers,
+        attention__sliding_window=8,
+        attention__sliding_window_pattern=pattern,
+        embedding_length_per_layer_input=256,
+        attention__shared_kv_layers=sharing,
+        feed_forward_length=[128 + layer for layer in range(layers)],
+        embedding_length=4,
+    )
+    shapes = {"per_layer_token_embd.weight": (256 * layers, 1), "per_layer_model_proj.weight": (4, 256 * layers)}
+    shapes["per_layer_proj_norm.weight"] = (256,)
+    tables = {
+        name: TensorInfo(name=name, type=GGMLQuantizationType.F32, shape=shape, offset=0, bytes=4096, path=PATH)
+        for name, shape in shapes.items()
+    }
+    return replace(header, tensors={**header.tensors, **tables})
+
+
+@pytest.mark.parametrize(
+    ("layers", "period", "sharing", "places"),
+    [(35, 5, 20, range(2, 14, 2)), (42, 6, 18, range(2, 24, 2)), (35, 5, 33, []), (42, 6, 0, range(2, 42, 2))],
+    ids=["E2B", "E4B", "nearly-all", "none"],
+)
+def test_layers_that_use_the_cells_of_others_are_in_the_last_window_with_them(layers, period, sharing, places):
+    header = per_layer(layers, period, sharing)
+    assert [*borders(header)] == [*places]
+    for first, last in pairwise([0, *places, layers]):
+        values = window(header, first, last)
+        assert values["attention.shared_kv_layers"] == (sharing if last == layers else 0)
+        assert any(values["attention.sliding_window_pattern"])
+    if sharing:
+        with pytest.raises(ModelError, match=f"the last window has at least {sharing + 2} of {layers} layers, so none"):
+            window_values(header, (layers - 1) // 2 * 2, layers, vocabulary=1)
+
+
+def test_what_layers_take_beside_hidden_states_goes_as_far_as_windows_need_it():
+    assert beside_values(per_layer(35, 5, 20)) == 4 + 12 * 256 + 1
+    assert beside_values(model("gemma4", attention__sliding_window=8)) == 0
+
+
+@pytest.mark.parametrize("name", ["per_layer_token_embd.weight", "per_layer_model_proj.weight"])
+def test_tables_of_another_number_of_layers_are_refused(name):
+    header = per_layer(35, 5, 20)
+    other = replace(header.tensors[name], shape=(256, 256))
+    refuses(replace(header, tensors={**header.tensors, name: other}), name, "not 256 values for each of 35 layers")
+    refuses(
+        replace(header, tensors={n: t for n, t in header.tensors.items() if n != name}), name, "not a complete model"
+    )
 
 
 def test_windows_keep_to_the_step_of_layers_with_experts():

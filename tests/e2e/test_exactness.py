@@ -254,10 +254,10 @@ class Route:
             context=CONTEXT, sequences=1, rows=chunk, threads=THREADS, batch_threads=THREADS, kv_type="f16", lock=False
         )
         embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
-        width, vocabulary = embedding.width, vocabulary_size(header)
+        vocabulary = vocabulary_size(header)
         self.hidden = [
             FirstWindow(windows[0], options, embedding),
-            *(MiddleWindow(window, options, width=width) for window in windows[1:-1]),
+            *(MiddleWindow(window, options) for window in windows[1:-1]),
         ]
         self.tail = TailWindow(windows[-1], options, frozenset(), vocabulary=vocabulary)
 

@@ -31,7 +31,7 @@ def survives_a_death(model, new_home, tokens):
         assert lab.undisturbed
 
 
-@pytest.mark.parametrize("architecture", ["qwen35moe", "gemma4-moe"])
+@pytest.mark.parametrize("architecture", ["qwen35moe", "gemma4-per-layer"])
 def test_an_answer_survives_the_death_of_a_worker(architecture, tmp_path, new_home):
     model = tmp_path / "model.gguf"
     synth.write_model(model, architecture=architecture, layers=16, width=256)

@@ -26,7 +26,7 @@ from primad.gguf.architectures import (
 from primad.gguf.header import array_value, read_header, scalar_value
 from primad.gguf.layers import layer_header
 from primad.gguf.profile import model_profile
-from primad.gguf.windows import ModelCutter, position_embedding, token_embedding, vocabulary_size
+from primad.gguf.windows import ModelCutter, vocabulary_size
 from primad.head.loads import adapted
 from tools import synth
 from tools.lab import zoo
@@ -53,14 +53,12 @@ class Route:
         assert cuts[0] == 0
         assert cuts[-1] == layers
         changes = [EmbeddingAdapter(each) for each in reversed(adapters) if each.embedding is not None]
-        embedding = TokenEmbedding(
-            token_embedding(header), embedding_scale(header), changes, position_embedding(header)
-        )
+        embedding = TokenEmbedding.of(header, None, changes)
         self.windows = []
         for number, (first, last) in enumerate(pairwise(cuts)):
             spec = cutter.spec(number, first, last)
             metadata = folder / f"{number}.gguf"
-            metadata.write_bytes(spec.metadata)
+            spec.write_metadata(metadata)
             paths = []
             for split, ref in enumerate(spec.layers, start=1):
                 path = folder / f"{number}-{split}.gguf"
@@ -74,11 +72,12 @@ class Route:
             assignment = assigned(last - first, count, is_tail=is_tail, first=first, helped=helped, apart=apart)
             files = replace_fields(files_of(metadata, paths, assignment), adapters=adapters_of(adapters, spec, folder))
             if last == layers:
-                window = TailWindow(files, options, frozenset(), vocabulary=vocabulary_size(header))
+                size = vocabulary_size(header)
+                window = TailWindow(files, options, frozenset(), vocabulary=size, embedding=embedding)
             elif first == 0:
                 window = FirstWindow(files, options, embedding)
             else:
-                window = MiddleWindow(files, options, width=embedding.width)
+                window = MiddleWindow(files, options)
             self.windows.append(window)
 
     def logits(self, tokens, position, sequence=0):
@@ -188,7 +187,7 @@ def test_windows_give_the_whole_models_logits(architecture, tmp_path):
     check(path, cuts_of(read_header(path)), tmp_path)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3vl", "gemma4", *HYBRIDS])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3vl", "gemma4", "gemma4-per-layer", *HYBRIDS])
 def test_sequences_beside_each_other_are_what_each_is_alone(architecture, tmp_path):
     """Steps of two sequences in turn, through windows; one begins anew while the other goes on."""
     path = tmp_path / "model.gguf"

@@ -46,7 +46,7 @@ def test_layers_for_multi_token_prediction_are_counted_but_never_there(layers, o
 
 def test_what_llama_cpp_cannot_do_is_our_mistake():
     with pytest.raises(AssertionError):
-        MiddleWindow(on_gpu(0, "gpu"), OPTIONS, width=8)
+        MiddleWindow(on_gpu(0, "gpu"), OPTIONS)
     for kind in (TailWindow, WholeModel):
         with pytest.raises(AssertionError):
             kind(on_gpu(1, "cpu"), OPTIONS, frozenset(), vocabulary=8)

@@ -32,7 +32,7 @@ FAMILIES = (
     "granite",
     "deepseek2",
     "glm4moe",
-    "gemma4",
+    "gemma4-per-layer",
     "qwen35",
     "jamba",
     "openelm",

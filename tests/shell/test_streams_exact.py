@@ -19,11 +19,12 @@ from primad.engine.protocol import EngineOptions
 from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.engine.streaming.units import WindowUnits, units_of_model, units_of_window
 from primad.errors import WeightsError
-from primad.gguf.architectures import embedding_scale, layer_count
+from primad.gguf.architectures import layer_count
 from primad.gguf.header import Header, read_header
 from primad.gguf.layers import layer_header
-from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
+from primad.gguf.windows import ModelCutter, vocabulary_size
 from tests.shell.test_cut_exact import DECODED, OPTIONS, PROMPT, cuts_of, files_of, rows, synth, whole_logits
+from tools.lab import zoo
 
 pytestmark = [
     pytest.mark.slow,
@@ -90,7 +91,7 @@ class Streaming:
         cutter = ModelCutter(self._header)
         spec = cutter.spec(number, first, last)
         metadata = folder / f"{number}.gguf"
-        metadata.write_bytes(spec.metadata)
+        spec.write_metadata(metadata)
         paths = []
         for split, ref in enumerate(spec.layers, start=1):
             path = folder / f"{ref.digest}-{split}.gguf"
@@ -104,12 +105,13 @@ class Streaming:
         header, options = self._header, self._options
         if count == 1:
             return WholeModel(files, options, frozenset(), vocabulary=vocabulary_size(header))
+        embedding = TokenEmbedding.of(header)
         if number == count - 1:
-            return TailWindow(files, options, frozenset(), vocabulary=vocabulary_size(header))
-        embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
+            size = vocabulary_size(header)
+            return TailWindow(files, options, frozenset(), vocabulary=size, embedding=embedding)
         if number == 0:
             return FirstWindow(files, options, embedding)
-        return MiddleWindow(files, options, width=embedding.width)
+        return MiddleWindow(files, options)
 
     def logits(self, tokens: Sequence[int], position: int) -> np.ndarray:
         state = np.array(tokens, np.int32)
@@ -167,9 +169,9 @@ def test_with_everything_streamed_logits_are_the_same(architecture, tmp_path):
             check(made, chunks, expected)
 
 
-@pytest.mark.parametrize("architecture", ["gemma4-moe", "glm4moe", "nemotron_h_moe", "qwen35moe"])
+@pytest.mark.parametrize("architecture", ["gemma4-moe", "gemma4-per-layer", "glm4moe", "nemotron_h_moe", "qwen35moe"])
 def test_layers_of_several_kinds_stream(architecture, tmp_path):
-    header = model(tmp_path, architecture, layers=8)
+    header = model(tmp_path, architecture, layers=zoo.layers_of(architecture))
     chunks, expected = whole_logits(header)
     for number, cuts in enumerate(([0, layer_count(header)], *cuts_of(header))):
         folder = tmp_path / str(number)

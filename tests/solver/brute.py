@@ -136,11 +136,12 @@ class Brute:
 
     def _ways(self) -> Iterator[Way]:
         total = len(self._instance.model.layers)
+        most = total - self._instance.model.tail_layers
         for option in self._options(0, (), (0, total), 1):
             yield Way((0,), 1, ((0, 0),), 0, (option,))
         for members in self._rings():
-            for rounds in range(1, (total - 1) // len(members) + 1):
-                for columns in range(len(members), (total - 1) // rounds + 1):
+            for rounds in range(1, most // len(members) + 1):
+                for columns in range(len(members), most // rounds + 1):
                     yield from self._ring(members, rounds, columns)
 
     def _rings(self) -> Iterator[tuple[int, ...]]:
@@ -321,7 +322,7 @@ class Brute:
         rows = instance.members[0].prefill.rows
         for a, b in zip(members, (*members[1:], members[0]), strict=True):
             way = instance.link(a, b)
-            one = instance.model.width * 4 / way.bytes_per_s
+            one = instance.model.hop_values * 4 / way.bytes_per_s
             late = way.round_trip_s / 2 + 0.185 * way.late_s
             hops += rounds * (late + one)
             chunk_hops += rounds * (late + rows * one)
@@ -396,7 +397,7 @@ class Brute:
         instance, members = self._instance, way.members
         rows, ends = instance.members[0].prefill.rows, [*members[1:], members[0]]
         links = [instance.link(a, b) for a, b in zip(members, ends, strict=True)]
-        sends = [rows * instance.model.width * 4 / link.bytes_per_s for link in links]
+        sends = [rows * instance.model.hop_values * 4 / link.bytes_per_s for link in links]
         takes = [send + link.round_trip_s / 2 + 0.185 * link.late_s for send, link in zip(sends, links, strict=True)]
         wireless = [
             instance.devices[a].wireless or instance.devices[b].wireless for a, b in zip(members, ends, strict=True)

@@ -13,7 +13,7 @@ from halda import Infeasible, LayerProfile, ModelProfile, Plan, arrange
 from halda_research.apportion import apportion
 
 
-def model(layers: int, *, multiple: int = 1, kv_bytes: int = 512) -> ModelProfile:
+def model(layers: int, *, multiple: int = 1, kv_bytes: int = 512, tail: int = 1) -> ModelProfile:
     layer = LayerProfile(bytes_by_type={"Q4_K": 1000, "F32": 24}, expert_bytes_by_type={}, kv_bytes_per_token=kv_bytes)
     return ModelProfile(
         name="toy",
@@ -29,6 +29,7 @@ def model(layers: int, *, multiple: int = 1, kv_bytes: int = 512) -> ModelProfil
         experts_used=0,
         kv_head_width=64,
         cut_multiple=multiple,
+        tail_layers=tail,
     )
 
 
@@ -45,6 +46,7 @@ def assert_whole(plan: Plan, toy: ModelProfile) -> None:
     assert [layer for window in plan.route for layer in window.layers] == list(range(len(toy.layers)))
     assert plan.route[0].device == plan.route[-1].device == plan.head
     assert all(window.first % toy.cut_multiple == 0 for window in plan.route)
+    assert len(plan.route) == 1 or len(plan.route[-1].layers) >= toy.tail_layers
     if len(plan.devices) > 1:
         for before, after in pairwise(plan.route):
             if before.device != after.device:
@@ -139,10 +141,18 @@ def test_the_tail_of_a_model_with_a_multiple_has_as_many_layers():
         arrange(names(2), [4, 8], rounds=1, model=toy)
 
 
-@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 40), st.integers(1, 4), st.data())
-def test_any_request_is_a_whole_route_or_infeasible(devices, rounds, layers, multiple, data):
+def test_the_tail_has_as_many_layers_as_the_model_says():
+    toy = model(12, multiple=2, tail=5)
+    assert shown(arrange(names(2), [4, 2], rounds=1, model=toy)) == [("d0", 0, 4), ("d1", 4, 6), ("d0", 6, 12)]
+    assert shown(arrange(names(2), [6, 2], rounds=1, model=toy)) == [("d0", 0, 4), ("d1", 4, 6), ("d0", 6, 12)]
+    with pytest.raises(Infeasible, match="the windows take 8 layers; the tail window on d0 needs 6: give d0 a larger"):
+        arrange(names(2), [2, 6], rounds=1, model=toy)
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 40), st.integers(1, 4), st.integers(1, 40), st.data())
+def test_any_request_is_a_whole_route_or_infeasible(devices, rounds, layers, multiple, tail, data):
     sizes = data.draw(st.lists(st.integers(-1, 12), min_size=devices, max_size=devices))
-    toy = model(layers, multiple=multiple)
+    toy = model(layers, multiple=multiple, tail=min(tail, layers))
     try:
         plan = arrange(names(devices), sizes, rounds=rounds, model=toy)
     except Infeasible as exc:

@@ -85,6 +85,31 @@ def test_no_plan_is_better_where_those_layers_have_an_offset(seeds):
     assert all(window.first in (0, *model.borders) for model, plan in plans for window in plan.route)
 
 
+def with_a_long_tail(seed: int) -> tuple[Instance, Objective]:
+    """A question whose last window has some layers at the least, as those of models whose last layers share KV cells."""
+    rng = random.Random(seed)
+    question, objective = small_instance(rng)
+    layers = len(question.model.layers)
+    tail = rng.randint(2, layers)
+    model = replace(
+        question.model, tail_layers=tail, cut_multiple=rng.choice([1, 1, 2]), beside_values=rng.choice([0, 99])
+    )
+    return replace(question, model=model), objective
+
+
+@pytest.mark.parametrize("seeds", [range(200, 230), pytest.param(range(300, 600), marks=pytest.mark.matrix)], ids=str)
+def test_no_plan_is_better_where_the_last_window_has_some_layers_at_least(seeds):
+    plans = []
+    for seed in seeds:
+        question, objective = with_a_long_tail(seed)
+        answer = check_against_brute_force(question, objective)
+        if answer is not None:
+            plans.append(answer.plan)
+            assert len(answer.plan.route[-1].layers) >= question.model.tail_layers
+    assert len(plans) > 0.6 * len(seeds)
+    assert sum(len(plan.route) > 1 for plan in plans) > 0.2 * len(seeds)
+
+
 def test_a_program_that_presolving_spoils_is_solved_without():
     """HiGHS ends the program of one round with an error; with the next best plan the search would prove nothing."""
     answer = check_against_brute_force(*small_instance(random.Random(1360)))

@@ -15,7 +15,7 @@ from primad.gguf.header import Value
 Content = float | int | bool | str | list[int] | list[float] | list[bool]
 
 LAYERS: Final = 8
-DEEPER: Final = {"smallthinker": 16}
+DEEPER: Final = {"smallthinker": 16, "gemma4-per-layer": 16}
 """Models that 8 layers are too few of to be cut."""
 WIDTH: Final = 64
 _SLIDES: Final = [True, True, True, False] * 2
@@ -141,6 +141,13 @@ MODELS: Final[dict[str, dict[str, Content]]] = {
     "falcon": {},
     "gemma4": _GEMMA4,
     "gemma4-moe": {**_GEMMA4, **_MOE},
+    "gemma4-per-layer": {
+        **_GEMMA4,
+        "attention.head_count_kv": 1,
+        "embedding_length_per_layer_input": 32,
+        "attention.shared_kv_layers": 8,
+        "feed_forward_length": [96, 96, 96, 96, 128, 128, 128, 128],
+    },
     "glm4": _HALF,
     "glm4moe": {**_HALF, **_LEAD, **_MOE, "nextn_predict_layers": 1},
     "grovemoe": {
@@ -309,6 +316,7 @@ OUTSIDE: Final[dict[str, dict[str, Content]]] = {
 ALL: Final = {**MODELS, **OUTSIDE}
 VARIANTS: Final = {
     "gemma4-moe": "gemma4",
+    "gemma4-per-layer": "gemma4",
     "glm-dsa-full": "glm-dsa",
     "laguna-full": "laguna",
     "qwen35-array": "qwen35",

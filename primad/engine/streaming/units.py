@@ -55,9 +55,10 @@ def units_of_window(source: WindowSource) -> WindowUnits:
     assignment = source.assignment
     output: tuple[FileRange, ...] = ()
     rest: tuple[FileRange, ...] = ()
-    if len(ranges) > assignment.layers:
-        output, behind = ranges[assignment.layers], _header(source.layers[assignment.layers]).tensors
-        if _OUTPUT in behind and _EMBEDDING in behind:
+    behind = _header(source.layers[assignment.layers]).tensors if len(ranges) > assignment.layers else {}
+    if _EMBEDDING in behind:  # else it makes the inputs of layers
+        output = ranges[assignment.layers]
+        if _OUTPUT in behind:
             output = _ranges([tensor for name, tensor in behind.items() if name != _EMBEDDING])
             rest = _ranges([behind[_EMBEDDING]])
         output = () if assignment.output == "gpu" else output
