@@ -202,18 +202,23 @@ class Head:
             return skip
         if news := self.news():
             return Tell(news)
+        now = self._clock()
+        if len(self._arrived) > 1 and (planned := self._scheduler.refill(now)) is not None:
+            return self._begin(planned, now)
         if self._arrived:
             furthest = max(step.window for step, _ in self._arrived)
             index = next(i for i, (step, _) in enumerate(self._arrived) if step.window == furthest)
             step, hidden = self._arrived[index]
             del self._arrived[index]
             return self._compute(step, hidden)
-        now = self._clock()
         planned = self._scheduler.next_step(now)
         self._news += self._scheduler.take_begun()
         self._news += self._scheduler.kv_news()
         if planned is None:
             return Tell(self.news()) if self._news else None
+        return self._begin(planned, now)
+
+    def _begin(self, planned: PlannedStep, now: float) -> TurnOutcome:
         for generates in planned.draws.values():
             for generate in generates:
                 self._sampler_for(generate)

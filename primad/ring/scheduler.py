@@ -268,6 +268,13 @@ class Scheduler:
             return step
         return None if self._in_flight else self._without_rows()
 
+    def refill(self, now: float) -> PlannedStep | None:
+        """A draft, if nobody waits for a step: it keeps the ring full while the head computes what came back."""
+        if self._drains or self._waiting or any(running.has_step for running in self._running.values()):
+            return None
+        self._now_s = now
+        return self._draft()
+
     def _without_rows(self) -> PlannedStep | None:
         """A step that only keeps what is to be kept."""
         if not self._slots.keeps:

@@ -54,6 +54,9 @@ class Nothing:
     def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
         return ()
 
+    def looked_up(self, drafts: Sequence[int]) -> Guess | None:
+        return None
+
     def awaits(self, most: int, alpha: float) -> bool:
         return False
 
@@ -107,6 +110,12 @@ def test_a_row_that_waits_keeps_the_busiest_device_at_work(shares):
         for more in (0, 1)
     ]
     assert times[1] <= times[0] < seconds(devices, shares=shares, hop_s=0.0005)
+
+
+def test_a_head_that_is_the_busiest_device_keeps_the_ring_full_while_it_computes_what_came_back():
+    shares, visit_s = (0.1, 0.2, 0.2, 0.2, 0.4), 0.01
+    took_s = seconds(4, oracle(1.0), drafting=Drafting(room=16), shares=shares, hop_s=0.01, visit_s=visit_s)
+    assert took_s <= 1.2 * TOKENS * visit_s * (shares[0] + shares[-1])
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2])

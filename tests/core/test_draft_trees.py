@@ -151,6 +151,9 @@ class Counting:
     def took(self, token: int) -> None:
         self._last = token
 
+    def looked_up(self, drafts: Sequence[int]) -> Guess | None:
+        return None
+
     def awaits(self, most: int, alpha: float) -> bool:
         return False
 
@@ -335,6 +338,9 @@ class Calibrated:
 
     def took(self, token: int) -> None:
         self._taken += 1
+
+    def looked_up(self, drafts: Sequence[int]) -> Guess | None:
+        return None
 
     def awaits(self, most: int, alpha: float) -> bool:
         return False

@@ -88,11 +88,11 @@ def test_how_sure_a_guess_is_follows_from_how_often_such_guesses_held():
 # ---- when it pays ----------------------------------------------------------------------------------------------------
 
 
-def paced(gap_s: float, drafted_s: float, tokens: int) -> list[bool]:
-    """Whether a sure guess is wanted at each token of an answer whose tokens come so quickly without and with drafts."""
+def paced(gap_s: float, drafted_s: float, tokens: int, *, sure: float = 0.7) -> list[bool]:
+    """Whether such a guess is wanted at each token of an answer whose tokens come so quickly without and with drafts."""
     pace, now, wanted = Pace(), 0.0, []
     for _ in range(tokens):
-        wanted.append(pace.wants(1.0))
+        wanted.append(pace.wants(sure))
         now += drafted_s if wanted[-1] else gap_s
         pace.took(now, drafted=wanted[-1], missed=False)
     return wanted
@@ -100,6 +100,19 @@ def paced(gap_s: float, drafted_s: float, tokens: int) -> list[bool]:
 
 def test_the_first_tokens_have_no_drafts_to_compare_with():
     assert paced(1.0, 0.5, 20) == [False] * BEGINS_AFTER + [True] * 16
+
+
+def test_a_very_sure_guess_waits_for_the_time_of_one_token():
+    assert paced(1.0, 0.5, 2000, sure=1.0) == [False] * 2 + [True] * 1998
+
+
+@pytest.mark.parametrize("drafted_s", [0.7, 1.0])
+def test_drafts_that_began_so_and_win_little_are_left_out_until_there_is_enough_to_compare_with(drafted_s):
+    wanted = paced(1.0, drafted_s, 200, sure=1.0)
+    began = 2 + JUDGED_AFTER
+    assert wanted[:began] == [False] * 2 + [True] * JUDGED_AFTER
+    assert not any(wanted[began : began + BEGINS_AFTER - 2])
+    assert all(wanted[began + BEGINS_AFTER - 2 :]) == (drafted_s < 1.0)
 
 
 def test_while_drafts_win_time_they_go_on():
@@ -180,6 +193,8 @@ class Sure:
 
     def guess(self, drafts: object) -> Guess:
         return Guess(token=7, sure=self._sure)
+
+    looked_up = guess
 
 
 @pytest.mark.parametrize(

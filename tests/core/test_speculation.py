@@ -61,6 +61,9 @@ class Oracle:
     def awaits(self, most: int, alpha: float) -> bool:
         return self._late > 0 and self._random.random() < self._late
 
+    def looked_up(self, drafts: Sequence[int]) -> Guess | None:
+        return self.guess(drafts)
+
     def guess(self, drafts: Sequence[int]) -> Guess | None:
         at = self._taken + len(drafts)
         if at >= len(self._answer):
@@ -245,6 +248,9 @@ class Counting:
 
     def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
         return ()
+
+    def looked_up(self, drafts: Sequence[int]) -> Guess | None:
+        return None
 
     def awaits(self, most: int, alpha: float) -> bool:
         return False

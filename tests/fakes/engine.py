@@ -8,7 +8,7 @@ happens. The next token is a function of all tokens before it and of nothing els
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -78,10 +78,15 @@ def _decoded(values: list[int]) -> _Row:
 
 @dataclass
 class FakeModel:
-    """``layers`` layers, ``ends`` end a generation. Counts what its windows and samplers leave open."""
+    """``layers`` layers, ``ends`` end a generation. Counts what its windows and samplers leave open.
+
+    With a ``script``, which has the token behind each history, it says that.
+    """
 
     layers: int
     ends: frozenset[int] = frozenset()
+    vocabulary: int = VOCABULARY
+    script: Mapping[int, int] = field(default_factory=dict)
     gives_cells: bool = True
     open_windows: int = 0
     open_samplers: int = 0
@@ -109,7 +114,15 @@ class FakeModel:
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """What the model says after ``tokens``."""
-        return _logits(history_of(tokens))
+        return self.scores(history_of(tokens))
+
+    def scores(self, history: int) -> NDArray[np.float32]:
+        """What it says after the tokens of ``history``."""
+        if not self.script:
+            return np.random.default_rng(history).standard_normal(self.vocabulary).astype(np.float32)
+        scores = np.zeros(self.vocabulary, np.float32)
+        scores[self.script.get(history, 0)] = 1.0
+        return scores
 
     def answer(self, prompt: Sequence[int], count: int, sampling: Sampling) -> list[int]:
         """The first ``count`` tokens of the answer, or those before the one that ends it. Runs no window."""
@@ -121,10 +134,6 @@ class FakeModel:
                 break
             tokens.append(token)
         return tokens[len(prompt) :]
-
-
-def _logits(history: int) -> NDArray[np.float32]:
-    return np.random.default_rng(history).standard_normal(VOCABULARY).astype(np.float32)
 
 
 class _Window:
@@ -238,7 +247,7 @@ class _Window:
         arriving = []
         added: dict[tuple[int, int], int] = {}
         for token, position, sequences in zip(content.tolist(), rows.positions, rows.sequences, strict=True):
-            assert 0 <= token < VOCABULARY, f"token {token} is outside the vocabulary"
+            assert 0 <= token < self._model.vocabulary, f"token {token} is outside the vocabulary"
             before = added.get((sequences[0], position - 1), self._before(sequences[0], position))
             history = follow(before, token)
             added |= {(sequence, position): history for sequence in sequences}
@@ -308,7 +317,7 @@ class FakeLogitsWindow(_Window):
         for i, row in enumerate(self._through_layers(rows)):
             assert row.trail == self._trail, f"row {i} did not go through every layer in order"
             if rows.outputs[i]:
-                self._logits[i] = _logits(row.history)
+                self._logits[i] = self._model.scores(row.history)
 
     def logits(self, row: int) -> NDArray[np.float32]:
         self._check_open()

@@ -98,6 +98,9 @@ class Known:
     def took(self, token: int) -> None:
         self._taken += 1
 
+    def looked_up(self, drafts: Sequence[int]) -> Guess | None:
+        return None
+
     def awaits(self, most: int, alpha: float) -> bool:
         return False
 

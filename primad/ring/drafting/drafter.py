@@ -94,6 +94,9 @@ class Drafter(Protocol):
     def guess(self, drafts: Sequence[int]) -> Guess | None:
         """What may follow the text and ``drafts`` behind it; None where nothing comes to mind."""
 
+    def looked_up(self, drafts: Sequence[int]) -> Guess | None:
+        """The same, as far as it costs nothing."""
+
     def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
         """What else may follow them."""
 

@@ -78,6 +78,9 @@ class PromptLookup:
             return None
         return Guess(token=self._at(match.place, drafts), sure=self._shares[match.length].sure)
 
+    def looked_up(self, drafts: Sequence[int]) -> Guess | None:
+        return self.guess(drafts)
+
     def _match(self, depth: int, drafts: Sequence[int]) -> _Match | None:
         """What follows ``depth`` of the ``drafts``; a match goes on behind what was guessed from it."""
         while len(self._matches) <= depth:

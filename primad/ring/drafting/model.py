@@ -127,6 +127,9 @@ class ModelDrafter:
         sure = self._share(guesses[0]).sure
         return found if found is not None and found.sure > sure + _SURER else Guess(token=guesses[0].token, sure=sure)
 
+    def looked_up(self, drafts: Sequence[int]) -> Guess | None:
+        return self._lookup.guess(drafts)
+
     @property
     def guess_s(self) -> float | None:
         return self._guess_s

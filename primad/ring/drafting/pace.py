@@ -17,6 +17,10 @@ from typing import Final
 
 BEGINS_AFTER: Final = 4
 """Tokens without drafts, to compare with."""
+BEGINS_AT: Final = 0.8
+"""A guess that costs nothing and is so sure is computed as soon as the time of one token is known."""
+EVIDENT: Final = 0.6
+"""Of the time of that one token: drafts that take so much at most win, whatever held it up."""
 JUDGED_AFTER: Final = 16
 """Tokens with drafts."""
 HOPELESS_AFTER: Final = 8
@@ -107,6 +111,12 @@ class Pace:
         self._last_s: float | None = None
         self._off, self._pause = BEGINS_AFTER, PAUSES[0]
         self._was_refused = False
+        self._is_new = True
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether something is drafted, or would be for the first time if it is sure enough."""
+        return not self._off or (self._is_new and bool(self._without.count) and self._losses.allow_another)
 
     @property
     def is_off(self) -> bool:
@@ -121,7 +131,9 @@ class Pace:
     def wants(self, sure: float) -> bool:
         """Whether a guess is worth an idle place of the ring that holds, with all before it, in the share ``sure``."""
         if self._off:
-            return False
+            if sure < BEGINS_AT or not self.may_begin:
+                return False
+            self._off, self._is_new = 0, False
         if sure >= self._cutoff:
             return True
         self._was_refused = True
@@ -143,7 +155,7 @@ class Pace:
             self._cutoff = max(_CUTOFF[0], self._cutoff * self._decay)
         self._was_refused = False
         if self._off:
-            self._off -= 1
+            self._off -= not drafted
             if self._adapts and not self._off and not self._losses.allow_another:
                 self._off = 1
         elif self._adapts and (drafted or worked):
@@ -166,7 +178,7 @@ class Pace:
         trial.held += drafted and not missed
 
     def _judge(self) -> None:
-        if self._without.count < BEGINS_AFTER - 1:
+        if not self._without.count:
             return
         is_hopeless = not self._trial.held and self._trial.missed >= HOPELESS_AFTER
         wins = self._with.mean_s < self._without.mean_s
@@ -174,6 +186,8 @@ class Pace:
             self._end()
         elif self._with.count < JUDGED_AFTER:
             return
+        elif (few := BEGINS_AFTER - 1 - self._without.count) > 0 and self._with.mean_s > EVIDENT * self._without.mean_s:
+            self._off = few
         elif wins:
             self._recovery = max(_RECOVERY[0], self._recovery * _ADAPTS)
             self._decay = max(_DECAY[0], self._decay * _ADAPTS)
@@ -186,4 +200,4 @@ class Pace:
         self._decay = min(_DECAY[2], self._decay / _ADAPTS)
         self._off, self._pause = self._pause, min(2 * self._pause, PAUSES[1])
         self._losses.trial_s = max(0.0, self._trial.lost_s)
-        self._with, self._trial = _Gaps(), _Trial()
+        self._with, self._trial, self._is_new = _Gaps(), _Trial(), False

@@ -79,9 +79,10 @@ class Speculation:
 
     def next(self) -> Guess | None:
         """A guess behind all that is on its way that is worth an idle place of the ring."""
-        if self._pace.is_off or self._tree:
+        if self._tree or not self._pace.may_begin:
             return None
-        guess = self._drafter.guess(self.tokens)
+        drafter = self._drafter
+        guess = (drafter.looked_up if self._pace.is_off else drafter.guess)(self.tokens)
         return guess if guess is not None and self._pace.wants(self._sure * guess.sure) else None
 
     def waits(self, most: int, now: float) -> float | None:
