@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from primad.cli.output import err
-from primad.errors import ConfigError, ModelError
+from primad.errors import ConfigError
 from primad.settings.config import Config, models_folder
 
 if TYPE_CHECKING:
+    from primad.gguf.header import Header
     from primad.gguf.hub import HubName, KeptModel
     from primad.gguf.ranged import RangedModel
 
@@ -41,9 +41,10 @@ def served_model(given: Path, config: Config, *, whole: bool) -> Path | RangedMo
     """What ``--model`` has ``serve`` serve: a file, or of a model by name that is not here its header alone.
 
     Each device then fetches its own layers. The whole file is fetched where one device serves it all (``whole``), where the
-    hub gives no byte ranges, and where the model cannot be cut. Raises as ``model_path``.
+    hub gives no byte ranges, and where the model cannot be cut, or is not certified, for which its header is enough. Raises
+    as ``model_path``.
     """
-    from primad.gguf.architectures import cuttable
+    from primad.gguf.architectures import NotCutError
     from primad.gguf.hub import header_of, hub_name, kept
     from primad.gguf.hub_ranges import HubError
 
@@ -52,14 +53,29 @@ def served_model(given: Path, config: Config, *, whole: bool) -> Path | RangedMo
         _quiet()
         try:
             found = header_of(name, models_folder(config.home))
-        except HubError as exc:
-            err.print(f"{name}: {exc}; the whole file is fetched", markup=False, highlight=False)
-            return model_path(given, lambda: config)
-        with suppress(ModelError):
-            if cuttable(found.header):
-                err.print(f"{name}: its header is here; each device fetches its own layers")
-                return found
+            why = _why_whole(found.header, config)
+        except (HubError, NotCutError) as exc:
+            why = str(exc) if isinstance(exc, HubError) else exc.reason
+        if not why:
+            _say(f"{name}: its header is here; each device fetches its own layers")
+            return found
+        _say(f"{name}: {why}; the whole file is fetched")
     return model_path(given, lambda: config)
+
+
+def _why_whole(header: Header, config: Config) -> str:
+    """Why one device has to have the whole model; empty where it can be cut. Raises ``ModelError`` for an incomplete one."""
+    from primad.certify.first import certified
+    from primad.gguf.architectures import cuttable
+
+    header, why = certified(header, config.home, _say)
+    if not why:
+        cuttable(header)
+    return why
+
+
+def _say(line: str) -> None:
+    err.print(line, markup=False, highlight=False)
 
 
 def fetched(name: HubName, config: Config) -> KeptModel:

@@ -809,7 +809,7 @@ def tensor_role(header: Header, tensor: str) -> TensorRole:
             return _OF_INPUTS[tensor]
         case "output.weight" | "output.bias":
             return TensorRole.OUTPUT
-        case _ if is_shared_tensor(tensor) or header.derived is not None:
+        case _ if is_shared_tensor(tensor) or header.derived is not None or is_unknown(header):
             return TensorRole.SHARED
         case _:
             raise _refusal(header, f"tensor '{tensor}'", "it is outside the layers and its use is not known")

@@ -18,8 +18,8 @@ from typing import Final
 
 import msgspec
 
-from primad.errors import DiskError, ModelError
-from primad.gguf.architectures import TensorRole, tensor_role
+from primad.errors import DiskError
+from primad.gguf.architectures import ADVICE, NotCutError, TensorRole, tensor_role
 from primad.gguf.header import Header, read_header, read_header_of
 from primad.gguf.hub_ranges import HubRanges
 from primad.gguf.layers import CHUNK_BYTES, SmallTensor, metadata_split
@@ -66,7 +66,8 @@ def open_ranged(folder: Path) -> RangedModel | None:
 def keep_header(files: dict[str, RemoteFile], folder: Path, reader: HubRanges) -> None:
     """Read the headers of ``files``, which are the parts of one model by name, from the hub into ``folder``.
 
-    Raises ``HubError`` where the hub gives no ranges, ``ModelError`` for a file that is no model, ``DiskError``.
+    Raises ``HubError`` where the hub gives no ranges, ``ModelError`` for a file that is no model, ``NotCutError`` for one of
+    which windows would need too much, ``DiskError``.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,8 +90,8 @@ def _small_tensors(header: Header, files: dict[Path, RemoteFile], reader: HubRan
         if tensor_role(header, name) not in (TensorRole.OUTPUT_NORM, TensorRole.SHARED):
             continue
         if tensor.bytes > MAX_SMALL_BYTES:
-            raise ModelError(
-                f"{tensor.path}: tensor '{name}' of {tensor.bytes} bytes is too large to go with every window"
+            raise NotCutError(
+                f"{tensor.path}: tensor '{name}' of {tensor.bytes} bytes is too large to go with every window", ADVICE
             )
         data = reader.read(files[tensor.path], tensor.offset, tensor.bytes)
         yield SmallTensor(name=name, type=tensor.type, shape=tensor.shape, data=data)

@@ -10,8 +10,7 @@ import pytest
 from primad.settings.config import layer_folder, models_folder
 from tests.e2e.cluster import Head, heading, joined, serving, wait_until
 from tests.e2e.streams import ask
-from tests.fakes.hub import FakeHub
-from tests.fakes.hub import serving as hub_serving
+from tests.fakes.hub import own_hub
 from tools import synth
 
 pytestmark = pytest.mark.slow
@@ -32,9 +31,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def hub(model, monkeypatch):
-    with hub_serving(FakeHub({REPO: {FILE: model.read_bytes()}})) as fake:
-        monkeypatch.setenv("HF_ENDPOINT", fake.endpoint)
-        monkeypatch.delenv("HF_TOKEN", raising=False)
+    with own_hub(monkeypatch, {REPO: {FILE: model.read_bytes()}}) as fake:
         yield fake
 
 
@@ -50,12 +47,6 @@ def text_of(head: Head) -> str:
 
 def computing(head: Head) -> set[str]:
     return {device["name"] for device in head.status().get("devices", ())}
-
-
-def given_bytes(hub: FakeHub) -> int:
-    """What the hub gave by ranges."""
-    ends = [part.removeprefix("bytes=").split("-") for _, path, part in hub.asked if "resolve" in path]
-    return sum(int(last) - int(first) + 1 for first, last in ends)
 
 
 def test_every_device_fetches_its_own_layers_and_the_lost_ones_are_fetched_again(model, hub, new_home):
@@ -74,12 +65,12 @@ def test_every_device_fetches_its_own_layers_and_the_lost_ones_are_fetched_again
         held = {name: held_bytes(home) for name, home in homes.items()}
         assert sum(held.values()) < 1.1 * size, "nobody holds what another one does"
         assert max(held.values()) < 0.9 * size
-        assert given_bytes(hub) < 1.1 * size, "nor was anything fetched twice"
-        hub_has = given_bytes(hub)
+        assert hub.given_bytes < 1.1 * size, "nor was anything fetched twice"
+        hub_has = hub.given_bytes
         w1.kill()
         wait_until(lambda: computing(head) == {"head", "w2"}, "the head and the other worker serve")
         assert text_of(head) == expected
-        assert hub_has < given_bytes(hub), "what was lost comes from the hub again"
+        assert hub_has < hub.given_bytes, "what was lost comes from the hub again"
         w2.kill()
         wait_until(lambda: computing(head) == {"head"}, "the head serves all of it")
         assert text_of(head) == expected

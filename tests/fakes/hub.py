@@ -11,6 +11,11 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlparse
 
+import pytest
+
+from primad.gguf import hub as hub_module
+
+PATIENCE_S = 180.0
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -33,6 +38,25 @@ class FakeHub:
     statuses: list[int] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
     endpoint: str = ""
+
+    @property
+    def given_bytes(self) -> int:
+        """What it gave by ranges."""
+        ends = [part.removeprefix("bytes=").split("-") for _, path, part in self.asked if "resolve" in path and part]
+        return sum(int(last) - int(first) + 1 for first, last in ends)
+
+
+@contextmanager
+def own_hub(monkeypatch: pytest.MonkeyPatch, repositories: dict[str, dict[str, bytes]]) -> Iterator[FakeHub]:
+    """The hub that is asked here, and by processes that begin now. A machine that stands still for seconds is no hub that
+    does not answer."""
+    with serving(FakeHub(repositories)) as fake:
+        monkeypatch.setenv("HF_ENDPOINT", fake.endpoint)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setattr(hub_module, "ANSWER_TIMEOUT_S", PATIENCE_S)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", int(PATIENCE_S))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", int(PATIENCE_S))
+        yield fake
 
 
 @contextmanager

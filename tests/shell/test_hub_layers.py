@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import zmq
 import zmq.asyncio
 
+from primad.certify.first import certified
+from primad.cli.hub import served_model
 from primad.daemon.bring import bring_layers
 from primad.errors import ClusterError, DiskError
-from primad.gguf import hub as hub_module
 from primad.gguf import hub_ranges
 from primad.gguf.digests import LayerDigests
 from primad.gguf.hub import HubName, header_of, kept_models, remove
@@ -21,7 +24,9 @@ from primad.gguf.hub_ranges import HubError, HubRanges, own_hubs
 from primad.gguf.layers import chunk_count, cut_layer
 from primad.gguf.model import open_model
 from primad.gguf.origins import RemoteFile
+from primad.gguf.ranged import RangedModel
 from primad.gguf.ranged_cutter import RangedCutter
+from primad.gguf.windows import ModelCutter
 from primad.head.blame import ParticipationError
 from primad.head.drawn import learn_drawn
 from primad.layers.cache import LayerCache
@@ -32,13 +37,12 @@ from primad.network.gate import Gate
 from primad.network.messages import DrawnLayer
 from primad.settings.timings import LayerTimings
 from primad.trust.identity import new_identity
-from tests.fakes.hub import FakeHub, serving
+from tests.fakes.hub import PATIENCE_S, FakeHub, own_hub, serving
 from tests.fakes.layers import here, missing
 from tools import synth
 
 REPO, FILE = "acme/Tiny-GGUF", "Tiny-Q8_0.gguf"
 NAME = HubName("acme", "Tiny-GGUF")
-PATIENCE_S = 180.0
 TIMINGS = LayerTimings(hub_connect_timeout_s=PATIENCE_S, hub_silence_timeout_s=PATIENCE_S, hub_again_s=0.0)
 
 
@@ -51,10 +55,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture
 def hub(path, monkeypatch):
-    with serving(FakeHub({REPO: {FILE: path.read_bytes()}})) as fake:
-        monkeypatch.setenv("HF_ENDPOINT", fake.endpoint)
-        monkeypatch.delenv("HF_TOKEN", raising=False)
-        monkeypatch.setattr(hub_module, "ANSWER_TIMEOUT_S", PATIENCE_S)
+    with own_hub(monkeypatch, {REPO: {FILE: path.read_bytes()}}) as fake:
         yield fake
 
 
@@ -119,6 +120,39 @@ def test_what_is_drawn_is_what_would_be_cut_out_of_the_file(hub, path, cutter, t
     assert {digest for digest, _ in found.values()} == {cut_layer(file, layer).ref().digest for layer in (0, 1, 5)}
     assert not hub.cut
     assert not hub.statuses
+
+
+def test_of_an_unknown_architecture_the_header_is_enough_to_try_it_and_to_fetch_layers_alone(monkeypatch, tmp_path):
+    path = tmp_path / FILE
+    synth.write_model(path, architecture="bloom", width=256)
+    config = SimpleNamespace(home=tmp_path / "home")
+    with own_hub(monkeypatch, {REPO: {FILE: path.read_bytes()}}) as hub:
+        found = served_model(Path(str(NAME)), config, whole=False)
+        assert isinstance(found, RangedModel)
+        assert hub.given_bytes < 0.5 * path.stat().st_size
+        asked = len(hub.asked)
+        assert served_model(Path(str(NAME)), config, whole=False) == found
+        assert len(hub.asked) == asked, "nor is it tried again"
+        header, why = certified(found.header, config.home, pytest.fail)
+        assert not why
+        digests = LayerDigests(header, tmp_path / "digests.json")
+        cutter = RangedCutter(header, digests, files=found.files, parts=found.parts, hubs=own_hubs())
+        for name, (_, tree) in draw(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, *range(9))).items():
+            cutter.learn(name, tree)
+        file = ModelCutter(replace(open_model(path), derived=header.derived))
+        for first, last in ((0, 3), (3, 8)):
+            assert cutter.spec(0, first, last) == file.spec(0, first, last)
+
+
+def test_an_unknown_architecture_that_is_not_certified_is_fetched_whole_and_says_why(monkeypatch, tmp_path, capsys):
+    path = tmp_path / FILE
+    synth.write_model(path, architecture="dream")
+    with own_hub(monkeypatch, {REPO: {FILE: path.read_bytes()}}):
+        found = served_model(Path(str(NAME)), SimpleNamespace(home=tmp_path / "home"), whole=False)
+    assert found.read_bytes() == path.read_bytes()
+    said = " ".join(capsys.readouterr().err.split())
+    assert "depend on later ones" in said
+    assert "the whole file is fetched" in said
 
 
 def test_what_was_drawn_is_not_drawn_again_and_then_known_by_its_digest(hub, cutter, tmp_path):

@@ -12,11 +12,10 @@ from primad.errors import ConfigError
 from primad.gguf import hub as hub_module
 from primad.gguf.hub import HubName, by_quantisation, choose, hub_name
 from primad.settings.config import models_folder
-from tests.fakes.hub import FakeHub, serving
+from tests.fakes.hub import own_hub
 from tools import synth
 
 REPO = "acme/Tiny-GGUF"
-PATIENCE_S = 180.0
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +38,9 @@ def hub(weights, monkeypatch):
         "big/Tiny-Q6_K-00002-of-00002.gguf": b"two!",
         "Tiny-Q5_K_M-00002-of-00002.gguf": b"the first is missing",
     }
-    with serving(FakeHub({REPO: files, "acme/Empty": {"README.md": b""}, "acme/Gated": files})) as fake:
+    repositories = {REPO: files, "acme/Empty": {"README.md": b""}, "acme/Gated": files}
+    with own_hub(monkeypatch, repositories) as fake:
         fake.gated = frozenset(("acme/Gated",))
-        monkeypatch.setenv("HF_ENDPOINT", fake.endpoint)
-        monkeypatch.delenv("HF_TOKEN", raising=False)
-        # A machine that stands still for seconds is no hub that does not answer.
-        monkeypatch.setattr(hub_module, "ANSWER_TIMEOUT_S", PATIENCE_S)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", int(PATIENCE_S))
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", int(PATIENCE_S))
         yield fake
 
 
