@@ -48,16 +48,19 @@ class StateShape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
     """In what some layers differ from what the shape says. ``gate`` counts values a head that are multiplied with what
-    attention gives; without ``has_values`` those are the keys. A layer with a ``state`` does not attend."""
+    attention gives; without ``has_values`` those are the keys, without ``has_cells`` both are those of another layer. A
+    layer with a ``state`` does not attend."""
 
     heads: int | None = None
     kv_heads: int | None = None
     head_width: int | None = None
     gate: int = 0
     has_values: bool = True
+    has_cells: bool = True
     attends: bool = True
     state: StateShape | None = None
     forward: Literal["experts", "dense", "none"] | None = None
+    feed_forward: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,8 @@ class Shape:
     Of a mixture of experts the first ``dense_layers`` have a feed-forward of ``dense_feed_forward`` instead, and the others
     one of ``shared_feed_forward`` beside the experts. Where layers are of several ``kinds``, ``pattern`` names that of each
     with a letter, and begins anew when it is over. A feed-forward that is not ``gated`` has two matrices. Windows begin at
-    multiples of ``cut_multiple``. A ``popular`` model is one that people ask for.
+    multiples of ``cut_multiple``. Each layer may take ``layer_inputs`` values beside the hidden state, of a table with a
+    row for each token. A ``popular`` model is one that people ask for.
     """
 
     version: int
@@ -94,6 +98,7 @@ class Shape:
     kinds: Mapping[str, LayerKind] = field(default_factory=dict)
     gated: bool = True
     cut_multiple: int = 1
+    layer_inputs: int = 0
     popular: bool = True
 
     def kind_of(self, layer: int) -> LayerKind:
@@ -154,11 +159,17 @@ def _profile(model: Shape, matrix: str, output: str) -> ModelProfile:
     table["F32"] += 4 * model.width
     attending = [kind for kind in kinds if kind.attends]
     widths = [kind.head_width or model.head_width for kind in attending]
+    sharing = sum(not kind.has_cells for kind in kinds)
+    inputs, tail_layers = model.layer_inputs * model.layers, sharing + 2 if sharing else 1
+    sent = (model.layers - tail_layers) // model.cut_multiple * model.cut_multiple
+    looked_up = Counter(_matrix(matrix, model.vocabulary, model.width))
+    if inputs:
+        looked_up += Counter(_matrix(matrix, model.vocabulary, inputs)) + Counter(_matrix(matrix, inputs, model.width))
     return ModelProfile(
         name=f"{model.name} {matrix}",
         architecture=model.architecture,
         layers=tuple(_layer(model, kind, matrix) for kind in kinds),
-        embedding_bytes=sum(_matrix(matrix, model.vocabulary, model.width).values()),
+        embedding_bytes=looked_up.total(),
         output_bytes_by_type=dict(table),
         tied=model.tied,
         width=model.width,
@@ -169,20 +180,25 @@ def _profile(model: Shape, matrix: str, output: str) -> ModelProfile:
         kv_head_width=math.gcd(*widths),
         cut_multiple=model.cut_multiple,
         query_width=max((kind.heads or model.heads) * width for kind, width in zip(attending, widths, strict=True)),
+        tail_layers=tail_layers,
+        beside_values=model.width + model.layer_inputs * sent + 1 if inputs else 0,
     )
 
 
 def _layer(model: Shape, kind: LayerKind, matrix: str) -> LayerProfile:
     has_experts, state = kind.forward == "experts", kind.state
     kv_bytes = 2 * (kind.kv_heads or model.kv_heads) * (kind.head_width or model.head_width) * KV_VALUE_BYTES
+    makes_inputs = _matrix(matrix, model.layer_inputs, model.width) if model.layer_inputs else {}
     return LayerProfile(
         bytes_by_type=_shared_bytes(model, kind, matrix),
         expert_bytes_by_type=_feed_forward_bytes(
             model, matrix, model.feed_forward, model.experts if has_experts else 0
         ),
-        kv_bytes_per_token=kv_bytes if kind.attends else 0,
+        kv_bytes_per_token=kv_bytes if kind.attends and kind.has_cells else 0,
         state_bytes=0 if state is None else state_bytes(state.kernel, state.inner, state.groups, state.width),
         row_values=0 if state is None else recurrent_values(state.inner, state.groups, state.width, model.width),
+        adapter_bytes=sum(makes_inputs.values()),
+        adapter_reads=makes_inputs,
     )
 
 
@@ -194,7 +210,8 @@ def _shared_bytes(model: Shape, kind: LayerKind, matrix: str) -> dict[str, int]:
         width = kind.head_width or model.head_width
         queries, keys = (kind.heads or model.heads) * width, (kind.kv_heads or model.kv_heads) * width
         gates = kind.gate * queries // width
-        sizes.update(_matrix(matrix, queries + gates + (2 if kind.has_values else 1) * keys, model.width))
+        cached = ((2 if kind.has_values else 1) * keys) * kind.has_cells
+        sizes.update(_matrix(matrix, queries + gates + cached, model.width))
         sizes.update(_matrix(matrix, model.width, queries))
         f32 += queries + 2 * keys if model.attention_bias else 0
         f32 += 2 * width if model.head_norms else 0
@@ -205,7 +222,10 @@ def _shared_bytes(model: Shape, kind: LayerKind, matrix: str) -> dict[str, int]:
         f32 += state.kernel * mixed + 3 * state.heads + state.inner // state.heads
     f32 += model.width * model.experts if kind.forward == "experts" else 0
     sizes["F32"] += 4 * f32
-    dense = model.dense_feed_forward if model.experts else model.feed_forward
+    if model.layer_inputs:
+        sizes.update(_matrix(matrix, model.layer_inputs, model.width))
+        sizes.update(_matrix(matrix, model.width, model.layer_inputs))
+    dense = kind.feed_forward or (model.dense_feed_forward if model.experts else model.feed_forward)
     forward = {"experts": model.shared_feed_forward, "dense": dense, "none": 0}[kind.forward or "none"]
     if forward:
         sizes.update(_feed_forward_bytes(model, matrix, forward, 1))

@@ -57,7 +57,7 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
         question = _with_room(question)
         halda, chosen = _plans(question)
     except Infeasible as exc:
-        raise PlanError(_no_plan(str(exc), earlier)) from exc
+        raise PlanError(_no_plan(f"{exc}{_because_of_tail(question)}", earlier)) from exc
     ring = ring_part(chosen)
     return Explanation(
         schema=SCHEMA,
@@ -81,6 +81,7 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
         compared=None if chosen is halda else ring_part(halda),
         what_if=earlier,
         draft=draft_part(question, chosen.plan, chosen.instance),
+        tail=None if chosen.solution is None else _tail(question, chosen.solution),
     )
 
 
@@ -196,6 +197,38 @@ def _no_plan(reason: str, earlier: WhatIf | None) -> str:
     if earlier.before is None:
         return f"no plan with {changes}, nor without: {reason}"
     return f"no plan with {changes}: {reason}; without, a token takes {show_ms(earlier.before.predicted.tpot_ms)}"
+
+
+def _tail(question: Question, solution: Solution) -> str | None:
+    """What it costs that the last window has some layers at the least; None where it costs nothing."""
+    free = _with_any_tail(question)
+    if free is None or solution.objective_s <= free.objective_s * (1 + _SAME):
+        return None
+    costs_s = solution.objective_s - free.objective_s
+    more = f"{show_ms(costs_s * 1e3)} of {_OF[question.objective]} (+{100 * costs_s / free.objective_s:.3g} %)"
+    return f"{_needs_tail(question)}; that costs {more}"
+
+
+def _because_of_tail(question: Question) -> str:
+    """What to say of the tail where there is no plan, and would be one without it."""
+    return "" if _with_any_tail(question) is None else f"; {_needs_tail(question)}: take a head with more memory"
+
+
+def _with_any_tail(question: Question) -> Solution | None:
+    """What were best if the last window could have any layers; None where it can, or nothing fits."""
+    if question.model.tail_layers == 1:
+        return None
+    heads = [device.device for device in question.devices] if question.head is None else [question.head]
+    time_limit_s = min(LEFT_OUT_TIME_LIMIT_S, question.time_limit_s)
+    free = replace(question, model=replace(question.model, tail_layers=1))
+    try:
+        return _solve(free, question.devices, heads, time_limit_s)[1]
+    except Infeasible:
+        return None
+
+
+def _needs_tail(question: Question) -> str:
+    return f"the head's last window has at least {question.model.tail_layers} layers, which need each other's KV cells"
 
 
 def _left_out(question: Question, chosen: DescribedPlan) -> list[LeftOutJson]:

@@ -238,7 +238,8 @@ class Explanation(RingJson, frozen=True, kw_only=True):
 
     ``load`` is there for several sequences and a plan of Halda's. ``checked`` says whether windows of the model were
     found to be exact; null for a shape, and where one device has it whole. ``draft`` is the model that guesses, null without
-    one. ``compared`` is Halda's plan beside that of the paper's solver under the same evaluation; null where the plan is
+    one. ``tail`` says what it costs that the last window has some layers at the least, null where it costs nothing.
+    ``compared`` is Halda's plan beside that of the paper's solver under the same evaluation; null where the plan is
     Halda's.
     """
 
@@ -255,6 +256,7 @@ class Explanation(RingJson, frozen=True, kw_only=True):
     what_if: WhatIf | None
     checked: str | None = None
     draft: DraftJson | None = None
+    tail: str | None = None
 
 
 def encode(answer: Explanation) -> bytes:

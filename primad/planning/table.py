@@ -139,6 +139,8 @@ def _facts(answer: Explanation) -> Table:
     if answer.draft is not None:
         table.add_row("draft", _draft(answer.draft))
     table.add_row("bottleneck", found.bottleneck)
+    if answer.tail is not None:
+        table.add_row("tail", answer.tail)
     if answer.checked is not None:
         table.add_row("exact", answer.checked)
     if answer.short:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from halda import CHUNKS, Infeasible, arrange, evaluate, instance, solve
+from halda import CHUNKS, Infeasible, Limits, arrange, evaluate, instance, solve
 from primad.errors import ConfigError, PlanError
 from primad.planning.describe import DescribedPlan, ring_part
 from primad.planning.explain import explain
@@ -237,6 +237,21 @@ def test_devices_that_share_a_disk_are_named(answer):
     console = Console(file=io.StringIO(), width=200)
     show(msgspec.structs.replace(answer, one_disk=[["desk", "laptop"]]), console)
     assert re.search("one disk +of desk and laptop: what one reads, the others wait for", console.file.getvalue())
+
+
+def test_a_last_window_that_must_be_long_is_told_where_it_costs_something(answer):
+    """A slow head has to have half of the layers, or more than it holds."""
+    asked = question(device("slow", ram=4 * GB, rate=5e9), device("fast", ram=7 * GB), head="slow")
+    assert explain(asked).tail is answer.tail is None
+    found = explain(replace(asked, model=replace(asked.model, tail_layers=9)))
+    assert found.devices[0].windows[-1].layers >= 9
+    assert re.match("the head's last window has at least 9 layers, .* costs .* of a request", found.tail or "")
+    console = Console(file=io.StringIO(), width=200)
+    show(found, console)
+    assert re.search("tail +the head's last window", console.file.getvalue())
+    none = replace(asked, model=replace(asked.model, tail_layers=19), limits={"slow": Limits(ram_bytes=9 * GB // 10)})
+    with pytest.raises(PlanError, match=r"short of .* has at least 19 layers, .* take a head with more memory"):
+        explain(none)
 
 
 def test_with_the_least_memory_all_layers_are_read():

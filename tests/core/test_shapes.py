@@ -47,6 +47,10 @@ WEIGHTS = {
     "qwen3.5-35b-a3b": 35e9,
     "qwen3.5-122b-a10b": 122e9,
     "qwen3.5-397b-a17b": 397e9,
+    "gemma3n-e2b": 4.46e9,
+    "gemma3n-e4b": 6.87e9,
+    "gemma4-e2b": 4.65e9,
+    "gemma4-e4b": 7.55e9,
     "gemma4-12b": 12e9,
     "gemma4-26b-a4b": 25.2e9,
     "gemma4-31b": 30.7e9,
@@ -55,7 +59,8 @@ WEIGHTS = {
     "llama4-scout": 109e9,
     "llama4-maverick": 400e9,
 }
-"""As their makers state them; of Gemma 3 and GLM without what sees pictures and what predicts more tokens."""
+"""As their makers state them; of Gemma 3 and GLM without what sees pictures and what predicts more tokens, of Gemma 4 E2B
+and E4B (5.1 and 8 billion) and Gemma 3n (5.4 and 7.9) without what sees and hears."""
 ACTIVE = {
     "qwen3-next-80b-a3b": 3e9,
     "qwen3.5-35b-a3b": 3e9,
@@ -150,6 +155,16 @@ def test_layers_that_slide_have_heads_of_their_own() -> None:
     layers = shape("gemma4-31b").layers
     assert {layer.kv_bytes_per_token for layer in layers} == {2 * 16 * 256 * 2, 2 * 4 * 512 * 2}
     assert [layer.kv_bytes_per_token for layer in layers].count(2 * 4 * 512 * 2) == 10
+
+
+@pytest.mark.parametrize(("name", "tail", "hop"), [("gemma4-e2b", 22, 6145), ("gemma4-e4b", 20, 10753)])
+def test_layers_without_cells_of_their_own_are_in_the_tail_with_those_that_have_them(
+    name: str, tail: int, hop: int
+) -> None:
+    model = shape(name)
+    assert (model.tail_layers, model.hop_values) == (tail, hop)
+    assert [layer.kv_bytes_per_token > 0 for layer in model.layers[2 - tail :]] == [False] * (tail - 2)
+    assert all(layer.kv_bytes_per_token for layer in model.layers[: 2 - tail])
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b", "nemotron3-nano-30b-a3b"])
