@@ -18,7 +18,18 @@ from typing import Final, cast
 
 import msgspec
 
-from primad.certify.child import CheckAnswer, CheckTask, Listed, ListNodes, MakeTiny, Tried, TryCuts, TryWhole
+from primad.certify.child import (
+    HANGS_S,
+    LATEST_S,
+    CheckAnswer,
+    CheckTask,
+    Listed,
+    ListNodes,
+    MakeTiny,
+    Tried,
+    TryCuts,
+    TryWhole,
+)
 from primad.certify.cuts import SAMPLED, CutRoute, asked_route, blamed, in_two, is_allowed, route
 from primad.certify.derive import derived, multiples, named, provisional
 from primad.certify.keys import rewritten
@@ -34,10 +45,9 @@ from primad.ring.spawn import environment
 from primad.ring.task_child import TaskChild
 
 TIME_LIMIT_S: Final = 120.0
-TASK_S: Final = 60.0
-"""A task that takes longer hangs."""
 KV_TYPES: Final[tuple[KvType, ...]] = ("f16", "q8_0", "q4_0")
 _FROM_OUTSIDE: Final = re.compile(r"ended by SIG(KILL|TERM|HUP|INT)\b")
+_HUNG: Final = re.compile(r"ended by SIGPROF\b")
 _BUILD_PATH: Final = re.compile(r"\S*/(?=[\w.-]+\.\w+:\d+: )")
 _ANSWER: Final = cast("type[CheckAnswer]", CheckAnswer)
 TellNext = Callable[[str], None]
@@ -166,12 +176,11 @@ class _Check:
         unset, why = self.header, ""
         for multiple in places:
             for names in ways:
-                self.advance(
-                    f"windows at multiples of {multiple} layers, fed at {names.entries[-1]}, taken at {names.exit}"
-                )
                 self.header = derived(unset, names, multiple)
                 self.routes.clear()
-                why_not = self._differs()
+                why_not = self._differs(
+                    f"windows at multiples of {multiple} layers, fed at {names.entries[-1]}, taken at {names.exit}"
+                )
                 if not why_not:
                     if self.wanted.cuts:
                         asked_route(self.header, self.wanted.cuts)
@@ -181,9 +190,11 @@ class _Check:
         self.routes.clear()
         self.why = f"windows of it are not exact, wherever they begin: {why}" if why else "it has one layer"
 
-    def _differs(self) -> str:
+    def _differs(self, how: str) -> str:
         """Why windows between all places where they may begin, or between two, do not equal the whole."""
-        for windows in (route(self.header, borders(self.header)), *in_two(self.header, None)):
+        routes = (route(self.header, borders(self.header)), *in_two(self.header, None))
+        for number, windows in enumerate(routes, 1):
+            self.advance(f"{how}: {number} of {len(routes)} routes")
             tried = self._try(windows, "f16")
             if tried.outcome != "equal":
                 return f"at layers {', '.join(map(str, windows[1:-1][:8]))}: {tried.why}"
@@ -222,7 +233,7 @@ class _Check:
             return
         tiny = replace(open_model(self.tiny), derived=self.header.derived)
         halves = [] if self.wanted.cuts else in_two(self.header)
-        windows = [self._finest(), *halves[len(halves) // 2 :][:1]]
+        windows = [*halves[len(halves) // 2 :][:1], self._finest()]  # most keys show in two windows, which cost less
         found: dict[str, bool] = {}
         for each in windows:
             found |= {key: kept or found.get(key, False) for key, kept in rewritten(tiny, each).items()}
@@ -256,8 +267,9 @@ class _Check:
 
     def _in_two(self) -> None:
         every = self.wanted.every or self.header.derived is not None
-        for windows in in_two(self.header, None if every else SAMPLED):
-            self.advance(f"two windows, cut at layer {windows[1]}")
+        routes = in_two(self.header, None if every else SAMPLED)
+        for number, windows in enumerate(routes, 1):
+            self.advance(f"two windows, cut at layer {windows[1]}: {number} of {len(routes)}")
             if not any(windows == each.cuts for each in self.routes):
                 self._try(windows, "f16", forbids=True)
 
@@ -282,7 +294,7 @@ class _Check:
         left_s = self.began + self.wanted.time_limit_s - time.monotonic()
         if left_s <= 0:
             raise _TimeOverError
-        self.child.timeout_s = min(TASK_S, left_s)
+        self.child.timeout_s = min(LATEST_S, left_s)
         try:
             answer: CheckAnswer | str = self.child.ask(task, _ANSWER)
         except msgspec.DecodeError as exc:
@@ -293,8 +305,10 @@ class _Check:
             if answer.outcome == "broken":
                 raise DiskError(f"{self.tiny.parent}: {answer.why}; make room, or name another folder in TMPDIR")
             return answer.outcome, self._shown(answer.why)
-        if self.child.timeout_s < TASK_S and time.monotonic() >= self.began + self.wanted.time_limit_s:
+        if self.child.timeout_s < LATEST_S and time.monotonic() >= self.began + self.wanted.time_limit_s:
             raise _TimeOverError
+        if _HUNG.search(answer):
+            answer = f"the child did not end within {HANGS_S:g} s of the processor"
         if _FROM_OUTSIDE.search(answer):
             raise EngineError(f"{printable(answer)}, as where memory is short; check again when there is more")
         return "ended", self._shown(answer)

@@ -1,7 +1,7 @@
 """The child process that tries cuts: ``python -m primad.certify.child`` with tasks as lines of JSON on standard input.
 
 It answers each line with one line. llama.cpp may abort or hang in one: that is for its parent (``check.py``) to judge. It
-ends by itself when its parent is gone, and in any case when a task took too long.
+ends by itself when its parent is gone, and in any case when a task took too long, or too much of the processor.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 LATEST_S: Final = 600
 """A task that takes longer has no parent any more."""
+HANGS_S = 60.0
+"""A task that takes more of the processor than this hangs; a busy machine only makes it late."""
 
 
 class MakeTiny(msgspec.Struct, frozen=True, kw_only=True, tag="make"):
@@ -88,6 +90,7 @@ def main() -> None:
     for line in sys.stdin.buffer:
         if sys.platform != "win32":
             signal.alarm(LATEST_S)
+            signal.setitimer(signal.ITIMER_PROF, HANGS_S)
         try:
             answer: CheckAnswer = _answer(decoder.decode(line))
         except PrimadError as exc:

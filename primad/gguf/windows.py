@@ -27,6 +27,7 @@ from primad.gguf.adapter import MAX_ADAPTERS, AdapterSpec
 from primad.gguf.architectures import (
     LAYER_INPUTS,
     LAYER_PROJECTION,
+    Architecture,
     TensorRole,
     borders,
     cuttable,
@@ -108,6 +109,14 @@ class ModelCutter:
         cuttable(self.header)
 
     @cached_property
+    def _architecture(self) -> Architecture:
+        return cuttable(self.header)
+
+    @cached_property
+    def _roles(self) -> dict[str, TensorRole]:
+        return {name: tensor_role(self.header, name) for name in self.header.tensors}
+
+    @cached_property
     def _refs(self) -> dict[int, LayerRef]:
         return {}
 
@@ -135,7 +144,7 @@ class ModelCutter:
     def embedding_layer(self) -> int:
         """The number of the layer file that has the embedding, also of positions and layers: the output's, or else one
         behind it."""
-        output, embedding = self._output(), token_embedding(self.header)
+        output, embedding = self._output, token_embedding(self.header)
         has_all = output[TOKEN_EMBEDDING].name == embedding.name and not self._beside_embedding()
         return layer_count(self.header) + (not has_all)
 
@@ -163,7 +172,7 @@ class ModelCutter:
             return self._projection(*divmod(layer - layers - 2, layers + 1))
         if layer == layers + 1:
             return cut({TOKEN_EMBEDDING: token_embedding(self.header), **self._beside_embedding()})
-        return cut(self._output()) if layer == layers else cut_layer(self.header, layer)
+        return cut(self._output) if layer == layers else cut_layer(self.header, layer)
 
     def source(self, digest: str) -> LayerCut | None:
         """The layer of this content, if it has been hashed."""
@@ -209,7 +218,7 @@ class ModelCutter:
     def _one_window(self, values: dict[str, Value]) -> WindowSpec:
         layers = layer_count(self.header)
         output, embedding = self.ref(layers), self.embedding_layer
-        behind, is_tied = [output], self._output()[TOKEN_EMBEDDING].name == TOKEN_EMBEDDING
+        behind, is_tied = [output], self._output[TOKEN_EMBEDDING].name == TOKEN_EMBEDDING
         if embedding != layers:
             named = tuple(
                 LayerTensor(OUTPUT if each.name == TOKEN_EMBEDDING else each.name, *astuple(each)[1:])
@@ -227,25 +236,23 @@ class ModelCutter:
         )
         return WindowSpec(window=0, first=0, last=layers, metadata=metadata, layers=refs)
 
-    def _role(self, tensor: str) -> TensorRole:
-        return tensor_role(self.header, tensor)
-
+    @cached_property
     def _output(self) -> dict[str, TensorInfo]:
         tensors = self.header.tensors
         embedding = token_embedding(self.header)
-        output = {name: tensor for name, tensor in tensors.items() if self._role(name) is TensorRole.OUTPUT}
+        output = {name: tensor for name, tensor in tensors.items() if self._roles[name] is TensorRole.OUTPUT}
         matrix = output.pop(OUTPUT, None)
         if matrix is None:
             return {TOKEN_EMBEDDING: embedding, **output}
-        if cuttable(self.header).tied_output_fallback and not self.keeps_name:
+        if self._architecture.tied_output_fallback and not self.keeps_name:
             return {TOKEN_EMBEDDING: matrix, **output}
         return {TOKEN_EMBEDDING: embedding, OUTPUT: matrix, **output}
 
     def _small(self, first: int, last: int) -> list[SmallTensor]:
-        architecture, small = cuttable(self.header), []
+        architecture, small = self._architecture, []
         shares = not (architecture.shares_where_full and all(sliding_layers(self.header)[first:last]))
         for name, tensor in self.header.tensors.items():
-            role = self._role(name)
+            role = self._roles[name]
             is_used = shares or not is_shared_tensor(name)
             if role is TensorRole.OUTPUT_NORM or (role is TensorRole.SHARED and is_used):
                 small.append(SmallTensor(name=name, type=tensor.type, shape=tensor.shape, data=_content(tensor)))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 
 import msgspec
@@ -11,7 +14,7 @@ import psutil
 import pytest
 
 from primad.certify.check import Wanted, check
-from primad.certify.child import MakeTiny, Tried, TryCuts
+from primad.certify.child import MakeTiny, Tried, TryCuts, TryWhole
 from primad.certify.verdict import CheckVerdict, ForbiddenCut, load_verdict, save_verdict
 from primad.gguf.architectures import SUPPORTED
 from primad.gguf.model import open_model
@@ -70,6 +73,15 @@ def test_every_architecture_is_certified(checks, architecture, tmp_path):
     synth.write_model(path, architecture=architecture)
     code, out, _ = checks(path, "--all", "--time-limit", 600)
     assert code == 0, out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such signal")
+def test_a_task_that_only_computes_is_ended_by_the_processors_time_and_not_by_the_clock():
+    lines = ("from primad.certify import child", "child.HANGS_S = 0.05", "def spin(task):", "    while True: pass")
+    program = "\n".join((*lines, "child._answer = spin", "child.main()"))
+    task = msgspec.json.encode(TryWhole(tiny="", kv_type="f16")) + b"\n"
+    ended = subprocess.run([sys.executable, "-c", program], input=task, capture_output=True, check=False)
+    assert ended.returncode == -signal.SIGPROF
 
 
 def test_an_abort_of_llama_cpp_is_an_answer_and_the_next_task_is_tried(child, gemma3, tmp_path):
