@@ -9,9 +9,10 @@ as served with the same model in Q2_K that guesses as well, ``wrong model`` with
 ``two``: two devices with a core each. ``far``: four devices (``--windows``) whose hops take 10 ms longer (``--latency-ms``).
 ``streams``: one device that has memory for half of the model in Q8_0, of which several rows of a step are exact (needs
 cgroups and root). There the model that guesses works while the ring computes, or only while a step waits for it (``no
-overlap``); with rows that need not be exact its guesses are a ``chain`` or may be a ``tree``. Questions: code to edit, a
-story to go on with, a chat over a text, and random tokens, of which nothing can be guessed. ``--way`` has some of the ways
-alone, ``--target f16`` the model requantised first.
+overlap``), and steps wait for guesses down to a share that adapts, or is the same for ever (``fixed``); with rows that
+need not be exact its guesses are a ``chain`` or may be a ``tree``. Questions: code to edit, a story to go on with, a chat
+over a text, and random tokens, of which nothing can be guessed. ``--way`` has some of the ways alone, ``--target f16`` the
+model requantised first.
 
 ``differing`` asks for no speed: it counts of how many of 50 answers the text is another one where a step has up to 8 rows
 whether they are exact or not, as with ``--batching fast``.
@@ -30,6 +31,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -53,7 +55,7 @@ from primad.ring.messages import Sampled
 from tools.bench_solver import device_here, links_between
 from tools.bench_together import NO_DISK
 from tools.lab import LabError
-from tools.lab.drafted import AS_SERVED, AT_LEAST, COPIES, Differing, Drafted, DraftedAnswer
+from tools.lab.drafted import AS_SERVED, AT_LEAST, COPIES, Differing, Drafted, DraftedAnswer, KeptAnswer
 from tools.lab.local_ring import LocalRing, even_bytes, types_of
 from tools.lab.memory import LimitedGroup
 from tools.lab.memory_runs import device_in, plan_alone, prefetch_rate
@@ -69,13 +71,15 @@ EVERYWHERE: Final = (AS_SERVED, "model", "wrong model", "no overlap", "chain", "
 """Ways that answer all questions; the others those where there is something to win."""
 BESIDE_BYTES: Final = 105 << 20
 """What the process takes beside weights."""
-STREAMING: Final = (AS_SERVED, "model", "no overlap", "chain", "tree", "wrong model")
+STREAMING: Final = (AS_SERVED, "model", "no overlap", "fixed", "chain", "tree", "wrong model")
 """Ways of a ring that streams."""
 WAYS: Final = (AS_SERVED, "one step", "no skipping", "fixed", "model", "wrong model", "no overlap", "chain", "tree")
 DIFFERING: Final = "differing"
 FAST_ROWS: Final = 8
 DIFFERING_S: Final = 0.01
 """So much longer a hop takes there, that the model that guesses gets ahead of the ring."""
+AT_ONCE: Final = 4
+"""Answers of single rows there, which a ring of two has all at once."""
 DRAWN: Final = msgspec.structs.replace(GREEDY, temperature=1.0, seed=7)
 
 
@@ -271,7 +275,7 @@ async def _streaming(
             context=CONTEXT,
             rows=work.chunk_rows,
             threads=1,
-            drafting=replace(drafting, overlaps=way != "no overlap"),
+            drafting=replace(drafting, overlaps=way != "no overlap", adapts=way != "fixed"),
             draft=draft,
             step_timeout_s=600,
         )
@@ -282,36 +286,60 @@ async def _streaming(
 
 
 async def differing(path: Path, options: argparse.Namespace) -> Differing:
-    """Of how many answers the text is another one where a step has several rows, whether they are exact or not."""
+    """Of how many answers the text is another one where a step has several rows, whether they are exact or not.
+
+    Those of single rows come of a ring without long hops, several at once. An answer that ``options.kept`` has is not asked
+    for again.
+    """
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-speculate-")))
         if options.target is not None:
             path = await asyncio.to_thread(quantised, path, options.target, folder, 2)
-        model = draft_model(
-            await asyncio.to_thread(quantised, path, "q2_k", folder, 2), open_model(path), context=CONTEXT, threads=1
-        )
-        fast = Drafting(rows=FAST_ROWS, costs=(1.0,) * FAST_ROWS, adapts=False)
-        ring = await stack.enter_async_context(
-            LocalRing(
-                path,
-                even_bytes(model_profile(open_model(path)), 2),
-                context=CONTEXT,
-                rows=ROWS,
-                threads=1,
-                latency_s=DIFFERING_S,
-                drafting=fast,
-                draft=model,
-                folder=folder,
-            )
-        )
-        found = Differing(model=path.stem, rows=FAST_ROWS)
+        found, done = Differing(model=path.stem, rows=FAST_ROWS), _kept(options, path.stem)
         vocabulary = LlamaVocabulary(path)
         stack.callback(vocabulary.release)
-        for text in fifty()[: options.prompts]:
-            asked = _Question(vocabulary.tokenize(text, add_special=True, parse_special=True), GREEDY)
-            off, on = [await ask(ring, asked, options.long_tokens, speculates=each) for each in (False, True)]
-            found.count(off, on)
+        prompts = [
+            vocabulary.tokenize(text, add_special=True, parse_special=True) for text in fifty()[: options.prompts]
+        ]
+        missing = [number for number in range(len(prompts)) if number not in done]
+        if missing:
+            plain, fast = await _plain_and_fast(stack, path, folder)
+            for few in (missing[at : at + AT_ONCE] for at in range(0, len(missing), AT_ONCE)):
+                answers = await plain.generate_all([prompts[number] for number in few], options.long_tokens)
+                for number, told in zip(few, answers, strict=True):
+                    on = await ask(fast, _Question(prompts[number], GREEDY), options.long_tokens, speculates=True)
+                    off = [each.token for each in told]
+                    done[number] = KeptAnswer(model=path.stem, number=number, most=options.long_tokens, off=off, on=on)
+                    _keep(options.kept, done[number])
+        for number in range(len(prompts)):
+            found.count(done[number].off, done[number].on)
         return found
+
+
+def _kept(options: argparse.Namespace, model: str) -> dict[int, KeptAnswer]:
+    """The answers of ``model`` in the file ``options.kept``, by the number of their prompt."""
+    if options.kept is None or not Path(options.kept).exists():
+        return {}
+    every = (msgspec.json.decode(line, type=KeptAnswer) for line in Path(options.kept).read_bytes().splitlines())
+    return {each.number: each for each in every if (each.model, each.most) == (model, options.long_tokens)}
+
+
+def _keep(file: str | None, answer: KeptAnswer) -> None:
+    if file is not None:
+        with Path(file).open("ab") as kept:
+            kept.write(msgspec.json.encode(answer) + b"\n")
+
+
+async def _plain_and_fast(stack: AsyncExitStack, path: Path, folder: Path) -> tuple[LocalRing, LocalRing]:
+    """A ring of two that computes single rows, and one that computes up to ``FAST_ROWS`` of guesses in a step."""
+    model = await asyncio.to_thread(quantised, path, "q2_k", folder, 2)
+    draft = draft_model(model, open_model(path), context=CONTEXT, threads=1)
+    drafting = Drafting(rows=FAST_ROWS, costs=(1.0,) * FAST_ROWS, adapts=False)
+    windows = even_bytes(model_profile(open_model(path)), 2)
+    ring = partial(LocalRing, path, windows, context=CONTEXT, rows=ROWS, threads=1, folder=folder)
+    plain = await stack.enter_async_context(ring(sequences=AT_ONCE))
+    fast = await stack.enter_async_context(ring(latency_s=DIFFERING_S, drafting=drafting, draft=draft))
+    return plain, fast
 
 
 def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], model: Path) -> None:
@@ -327,6 +355,9 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], mode
     one.add_argument("--target", choices=list(FORMS), help="requantise the model first")
     one.add_argument("--prompts", type=int, default=50, help="of the case differing (default: 50)")
     one.add_argument("--long-tokens", type=int, default=200, help="of its answers (default: 200)")
+    one.add_argument(
+        "--kept", help="file of answers of the case differing: those in it are counted, others added to it"
+    )
     one.add_argument("--tokens", type=int, default=128)
     one.add_argument("--rounds", type=int, default=5)
     one.add_argument("--json", help="also write the figures to this file")

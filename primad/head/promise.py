@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from halda import Assignment, Instance, ModelProfile, Plan, Prediction, assignments
@@ -52,6 +52,12 @@ class Promise:
     def is_exact(self) -> bool:
         """Whether each answer is what it is alone."""
         return self.batches is None or self.batches.is_exact
+
+    def drafting_with(self, keep_rows: int | None) -> Drafting | None:
+        """How drafts are computed: as trees only where one sequence has all cells, and none of them is kept elsewhere."""
+        if self.drafting is None or (self.sequences == 1 and keep_rows is None):
+            return self.drafting
+        return replace(self.drafting, branches=0)
 
     @classmethod
     def of(

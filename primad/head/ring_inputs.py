@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -80,11 +79,8 @@ class RingInputs:
 
     @property
     def drafting(self) -> Drafting | None:
-        """How drafts are computed: as trees only where one sequence has all cells, and none of them is kept elsewhere."""
-        drafting = self.promise.drafting
-        if drafting is None or (self.promise.sequences == 1 and self.keep_rows is None):
-            return drafting
-        return dataclasses.replace(drafting, branches=0)
+        """How drafts are computed."""
+        return self.promise.drafting_with(self.keep_rows)
 
     @property
     def draft(self) -> DraftModel | None:

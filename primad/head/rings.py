@@ -36,7 +36,7 @@ from primad.head.promise import Promise
 from primad.head.ring import HeadRing
 from primad.head.ring_inputs import RingDevices, RingInputs
 from primad.head.service import Service
-from primad.head.status import at_once_line, left_out_line, predicted_line
+from primad.head.status import at_once_line, chains_line, left_out_line, predicted_line
 from primad.head.vocabulary import sampling_defaults
 from primad.head.worker_link import WorkerLink
 from primad.layers.server import LayerSource
@@ -362,6 +362,9 @@ class Rings:
             self._reporter.say(f"{model_id(embedding)} gives embeddings there, on this device alone")
         for line in [*ring.describe(), *why]:
             self._reporter.say(line)
+        options, has_cache = self._service.options, self._station.config.kv_cache is not None
+        if chains := chains_line(promise, options.keep_rows(has_cache=has_cache)):
+            self._reporter.say(chains)
         draft = self._service.draft
         if draft is not None and promise.drafting is not None and promise.guesser is None:
             self._reporter.say(f"--draft {draft.path}: guesses nothing: {no_room(draft.memory_bytes)}")

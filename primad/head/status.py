@@ -136,6 +136,17 @@ def at_once_line(promise: Promise) -> str:
     return f"{line}; computed together, which may change how one is worded (--batching exact keeps that from it)"
 
 
+def chains_line(promise: Promise, keep_rows: int | None) -> str:
+    """What keeps the guesses of a step from being a tree where they could be one; empty where they are, or none could."""
+    planned, drafting = promise.drafting, promise.drafting_with(keep_rows)
+    if planned is None or drafting is None or planned.branches == drafting.branches:
+        return ""
+    asks = ["--sequences 1"] * (promise.sequences > 1) + ["--kv-backup off without --kv-cache"] * (
+        keep_rows is not None
+    )
+    return f"guesses of a step are a chain; a tree, which may win more, takes {' and '.join(asks)}"
+
+
 def predicted_line(prediction: Prediction, load: UnderLoad | None, prompt_tokens: int) -> str:
     """What is predicted of one answer, and of several together."""
     together = ""

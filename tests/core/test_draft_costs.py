@@ -38,6 +38,14 @@ def seconds(devices: int, drafter: Any = None, *, hop_s: float = 0.0, answers: i
     return took_s
 
 
+class NotBefore(PromptLookup):
+    """Guesses nothing before the first token is there."""
+
+    def guess(self, drafts: Sequence[int]) -> Guess | None:
+        assert len(self._text) > len(PROMPT), "it was asked before the first token"
+        return super().guess(drafts)
+
+
 class Nothing:
     """Has no guess."""
 
@@ -110,6 +118,19 @@ def test_a_row_that_waits_keeps_the_busiest_device_at_work(shares):
         for more in (0, 1)
     ]
     assert times[1] <= times[0] < seconds(devices, shares=shares, hop_s=0.0005)
+
+
+@pytest.mark.parametrize(
+    ("devices", "drafting"), [(1, Drafting(rows=8, costs=(1.0,) * 8)), (4, Drafting(room=8))], ids=["rows", "ahead"]
+)
+def test_the_first_token_comes_when_it_does_without_drafts_and_nothing_is_guessed_before(devices, drafting):
+    def first_s(drafting: Drafting | None) -> float:
+        ring = TimedRing(devices, hop_s=0.01, context=1024, depth=devices, drafting=drafting, drafter=NotBefore)
+        ring.head.submit(generate(1, PROMPT, tokens=20))
+        ring.finish()
+        return ring.told_s[0]
+
+    assert first_s(drafting) == first_s(None)
 
 
 def test_a_head_that_is_the_busiest_device_keeps_the_ring_full_while_it_computes_what_came_back():
@@ -262,3 +283,25 @@ def test_no_step_waits_for_a_slow_model_that_guesses_for_the_next_one_meanwhile(
 
 def test_no_step_waits_longer_than_half_a_token_for_a_model_that_says_nothing():
     assert behind(1e6, waits=True) <= MOST * seconds(1)
+
+
+# ---- what the bench leaves out ---------------------------------------------------------------------------------------
+
+AHEAD, COMPUTED = Drafting(room=8), Drafting(room=8, skips=False)
+
+
+@pytest.mark.parametrize(
+    ("whole", "part", "share", "times"),
+    [
+        pytest.param(AHEAD, Drafting(room=1, rows=5, costs=(1.0,) * 5), 0.9, 1.3, id="one step"),
+        pytest.param(AHEAD, COMPUTED, 0.5, 1.1, id="no skipping"),
+        pytest.param(COMPUTED, replace(COMPUTED, adapts=False), 0.0, 1.1, id="fixed"),
+    ],
+)
+def test_each_part_of_drafting_that_can_be_left_out_wins_time(whole, part, share, times):
+    costs = [1 + 0.8 * rows for rows in range(5)]
+    with_it, without = (
+        seconds(4, oracle(share), drafting=each, hop_s=0.01, costs=costs, batching=Batching(replays=5))
+        for each in (whole, part)
+    )
+    assert without >= times * with_it

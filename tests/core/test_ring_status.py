@@ -13,7 +13,18 @@ from halda.assignment import in_memory
 from primad.api.backend import Health
 from primad.api.status import MemoryFigures, PlannedFigures, Promises, status_body
 from primad.engine.streaming.streams import StreamedWindow, Streams
-from primad.head.status import WINDOW_S, Costs, device_status, left_out_line, link_status, plan_lines, promises
+from primad.head.promise import Promise
+from primad.head.status import (
+    WINDOW_S,
+    Costs,
+    chains_line,
+    device_status,
+    left_out_line,
+    link_status,
+    plan_lines,
+    promises,
+)
+from primad.ring.drafting.drafter import Drafting
 from primad.ring.messages import DecodeStatus, MemoryStatus, PromptStatus, Status
 from primad.ring.meter import TOKENS_KEPT, Meter
 from tests.fakes.planning import model
@@ -345,3 +356,18 @@ def test_the_owner_is_told_who_streams():
 )
 def test_who_is_left_out_is_told_what_it_would_cost(slowdown, line):
     assert left_out_line("mini", "the others are faster without it", slowdown) == line
+
+
+def test_what_alone_keeps_guesses_from_being_a_tree_is_named():
+    def line(sequences: int, keep_rows: int | None, branches: int = 4) -> str:
+        drafting = Drafting(rows=8, costs=(1.0,) * 8, branches=branches)
+        promise = Promise(
+            plan=PLAN, prediction=None, assignments={}, context_tokens=64, sequences=sequences, drafting=drafting
+        )
+        return chains_line(promise, keep_rows)
+
+    assert not line(1, None)
+    assert not line(2, 16, branches=0), "the plan has none"
+    assert line(2, None).endswith("takes --sequences 1")
+    assert line(1, 16).endswith("takes --kv-backup off without --kv-cache")
+    assert line(2, 16).endswith("takes --sequences 1 and --kv-backup off without --kv-cache")

@@ -34,6 +34,17 @@ class DraftedAnswer:
     accepted: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptAnswer:
+    """What a model answered to prompt ``number`` in ``most`` tokens: with single rows the tokens ``off``, and ``on``."""
+
+    model: str
+    number: int
+    most: int
+    off: list[int]
+    on: DraftedAnswer
+
+
 @dataclass(kw_only=True)
 class Drafted:
     """One way of drafting and one question, run by run: without drafts and with."""
@@ -84,15 +95,15 @@ class Differing:
     accepted: int = 0
     first_at: list[int] = field(default_factory=list)
 
-    def count(self, off: DraftedAnswer, on: DraftedAnswer) -> None:
-        """One more answer, without drafts and with."""
+    def count(self, off: Sequence[int], on: DraftedAnswer) -> None:
+        """One more answer, the tokens without drafts and what there is with."""
         self.answers += 1
         self.tokens += len(on.tokens)
         self.drafted += on.drafted
         self.accepted += on.accepted
-        pairs = zip(off.tokens, on.tokens, strict=False)
-        same = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(off.tokens), len(on.tokens)))
-        if off.tokens != on.tokens:
+        pairs = zip(off, on.tokens, strict=False)
+        same = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(off), len(on.tokens)))
+        if list(off) != on.tokens:
             self.first_at.append(same)
 
     def __str__(self) -> str:
