@@ -13,6 +13,7 @@ _WORDS: Final = {
     "hash": "reading layers",
     "fetch": "shipping layers",
     "copy": "copying layers",
+    "compare": "comparing with the hub",
     "load": "loading windows",
     "links": "measuring links",
     "profile": "profiling",
@@ -41,7 +42,7 @@ class RichReporter:
         if not self._console.is_terminal:
             if done == total and key not in self._told and not phase.startswith("profile "):
                 self._told.add(key)
-                amount = f" ({show_bytes(total)})" if phase in ("fetch", "copy") else ""
+                amount = f" ({show_bytes(total)})" if phase in ("fetch", "copy", "compare") else ""
                 self._console.print(f"{device}: {words}: done{amount}", markup=False)
             return
         if self._progress is None:

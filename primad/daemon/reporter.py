@@ -16,7 +16,7 @@ class Reporter(Protocol):
         """One line for the owner."""
 
     def progress(self, device: str, phase: str, done: int, total: int) -> None:
-        """``device`` has done ``done`` of ``total`` in ``phase`` (fetch, copy: bytes; others: steps)."""
+        """``device`` has done ``done`` of ``total`` in ``phase`` (fetch, copy, compare: bytes; others: steps)."""
 
     def settle(self) -> None:
         """Nothing is under way any more."""

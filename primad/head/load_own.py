@@ -5,6 +5,7 @@ Of a model on a hub it draws its own layers, as every device does, and the token
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 from primad.daemon.bring import bring_layers
@@ -12,10 +13,13 @@ from primad.daemon.layer_files import copy_layers
 from primad.daemon.loaded_process import LoadedProcess
 from primad.daemon.loading import WindowLoad
 from primad.engine.protocol import AdapterFile
+from primad.gguf.hub_ranges import HubError
 from primad.gguf.layers import LayerRef
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.head.ring_inputs import RingInputs
+from primad.layers.fetch import in_thread
 from primad.layers.givers import HubWays
+from primad.layers.whole import compare, is_compared
 from primad.network.contacts import Contact
 from primad.network.messages import Load
 from primad.planning.batching import least_rows
@@ -84,3 +88,21 @@ async def _draw(inputs: RingInputs, cutter: RangedCutter, windows: WindowLoad, s
         cutter.learn(name, tree)
 
     await windows.prepare(bring, lambda done, total: reporter.progress(head, "fetch", done, total))
+    if {cutter.ref(layer).digest for layer in cutter.layers_of_all} <= {ref.digest for ref in windows.layers}:
+        await _compare(inputs, cutter)
+
+
+async def _compare(inputs: RingInputs, cutter: RangedCutter) -> None:
+    """All of the model came here: it has to be what the hub states, once."""
+    head, cache, reporter = inputs.promise.plan.head, inputs.station.workspace.cache, inputs.reporter
+    if await in_thread(is_compared, cutter):
+        return
+    loop = asyncio.get_running_loop()
+
+    def advance(done: int, total: int) -> None:
+        loop.call_soon_threadsafe(reporter.progress, head, "compare", done, total)
+
+    try:
+        await in_thread(compare, cutter, cache, advance)
+    except HubError as exc:
+        reporter.say(f"what came of {cutter.header.path.name} is not compared with the hub yet: {exc}")

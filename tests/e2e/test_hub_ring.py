@@ -74,6 +74,7 @@ def test_every_device_fetches_its_own_layers_and_the_lost_ones_are_fetched_again
         w2.kill()
         wait_until(lambda: computing(head) == {"head"}, "the head serves all of it")
         assert text_of(head) == expected
+        assert any(models_folder(homes["head"]).rglob("compared")), "all of it is here, and as the hub says"
         asked = len(hub.asked)
         assert head.run.stop() == 0
         again = stack.enter_context(heading(f"hf:{REPO}", homes["head"], "ranges", config=""))

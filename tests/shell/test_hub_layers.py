@@ -16,7 +16,7 @@ import zmq.asyncio
 from primad.certify.first import certified
 from primad.cli.hub import served_model
 from primad.daemon.bring import bring_layers
-from primad.errors import ClusterError, DiskError
+from primad.errors import ClusterError, DiskError, ModelError
 from primad.gguf import hub_ranges
 from primad.gguf.digests import LayerDigests
 from primad.gguf.hub import HubName, header_of, kept_models, remove
@@ -33,6 +33,7 @@ from primad.layers.cache import LayerCache
 from primad.layers.draw import draw_layers
 from primad.layers.givers import HubWays, WantedLayer
 from primad.layers.server import LayerServer
+from primad.layers.whole import compare, is_compared
 from primad.network.gate import Gate
 from primad.network.messages import DrawnLayer
 from primad.settings.timings import LayerTimings
@@ -153,6 +154,32 @@ def test_an_unknown_architecture_that_is_not_certified_is_fetched_whole_and_says
     said = " ".join(capsys.readouterr().err.split())
     assert "depend on later ones" in said
     assert "the whole file is fetched" in said
+
+
+def test_what_came_whole_is_compared_with_the_hash_that_the_hub_states(hub, cutter, tmp_path):
+    cache, done = LayerCache(tmp_path / "cache"), []
+    first, *others = cutter.layers_of_all
+
+    def have(*layers):
+        for name, (_, tree) in draw(cutter, cache, wanted(cutter, *layers)).items():
+            cutter.learn(name, tree)
+
+    have(*others)
+    assert not compare(cutter, cache, lambda *told: done.append(told))
+    assert not done, "not all of it is here"
+    have(first)
+    path = cache.path(cutter.ref(first).digest)
+    right = path.read_bytes()
+    path.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
+    with pytest.raises(ModelError, match="not the file that the hub states"):
+        compare(cutter, cache, lambda *told: done.append(told))
+    assert not cache.layers()
+    have(first, *others)
+    assert not is_compared(cutter)
+    assert compare(cutter, cache, lambda *told: done.append(told))
+    size = cutter.files[0].size_bytes
+    assert done[-1] == (size, size)
+    assert is_compared(cutter)
 
 
 def test_what_was_drawn_is_not_drawn_again_and_then_known_by_its_digest(hub, cutter, tmp_path):
