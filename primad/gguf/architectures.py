@@ -968,9 +968,10 @@ def _head_values(header: Header) -> dict[str, Value]:
     """Of DeciLM: what llama.cpp would derive from the heads of a window's first layer, which may have none."""
     width, heads = header.count("deci.embedding_length"), header.values["deci.attention.head_count"]
     items = heads.items() if heads.is_array else [heads.scalar()]
-    each = _uint32(width // next((item for item in items if isinstance(item, int) and item > 0), 1))
-    keys = ("attention.key_length", "attention.value_length", "rope.dimension_count")
-    return {f"deci.{key}": each for key in keys}
+    each = width // next((item for item in items if isinstance(item, int) and item > 0), 1)
+    rotated = header.count("deci.attention.key_length", each)
+    found = {"attention.key_length": each, "attention.value_length": each, "rope.dimension_count": rotated}
+    return {f"deci.{key}": _uint32(count) for key, count in found.items()}
 
 
 def _derived_values(header: Header, name: str, layers: int) -> dict[str, Value]:

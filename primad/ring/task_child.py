@@ -11,19 +11,22 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
 from primad.ring.spawn import how_it_ended
+from primad.system.starvation import OwnTime
 
 Answer = TypeVar("Answer")
+_LOOK_S: Final = 1.0
 
 
 class TaskChild:
     """Children that run ``module`` with these environment ``variables``, one at a time; ``close`` ends it.
 
     ``what`` a task is stands at the begin of what is said of one that took longer than ``timeout_s`` or ended the child.
+    While the child waits for a processor, that time does not pass.
     """
 
     def __init__(self, module: str, what: str, variables: Mapping[str, str], *, timeout_s: float) -> None:
@@ -59,21 +62,26 @@ class TaskChild:
         child = self._child
         assert child.stdin is not None
         assert child.stdout is not None
-        late = threading.Event()
+        answered, late = threading.Event(), threading.Event()
 
         def give_up() -> None:
+            own = OwnTime(child.pid)
+            while (left_s := own.left_s(self.timeout_s)) > 0:
+                if answered.wait(min(left_s, _LOOK_S)):
+                    return
             late.set()
             child.kill()
 
-        timer = threading.Timer(self.timeout_s, give_up)
-        timer.start()
+        guard = threading.Thread(target=give_up, daemon=True)
+        guard.start()
         try:
             with contextlib.suppress(OSError):  # it may be gone: then there is no answer
                 child.stdin.write(msgspec.json.encode(task) + b"\n")
                 child.stdin.flush()
             answer = child.stdout.readline()
         finally:
-            timer.cancel()
+            answered.set()
+            guard.join()
         if answer.endswith(b"\n"):
             return msgspec.json.decode(answer, type=kind)
         code = self._bury(child)

@@ -346,6 +346,8 @@ def test_every_window_of_deci_has_attention_and_heads_of_the_models_width():
     assert values["attention.head_count_kv"] == [0, 1]
     first = {"attention.head_count": [4, 4, 0, 4] * 2, "attention.head_count_kv": [1, 0, 0, 1] * 2}
     assert cut_multiple(model("deci", 8, **first)) == 4, "no window begins with a layer without heads"
+    told = window(model("deci", 4, embedding_length=64, attention__key_length=8, **heads), 2, 4)
+    assert (told["attention.key_length"], told["rope.dimension_count"]) == (8, 8)
     none = {"feed_forward_length": [8, 8, 0, 8]}
     refuses(model("deci", 4, **heads, **none), "feed_forward_length", "left out of the graph")
 

@@ -19,6 +19,7 @@ import numpy as np
 from primad.gguf.architectures import block_count, cut_multiple, layer_count
 from primad.gguf.header import Header, read_header
 from primad.gguf.profile import model_profile
+from tests.core.test_architectures import value
 from tests.shell.test_cut_exact import Route, whole_logits
 from tools import synth
 
@@ -60,6 +61,9 @@ def write_for_three_windows(path: Path, architecture: str) -> Header:
     experts = header.values.get(f"{name}.expert_count")
     # All are used: which are picked of random ones may hang on a last bit, and then a difference says nothing.
     values = {f"{name}.expert_used_count": experts} if experts is not None else {}
+    # Of experts that a group shares llama.cpp adds up as many as of the others, or ends over it.
+    shared = f"{name}.experts_per_group"
+    values |= {shared: value(1)} if shared in header.values else {}
     while True:
         layers = 3 * max(2, cut_multiple(header))
         synth.write_model(path, architecture=architecture, layers=layers + predicting, values=values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,10 +14,13 @@ import pytest
 from halda import DeviceProfile, HelpedSpeed, Plan, Window, Workload, evaluate, instance
 from halda.cost import GPU_RUNTIME_BYTES
 from primad.engine.llama import WholeModel
+from primad.gguf.adapter import Adapter
 from primad.gguf.architectures import layer_count
 from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import vocabulary_size
+from primad.planning.adapters import open_adapters, with_adapters
+from tests.fakes.gguf import write_adapter
 from tests.fakes.profile import GPU, PROFILE
 from tests.gpu.families import KEYS, SHAPES, write_family
 from tests.shell.test_cut_exact import OPTIONS, Route, assigned, files_of
@@ -26,7 +30,9 @@ MIB = 1 << 20
 MOST_OFF = 64 * MIB
 MOST_SHARE = 0.05
 CONTEXT = 4096
-_BUFFER = re.compile(r": +(\S+) (?:model|KV|compute|RS) buffer size = +([0-9.]+) MiB")
+PLACES = (("desk", 0), ("lap", 2), ("desk", 4))
+"""Devices and where their windows of two layers begin."""
+_BUFFER = re.compile(r": +(\S+) (?:model|KV|compute|RS|LoRA) buffer size = +([0-9.]+) MiB")
 
 
 _LOADED = "loaded meta data with"
@@ -48,9 +54,10 @@ OF_FAMILIES = {
 128 MiB at most; and rows of a state are no wider than many others."""
 
 
-def planned_bytes(header, plan: Plan, work: Workload = WORK) -> list[int]:
+def planned_bytes(header, plan: Plan, work: Workload = WORK, adapters: Sequence[Adapter] = ()) -> list[int]:
     """VRAM of each device of ``plan``, without what a backend keeps for itself, which ggml does not count."""
-    asked = instance([device(name) for name in plan.devices], [], model_profile(header), work, {})
+    model = with_adapters(model_profile(header), adapters)
+    asked = instance([device(name) for name in plan.devices], [], model, work, {})
     return [each.vram_bytes - GPU_RUNTIME_BYTES for each in evaluate(plan, asked).devices]
 
 
@@ -139,15 +146,30 @@ def test_experts_on_the_cpu_take_nothing_there(said, gpu, tmp_path):
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture="qwen3moe", width=512, expert_feed_forward=1024, experts=32, layers=6)
     header = read_header(path)
-    route = tuple(
-        Window(device=name, first=first, last=first + 2, gpu_layers=2, cpu_experts=2)
-        for name, first in (("desk", 0), ("lap", 2), ("desk", 4))
-    )
+    route = tuple(Window(device=name, first=at, last=at + 2, gpu_layers=2, cpu_experts=2) for name, at in PLACES)
     plan = Plan(rounds=1, route=route, output_on_gpu=True, streaming=(), left_out=())
     planned = sum(planned_bytes(header, plan))
     Route(header, [0, 2, 4, 6], tmp_path, on_gpu=(2, 2, 2), apart=True).release()
     assert planned < 5 * MOST_OFF
     check(taken_bytes(said, gpu), planned)
+
+
+def test_adapters_lie_beside_their_layers(said, gpu, tmp_path):
+    """63 MB a layer: without them a window would be 126 MB over what was planned."""
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, layers=6, is_empty=True, width=2048, heads=32, head_width=64, feed_forward=8192)
+    header = read_header(path)
+    changed = ("attn_q.weight", "ffn_up.weight", "ffn_down.weight", "output.weight")
+    tensors = {name: each.shape for name, each in header.tensors.items() if name.endswith(changed)}
+    adapters = open_adapters([(write_adapter(tmp_path / "lora.gguf", tensors, rank=640), 1.0)], header)
+    route = tuple(Window(device=name, first=at, last=at + 2, gpu_layers=2) for name, at in PLACES)
+    plan = Plan(rounds=1, route=route, output_on_gpu=True, streaming=(), left_out=())
+    Route(header, [0, 2, 4, 6], tmp_path, on_gpu=(2, 2, 2), adapters=adapters).release()
+    head, worker = planned_bytes(header, plan, adapters=adapters)
+    assert worker - planned_bytes(header, plan)[1] > 1.5 * MOST_OFF
+    first, middle, tail = taken_by_windows(said, gpu)
+    check(middle, worker)
+    check(first + tail, head, windows=2)
 
 
 @pytest.mark.parametrize("family", sorted({*SHAPES, *KEYS}))

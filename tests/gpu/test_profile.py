@@ -12,8 +12,8 @@ from primad.profiler.effort import TYPES, Effort
 from primad.profiler.processors import measure_gpu
 from primad.profiler.store import load_profiles
 from primad.profiles import check_gpu
-from tests.e2e.cluster import joined, primad
-from tests.e2e.cluster import serving as serving_
+from tests.e2e.cluster import heading, joined, primad
+from tests.e2e.streams import ask
 from tests.gpu.drivers import FAULTS, broken_driver
 
 NO_DRIVER = {"VK_ICD_FILENAMES": "/nowhere/driver.json", "VK_DRIVER_FILES": "/nowhere/driver.json"}
@@ -85,13 +85,24 @@ def test_a_gpu_without_memory_is_left_out(home, tmp_path, gpu):
     assert re.search(LEFT_OUT, output), output
 
 
-@pytest.mark.parametrize("fault", ["none", "aborts"])
-def test_a_first_start_measures_and_serves(home, tmp_path, smollm2, cluster, fault, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name, value in ({} if fault == "none" else broken_driver(tmp_path, fault)).items():
+@pytest.mark.parametrize("fault", ["none", "no driver", "no room", *FAULTS])
+def test_a_first_start_measures_and_serves(home, tmp_path, smollm2, cluster, fault, monkeypatch, gpu):
+    """A worker and a head, each of which knows nothing of itself yet."""
+    if fault in ("no room", *FAULTS) and gpu.backend != "Vulkan":
+        pytest.skip(f"{gpu.backend} asks no Vulkan driver")
+    named = {"none": {}, "no driver": NO_DRIVER, "no room": NO_ROOM}
+    for name, value in (named[fault] if fault in named else broken_driver(tmp_path, fault)).items():
         monkeypatch.setenv(name, value)
-    with serving_(smollm2, home, cluster) as head:
-        assert head.run.stop(signal.SIGINT) == 0, head.run.output
     (tmp_path / "lap").mkdir()
-    with joined(tmp_path / "lap", cluster) as worker:
+    options = ("--wait", 1, "--use-all", "--context", 512)
+    with (
+        joined(tmp_path / "lap", cluster, XDG_CACHE_HOME=str(tmp_path / "of-lap")) as worker,
+        heading(smollm2, home, cluster, *options, XDG_CACHE_HOME=str(tmp_path / "of-desk")) as head,
+    ):
+        head.wait_serving()
+        told = ask(head, tokens=8)
+        assert (told.finish, told.error) == ("length", None), head.run.output + worker.output
+        assert len(head.status()["devices"]) == 2
+        assert head.run.stop(signal.SIGINT) == 0, head.run.output
         assert worker.stop(signal.SIGINT) == 0, worker.output
+        assert "Traceback" not in head.run.output + worker.output

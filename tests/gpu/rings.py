@@ -1,0 +1,53 @@
+"""Rings with a worker that counts as measured with a fast GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from halda import HelpedSpeed
+from primad.engine.devices import GpuDevice
+from primad.profiler.records import write
+from tests.e2e.cluster import Head, Primad, all_joined, heading
+from tests.fakes.profile import GPU, home_record, machine_record
+
+
+@contextmanager
+def measured(gpu: GpuDevice, home: Path, threads: int, helped: tuple[HelpedSpeed, ...] = ()) -> Iterator[None]:
+    """The device of ``home`` counts as measured with a fast GPU, whatever this one is.
+
+    Figures are kept by pinned threads: those of others than ``threads`` have none in them.
+    """
+    record = machine_record(threads)
+    fast = replace(GPU, id=gpu.id, name=gpu.name, backend=gpu.backend, helped=helped)
+    write(msgspec.structs.replace(record, gpus=(fast,)), home_record(), home)
+    yield
+    write(record, home_record(), home)
+
+
+def gpu_layers(head: Head) -> int:
+    """How many layers are on a GPU, by the plan that serves."""
+    return sum(device.get("gpu_layers", 0) for device in head.status().get("devices", ()))
+
+
+@contextmanager
+def ring_of_two(
+    model: Path,
+    homes: tuple[Path, Path],
+    cluster: str,
+    threads: int,
+    *arguments: object,
+    of_worker: Sequence[object] = (),
+    **variables: str,
+) -> Iterator[tuple[Head, Primad]]:
+    """A head in the first of ``homes`` that serves with a worker in the second one, with ``threads`` and ``variables``."""
+    with ExitStack() as stack:
+        (worker,) = stack.enter_context(all_joined([homes[1]], cluster, "--threads", threads, *of_worker, **variables))
+        options = ("--wait", 1, "--use-all", "--context", 512, *arguments)
+        head = stack.enter_context(heading(model, homes[0], cluster, *options, config=""))
+        head.wait_serving()
+        yield head, worker
