@@ -108,21 +108,30 @@ class _Part:
 
 
 class KvCache:
-    """The KV cache of ``context``, whose ``tensors`` are known, of a window of layers from ``first`` on.
+    """The KV cache of ``context``, whose ``tensors`` are known, of a window of layers from ``first`` on, of which the last
+    ``sharing`` use the cells of others: their own are empty.
 
     Made while ``sequence`` has no cells: a round trip of two made-up cells there finds out how this build stores them.
     Raises ``EngineError`` when it stores them in no known way.
     """
 
     def __init__(
-        self, ggml: ctypes.CDLL, context: Any, tensors: CacheTensors, *, first: int, layers: int, sequence: int
+        self,
+        ggml: ctypes.CDLL,
+        context: Any,
+        tensors: CacheTensors,
+        *,
+        first: int,
+        layers: int,
+        sharing: int,
+        sequence: int,
     ) -> None:
         self._ggml = ggml
         self._context = context
         self._memory = llama.llama_get_memory(context)
-        self._first = first
-        if tensors.keys.keys() != set(range(layers)) or not tensors.values.keys() <= tensors.keys.keys():
-            raise EngineError(f"llama.cpp's graph shows keys of {len(tensors.keys)} of {layers} layers")
+        self._first, self._layers = first, layers
+        if tensors.keys.keys() != set(range(layers - sharing)) or not tensors.values.keys() <= tensors.keys.keys():
+            raise EngineError(f"llama.cpp's graph shows keys of {len(tensors.keys)} of {layers - sharing} layers")
         self._keys = {layer: _Part.of(place) for layer, place in tensors.keys.items()}
         self._values = {layer: _Part.of(place) for layer, place in tensors.values.items()}
         shapes = {(part.cells, part.streams) for part in (*self._keys.values(), *self._values.values())}
@@ -144,7 +153,15 @@ class KvCache:
                 f"sequence {sequence} has no KV cells at positions {start} to {end}; it ends at {last + 1}"
             )
         llama.llama_synchronize(self._context)
-        return self._read(sequence, start, end)
+        sharing = range(len(self._keys), self._layers)
+        return [*self._read(sequence, start, end), *(self._none(layer, start, end) for layer in sharing)]
+
+    def _none(self, layer: int, start: int, end: int) -> LayerCells:
+        """The cells of a layer that uses those of another."""
+        kind = self._keys[0].kind
+        return LayerCells(
+            layer=self._first + layer, start=start, end=end, key_type=kind, value_type=kind, keys=b"", values=b""
+        )
 
     def _read(self, sequence: int, start: int, end: int) -> list[LayerCells]:
         stream = sequence if self._streams > 1 else 0
@@ -198,12 +215,15 @@ class KvCache:
             raise EngineError("llama.cpp does not take KV cells that it gave; its build is unknown to primad")
 
     def _judge(self, block: Sequence[LayerCells], start: int) -> None:
-        if [cells.layer - self._first for cells in block] != sorted(self._keys):
+        if [cells.layer - self._first for cells in block] != [*range(self._layers)]:
             raise EngineError(
                 f"KV cells of layers {[cells.layer for cells in block]} are not those of a window of layers "
-                f"{self._first} to {self._first + len(self._keys) - 1}"
+                f"{self._first} to {self._first + self._layers - 1}"
             )
-        for cells in block:
+        for cells in block[len(self._keys) :]:
+            if cells != self._none(cells.layer - self._first, start, block[0].end):
+                raise EngineError(f"layer {cells.layer} has no KV cells of its own")
+        for cells in block[: len(self._keys)]:
             keys, values = self._keys[cells.layer - self._first], self._values.get(cells.layer - self._first)
             count, value_bytes = cells.end - cells.start, values.cell_bytes if values is not None else 0
             kinds = (keys.kind, values.kind if values is not None else keys.kind)

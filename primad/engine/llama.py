@@ -546,10 +546,9 @@ def load_adapters(model: Any, adapters: Sequence[AdapterFile]) -> list[Any]:
     return loaded
 
 
-def _inputs_width(model: Any, architecture: Architecture) -> int:
-    """Values that each layer of ``model`` takes beside the hidden state; 0 for most."""
-    key = f"{architecture.name}.{architecture.layer_inputs}"
-    return int(_text_of(model, key.encode()) or 0) if architecture.layer_inputs else 0
+def _count_of(model: Any, architecture: Architecture, key: str) -> int:
+    """The count at ``key`` in the metadata of ``model``; 0 for none."""
+    return int(_text_of(model, f"{architecture.name}.{key}".encode()) or 0) if key else 0
 
 
 class _Model:
@@ -594,7 +593,8 @@ class _Model:
             llama.llama_model_is_recurrent(self._model) or llama.llama_model_is_hybrid(self._model)
         )
         known = _architecture_of(self._model)
-        self._each = 0 if known is None or self._takes_tokens else _inputs_width(self._model, known)
+        self._each = 0 if known is None or self._takes_tokens else _count_of(self._model, known, known.layer_inputs)
+        self._sharing = 0 if known is None else _count_of(self._model, known, known.shares_cells)
         params = self._context_params(outputs)
         # Without, the CPU computes its layers, of prompts too. A GPU would read a projection's input before it is there.
         params.op_offload = source.assignment.helped and not self._each
@@ -681,7 +681,7 @@ class _Model:
         assert sequence is not None, "whether KV cells can leave must be asked before every sequence has some"
         try:
             for stops in (True, False):
-                if len(self._tap.cache.keys) < len(self.layers):
+                if len(self._tap.cache.keys) < len(self.layers) - self._sharing:
                     self._look(sequence, stops=stops)
             cache = KvCache(
                 ggml_base,
@@ -689,6 +689,7 @@ class _Model:
                 self._tap.cache,
                 first=self.layers.start,
                 layers=len(self.layers),
+                sharing=self._sharing,
                 sequence=sequence,
             )
         except EngineError as exc:

@@ -47,8 +47,8 @@ class LayerCells:
     """Positions ``start <= p < end`` of a sequence in layer ``layer`` of the whole model.
 
     ``keys`` and ``values`` hold cell behind cell, of ggml types ``key_type`` and ``value_type``; every cell of a layer takes
-    the same number of bytes. A layer that remembers keys alone (DeepSeek's latent attention) has no ``values``. The
-    ``digest`` is known of cells that were read from a file.
+    the same number of bytes. A layer that remembers keys alone (DeepSeek's latent attention) has no ``values``, and one that
+    uses another's cells neither. The ``digest`` is known of cells that were read from a file.
     """
 
     layer: int
@@ -203,5 +203,5 @@ def _judge(listing: _Listing) -> None:
         for size in (part.key_bytes, part.value_bytes):
             if size % cells or not 0 <= size <= cells * MAX_CELL_BYTES:
                 raise CellsError(f"{cells} KV cells of layer {part.layer} cannot take {size} bytes")
-        if part.key_bytes == 0:
+        if part.value_bytes and not part.key_bytes:
             raise CellsError(f"the KV cells of layer {part.layer} have no keys")

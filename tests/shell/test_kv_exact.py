@@ -29,7 +29,7 @@ from tests.shell.test_streams_exact import EVERYTHING, streaming
 
 KINDS = {"flash": ("f16", True), "scores": ("f16", False), "q8_0": ("q8_0", True)}
 ANSWER = 7
-NOT_KEPT = {"deci", "deepseek32", "gemma4-per-layer", "glm-dsa", "glm-dsa-full", "minimax-m3"}
+NOT_KEPT = {"deci", "deepseek32", "glm-dsa", "glm-dsa-full", "minimax-m3"}
 """With layers without cells, or with a second cache, of what chooses the cells that attention sees."""
 WIDE = {"width": 256, "head_width": 64}
 """Heads that whole blocks of Q8_0 fit."""
