@@ -70,18 +70,17 @@ def check(
     if json:
         print_json(verdict)
     else:
-        for line in lines(verdict):
+        for line in _lines(verdict):
             out.print(line)
     if verdict.result != "certified":
         raise typer.Exit(1)
 
 
-def lines(verdict: CheckVerdict) -> Iterator[str]:
-    """What its user reads of ``verdict``."""
-    more = f"{verdict.cut_offset} more than " if verdict.cut_offset else ""
+def _lines(verdict: CheckVerdict) -> Iterator[str]:
+    more = f" and {verdict.cut_offset} more" if verdict.cut_offset else ""
     where = "at any layer"
     if verdict.cut_multiple > 1:
-        where = f"at every layer that is {more}a multiple of {verdict.cut_multiple}"
+        where = f"at every layer that is a multiple of {verdict.cut_multiple}{more}"
     yield f"{printable(verdict.model)} ({verdict.architecture}, {verdict.layers} layers), {verdict.library}"
     if verdict.cut_multiple >= verdict.layers:
         where = "nowhere but at the first layer: it runs whole"

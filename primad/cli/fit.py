@@ -66,8 +66,10 @@ def fit(
     from primad.planning.fit import fit_all
 
     questions = list(_questions(models, fleet, live, files))
-    with err.status(f"planning for {len(questions)} models"):
-        answer = fit_all(questions)
+    with err.status(f"planning for {len(questions)} models") as status:
+        answer = fit_all(
+            questions, planned=lambda count: status.update(f"planned for {count} of {len(questions)} models")
+        )
     if models.json:
         print_json(answer)
     else:

@@ -262,12 +262,13 @@ class Planner:
         """The device on which the model guesses, if one has room: the one that was asked for, or where it wins most."""
         draft, source, wish = self._service.draft, self._service.draft_source, self._service.options.draft_on
         has_room = self._service.head_has_room
+        head = plan.head if has_room else None
         if draft is None or drafting is None:
             return None
-        if source is not None and wish is not None and left_bytes(plan, question).get(wish, 0) >= draft.memory_bytes:
-            return wish
-        if source is None or (wish is not None and has_room):
-            return plan.head
+        if source is None:
+            return head
+        if wish is not None:
+            return wish if left_bytes(plan, question).get(wish, 0) >= draft.memory_bytes else head
         found = best_gain(drafting, plan, question, source.profile, draft.memory_bytes, head_has_room=has_room)
         return None if found is None else found.device
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from typing import Final, Literal
 
 import msgspec
@@ -23,6 +24,9 @@ BEST: Final = 3
 """So many of the largest models that write so fast are marked."""
 MORE_RAM_BYTES: Final = 16 << 30
 CABLE: Final = "link=1Gbit/s,1ms"
+HURRIED_S: Final = 0.05
+"""Of what may help, what is not near the best is known for it by plans that are quick to make."""
+_NEAR: Final = 1.1
 _WORTH: Final = 1.1
 """What makes tokens quicker by less is not worth naming."""
 SCHEMA: Final = 1
@@ -53,11 +57,21 @@ class FitAnswer(msgspec.Struct, frozen=True, kw_only=True):
     help: str
 
 
-def fit_all(questions: Sequence[tuple[str, Question]], processes: int | None = None) -> FitAnswer:
-    """What each named question gives, in several processes at once, and what would help the next model up most."""
-    count = min(processes or usable_cores(), len(questions))
+def fit_all(
+    questions: Sequence[tuple[str, Question]],
+    processes: int | None = None,
+    planned: Callable[[int], None] = lambda count: None,
+) -> FitAnswer:
+    """What each named question gives, in several processes at once, and what would help the next model up most.
+
+    ``planned`` is told meanwhile how many there is an answer to.
+    """
+    count, fits = min(processes or usable_cores(), len(questions)), list[Fit]()
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found = ranked(pool.map(_fit, questions))
+        for each in pool.map(_fit, questions):
+            fits.append(each)
+            planned(len(fits))
+        found = ranked(fits)
         wished = next((each for each in found if not each.is_best and each.runs != "memory"), None)
         helped = "" if wished is None else _help(dict(questions)[wished.name], wished, pool)
     names = [device.device for device in questions[0][1].devices]
@@ -111,8 +125,10 @@ def _help(question: Question, now: Fit, pool: ProcessPoolExecutor) -> str:
         tried.append((f"16 GiB more in {device.device}", change(question, [more], load_profiles)))
     if len(question.devices) > 1:
         tried.append(("a cable of 1 Gbit/s between all devices", change(question, [CABLE], load_profiles)))
-    names = [what for what, _ in tried]
-    best, what = max(zip(pool.map(_fit, tried), names, strict=True), key=lambda pair: pair[0].tokens_per_s)
+    hurried = [(what, replace(each, time_limit_s=min(HURRIED_S, each.time_limit_s))) for what, each in tried]
+    quick = dict(zip(dict(tried), (each.tokens_per_s for each in pool.map(_fit, hurried)), strict=True))
+    near = [(what, each) for what, each in tried if quick[what] * _NEAR >= max(quick.values())]
+    best, what = max(zip(pool.map(_fit, near), dict(near), strict=True), key=lambda pair: pair[0].tokens_per_s)
     if best.tokens_per_s <= now.tokens_per_s * _WORTH:
         return ""
     before = f"instead of {now.tokens_per_s:.2g}" if now.tokens_per_s else "where it does not run now"

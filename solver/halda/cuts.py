@@ -12,7 +12,7 @@ found exactly under these prices, and it leaves out whom it does without. How mu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -53,18 +53,19 @@ def _weights(objective: Objective, instance: Instance) -> _Weights:
 
 
 def good_cuts(
-    instance: Instance, order: Sequence[int], rounds: int, objective: Objective, required: frozenset[int]
+    instance: Instance, orders: Iterable[Sequence[int]], rounds: int, objective: Objective, required: frozenset[int]
 ) -> list[tuple[float, tuple[Window, ...]]]:
-    """Routes of ``rounds`` rounds through the members ``order``, the head first, with their prices, the best first.
+    """Routes of ``rounds`` rounds through members in ``orders``, the head first, with their prices, the best first.
 
     Members that are not ``required`` are left out where that is cheaper.
     """
-    found = []
+    orders, found = list(orders), []
     for columns, tail in _shapes(instance, max(2, 1 + len(required - {0})), rounds):
         pricing = _Pricing(instance, rounds, columns, tail, _weights(objective, instance))
-        cut = pricing.cheapest(order, required)
-        if cut is not None and sum(end > first for first, end in pairwise([0, *(each.end for each in cut[1])])) > 1:
-            found.append((cut[0], _route(instance, order, rounds, columns, tail, cut[1])))
+        for order in orders:
+            cut = pricing.cheapest(order, required)
+            if cut is not None and sum(end > first for first, end in pairwise([0, *(each.end for each in cut[1])])) > 1:
+                found.append((cut[0], _route(instance, order, rounds, columns, tail, cut[1])))
     return sorted(found, key=lambda pair: pair[0])
 
 
@@ -151,6 +152,9 @@ class _Pricing:
         self._streamable = np.array(instance.streamable, np.float64)
         self._experts = np.array(instance.expert_bytes, np.float64)
         self._at = np.arange(columns + 1)
+        is_border = np.isin(self._at, [0, *instance.model.borders])
+        self._allowed = is_border[:, None] & is_border[None, :] & (self._at[:, None] <= self._at[None, :])
+        self._priced: dict[tuple[int, int], _Priced] = {}
 
     def cheapest(self, order: Sequence[int], required: frozenset[int]) -> tuple[float, list[_Cut]] | None:
         """The cheapest chain for the members ``order``, with its price.
@@ -160,11 +164,10 @@ class _Pricing:
         hops = hops_around(self._instance, ring_order(self._instance, order))
         priced = []
         for m in order:
-            member = self._member(self._alone(m, order), is_head=m == 0)
+            member = self._beside(m, order)
             hop_s = self._weights.decode * hops[m].hops_s + self._weights.prefill * hops[m].chunk_hops_s
-            price, disk_s = member.price + self._rounds * hop_s, member.disk_s
+            price = member.price + self._rounds * hop_s
             np.fill_diagonal(price, math.inf if m == 0 or m in required else 0.0)
-            np.fill_diagonal(disk_s, 0.0)
             priced.append(replace(member, price=price))
         best = self._chain(priced, math.inf)
         if best is None or not self._weights.decode:
@@ -180,22 +183,23 @@ class _Pricing:
                 best, high = found, middle
         return high, best[1]
 
-    def _alone(self, m: int, order: Sequence[int]) -> Member:
+    def _beside(self, m: int, order: Sequence[int]) -> _Priced:
         """Member ``m``, of a machine that it shares with others of ``order`` with an equal share of the memory."""
-        member = self._instance.members[m]
         here = next(host for host in self._instance.hosts if m in host)
         count = sum(other in order for other in here)
-        return replace(member, ram_limit=member.ram_limit // count, vram_limit=member.vram_limit // count)
+        if (m, count) not in self._priced:
+            member = self._instance.members[m]
+            share = replace(member, ram_limit=member.ram_limit // count, vram_limit=member.vram_limit // count)
+            self._priced[m, count] = self._member(share, is_head=m == 0)
+            np.fill_diagonal(self._priced[m, count].disk_s, 0.0)
+        return self._priced[m, count]
 
     def _chain(self, priced: Sequence[_Priced], disk_s: float) -> tuple[float, list[_Cut]] | None:
-        size = self._columns + 1
-        is_border = np.isin(self._at, [0, *self._instance.model.borders])
-        allowed = is_border[:, None] & is_border[None, :] & (self._at[:, None] <= self._at[None, :])
-        costs = np.full(size, math.inf)
+        costs = np.full(self._columns + 1, math.inf)
         costs[0] = 0.0
         came = []
         for member in priced:
-            step = np.where(allowed & (member.disk_s <= disk_s), member.price, math.inf)
+            step = np.where(self._allowed & (member.disk_s <= disk_s), member.price, math.inf)
             total = costs[:, None] + step
             came.append(total.argmin(axis=0))
             costs = total.min(axis=0)
@@ -298,15 +302,36 @@ class _Pricing:
         layers: Any,
     ) -> tuple[Floats, Floats]:
         """Seconds of the windows and of the disk when ``overflow`` bytes do not fit; infinite where nothing helps."""
+        seconds, disk_s = compute + rest, np.zeros(compute.shape)
+        short = (overflow > 0) & self._allowed
+        seconds[overflow > 0] = math.inf
+        if short.any() and not member.is_helped:
+            found = (
+                np.broadcast_to(each, short.shape)[short] for each in (compute, rest, overflow, streamable, layers)
+            )
+            seconds[short], disk_s[short] = self._read(member, phase, *found)
+        return seconds, disk_s
+
+    def _read(
+        self,
+        member: Member,
+        phase: Phase,
+        compute: Floats,
+        rest: Floats,
+        overflow: Floats,
+        streamable: Floats,
+        layers: Any,
+    ) -> tuple[Floats, Floats]:
+        """The same where something does not fit."""
         instance, k, rate = self._instance, self._rounds, member.disk_bytes_per_s
         over, most = overflow + instance.reserve_bytes, streamable - instance.pool_bytes
         best, best_disk = np.full(compute.shape, math.inf), np.zeros(compute.shape)
         for step in member.ahead_steps:
-            ways = [np.full(compute.shape, float(step.ahead_bytes))]
+            ways: list[Any] = [step.ahead_bytes]
             if k > 1 and not instance.by_expert:
                 ways += [np.maximum(step.wide_bytes, part * over / (k - 1)) for part in _AHEAD_TRIALS]
             elif not instance.by_expert:
-                ways.append(np.full(compute.shape, float(step.wide_bytes)))
+                ways.append(step.wide_bytes)
             for ahead in ways:
                 streamed = over + ahead
                 left = np.maximum(streamed - phase.spare_bytes, 0)
@@ -326,10 +351,7 @@ class _Pricing:
                 seconds = np.where(streamed <= np.minimum(step.share * streamable, most), seconds, math.inf)
                 best_disk = np.where(seconds < best, read / rate, best_disk)
                 best = np.minimum(best, seconds)
-        fits = overflow <= 0
-        if member.is_helped:
-            best = np.full(compute.shape, math.inf)
-        return np.where(fits, compute + rest, best), np.where(fits, 0.0, best_disk)
+        return best, best_disk
 
     def _gpu_starts(self, vram: float, held: Floats) -> Any:
         """For each end j the first column from which on all up to j, of what is ``held``, fit into ``vram`` bytes."""

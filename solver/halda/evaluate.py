@@ -593,7 +593,7 @@ def _hops(plan: Plan, instance: Instance) -> tuple[list[float], float, tuple[flo
 
 
 def _weights(counts: Sequence[int], instance: Instance) -> int:
-    return _total(counts, [kind.size_bytes for kind in instance.kinds])
+    return _total(counts, instance.size_bytes)
 
 
 def _kv(counts: Sequence[int], instance: Instance) -> int:

@@ -147,6 +147,16 @@ class Instance:
         return tuple(self.kind_of.count(kind) for kind in range(len(self.kinds)))
 
     @cached_property
+    def size_bytes(self) -> tuple[int, ...]:
+        """Weights of one layer of each kind."""
+        return tuple(kind.size_bytes for kind in self.kinds)
+
+    @cached_property
+    def largest_layer_bytes(self) -> int:
+        """Those of the largest: the unit in which programs count memory."""
+        return max(self.size_bytes)
+
+    @cached_property
     def kv_bytes(self) -> tuple[int, ...]:
         """KV cache of one layer of each kind."""
         return tuple(cost.kv_bytes(kind, self.workload) for kind in self.kinds)
@@ -192,8 +202,11 @@ class Instance:
         return self.crowded | {self.devices[host[0]].host for host in self.hosts if len(host) > 1}
 
     def only(self, members: Sequence[int]) -> Instance:
-        """The part of the question with these members alone."""
-        return replace(self, devices=tuple(self.devices[m] for m in members), crowded=self.shared_hosts)
+        """The part of the question with these members alone, which cost what they do here."""
+        part = replace(self, devices=tuple(self.devices[m] for m in members), crowded=self.shared_hosts)
+        vars(part).update({name: getattr(self, name) for name in ("kinds", "kind_of", "largest_layer_bytes")})
+        vars(part)["members"] = tuple(self.members[m] for m in members)
+        return part
 
     @cached_property
     def hosts(self) -> tuple[tuple[int, ...], ...]:

@@ -460,7 +460,7 @@ def build(
 
 def _streaming(problem: Any, instance: Instance, layout: Layout) -> StreamVariables:
     """Who streams how much, with how much held ahead."""
-    unit, found = instance.model.largest_layer_bytes, StreamVariables()
+    unit, found = instance.largest_layer_bytes, StreamVariables()
     streamable = [size / unit for size in instance.streamable]
     total = sum(count * size for count, size in zip(instance.kind_totals, streamable, strict=True))
     for m, member in enumerate(instance.members):
@@ -516,8 +516,8 @@ def _memory(
 
     ``fullest`` is at least the share of its RAM that each device gives.
     """
-    unit = instance.model.largest_layer_bytes
-    sizes = [kind.size_bytes / unit for kind in instance.kinds]
+    unit = instance.largest_layer_bytes
+    sizes = [size / unit for size in instance.size_bytes]
     with_kv = [size + kv / unit for size, kv in zip(sizes, instance.kv_bytes, strict=True)]
     experts = [size / unit for size in instance.expert_bytes]
     output, ram, vram, disk = instance.model.output_bytes / unit, [], [], []
@@ -606,7 +606,7 @@ class _Time:
         self._uses_gpu = uses_gpu
         self._output_on_gpu = output_on_gpu
         self._streams = streams
-        self._unit = instance.model.largest_layer_bytes
+        self._unit = instance.largest_layer_bytes
         self._total = sum(layer.size_bytes for layer in instance.model.layers) / self._unit
         self._decode = [member.decode for member in instance.members]
         self._prefill = [member.prefill for member in instance.members]

@@ -71,6 +71,8 @@ _POLISHED: Final = 3
 """Plans that are quick to make of which streaming is settled by a program of its own."""
 _KEPT_OF_ROUNDS: Final = 4
 """Of so many quick plans of as many rounds, the cheapest by their prices, it is worked out what streams."""
+_FAR_PRICE: Final = 1.5
+"""Not of those that are dearer by so much than the cheapest of as many rounds or fewer."""
 _WORSE_ROUNDS: Final = 4
 """After so many more rounds without a better price no quick plans of still more are made."""
 _SAME: Final = 1e-9
@@ -239,12 +241,27 @@ class _Search:
             if orders is None and not self._may_win(1, orders):
                 return self.found  # with many devices it takes seconds to look for plans that there are not
             self._begin(most_rounds)
-            # More rounds add only hops and memory to what the bound leaves open: the first that cannot win ends the search.
-            for rounds in range(1, most_rounds + 1):
-                if rounds > 1 and not self._may_win(rounds, orders):
-                    break
-                self._rounds(rounds, orders)
+            self._rounds(1, orders)
+            self._more_rounds(most_rounds, orders)
         return self.found
+
+    def _more_rounds(self, most_rounds: int, orders: Sequence[RingOrder] | None) -> None:
+        """Rings of two rounds or more: first of as many as the best so far has: others are then soon known to be worse.
+
+        More rounds add only hops and memory to what the bound leaves open: where it cannot win the search ends. It is asked
+        at numbers of rounds half as large again, and when there is a better plan.
+        """
+        first, asked_of, ask_at = 0, math.inf, 2
+        for rounds in range(2, most_rounds + 1):
+            if rounds == ask_at or self._best_s < asked_of:
+                if not self._may_win(rounds, orders):
+                    return
+                asked_of, ask_at = self._best_s, rounds + max(1, rounds // 2)
+            if rounds == 2 and self._best is not None and self._best[1].rounds > 1:
+                first = self._best[1].rounds
+                self._rounds(first, orders)
+            if rounds != first:
+                self._rounds(rounds, orders)
 
     def _begin(self, most_rounds: int) -> None:
         """Keep the best of the plans that are quick to make: of one round, and of more as long as more rounds help.
@@ -260,15 +277,14 @@ class _Search:
         for rounds in range(1, most_rounds + 1):
             if rounds > 1 and self._best is not None and not self._best[1].streaming:
                 break  # rounds serve streaming alone
-            cuts = [
-                cut for order in orders for cut in good_cuts(question, order, rounds, self._objective, self._required)
-            ]
+            cuts = good_cuts(question, orders, rounds, self._objective, self._required)
             if not cuts and rounds == 1:
                 break  # more rounds take more memory
-            for price, route in sorted(cuts, key=lambda cut: cut[0])[:_KEPT_OF_ROUNDS]:
-                found.append((price, rounds, route))
-                self._keep(residency(self._plan(rounds, route), question, self._objective_s), is_quick=True)
             best_s = min((price for price, _ in cuts), default=math.inf)
+            for price, route in cuts[:_KEPT_OF_ROUNDS]:
+                if price <= _FAR_PRICE * min(best_s, best_before_s):
+                    found.append((price, rounds, route))
+                    self._keep(residency(self._plan(rounds, route), question, self._objective_s), is_quick=True)
             worse = 0 if best_s < best_before_s else worse + 1
             best_before_s = min(best_s, best_before_s)
             if worse == _WORSE_ROUNDS:
@@ -402,10 +418,8 @@ class _Search:
     def _offer_cuts(self, rounds: int, ring: Sequence[int]) -> None:
         """Where layers differ: windows cut for the ring that the even layout chose, in several orders."""
         others = permutations(ring[1:]) if len(ring) <= _ORDERS_OF else [ring[1:]]
-        found = []
-        for order in others:
-            found += good_cuts(self._instance, (0, *order), rounds, self._objective, self._required)
-        for _, route in sorted(found, key=lambda pair: pair[0])[:_CUTS_TRIED]:
+        orders = [(0, *order) for order in others]
+        for _, route in good_cuts(self._instance, orders, rounds, self._objective, self._required)[:_CUTS_TRIED]:
             self._offer(rounds, route)
 
     def _is_small(self, rounds: int) -> bool:
@@ -507,7 +521,7 @@ class _Search:
         outcome, program = self._run(problem, milp.fixed_layout(members, plan), members, required=frozenset())
         if not outcome.found:
             return
-        unit = self._instance.model.largest_layer_bytes
+        unit = self._instance.largest_layer_bytes
         plan = replace(plan, output_on_gpu=bool(round(program.output_on_gpu.value())))
         ahead, least = ({}, {})
         for m, name in enumerate(plan.devices):
@@ -579,13 +593,14 @@ class _Search:
             self._required if required is None else required,
             elastic=False,
         )
+        most = math.inf
         if cutoff and self._best is not None:
             slack = self._best_s * MS * _SAME
-            most = slack + milp.EVEN_MS if self._wins_ties(layout.rounds) else -slack
-            problem.addConstraint(program.objective <= self._best_s * MS + most, "better than the best so far")
+            most = self._best_s * MS + (slack + milp.EVEN_MS if self._wins_ties(layout.rounds) else -slack)
         # Without any plan yet a program gets time enough to find one.
         least_s = _LEAST_S if self._best is not None else _FIRST_S
-        outcome = run(problem, max(least_s, min(most_s, self._left_s)), is_steep=_STEEP_S < self._best_s < math.inf)
+        is_steep = _STEEP_S < self._best_s < math.inf
+        outcome = run(problem, max(least_s, min(most_s, self._left_s)), most=most, is_steep=is_steep)
         self._left_s -= outcome.seconds
         return outcome, program
 
@@ -623,7 +638,7 @@ class _Search:
             outcome = run(problem, max(_FIRST_S, self._limit_s))
         if not outcome.found:
             return None
-        unit = self._instance.model.largest_layer_bytes
+        unit = self._instance.largest_layer_bytes
         names = [device.device for device in self._instance.devices]
         shortages = []
         for variable in problem.variables():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -41,20 +42,26 @@ class Outcome:
     seconds: float
 
 
-def run(problem: Any, time_limit_s: float, *, is_steep: bool = False) -> Outcome:
-    """Solve ``problem`` for at most ``time_limit_s``; ``is_steep``: its figures are of very different sizes."""
+def run(problem: Any, time_limit_s: float, *, most: float = math.inf, is_steep: bool = False) -> Outcome:
+    """Solve ``problem`` for at most ``time_limit_s``; ``is_steep``: its figures are of very different sizes.
+
+    Solutions above ``most`` are not looked for.
+    """
     _let_it_introduce_itself()
-    problem.solve(_highs(time_limit_s, presolve="off" if is_steep else "choose"))
+    if most < math.inf:
+        problem.addConstraint(problem.objective <= most, "no solution above the most")
+    most -= float(problem.objective.constant)  # PuLP keeps it from HiGHS
+    problem.solve(_highs(time_limit_s, most, presolve="off" if is_steep else "choose"))
     seconds = float(problem.solutionTime)
     if not is_steep and problem.solverModel.getModelStatus().name == "kSolveError":
         # What its presolve made smaller does not always hold in the whole program, by less than counts.
-        problem.solve(_highs(time_limit_s, presolve="off"))
+        problem.solve(_highs(time_limit_s, most, presolve="off"))
         seconds += float(problem.solutionTime)
     solved = problem.sol_status == pulp.LpSolutionOptimal
     found = solved or problem.sol_status == pulp.LpSolutionIntegerFeasible
     if problem.status == pulp.LpStatusInfeasible:
-        return Outcome(False, True, float("inf"), float("inf"), seconds)
-    value = float(pulp.value(problem.objective)) if found else float("inf")
+        return Outcome(False, True, math.inf, math.inf, seconds)
+    value = float(pulp.value(problem.objective)) if found else math.inf
     return Outcome(found, solved, value, value if solved else _bound(problem), seconds)
 
 
@@ -79,7 +86,10 @@ def _let_it_introduce_itself() -> None:
         library.fflush(None)
 
 
-def _highs(time_limit_s: float, *, presolve: str) -> Any:
+def _highs(time_limit_s: float, most: float, *, presolve: str) -> Any:
+    # HiGHS cuts off more with the bound than with the constraint alone. Where the two say that nothing is left to find but
+    # what is better than a plan near the best, it looks for that in vain in smaller programs.
+    searches = {} if most == math.inf else {"mip_heuristic_run_rins": False, "mip_heuristic_run_rens": False}
     return pulp.HiGHS(
         msg=False,
         gapRel=_GAP,
@@ -88,12 +98,14 @@ def _highs(time_limit_s: float, *, presolve: str) -> Any:
         timeLimit=time_limit_s,
         mip_feasibility_tolerance=_TOLERANCE,
         primal_feasibility_tolerance=_TOLERANCE,
+        objective_bound=most,
         presolve=presolve,
         presolve_rule_off=_AGGREGATOR,
         mip_allow_restart=False,
+        **searches,
     )
 
 
 def _bound(problem: Any) -> float:
     bound = float(problem.solverModel.getInfo().mip_dual_bound)
-    return bound if abs(bound) < _FINITE else 0.0
+    return bound + float(problem.objective.constant) if abs(bound) < _FINITE else 0.0

@@ -72,7 +72,9 @@ class House:
         )
         toy = model(context_tokens=4096)
         work = default_workload(4096, 512, "f16", sequences=options.sequences or 1)
-        service = SimpleNamespace(model=Served(toy), workload=work, options=options, draft=None, draft_source=None)
+        service = SimpleNamespace(
+            model=Served(toy), workload=work, options=options, draft=None, draft_source=None, head_has_room=True
+        )
         book = SimpleNamespace(between=lambda names: [link("desk", "lap"), link("lap", "desk")])
         monkeypatch.setattr(planner_module, "cuttable", lambda header: None)
         own, devices = SimpleNamespace(profile=self._own), SimpleNamespace(present=self._present, book=book)

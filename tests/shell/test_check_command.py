@@ -16,7 +16,6 @@ import pytest
 from primad.certify.check import Wanted, check
 from primad.certify.child import MakeTiny, Tried, TryCuts, TryWhole
 from primad.certify.verdict import CheckVerdict, ForbiddenCut, load_verdict, save_verdict
-from primad.cli.check import lines
 from primad.gguf.architectures import SUPPORTED
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
@@ -198,26 +197,3 @@ def test_a_check_that_is_stopped_does_not_end_as_if_the_model_were_certified(che
     monkeypatch.setattr("primad.certify.check.check", stopped)
     assert checks(gemma3) == (130, "", "stopped\n")
     assert load_verdict(tmp_path / "home", open_model(gemma3)) is None
-
-
-@pytest.mark.parametrize(
-    ("multiple", "offset", "says"),
-    [
-        (1, 0, "at any layer"),
-        (4, 0, "at every layer that is a multiple of 4"),
-        (4, 2, "at every layer that is 2 more than a multiple of 4"),
-        (8, 0, "nowhere but at the first layer"),
-    ],
-)
-def test_where_windows_may_begin_is_told(multiple, offset, says):
-    verdict = CheckVerdict(
-        **dict.fromkeys(("checked", "library", "model", "architecture", "why"), ""),
-        **dict.fromkeys(("cuts", "routes", "keys", "forbidden", "left"), ()),
-        version=1,
-        layers=8,
-        cut_multiple=multiple,
-        cut_offset=offset,
-        result="certified",
-        seconds=1.0,
-    )
-    assert any(f"windows may begin {says}" in line for line in lines(verdict))

@@ -35,6 +35,17 @@ def test_a_table_says_what_runs_how_fast_and_what_would_help(fit, house):
     assert "What would help most: with 16 GiB more in" in out
 
 
+def test_what_fit_says_is_what_plan_says(fit, house, command):
+    _, out, _ = fit("--devices", house, "--only", "mistral-nemo", "--json")
+    for each in json.loads(out)["models"]:
+        _, whole, _ = command(
+            "plan", "--model-shape", each["name"], "--devices", house, "--objective", "latency", "--json"
+        )
+        predicted = json.loads(whole)["predicted"]
+        assert each["tokens_per_s"] == pytest.approx(1e3 / predicted["tpot_ms"])
+        assert each["ttft_ms"] == pytest.approx(predicted["ttft_ms"])
+
+
 def test_what_does_not_run_says_what_is_short(fit, house):
     code, out, _ = fit(
         "--devices", house, "--only", "qwen3-235b", "--max-ram", "desk=200MB", "--max-ram", "laptop=200MB"

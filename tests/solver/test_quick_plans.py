@@ -178,8 +178,8 @@ def check_cuts(asked: Instance, objective, required: frozenset[int]) -> int:
     names = frozenset(asked.devices[m].device for m in required)
     values = []
     for rounds in (1, 2, 3):
-        found = good_cuts(asked, order, rounds, objective, required)
-        assert found == good_cuts(asked, order, rounds, objective, required)
+        found = good_cuts(asked, [order], rounds, objective, required)
+        assert found == good_cuts(asked, [order], rounds, objective, required)
         assert [price for price, _ in found] == sorted(price for price, _ in found)
         for _, route in found:
             on_gpu = route[-1].gpu_layers > 0
