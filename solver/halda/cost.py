@@ -66,8 +66,6 @@ ACTIVATION_BYTES: Final = 4
 """A value of a compute buffer: float32."""
 MASK_BYTES: Final = 2
 """A value of an attention mask of flash attention; without, it is as any other."""
-ATTENTION_WIDTHS: Final = 5
-"""Widths of the hidden state that a row has in the compute buffer beside its scores."""
 TILE_ROWS: Final = 64
 """From so many rows on llama.cpp's flash attention computes several at once on a CPU."""
 LOGIT_ROWS: Final = 64
@@ -99,6 +97,14 @@ TWO_MASKS: Final = frozenset(
 """Architectures with layers that attend to a sliding window only: they have a mask of their own, as large."""
 WITHOUT_FLASH: Final = frozenset(("grok",))
 """Architectures that llama.cpp has no flash attention for, whatever it is told."""
+_CUDA_HEADS: Final = frozenset((40, 64, 72, 80, 96, 112, 128, 192, 256, 320, 512, 576))
+FLASH_HEADS: Final[Mapping[str, frozenset[int]]] = {
+    "CUDA": _CUDA_HEADS,
+    "ROCm": _CUDA_HEADS,
+    "Metal": _CUDA_HEADS | {32, 48},
+}
+"""Widths of heads that llama.cpp has flash attention for on these backends; a context with other ones there does without.
+(Vulkan's has all that are multiples of 8; of others attention is computed on the CPU.)"""
 KV_VALUE_BYTES: Final[Mapping[CacheType, Fraction]] = {
     "f16": Fraction(2),
     "q8_0": Fraction(34, 32),
@@ -413,18 +419,27 @@ def compute_buffer_bytes(model: ModelProfile, workload: Workload) -> int:
     four widths, and 2 bytes for each cell of the KV cache. Profiles of files say how many values a row has; where only the
     bytes of a layer are known, this estimate is 1 to 5 % above it for Llama of 135M to 8B, Qwen2, Gemma 3, Mixtral and Qwen3
     MoE, 5 to 30 % for other mixtures of experts, and 25 to 50 % where feed-forward has no gate or there are as many keys as
-    queries (StarCoder2, Phi-3). Without flash attention a row has a score for each head and cell, at another time than
-    feed-forward's values (1 % above for Llama). The states of a recurrent layer are there once more.
+    queries (StarCoder2, Phi-3). Without flash attention a row has a score for each head and cell, its queries twice, keys
+    and values, at another time than feed-forward's values (0 to 2 % above for Llama, Qwen3 MoE, Gemma 3, gpt-oss, 5 % for
+    Grok). The states of a recurrent layer are there once more.
     """
     cells, values = workload.context_tokens, max(_values_a_row(layer, model) for layer in model.layers)
     masks = cells * (2 if model.architecture in TWO_MASKS else 1)
     flash = workload.flash and model.architecture not in WITHOUT_FLASH
     mask_bytes = MASK_BYTES if flash else ACTIVATION_BYTES
     if not flash:
-        values = max(values, model.attention_heads * cells + ATTENTION_WIDTHS * model.width)
+        keys = max(layer.kv_bytes_per_token for layer in model.layers)  # and values, twice
+        scores = model.attention_heads * cells
+        values = max(values, scores + 3 * model.width + 2 * model.attention_width + keys)
     states = workload.sequences * max(layer.state_bytes for layer in model.layers)
     cell_bytes = masks * mask_bytes + cells * model.cell_bytes
     return math.ceil(_largest_rows(workload) * (values * ACTIVATION_BYTES + cell_bytes)) + states
+
+
+def lacks_flash(backend: str, model: ModelProfile) -> bool:
+    """Whether llama.cpp's ``backend`` has no flash attention for the heads of ``model``, as far as both are known."""
+    known, width = FLASH_HEADS.get(backend), model.attention_width / model.attention_heads
+    return known is not None and bool(model.heads and model.query_width) and width not in known
 
 
 def _largest_rows(workload: Workload) -> int:

@@ -251,6 +251,14 @@ class Instance:
         return cost.compute_buffer_bytes(self.model, self.workload)
 
     @cached_property
+    def gpu_buffer_bytes(self) -> int:
+        """The same on a GPU, which may have no flash attention for the model's heads."""
+        backends = {device.gpu.backend for device in self.devices if device.gpu is not None}
+        lacks = any(cost.lacks_flash(backend, self.model) for backend in backends)
+        work = replace(self.workload, flash=self.workload.flash and not lacks)
+        return cost.compute_buffer_bytes(self.model, work)
+
+    @cached_property
     def window_bytes(self) -> int:
         """What each window takes of RAM besides weights and KV cache."""
         return cost.window_bytes(self.model, self.workload)
@@ -270,7 +278,7 @@ class Instance:
         without layers or output on the GPU takes nothing, but counts: all windows of a device are alike, but for the head's
         last.
         """
-        return cost.GPU_RUNTIME_BYTES + windows * (self.buffer_bytes + self.copied_bytes * helps)
+        return cost.GPU_RUNTIME_BYTES + windows * (self.gpu_buffer_bytes + self.copied_bytes * helps)
 
     @cached_property
     def copied_bytes(self) -> int:

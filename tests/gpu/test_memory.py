@@ -172,6 +172,23 @@ def test_adapters_lie_beside_their_layers(said, gpu, tmp_path):
     check(first + tail, head, windows=2)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt-oss", "qwen3moe", "starcoder2"])
+def test_without_flash_attention_scores_are_there(family, said, gpu, tmp_path):
+    """As of heads that a backend has none for."""
+    header = write_family(tmp_path / "model.gguf", family)
+    work = replace(WORK, context_tokens=2048, chunk_rows=256, flash=False)
+    options = msgspec.structs.replace(OPTIONS, context=2048, sequences=1, rows=256, flash=False)
+    route = tuple(Window(device=name, first=at, last=at + 2, gpu_layers=2) for name, at in PLACES)
+    plan = Plan(rounds=1, route=route, output_on_gpu=True, streaming=(), left_out=())
+    said.clear()
+    Route(header, [0, 2, 4, 6], tmp_path, options, (2, 2, 2)).release()
+    head, worker = planned_bytes(header, plan, work)
+    first, middle, tail = taken_by_windows(said, gpu)
+    check(middle, worker)
+    check(first + tail, head, windows=2)
+    assert first + tail + middle < head + worker, "no less is planned than taken"
+
+
 @pytest.mark.parametrize("family", sorted({*SHAPES, *KEYS}))
 def test_each_family(family, said, gpu, tmp_path):
     """Cells of layers that slide or differ, states, latent vectors and what a chunk needs, at widths of real models."""

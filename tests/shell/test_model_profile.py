@@ -103,7 +103,7 @@ def state_space(width: int, inner: int, state: int, groups: int) -> dict[str, in
         ("falcon-h1", state_space(5120, 10240, 256, 2), 156.2),
         ("granitehybrid", state_space(4096, 8192, 128, 1), 115.9),
         ("jamba", state_space(4096, 8192, 16, 0), 108.7),
-        ("grok", {"embedding_length": 6144, "attention__head_count": 48}, 456.0),
+        ("grok", {"embedding_length": 6144, "attention__head_count": 48, "attention__head_count_kv": 8}, 456.0),
     ],
     ids=["latent-128", "latent-64", "mamba-2", "mamba-2-beside", "mamba-2-one-group", "mamba-1", "without-flash"],
 )

@@ -129,21 +129,39 @@ def test_more_users_need_no_larger_mask_and_no_more_activations():
 
 
 @pytest.mark.parametrize(
-    ("context", "rows", "width", "heads", "mib"),
+    ("context", "rows", "width", "heads", "query", "kv", "mib"),
     [
-        (4096, 256, 2048, 32, 143.0),
-        (16384, 64, 2048, 32, 134.75),
-        (4096, 256, 576, 9, 43.19),
-        (16384, 64, 576, 9, 40.8),
+        (4096, 256, 2048, 32, 2048, 1024, 143.0),
+        (16384, 64, 2048, 32, 2048, 1024, 134.75),
+        (4096, 256, 576, 9, 576, 384, 43.19),
+        (16384, 64, 576, 9, 576, 384, 40.8),
+        (4096, 256, 2048, 32, 4096, 1024, 147.0),
+        (4096, 256, 3072, 24, 3072, 512, 115.5),
+        (4096, 256, 2048, 48, 6144, 2048, 218.0),
     ],
 )
-def test_without_flash_attention_a_row_has_a_score_for_each_head_and_cell(context, rows, width, heads, mib):
-    """As llama.cpp allocates it, for a synthetic model of 1B and for SmolLM2."""
+def test_without_flash_attention_a_row_has_a_score_for_each_head_and_cell(context, rows, width, heads, query, kv, mib):
+    """As llama.cpp allocates it, for a synthetic model of 1B, SmolLM2, Qwen3 MoE, StarCoder2 and GLM 4.5."""
     work = replace(WORK, context_tokens=context, chunk_rows=rows, flash=False)
-    found = cost.compute_buffer_bytes(
-        replace(planning.model(layer_bytes=width * width), width=width, heads=heads), work
-    )
-    assert found == pytest.approx(mib * (1 << 20), rel=0.02)
+    model = planning.model(layer_bytes=width * width)
+    layer = replace(model.layers[0], kv_bytes_per_token=2 * kv)
+    asked = replace(model, layers=(layer,), width=width, heads=heads, query_width=query)
+    found = cost.compute_buffer_bytes(asked, work) / (1 << 20)
+    assert mib <= found <= 1.02 * mib
+
+
+@pytest.mark.parametrize(
+    ("backend", "head", "has"), [("CUDA", 128, 1), ("CUDA", 100, 0), ("Metal", 160, 0), ("Vulkan", 100, 1)]
+)
+def test_a_gpu_without_flash_attention_for_such_heads_keeps_all_scores(backend, head, has):
+    desk = planning.device("desk", vram=8 * planning.GB)
+    assert desk.gpu is not None
+    desk = replace(desk, gpu=replace(desk.gpu, backend=backend))
+    of = replace(planning.model(), width=32 * head, heads=32, query_width=32 * head)
+    asked = instance([desk], [], of, WORK, {})
+    without = cost.compute_buffer_bytes(of, replace(WORK, flash=False))
+    assert without > asked.buffer_bytes
+    assert asked.gpu_buffer_bytes == (asked.buffer_bytes if has else without)
 
 
 # ---- windows -------------------------------------------------------------------------------------------------------------
