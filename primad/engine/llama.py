@@ -612,6 +612,9 @@ class _Model:
         self._width = int(llama.llama_model_n_embd(self._model))
         tap.find(known or SUPPORTED["llama"], source.assignment.layers, self._width, is_whole=self._takes_tokens)
         first = source.assignment.first
+        if self._each and first and source.assignment.gpu_layers == source.assignment.layers:
+            self.release()
+            raise EngineError(f"layer {first} takes what its window needs beside hidden states: it cannot be on a GPU")
         self.layers: Final = range(first, first + source.assignment.layers)
         self._is_copying = False
 

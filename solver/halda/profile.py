@@ -370,8 +370,10 @@ class ModelProfile:
         """How many of ``layers``, the last ones and at most ``on_gpu``, a GPU can have.
 
         llama.cpp opens no KV cache that is empty where some layers of a window are. (That of a recurrent model counts only
-        those that attend.)
+        those that attend.) Where values go beside hidden states they are taken in by the CPU, in a window's first layer.
         """
+        if self.beside_values and layers.start:
+            on_gpu = min(on_gpu, len(layers) - 1)
         attends = [self.layers[layer].kv_bytes_per_token > 0 for layer in layers]
         if self.is_recurrent or all(attends):
             return on_gpu

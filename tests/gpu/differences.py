@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from primad.gguf.architectures import block_count, cut_multiple, layer_count
+from primad.gguf.architectures import block_count, cut_multiple, layer_count, tail_layers
 from primad.gguf.header import Header, read_header
 from primad.gguf.profile import model_profile
 from tests.core.test_architectures import value
@@ -65,10 +65,10 @@ def write_for_three_windows(path: Path, architecture: str) -> Header:
     shared = f"{name}.experts_per_group"
     values |= {shared: value(1)} if shared in header.values else {}
     while True:
-        layers = 3 * max(2, cut_multiple(header))
+        layers = 3 * max(2, cut_multiple(header), tail_layers(header))
         synth.write_model(path, architecture=architecture, layers=layers + predicting, values=values)
         header = read_header(path)
-        if layers == 3 * max(2, cut_multiple(header)):  # which hangs on how many layers there are
+        if layers == 3 * max(2, cut_multiple(header), tail_layers(header)):  # which hangs on how many layers there are
             return header
 
 

@@ -28,7 +28,8 @@ SLACK = 1.1
 LITE = "deepseek2-lite"
 """Llama.cpp tells it by its 27 layers, with which a tiny model is not tiny; its attention is that of ``deepseek2``."""
 MIXTURES = [name for name in EVERY_KIND if synth.has_experts(name) and name != LITE]
-OTHERS = [name for name in EVERY_KIND if not synth.has_experts(name)]
+OTHERS = [name for name in EVERY_KIND if not synth.has_experts(name) and name != "gemma4-per-layer"]
+"""Of that one no window behind the first has all layers on a GPU."""
 
 
 class Child:

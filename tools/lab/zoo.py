@@ -143,6 +143,7 @@ MODELS: Final[dict[str, dict[str, Content]]] = {
     "gemma4-moe": {**_GEMMA4, **_MOE},
     "gemma4-per-layer": {
         **_GEMMA4,
+        "attention.sliding_window_pattern": [True, False] * 4,
         "attention.head_count_kv": 1,
         "embedding_length_per_layer_input": 32,
         "attention.shared_kv_layers": 8,
