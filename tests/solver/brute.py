@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from heapq import heapify, heappop, heappush
 from itertools import permutations, product
 from operator import le
 
@@ -52,7 +53,7 @@ class Times:
         return read
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Option:
     """One way for a device to hold its layers: ``over`` bytes do not fit, of ``most`` that may stream."""
 
@@ -84,6 +85,17 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """What an option costs with the least held ahead: of decode and of a chunk, seconds of all windows and of reading."""
+
+    ahead: int
+    decode_s: float
+    decode_read_s: float
+    chunk_s: float
+    chunk_read_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Way:
     """All of a plan but how much is held ahead: members in ring order, rounds, boundaries of a round and of the tail."""
 
@@ -111,6 +123,7 @@ class Brute:
         self._instance, self._objective = instance, objective
         self._options = cache(self._find_options)
         self._hops = cache(self._find_hops)
+        self._costs = cache(self._find_costs)
         model = instance.model
         self._sizes = [layer.size_bytes for layer in model.layers]
         self._reserve = min(16 << 20, 2 * max(self._sizes))
@@ -125,10 +138,15 @@ class Brute:
     def best(self) -> tuple[float, Plan] | None:
         """The smallest objective in seconds and its plan; None when nothing fits."""
         found: tuple[float, Way, list[float]] | None = None
-        ways = sorted(((self._bound(way), i, way) for i, way in enumerate(self._ways())), key=lambda each: each[:2])
-        for least, _, way in ways:
+        ways = [(self._floor(way), i, False, way) for i, way in enumerate(self._ways())]
+        heapify(ways)
+        while ways:
+            least, i, is_priced, way = heappop(ways)
             if math.isinf(least) or (found is not None and least >= found[0] * (1 - CLOSE)):
                 break
+            if not is_priced:
+                heappush(ways, (self._bound(way), i, True, way))
+                continue
             answer = self._settled(way)
             if answer is not None and (found is None or answer[0] < found[0]):
                 found = (answer[0], way, answer[1])
@@ -345,6 +363,35 @@ class Brute:
                 return ahead
         return None
 
+    def _find_costs(self, option: Option, k: int, waits: bool) -> Held | None:
+        ahead = self._least_ahead(option)
+        if ahead is None:
+            return None
+        streamed = option.over + self._reserve + ahead if option.streams else 0
+        both = []
+        for times in (option.decode, option.chunk):
+            read = times.read(streamed, option.most)
+            window = times.compute_s
+            if self._by_expert:
+                window += read / option.disk
+            elif waits and read > k * ahead:
+                window += option.slows * (read - k * ahead)
+                window = max(window, times.rest_s + k * times.edge_s + (read - k * ahead) / option.disk)
+            both += [window, read / option.disk]
+        return Held(ahead, *both)
+
+    def _floor(self, way: Way) -> float:
+        """At least so long, seen quickly: all windows and hops one after the other."""
+        hops = self._hops(way.members, way.rounds)
+        token_s, first_s = hops.one, hops.chunk
+        for option in way.options:
+            costs = self._costs(option, way.rounds, way.rounds == 1)
+            if costs is None:
+                return math.inf
+            token_s += costs.decode_s
+            first_s += costs.chunk_s + option.output_s
+        return self._value(token_s, first_s, token_s / self._instance.workload.sequences) * (1 - CLOSE)
+
     def _bound(self, way: Way) -> float:
         return self._priced(way, waits=way.rounds == 1)
 
@@ -354,28 +401,19 @@ class Brute:
         token_s, read_s, busy_s = hops.one, 0.0, hops.link
         tail, windows, trains, reading = way.options[0].chunk.tail_s, [], [], 0.0
         for i, option in enumerate(way.options):
-            ahead = self._least_ahead(option)
-            if ahead is None:
+            costs = self._costs(option, k, waits)
+            if costs is None:
                 return math.inf
-            streamed = option.over + self._reserve + ahead if option.streams else 0
-            both = []
-            for times in (option.decode, option.chunk):
-                read = times.read(streamed, option.most)
-                window = times.compute_s
-                if self._by_expert:
-                    window += read / option.disk
-                elif waits and read > k * ahead:
-                    window += option.slows * (read - k * ahead)
-                    window = max(window, times.rest_s + k * times.edge_s + (read - k * ahead) / option.disk)
-                both.append((window, read / option.disk))
-            token_s, read_s, busy_s = token_s + both[0][0], max(read_s, both[0][1]), max(busy_s, both[0][0])
-            windows.append(both[1][0])
+            ahead, read = costs.ahead, costs.chunk_read_s
+            token_s, read_s = token_s + costs.decode_s, max(read_s, costs.decode_read_s)
+            busy_s = max(busy_s, costs.decode_s)
+            windows.append(costs.chunk_s)
             stop = (windows[-1] - tail * (i == 0)) / k
             trains.append((n * stop, stop))
             if option.streams:
-                reading = max(reading, n * both[1][1] - ahead / option.disk)
+                reading = max(reading, n * read - ahead / option.disk)
                 if waits and i and not self._by_expert:
-                    late = n * option.chunk.rest_s / k + n * both[1][1] / k - ahead / option.disk
+                    late = n * option.chunk.rest_s / k + n * read / k - ahead / option.disk
                     trains.append((late, stop))
         once = sum(windows) + hops.chunk
         lap = (once - tail) / k
