@@ -237,7 +237,7 @@ def show_wanted(ratios: Sequence[Mapping[str, Any]]) -> None:
     """Print what ``wanted`` found."""
     for each in ratios:
         least = "" if each["at_least"] is None else f" (wanted: at least {each['at_least']:g})"
-        out.print(f"{each['ratio']}: {each['times']:.2f}{least}")
+        out.print(f"{each['what']}: {each['value']:.2f}{least}")
 
 
 def plain_data(rows: Sequence[Served], ratios: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

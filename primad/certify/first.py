@@ -14,7 +14,7 @@ from typing import Final
 
 from primad.certify.check import Wanted, check
 from primad.certify.derive import provisional
-from primad.certify.verdict import load_verdict, save_verdict, verdict_line
+from primad.certify.verdict import CheckVerdict, load_verdict, save_verdict, verdict_line
 from primad.errors import DiskError, EngineError, printable
 from primad.gguf.architectures import NotCutError, is_unknown
 from primad.gguf.header import Header
@@ -54,10 +54,9 @@ def certified(header: Header, home: Path, say: Callable[[str], None]) -> tuple[H
     return header, f"architecture '{name}' is {verdict_line(verdict, header.path)}"
 
 
-def warning(header: Header, home: Path) -> str:
-    """What the owner should know of a model of the table that was checked and is not certified; empty for none."""
-    verdict = None if is_unknown(header) else load_verdict(home, header)
-    if verdict is None or verdict.result != "not certified":
+def warning(header: Header, verdict: CheckVerdict | None) -> str:
+    """What the owner should know of a model of the table with the ``verdict`` 'not certified'; empty for none."""
+    if is_unknown(header) or verdict is None or verdict.result != "not certified":
         return ""
     return (
         f"windows of this model: {verdict_line(verdict, header.path)}; answers of several devices may differ from one's"

@@ -156,12 +156,11 @@ def verdict_line(verdict: CheckVerdict | None, model: Path) -> str:
     return f"not certified on {verdict.day}: {printable(verdict.why)}"
 
 
-def with_verdict(profile: ModelProfile, header: Header, home: Path) -> ModelProfile:
-    """``profile``, which ``header`` is of, without the cuts that are not exact, and those that ``home`` has a verdict on.
+def with_verdict(profile: ModelProfile, header: Header, verdict: CheckVerdict | None) -> ModelProfile:
+    """``profile``, which ``header`` is of, without the cuts that are not exact or that the ``verdict`` on it forbids.
 
     Of an architecture that the table does not know it is as if every cut were, until there is a verdict.
     """
-    verdict = load_verdict(home, header)
     if _why_whole(header, verdict):
         return profile.uncut
     if is_unknown(header):

@@ -156,7 +156,7 @@ def _ask(
     live: LiveOptions,
 ) -> tuple[Question, Checked]:
     """What is asked, and what tells whether windows of the model are exact."""
-    from primad.certify.verdict import windows_line, with_verdict
+    from primad.certify.verdict import load_verdict, windows_line, with_verdict
     from primad.gguf.model import open_model
     from primad.planning.adapters import open_adapters, parse_lora, whole_line, with_adapters
     from primad.planning.angles import with_rope
@@ -183,7 +183,9 @@ def _ask(
         adapters = open_adapters(parse_lora(lora), header)
         if (line := whole_line(adapters)) is not None:
             err.print(line, markup=False, highlight=False)
-        profile = with_rope(with_adapters(with_verdict(read, header, home), adapters), header, rope)
+        profile = with_rope(
+            with_adapters(with_verdict(read, header, load_verdict(home, header)), adapters), header, rope
+        )
         checked = partial(windows_line, home, header)
         if found.home is not None:
             profile = with_expert_use(profile, header, found.home)

@@ -20,7 +20,7 @@ from primad.api.key_file import KeyFile
 from primad.api.keys import ApiKey, digest_of, new_key
 from primad.api.patience import Silent
 from primad.certify.first import certified, warning
-from primad.certify.verdict import with_verdict
+from primad.certify.verdict import load_verdict, with_verdict
 from primad.daemon.measuring import OwnProfile
 from primad.daemon.owner import apply_nice
 from primad.daemon.reporter import Reporter
@@ -164,10 +164,11 @@ def serve(
     adapters = open_adapters(options.lora, header)
     header, why_not = (header, "") if options.alone else certified(header, config.home, reporter.say)
     options = as_it_can_be(options, config, header, reporter, why_not)
-    warned = "" if options.alone else warning(header, config.home)
+    verdict = load_verdict(config.home, header)
+    warned = "" if options.alone else warning(header, verdict)
     if warned:
         reporter.say(warned)
-    model = with_adapters(with_verdict(model_profile(header), header, config.home), adapters)
+    model = with_adapters(with_verdict(model_profile(header), header, verdict), adapters)
     model = with_rope(model, header, options.rope)
     check_options(options, config, header, model)
     check_adapters(adapters, several=is_for_several(options, config))

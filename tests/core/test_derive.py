@@ -197,34 +197,36 @@ def test_the_table_and_what_it_refuses_need_no_check(checks, tmp_path):
 
 def test_a_model_of_the_table_that_is_not_certified_is_served_with_a_warning(tmp_path):
     header = model("llama", 12, context_length=4096)
-    assert warning(header, tmp_path) == ""
+    assert warning(header, load_verdict(tmp_path, header)) == ""
     save_verdict(tmp_path, header, VERDICT)
-    assert warning(header, tmp_path) == ""
+    assert warning(header, load_verdict(tmp_path, header)) == ""
     failed = msgspec.structs.replace(VERDICT, result="not certified", why="llama.x not exercised")
     save_verdict(tmp_path, header, failed)
-    assert "llama.x not exercised; answers of several devices may differ" in warning(header, tmp_path)
+    assert "llama.x not exercised; answers of several devices may differ" in warning(
+        header, load_verdict(tmp_path, header)
+    )
     assert "llama.x not exercised" in windows_line(tmp_path, header, [0, 3])
-    assert with_verdict(model_profile(header), header, tmp_path).cut_multiple == 1
+    assert with_verdict(model_profile(header), header, load_verdict(tmp_path, header)).cut_multiple == 1
 
 
 def test_a_plan_knows_what_is_certified(tmp_path):
     header = model("new", 12, context_length=4096)
     profile = model_profile(header)
-    assert with_verdict(profile, header, tmp_path).cut_multiple == 1
+    assert with_verdict(profile, header, load_verdict(tmp_path, header)).cut_multiple == 1
     assert "serve does first" in windows_line(tmp_path, header, [0])
     entry = replace(provisional(header).derived, cut_multiple=4)
     save_verdict(tmp_path, header, msgspec.structs.replace(VERDICT, entry=entry))
-    assert with_verdict(profile, header, tmp_path).cut_multiple == 4
+    assert with_verdict(profile, header, load_verdict(tmp_path, header)).cut_multiple == 4
     assert "checked bit for bit" in windows_line(tmp_path, header, [0, 4])
     failed = msgspec.structs.replace(VERDICT, entry=entry, result="not certified", why="no exact cut")
     save_verdict(tmp_path, header, failed)
-    assert with_verdict(profile, header, tmp_path).cut_multiple == 12, "one device has it all"
+    assert with_verdict(profile, header, load_verdict(tmp_path, header)).cut_multiple == 12, "one device has it all"
     assert windows_line(tmp_path, header, [0]).endswith("no exact cut")
 
 
 def test_a_plan_gives_a_model_that_cannot_be_cut_to_one_device(tmp_path):
     header = model("bert", 12, context_length=4096)
-    assert with_verdict(model_profile(header), header, tmp_path).cut_multiple == 12
+    assert with_verdict(model_profile(header), header, load_verdict(tmp_path, header)).cut_multiple == 12
     assert "one device serves this model" in windows_line(tmp_path, header, [0])
 
 

@@ -45,7 +45,7 @@ def test_a_figure_has_its_spread_and_what_falls_short_is_bold(tmp_path):
         "speculate",
         [{"case": "far"}, {"what": "far: tokens/s", "value": 2.5, "at_least": 2.0, "at_most": None}],
     )
-    write(tmp_path, "serve", [{"ratio": "ring of three", "times": 0.7, "at_least": 0.9}])
+    write(tmp_path, "serve", [{"what": "ring of three", "value": 0.7, "at_least": 0.9}])
     made = report(tmp_path, ["memory"])
     assert (
         "| tiny, 1 local processes, of plain llama.cpp at its best setting: decode | **0.9** | 0.8 | 1.1 | at least 0.98 |"

@@ -35,16 +35,16 @@ def test_a_ring_of_three_is_compared_with_other_servers_and_two_devices_with_twi
     ]
     told = "m: ring of {}, 4 rows, 4 streams, of {}".format
     assert wanted(rows) == [
-        {"ratio": told(2, "2 x one device with one"), "times": pytest.approx(0.95), "at_least": 0.9},
-        {"ratio": told(3, ONE_BATCH), "times": 0.9, "at_least": 0.9},
-        {"ratio": told(3, RPC), "times": 1.5, "at_least": 1.5},
+        {"what": told(2, "2 x one device with one"), "value": pytest.approx(0.95), "at_least": 0.9},
+        {"what": told(3, ONE_BATCH), "value": 0.9, "at_least": 0.9},
+        {"what": told(3, RPC), "value": 1.5, "at_least": 1.5},
     ]
 
 
 def test_devices_with_a_share_of_a_core_are_compared_with_as_many_times_one_of_them():
     rows = [served(1, 1, 10, cpus=0.5), served(4, 4, 30, cpus=0.5)]
     (found,) = wanted(rows)
-    assert (found["times"], found["at_least"]) == (0.75, None)
+    assert (found["value"], found["at_least"]) == (0.75, None)
 
 
 def test_without_the_system_that_it_is_compared_with_there_is_no_ratio():

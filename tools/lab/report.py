@@ -119,10 +119,9 @@ def _judged(rows: Rows) -> Iterator[Figure]:
     """Rows of benches that say themselves what is wanted of what."""
     for row in rows:
         if "at_least" in row:
-            what, value = (row["what"], row["value"]) if "what" in row else (row["ratio"], row["times"])
             yield Figure(
-                what=what,
-                values=(value,),
+                what=row["what"],
+                values=(row["value"],),
                 at_least=row["at_least"],
                 at_most=row.get("at_most"),
                 is_ratio=row.get("is_ratio", True),

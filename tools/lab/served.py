@@ -46,12 +46,12 @@ def wanted(rows: Sequence[Served]) -> list[dict[str, Any]]:
         what = f"{row.model}: ring of {row.devices}, {row.rows} rows, {row.streams} streams, of"
         for system, least in ((ONE_BATCH, 0.9), (RPC, 1.5)) if (row.devices, row.streams) == (3, 4) else ():
             for other in (each for each in rows if (each.model, each.system, each.streams) == (row.model, system, 4)):
-                found.append({"ratio": f"{what} {system}", "times": times(row, other), "at_least": least})
+                found.append({"what": f"{what} {system}", "value": times(row, other), "at_least": least})
         alone = next((each for each in rows if key(each) == (row.model, PRIMAD, 1, row.rows)), None)
         if alone is None or alone.streams > 1 or not row.streams >= row.devices > 1:
             continue
         if row.devices == 2 or row.cpus is not None:  # others share cores
-            ratio = f"{what} {row.devices} x one device with one"
+            what = f"{what} {row.devices} x one device with one"
             bound = 0.9 if row.devices == 2 else None
-            found.append({"ratio": ratio, "times": times(row, alone) / row.devices, "at_least": bound})
+            found.append({"what": what, "value": times(row, alone) / row.devices, "at_least": bound})
     return found
