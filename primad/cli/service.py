@@ -271,7 +271,7 @@ def _service(wanted: _Wanted, where: Place, run_as: str | None) -> tuple[DaemonS
         max_ram_bytes=limit,
         writable=_writable(config),
         environment_file=Path(systemd.ENVIRONMENT_FILE) if where.system and is_linux else None,
-        log=None if is_linux else where.log,
+        log=None if is_linux else home / where.log.name,
     )
     return service, is_new
 
@@ -368,7 +368,7 @@ def _installed(*, system: bool, changes: bool = False) -> Place:
         raise ConfigError("no service is installed here; 'primad service install join' installs one")
     if changes:
         _judge_rights(kind, system=found.system)
-    return found
+    return machine.installed(found)
 
 
 def _runner() -> Runner:

@@ -9,8 +9,9 @@ somebody waits for.
 from __future__ import annotations
 
 import plistlib
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
+from xml.parsers.expat import ExpatError
 
 from primad.supervisor.service import GIVE_UP_VARIABLE, NAME, STOP_S, DaemonService
 
@@ -45,3 +46,11 @@ def plist(service: DaemonService) -> bytes:
     if service.user is not None:
         content["UserName"] = service.user
     return plistlib.dumps(content, sort_keys=True)
+
+
+def home_of(data: bytes) -> Path:
+    """The home folder of the service whose property list is ``data``. Raises ``ValueError`` or ``KeyError`` for others."""
+    try:
+        return Path(plistlib.loads(data)["WorkingDirectory"])
+    except ExpatError as exc:
+        raise ValueError(str(exc)) from exc

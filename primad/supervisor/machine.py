@@ -8,7 +8,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -109,6 +109,17 @@ def place(kind: Manager, *, system: bool) -> Place:
             folder = system_home(kind) if system else home
             file, log = folder / "service.xml", folder / "primad.log"
     return Place(manager=kind, system=system, uid=uid, file=file, log=log)
+
+
+def installed(where: Place) -> Place:
+    """``where`` with the log of the service that is there, whose home folder may be another than the default one."""
+    if where.manager == "systemd":
+        return where
+    read = launchd.home_of if where.manager == "launchd" else task_scheduler.home_of
+    try:
+        return replace(where, log=read(where.file.read_bytes()) / where.log.name)
+    except (OSError, ValueError, KeyError):  # not a file of ours
+        return where
 
 
 def system_home(kind: Manager) -> Path:

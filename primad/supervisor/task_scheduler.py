@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from typing import Final
 
 from primad.supervisor.service import DESCRIPTIONS, GIVE_UP_VARIABLE, MOST_STARTS, DaemonService
@@ -41,6 +42,17 @@ def task(service: DaemonService) -> bytes:
     execute = ET.SubElement(ET.SubElement(root, "Actions", Context="Author"), "Exec")
     _fill(execute, Command="cmd.exe", Arguments=_arguments(service), WorkingDirectory=str(service.home))
     return bytes(ET.tostring(root, encoding="utf-16", xml_declaration=True))
+
+
+def home_of(data: bytes) -> Path:
+    """The home folder of the service whose task is ``data``. Raises ``ValueError`` or ``KeyError`` for others."""
+    try:
+        found = ET.fromstring(data).findtext(f".//{{{NAMESPACE}}}WorkingDirectory")
+    except ET.ParseError as exc:
+        raise ValueError(str(exc)) from exc
+    if found is None:
+        raise KeyError("WorkingDirectory")
+    return Path(found)
 
 
 def _arguments(service: DaemonService) -> str:

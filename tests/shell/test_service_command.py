@@ -283,7 +283,8 @@ def test_launchd_gets_a_property_list(command: Primad, runner, monkeypatch, tmp_
     path = tmp_path / "Library" / "LaunchAgents" / "org.primad.primad.plist"
     target = f"gui/{os.getuid()}"
     runner.fails = {"bootout"}  # it was not loaded before
-    assert command("service", "install", "join")[0] == 0
+    home = tmp_path / "another home"
+    assert command("service", "install", "join", "--home", home)[0] == 0
     assert runner.ran == [
         f"launchctl bootout {target}/org.primad.primad",
         f"launchctl bootstrap {target} {path}",
@@ -296,19 +297,24 @@ def test_launchd_gets_a_property_list(command: Primad, runner, monkeypatch, tmp_
     assert command("service", "remove")[0] == 0
     assert runner.ran == [
         f"launchctl print {target}/org.primad.primad",
-        f"tail -n 5 {machine.place('launchd', system=False).log}",
+        f"tail -n 5 '{home / 'primad.log'}'",
         f"launchctl kill SIGTERM {target}/org.primad.primad",
         f"launchctl bootout {target}/org.primad.primad",
     ]
     assert not path.exists()
 
 
-def test_the_task_scheduler_gets_a_task(command: Primad, runner, monkeypatch):
+def test_the_task_scheduler_gets_a_task(command: Primad, runner, monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "manager", lambda: "the Task Scheduler")
-    assert command("service", "install", "join")[0] == 0
+    home = tmp_path / "another home"
+    assert command("service", "install", "join", "--home", home)[0] == 0
     assert [line.split()[:2] for line in runner.ran] == [["schtasks", "/Create"], ["schtasks", "/Run"]]
     path = Path(shlex.split(runner.ran[0])[-1])
     assert "primad join" in path.read_text(encoding="utf-16")
+    task = machine.place("the Task Scheduler", system=False)
+    assert machine.installed(task).log == home / "primad.log"
+    path.write_text("<Task>")
+    assert machine.installed(task) == task
 
 
 def test_who_may_not_read_a_file_is_seen_by_mode_bits(monkeypatch, tmp_path):
