@@ -585,11 +585,17 @@ def _hops(plan: Plan, instance: Instance) -> tuple[list[float], float, tuple[flo
     if len(order) == 1:
         return [0.0], 0.0, (0.0, 0.0)
     pairs = list(zip(order, [*order[1:], order[0]], strict=True))
-    rows, rounds = instance.members[0].prefill.rows, plan.rounds
-    decode = [rounds * instance.hops_s[a][b] for a, b in pairs]
-    chunk = math.fsum(rounds * instance.chunk_hops_s[a][b] for a, b in pairs)
-    one = rounds * instance.occupied_s(order)
+    rows, laps = instance.members[0].prefill.rows, _laps(plan)
+    decode = [laps * instance.hops_s[a][b] for a, b in pairs]
+    chunk = math.fsum(laps * instance.chunk_hops_s[a][b] for a, b in pairs)
+    one = laps * instance.occupied_s(order)
     return decode, chunk, (one, rows * one)
+
+
+def _laps(plan: Plan) -> int:
+    """How often a token goes around: a round less where the tail has all of the head's last window, and the only worker
+    two windows one after the other."""
+    return sum(window.device == plan.head for window in plan.route[:-1])
 
 
 def _weights(counts: Sequence[int], instance: Instance) -> int:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halda import Instance, LinkProfile, MessageTime, Objective, Plan, Window, Workload, evaluate, instance
+from halda import Instance, LinkProfile, MessageTime, Objective, Plan, Window, Workload, arrange, evaluate, instance
 from halda.cost import hop_s, message_s
 from halda.orders import ring_order
 from halda_research.simulate import simulate, simulate_prefill
@@ -153,3 +153,11 @@ def test_no_plan_is_better_for_devices_that_share_the_air(objective):
             wired = evaluate(answer.plan, wireless(asked))
             decided += wired.objective_s(objective, 1) < answer.objective_s * (1 - 1e-3)
     assert decided, "the air matters to some of them"
+
+
+def test_a_token_goes_around_once_less_where_the_tail_has_all_of_the_heads_last_window():
+    devices, model = [planning.device("a"), planning.device("b")], planning.model(layers=6)
+    question = instance(devices, [planning.link("a", "b"), planning.link("b", "a")], model, WORK, {})
+    plan = arrange(["a", "b"], [1, 2], rounds=2, model=model)
+    assert [window.device for window in plan.route] == ["a", "b", "b", "a"]
+    assert evaluate(plan, question).hop_s == pytest.approx(ring_order(question, (0, 1)).hops_s)
