@@ -167,4 +167,5 @@ def main() -> None:
     except UsageError as exc:
         if not exc.format_message():  # a command group alone: its help is printed already
             sys.exit(2)
-        _fail(f"{exc.format_message()}; see 'primad --help'", for_good=True)
+        command = "primad" if exc.ctx is None else exc.ctx.command_path
+        _fail(f"{exc.format_message().rstrip('.')}; see '{command} --help'", for_good=True)

@@ -334,7 +334,11 @@ def _read_file(path: Path) -> dict[str, Any]:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+    except NotADirectoryError as exc:
+        raise ConfigError(f"{path.parent}: is no folder; give one for a home folder") from exc
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror or exc}; check who may read it") from exc
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
         raise ConfigError(f"{path}: cannot be read as TOML: {exc}") from exc
     unknown = sorted(set(content) - set(_KEYS))
     if unknown:

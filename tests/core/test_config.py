@@ -302,6 +302,11 @@ def test_a_file_that_is_not_text_is_refused(home):
     assert "cannot be read as TOML" in refusal(home)
 
 
+def test_a_file_in_place_of_the_folder_is_refused(home):
+    home.write_text("")
+    assert refusal(home) == f"{home}: is no folder; give one for a home folder"
+
+
 def test_a_folder_in_place_of_the_file_is_refused(home):
     (home / "config.toml").mkdir(parents=True)
     assert refusal(home).startswith(f"{home / 'config.toml'}: cannot be read")
