@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -18,6 +20,9 @@ from tests.gpu.drivers import FAULTS, broken_driver
 
 NO_DRIVER = {"VK_ICD_FILENAMES": "/nowhere/driver.json", "VK_DRIVER_FILES": "/nowhere/driver.json"}
 NO_ROOM = {"GGML_VK_FORCE_MAX_ALLOCATION_SIZE": "65536", "GGML_VK_FORCE_MAX_BUFFER_SIZE": "65536"}
+BUSY = "let the machine come to rest"
+TRIES = 5
+_Found = TypeVar("_Found")
 LEFT_OUT_FIGURES = "it was measured, but gpu"
 LEFT_OUT = r"stays? unused: .*'primad doctor' looks at it, 'primad profile --remeasure' tries again"
 
@@ -29,14 +34,30 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "desk"
 
 
+def when_quiet(act: Callable[[], _Found]) -> _Found:
+    """What ``act`` gives. Of a busy machine figures may be measured that cannot be: primad then says to try again."""
+    for _ in range(TRIES - 1):
+        try:
+            return act()
+        except AssertionError as exc:
+            if BUSY not in str(exc):
+                raise
+    return act()
+
+
 def profile(home: Path, tmp_path: Path, *arguments: object, **environment: str):
     """A ``primad profile`` to its end: what it printed, and the profile."""
     saved = tmp_path / "desk.json"
     options = ("profile", "--home", home, "--name", "desk", "--save", saved, *arguments)
-    with primad(*options, XDG_CACHE_HOME=str(tmp_path / "cache"), **environment) as run:
-        assert run.wait_end() == 0, run.output
+
+    def measure() -> str:
+        with primad(*options, XDG_CACHE_HOME=str(tmp_path / "cache"), **environment) as run:
+            assert run.wait_end() == 0, run.output
+            return run.output
+
+    output = when_quiet(measure)
     (found,) = load_profiles(saved)
-    return run.output, found
+    return output, found
 
 
 def test_the_device_is_measured_as_it_is(home, tmp_path, gpu):
@@ -95,14 +116,18 @@ def test_a_first_start_measures_and_serves(home, tmp_path, smollm2, cluster, fau
         monkeypatch.setenv(name, value)
     (tmp_path / "lap").mkdir()
     options = ("--wait", 1, "--use-all", "--context", 512)
-    with (
-        joined(tmp_path / "lap", cluster, XDG_CACHE_HOME=str(tmp_path / "of-lap")) as worker,
-        heading(smollm2, home, cluster, *options, XDG_CACHE_HOME=str(tmp_path / "of-desk")) as head,
-    ):
-        head.wait_serving()
-        told = ask(head, tokens=8)
-        assert (told.finish, told.error) == ("length", None), head.run.output + worker.output
-        assert len(head.status()["devices"]) == 2
-        assert head.run.stop(signal.SIGINT) == 0, head.run.output
-        assert worker.stop(signal.SIGINT) == 0, worker.output
-        assert "Traceback" not in head.run.output + worker.output
+
+    def serve() -> None:
+        with (
+            joined(tmp_path / "lap", cluster, XDG_CACHE_HOME=str(tmp_path / "of-lap")) as worker,
+            heading(smollm2, home, cluster, *options, XDG_CACHE_HOME=str(tmp_path / "of-desk")) as head,
+        ):
+            head.wait_serving()
+            told = ask(head, tokens=8)
+            assert (told.finish, told.error) == ("length", None), head.run.output + worker.output
+            assert len(head.status()["devices"]) == 2
+            assert head.run.stop(signal.SIGINT) == 0, head.run.output
+            assert worker.stop(signal.SIGINT) == 0, worker.output
+            assert "Traceback" not in head.run.output + worker.output
+
+    when_quiet(serve)
