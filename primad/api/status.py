@@ -266,7 +266,10 @@ def wrong_line(measured: AnswerFigures) -> str:
     wrong = measured.wrong
     assert wrong is not None
     term = _TERMS.get(wrong.term, "{}").format(printable(wrong.device or "all devices"))
-    beyond = "; that is more than a profile is wrong by, so look what else runs there" if wrong.is_beyond else ""
+    remedy = (
+        "look what else runs there" if wrong.measured_ms > wrong.predicted_ms else "measure: primad profile --remeasure"
+    )
+    beyond = f"; that is more than a profile is wrong by, so {remedy}" if wrong.is_beyond else ""
     return (
         f"a token takes {show_ms(measured.tpot_ms)}, not {show_ms(measured.predicted_tpot_ms)} as the plan says; most wrong "
         f"is {term}: {show_ms(wrong.measured_ms)}, not {show_ms(wrong.predicted_ms)}{beyond}"

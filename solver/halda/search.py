@@ -652,9 +652,10 @@ class _Search:
         model, work = self._instance.model, self._instance.workload
         if not shortages:
             return None
+        advice = "" if all(sentence.startswith("disk ") for _, sentence in shortages) else self._advice()
         return sum(size for size, _ in shortages), (
             f"no plan for {model.name} with {work.context_tokens} tokens of context for {work.sequences} sequence(s) fits, "
-            f"streaming included: {'at the least' if outcome.proven else 'as far as is known'}, {text}{self._advice()}"
+            f"streaming included: {'at the least' if outcome.proven else 'as far as is known'}, {text}{advice}"
         )
 
     def _advice(self) -> str:

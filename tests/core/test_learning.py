@@ -381,6 +381,8 @@ def test_what_no_factor_may_make_up_for_is_called_amiss(tmp_path):
         measured = learning.answered(1, PROMISE, statuses)
     assert measured.wrong.is_beyond
     assert wrong_line(measured).endswith("look what else runs there")
+    quicker = msgspec.structs.replace(measured, wrong=msgspec.structs.replace(measured.wrong, measured_ms=0.1))
+    assert wrong_line(quicker).endswith("measure: primad profile --remeasure")
     assert learning.corrections.devices["lap"].compute <= MOST
 
 

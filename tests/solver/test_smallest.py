@@ -168,3 +168,10 @@ def test_an_owner_who_allows_too_little_is_told_how_much_is_short():
     asked = replace(question(toy, 10**10), limits={"d0": short})
     with pytest.raises(Infeasible, match=r"RAM of d0 is short of 10\.0 MB"):
         solved(asked)
+
+
+def test_where_the_disk_alone_is_short_a_smaller_kv_cache_is_no_advice():
+    asked = question(model(output=20 * MB), 10**10, 10**10)
+    limits = {"d1": Limits(disk_bytes=1)}
+    with pytest.raises(Infeasible, match=r"disk of d1 is short of \d+\.\d MB$"):
+        solve(asked.devices, [], asked.model, asked.workload, limits=limits, require=frozenset({"d1"}))
