@@ -158,10 +158,11 @@ def even_layout(
     windows = [rounds + (m == 0) for m in members]
     room = [instance.gpu_room(m, windows[m]) for m in members]
     tail_gpu = integer(problem, "tail_gpu", 0, room[0])
-    problem += tail_gpu <= tail, "GPU layers of the tail"
+    on_cpu = 0 if loose else instance.model.kept_on_cpu
+    problem += tail_gpu <= tail - on_cpu, "GPU layers of the tail"
     n = [integer(problem, f"n_{m}", 0, min(most * cut, room[m] // k)) for m in members]
     for m in members:
-        problem += n[m] <= w[m], f"GPU layers of {m}"
+        problem += n[m] <= w[m] - on_cpu * bool(m or k > 1) * used[m], f"GPU layers of {m}"
     on_gpu: list[Expression] = [k * n[m] + (tail_gpu if m == 0 else 0) for m in members]
     cpu, gpu = _by_kind(problem, instance, layers, on_gpu)
     a: list[Expression] = [_number_apart(problem, instance, f"apart_{m}", n[m]) for m in members]
@@ -259,6 +260,9 @@ def cut_layout(
         open_end = place < len(sequence) - 1 or rounds == 1
         end = _staircase(problem, f"end_{m}", columns, cut, before, missing=missing) if open_end else [1] * columns
         start, whole = _gpu_stairs(problem, instance, m, str(m), before, end)
+        if m or rounds > 1:
+            on_cpu = pulp.lpSum(start) - pulp.lpSum(before)
+            problem += on_cpu >= instance.model.kept_on_cpu * used[m], f"{m} has some on the CPU"
         cpu[m] = _counts(instance, in_columns, before, start)
         gpu[m] = _counts(instance, in_columns, start, end)
         apart[m] = _counts(instance, in_columns, start, whole)
@@ -275,6 +279,8 @@ def cut_layout(
         problem += pulp.lpSum(before) <= instance.model.last_cut, "the tail has its layers"
     every = [1] * len(tail_columns)
     tail_start, tail_whole = _gpu_stairs(problem, instance, 0, "tail", tail_before, every)
+    on_cpu = pulp.lpSum(tail_start) - pulp.lpSum(tail_before)
+    problem += on_cpu >= instance.model.kept_on_cpu, "the tail has some on the CPU"
     tail = (
         _counts(instance, tail_columns, tail_before, tail_start),
         _counts(instance, tail_columns, tail_start, every),

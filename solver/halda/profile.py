@@ -366,14 +366,19 @@ class ModelProfile:
         """Whether some layers keep a state, which goes on from row to row and cannot be cut back."""
         return any(layer.state_bytes for layer in self.layers)
 
+    @property
+    def kept_on_cpu(self) -> int:
+        """Layers that a window behind the first has on the CPU at the least."""
+        return int(self.beside_values > 0)
+
     def openable(self, layers: range, on_gpu: int) -> int:
         """How many of ``layers``, the last ones and at most ``on_gpu``, a GPU can have.
 
         llama.cpp opens no KV cache that is empty where some layers of a window are. (That of a recurrent model counts only
         those that attend.) Where values go beside hidden states they are taken in by the CPU, in a window's first layer.
         """
-        if self.beside_values and layers.start:
-            on_gpu = min(on_gpu, len(layers) - 1)
+        if layers.start:
+            on_gpu = min(on_gpu, len(layers) - self.kept_on_cpu)
         attends = [self.layers[layer].kv_bytes_per_token > 0 for layer in layers]
         if self.is_recurrent or all(attends):
             return on_gpu

@@ -201,6 +201,10 @@ class Brute:
         width = ranges[0][1] - ranges[0][0] if ranges else 0
         tail_width = tail[1] - tail[0] if tail else 0
         found = []
+        kept = int(self._instance.model.beside_values > 0 and ring > 1)
+        if ranges and (ranges[0][0] or len(ranges) > 1):
+            width -= kept
+        tail_width -= kept if tail else 0
         for gpu, tail_gpu in product(
             range(width + 1 if member.has_gpu else 1), range(tail_width + 1 if member.has_gpu else 1)
         ):

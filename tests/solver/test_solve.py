@@ -91,9 +91,9 @@ def with_a_long_tail(seed: int) -> tuple[Instance, Objective]:
     question, objective = small_instance(rng)
     layers = len(question.model.layers)
     tail = rng.randint(2, layers)
-    # Of a GPU's layers the program does not know which the CPU keeps where values go beside hidden states.
-    beside = 0 if any(device.gpu for device in question.devices) else rng.choice([0, 99])
-    model = replace(question.model, tail_layers=tail, cut_multiple=rng.choice([1, 1, 2]), beside_values=beside)
+    model = replace(
+        question.model, tail_layers=tail, cut_multiple=rng.choice([1, 1, 2]), beside_values=rng.choice([0, 99])
+    )
     return replace(question, model=model), objective
 
 
