@@ -162,10 +162,12 @@ def replaying(rows: int, profile: DeviceProfile) -> DeviceProfile:
 
 def test_what_is_planned_for_several_sequences_is_what_is_served():
     devices = exactly(8, device("a")), exactly(8, device("b"))
-    wishes = Wishes(links=("1Gbit/s,1ms",), sequences=8, context=4096)
-    answer = explain(ask(wishes, devices, (), model()))
+    wishes = Wishes(links=("1Gbit/s,1ms",), sequences=8, context=4096, time_limit_s=600)
     asked = ask(wishes, devices, (), model())
-    solution = solve(devices, asked.all_links, asked.model, asked.workload, chunks=CHUNKS)
+    answer = explain(asked)
+    solution = solve(
+        devices, asked.all_links, asked.model, asked.workload, chunks=CHUNKS, time_limit_s=asked.time_limit_s
+    )
     question = instance(devices, asked.all_links, asked.model, asked.workload, {}, solution.plan.head)
     served = fitted(solution, question, objective="balanced", sequences=8, widens=False)
     load = served.batches.load
