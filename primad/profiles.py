@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from halda import (
     CacheCost,
@@ -76,6 +76,8 @@ _BOUNDS: Final[dict[type, dict[str, tuple[float, float]]]] = {
     },
 }
 """Least and most of every figure."""
+_COSTS: Final = ("step_s", "layer_s", "token_s", "wake_s")
+_Measured = TypeVar("_Measured", CpuProfile, GpuProfile)
 _TEXT: Final = re.compile(r"[^\x00-\x1f\x7f-\x9f]{1,200}")
 _MOST_READ_ALL_S: Final = 100.0
 """No machine has more RAM than it can read in this time; most need about a second."""
@@ -129,6 +131,16 @@ def check_profile(profile: DeviceProfile) -> None:
     check_disk(profile.disk)
     if profile.gpu is not None:
         check_gpu(profile.gpu)
+
+
+def with_bounded_costs(measured: _Measured) -> _Measured:
+    """``measured`` on this device, with no cost above the most that a profile may have.
+
+    More is measured where other programs have the processor; such a device is slow, not broken.
+    """
+    bounds = _BOUNDS[type(measured)]
+    most = {name: min(getattr(measured, name), bounds[name][1]) for name in _COSTS if name in bounds}
+    return replace(measured, **most)
 
 
 def check_cpu(cpu: CpuProfile, ram_read_bytes_per_s: float) -> None:

@@ -33,7 +33,7 @@ from primad.profiler.speeds import (
 from primad.profiler.synthetic import BIG
 from primad.profiler.trial import HeadTimes, TimeHead
 from primad.profiler.trials import child_trials
-from primad.profiles import Implausible, check_gpu
+from primad.profiles import Implausible, check_gpu, with_bounded_costs
 from primad.system.processors import usable_cores
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def measure_cpu(
         exact_rows = measure_exact(bench, speeds)
         row_s = measure_rows(bench, speeds[0], step_s, layer_s)
         widths = measure_widths(bench, speeds[0], step_s, layer_s)
-    return CpuProfile(
+    found = CpuProfile(
         name=cpu_name(),
         cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
         threads=threads,
@@ -132,6 +132,7 @@ def measure_cpu(
         **attention,
         **beside,
     )
+    return with_bounded_costs(found)
 
 
 def _measure_beside(folder: Path, threads: int, seconds: float) -> dict[str, float]:
@@ -252,6 +253,7 @@ def measure_gpu(
         layer_s=layer_s,
         speeds=speeds,
     )
+    found = with_bounded_costs(found)
     try:
         check_gpu(found)
     except Implausible as exc:

@@ -1,8 +1,8 @@
 """Run one integer program with HiGHS.
 
 Versions 1.13 to 1.15 call plans the best that are not (their presolve loses better ones); 1.16 does where it may begin a
-program anew and presolve it once more, and where its presolve aggregates (it calls programs infeasible that are not), so it
-may do neither. Where times of hours stand beside those of milliseconds, presolve may never end, whatever its time limit; it
+program anew and presolve it once more, and where its presolve substitutes variables (it calls programs infeasible that are
+not, and loses better plans), so it may do neither. Where times of hours stand beside those of milliseconds, presolve may never end, whatever its time limit; it
 is left out there. It writes a line about itself to the process's standard output, once, which is where callers print
 their answers.
 """
@@ -24,8 +24,8 @@ import pulp
 _GAP: Final = 1e-9
 _TOLERANCE: Final = 1e-9
 _FINITE: Final = 1e29
-_AGGREGATOR: Final = 1 << 12
-"""The presolve rule that substitutes variables by equations."""
+_SUBSTITUTIONS: Final = 1 << 8 | 1 << 12
+"""The presolve rules that substitute free columns, and variables by equations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def _highs(time_limit_s: float, most: float, *, presolve: str) -> Any:
         primal_feasibility_tolerance=_TOLERANCE,
         objective_bound=most,
         presolve=presolve,
-        presolve_rule_off=_AGGREGATOR,
+        presolve_rule_off=_SUBSTITUTIONS,
         mip_allow_restart=False,
         **searches,
     )

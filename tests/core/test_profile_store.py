@@ -19,7 +19,7 @@ from halda import DeviceProfile, HelpedSpeed
 from primad.errors import ConfigError
 from primad.profiler import records
 from primad.profiler.store import MAX_FILE_BYTES, load_profile, load_profiles, save_profile
-from primad.profiles import Implausible, check_profile
+from primad.profiles import Implausible, check_profile, with_bounded_costs
 from tests.fakes.profile import CPU, DISK, GPU, PROFILE, speeds
 
 Raw = dict[str, Any]
@@ -90,6 +90,14 @@ def test_what_a_gpu_helps_is_kept_and_a_file_from_before_has_none(tmp_path, raw)
 def test_help_that_cannot_be_is_refused(speed, told):
     with pytest.raises(Implausible, match=told):
         check_profile(replace(PROFILE, gpu=replace(GPU, helped=(speed,))))
+
+
+def test_what_a_busy_machine_was_measured_to_cost_is_no_slip_of_the_unit():
+    busy = replace(PROFILE, cpu=replace(CPU, step_s=0.061, layer_s=0.02), gpu=replace(GPU, step_s=0.2))
+    with pytest.raises(Implausible, match=r"step_s is 0\.061"):
+        check_profile(busy)
+    check_profile(replace(busy, cpu=with_bounded_costs(busy.cpu), gpu=with_bounded_costs(busy.gpu)))
+    assert with_bounded_costs(CPU) == CPU
 
 
 def test_a_folder_gives_its_devices_in_the_order_of_their_names(tmp_path):
