@@ -2,9 +2,9 @@
 
 Versions 1.13 to 1.15 call plans the best that are not (their presolve loses better ones); 1.16 does where it may begin a
 program anew and presolve it once more, and where its presolve substitutes variables (it calls programs infeasible that are
-not, and loses better plans), so it may do neither. Where times of hours stand beside those of milliseconds, presolve may never end, whatever its time limit; it
-is left out there. It writes a line about itself to the process's standard output, once, which is where callers print
-their answers.
+not, and loses better plans), so it may do neither. Where times of hours stand beside those of milliseconds, presolve may
+never end, whatever its time limit; it is left out there. It writes a line about itself to the process's standard output,
+once, which is where callers print their answers.
 """
 
 from __future__ import annotations
