@@ -12,7 +12,7 @@ cgroups and root). There the model that guesses works while the ring computes, o
 overlap``), and steps wait for guesses down to a share that adapts, or is the same for ever (``fixed``); with rows that
 need not be exact its guesses are a ``chain`` or may be a ``tree``. Questions: code to edit, a story to go on with, a chat
 over a text, and random tokens, of which nothing can be guessed. ``--way`` has some of the ways alone, ``--target f16`` the
-model requantised first.
+model requantised first, ``--draft`` the form of it that guesses.
 
 ``differing`` asks for no speed: it counts of how many of 50 answers the text is another one where a step has up to 8 rows
 whether they are exact or not, as with ``--batching fast``.
@@ -170,10 +170,10 @@ async def measure(case: str, devices: int, latency_s: float, path: Path, options
         if form is not None:
             path = await asyncio.to_thread(quantised, path, form, folder, 2)
         if case == "streams":
-            rings, name = await _streaming(stack, path, folder, options.way)
+            rings, name = await _streaming(stack, path, folder, options.way, options.draft)
         else:
             served = await asyncio.to_thread(as_served, path, devices, latency_s)
-            rings = await _near_and_far(stack, path, served, devices, latency_s, folder, options.way)
+            rings = await _near_and_far(stack, path, served, devices, latency_s, folder, options.way, options.draft)
             name = f"two, room {served.room}"
             if case == "far":
                 name = f"far, {devices} devices, {1e3 * latency_s:g} ms, room {served.room}"
@@ -198,11 +198,11 @@ async def measure(case: str, devices: int, latency_s: float, path: Path, options
     return found
 
 
-def drafts(path: Path, folder: Path) -> dict[str, DraftModel]:
-    """What guesses for the model ``path`` in which way: another form of it, and one that was never taught."""
+def drafts(path: Path, folder: Path, form: str) -> dict[str, DraftModel]:
+    """What guesses for the model ``path`` in which way: another ``form`` of it, and one that was never taught."""
     untaught = folder / "untaught.gguf"
     write_model(untaught, vocabulary=f"from:{path}")
-    found = {"model": quantised(path, "q2_k", folder, 2), "wrong model": untaught}
+    found = {"model": quantised(path, form, folder, 2), "wrong model": untaught}
     header = open_model(path)
     return {way: draft_model(each, header, context=CONTEXT, threads=1) for way, each in found.items()}
 
@@ -215,10 +215,11 @@ async def _near_and_far(
     latency_s: float,
     folder: Path,
     asked: Sequence[str],
+    form: str,
 ) -> dict[str, LocalRing]:
     model = model_profile(open_model(path))
     rings: dict[str, LocalRing] = {}
-    models = await asyncio.to_thread(drafts, path, folder)
+    models = await asyncio.to_thread(drafts, path, folder, form)
     compared = ways(served) | dict.fromkeys(models, served)
     for way in [each for each in asked if each in compared]:
         drafting = compared[way]
@@ -239,7 +240,7 @@ async def _near_and_far(
 
 
 async def _streaming(
-    stack: AsyncExitStack, path: Path, folder: Path, asked: Sequence[str]
+    stack: AsyncExitStack, path: Path, folder: Path, asked: Sequence[str], form: str
 ) -> tuple[dict[str, LocalRing], str]:
     """One device with one thread: from so many cells on several threads share what is attended to in another way.
 
@@ -248,7 +249,7 @@ async def _streaming(
     model = model_profile(open_model(path))
     cpu = measure_cpu(folder, 1, lambda _: None, Effort(types=types_of(model)))
     here = device_here("d0", cpu, ram_read_bytes_per_s(1), measure_home(folder, lambda _: None, Effort()).disk)
-    rate, guessing = prefetch_rate(path), await asyncio.to_thread(drafts, path, folder)
+    rate, guessing = prefetch_rate(path), await asyncio.to_thread(drafts, path, folder, form)
     rings: dict[str, LocalRing] = {}
     name = "streams"
     for way in [each for each in STREAMING if each in asked]:
@@ -353,6 +354,7 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], mode
         "--latency-ms", type=float, nargs="+", default=[10.0], help="of each hop of far rings (default: 10)"
     )
     one.add_argument("--target", choices=list(FORMS), help="requantise the model first")
+    one.add_argument("--draft", choices=list(FORMS), default="q2_k", help="form of the model that guesses")
     one.add_argument("--prompts", type=int, default=50, help="of the case differing (default: 50)")
     one.add_argument("--long-tokens", type=int, default=200, help="of its answers (default: 200)")
     one.add_argument(

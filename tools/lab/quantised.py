@@ -12,6 +12,7 @@ from tools.lab import LabError
 FORMS: Final = {
     "f16": llama.LLAMA_FTYPE_MOSTLY_F16,
     "q8_0": llama.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "q4_1": llama.LLAMA_FTYPE_MOSTLY_Q4_1,
     "q2_k": llama.LLAMA_FTYPE_MOSTLY_Q2_K,
 }
 
