@@ -936,12 +936,14 @@ class _LogitsWindow(_Model):
         vocabulary: int,
         file: Path | None = None,
         predicting: int = 0,
+        embedding: TokenEmbedding | None = None,
     ) -> None:
         assert source.assignment.output == "gpu" or not source.assignment.gpu_layers
         super().__init__(source, options, tap=_Tap(None), outputs=MAX_OUTPUT_ROWS, predicting=predicting)
         self._ends = ends
         self._logits_type = ctypes.c_float * vocabulary
         self._vocabulary = vocabulary
+        self._embedding = embedding
         self._words = Words(lambda: LlamaVocabulary(file or Path(source.metadata)))
 
     def forward(self, rows: Rows) -> None:
@@ -976,19 +978,6 @@ class _LogitsWindow(_Model):
 
 class TailWindow(_LogitsWindow):
     """The route's last window: hidden states in, logits out. The ``embedding`` has what its layers take beside them."""
-
-    def __init__(
-        self,
-        source: WindowSource,
-        options: EngineOptions,
-        ends: frozenset[int],
-        *,
-        vocabulary: int,
-        file: Path | None = None,
-        embedding: TokenEmbedding | None = None,
-    ) -> None:
-        super().__init__(source, options, ends, vocabulary=vocabulary, file=file)
-        self._embedding = embedding
 
     def forward(self, rows: Rows) -> None:
         if self._each:

@@ -106,7 +106,7 @@ class ModelCutter:
     keeps_name: bool = False
 
     def __post_init__(self) -> None:
-        cuttable(self.header)
+        _ = self._architecture  # raises where it cannot be cut
 
     @cached_property
     def _architecture(self) -> Architecture:

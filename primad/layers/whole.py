@@ -7,7 +7,7 @@ together can, with what lies between the tensors, which no layer has.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +51,8 @@ def compare(cutter: RangedCutter, cache: LayerCache, advance: Callable[[int, int
     ``HubError`` where the hub does not give what lies between tensors, ``DiskError``.
     """
     try:
-        places = _places(cutter, cache)
-        tensors = open_model(cutter.parts[0], header_only=True).tensors.values()
+        named = open_model(cutter.parts[0], header_only=True).tensors
+        tensors, places = named.values(), _places(cutter, cache, named)
         if any((each.path, each.offset) not in places for each in tensors):
             return False
         done, total = 0, sum(file.size_bytes for file in cutter.files)
@@ -86,8 +86,10 @@ def _hashes(cutter: RangedCutter) -> str:
     return " ".join(file.sha256 for file in cutter.files)
 
 
-def _places(cutter: RangedCutter, cache: LayerCache) -> dict[tuple[Path, int], _Place]:
-    """Where each tensor lies here, by its file and offset on the hub."""
+def _places(
+    cutter: RangedCutter, cache: LayerCache, tensors: Mapping[str, TensorInfo]
+) -> dict[tuple[Path, int], _Place]:
+    """Where each of the ``tensors`` lies here, by its file and offset on the hub."""
     found = {}
     for layer in cutter.layers_of_all:
         path, cut = cache.path(cutter.ref(layer).digest), cutter.cut(layer)
@@ -95,7 +97,7 @@ def _places(cutter: RangedCutter, cache: LayerCache) -> dict[tuple[Path, int], _
             for source, tensor in zip(cut.sources, cut.tensors, strict=True):
                 place = _Place(path, HEADER_BYTES + tensor.offset, tensor.size_bytes)
                 found[source.path, source.offset] = place
-    for name, on_hub in open_model(cutter.parts[0], header_only=True).tensors.items():
+    for name, on_hub in tensors.items():
         small = cutter.header.tensors[name]
         if small.path != on_hub.path:
             found[on_hub.path, on_hub.offset] = _Place(small.path, small.offset, small.bytes)

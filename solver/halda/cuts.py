@@ -136,6 +136,18 @@ class _Priced:
         return _Cut(end, *found)
 
 
+class _Need(NamedTuple):
+    """What windows take: seconds of the layers on the CPU and of the rest, bytes that do not fit and that may stream, layers
+    on the CPU.
+    """
+
+    compute: Floats
+    rest: Floats
+    overflow: Floats
+    streamable: Floats
+    layers: Any
+
+
 class _Pricing:
     """Prices of windows for rounds of ``columns`` layers and a tail from layer ``tail`` on."""
 
@@ -286,43 +298,24 @@ class _Pricing:
                     longer = len(tail) - tail_gpu - (start - self._at[:, None])
                     may = np.where((least <= longer) & (longer <= most), streamable, 0.0)
                 layers = start - self._at[:, None] + (len(tail) - tail_gpu)
-                seconds, reading_s = self._streamed(member, phase, compute, rest, overflow, may, layers)
+                seconds, reading_s = self._streamed(member, phase, _Need(compute, rest, overflow, may, layers))
                 price = price + weight * seconds
                 disk_s = reading_s if output else disk_s
         return _Priced(price, disk_s, gpu, apart, *(np.full((size, size), count) for count in (tail_gpu, tail_apart)))
 
-    def _streamed(
-        self,
-        member: Member,
-        phase: Phase,
-        compute: Floats,
-        rest: Floats,
-        overflow: Floats,
-        streamable: Floats,
-        layers: Any,
-    ) -> tuple[Floats, Floats]:
+    def _streamed(self, member: Member, phase: Phase, need: _Need) -> tuple[Floats, Floats]:
         """Seconds of the windows and of the disk when ``overflow`` bytes do not fit; infinite where nothing helps."""
-        seconds, disk_s = compute + rest, np.zeros(compute.shape)
-        short = (overflow > 0) & self._allowed
-        seconds[overflow > 0] = math.inf
+        seconds, disk_s = need.compute + need.rest, np.zeros(need.compute.shape)
+        short = (need.overflow > 0) & self._allowed
+        seconds[need.overflow > 0] = math.inf
         if short.any() and not member.is_helped:
-            found = (
-                np.broadcast_to(each, short.shape)[short] for each in (compute, rest, overflow, streamable, layers)
-            )
-            seconds[short], disk_s[short] = self._read(member, phase, *found)
+            found = _Need(*(np.broadcast_to(each, short.shape)[short] for each in need))
+            seconds[short], disk_s[short] = self._read(member, phase, found)
         return seconds, disk_s
 
-    def _read(
-        self,
-        member: Member,
-        phase: Phase,
-        compute: Floats,
-        rest: Floats,
-        overflow: Floats,
-        streamable: Floats,
-        layers: Any,
-    ) -> tuple[Floats, Floats]:
+    def _read(self, member: Member, phase: Phase, need: _Need) -> tuple[Floats, Floats]:
         """The same where something does not fit."""
+        compute, rest, overflow, streamable, layers = need
         instance, k, rate = self._instance, self._rounds, member.disk_bytes_per_s
         over, most = overflow + instance.reserve_bytes, streamable - instance.pool_bytes
         best, best_disk = np.full(compute.shape, math.inf), np.zeros(compute.shape)
