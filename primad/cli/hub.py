@@ -37,12 +37,12 @@ def model_path(given: Path, load: Callable[[], Config], *, fetches: bool = True,
     return (found or fetched(name, config)).files[0]
 
 
-def served_model(given: Path, config: Config, *, whole: bool) -> Path | RangedModel:
+def served_model(given: Path, config: Config, *, whole: bool, several: bool) -> Path | RangedModel:
     """What ``--model`` has ``serve`` serve: a file, or of a model by name that is not here its header alone.
 
     Each device then fetches its own layers. The whole file is fetched where one device serves it all (``whole``), where the
     hub gives no byte ranges, and where the model cannot be cut, or is not certified, for which its header is enough. Raises
-    as ``model_path``.
+    as ``model_path``, and ``NotCutError`` for the latter where ``several`` devices were asked for.
     """
     from primad.gguf.architectures import NotCutError
     from primad.gguf.hub import header_of, hub_name, kept
@@ -53,25 +53,29 @@ def served_model(given: Path, config: Config, *, whole: bool) -> Path | RangedMo
         _quiet()
         try:
             found = header_of(name, models_folder(config.home))
-            why = _why_whole(found.header, config)
-        except (HubError, NotCutError) as exc:
-            why = str(exc) if isinstance(exc, HubError) else exc.reason
-        if not why:
+            _check_cut(found.header, config)
+        except HubError as exc:
+            why = str(exc)
+        except NotCutError as exc:
+            if several:
+                raise
+            why = exc.reason
+        else:
             _say(f"{name}: its header is here; each device fetches its own layers")
             return found
         _say(f"{name}: {why}; the whole file is fetched")
     return model_path(given, lambda: config)
 
 
-def _why_whole(header: Header, config: Config) -> str:
-    """Why one device has to have the whole model; empty where it can be cut. Raises ``ModelError`` for an incomplete one."""
+def _check_cut(header: Header, config: Config) -> None:
+    """Raises ``NotCutError`` where one device has to have the whole model, ``ModelError`` for an incomplete one."""
     from primad.certify.first import certified
-    from primad.gguf.architectures import cuttable
+    from primad.gguf.architectures import ADVICE, NotCutError, cuttable
 
     header, why = certified(header, config.home, _say)
-    if not why:
-        cuttable(header)
-    return why
+    if why:
+        raise NotCutError(why, ADVICE)
+    cuttable(header)
 
 
 def _say(line: str) -> None:

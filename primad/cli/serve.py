@@ -285,12 +285,14 @@ def serve(
     check_interface(config)
     _check_together(others, plan)
     _warn(endpoint, asking, config)
+    from primad.head.options import is_for_several
     from primad.head.serve import serve as run_serve
     from primad.planning.adapters import parse_lora
 
     options = _serve_options(endpoint, asking, others, plan, compute, rope, kept, config)
     options = replace(options, lora=parse_lora(lora or ()))
-    source = served_model(model, config, whole=others.alone or others.wait == 0 or bool(lora))
+    whole = others.alone or others.wait == 0 or bool(lora)
+    source = served_model(model, config, whole=whole, several=is_for_several(options, config))
     run_serve(config, source, options, endpoint.host, RichReporter(err))
 
 

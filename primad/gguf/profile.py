@@ -64,7 +64,7 @@ def model_profile(header: Header) -> ModelProfile:
         raise ModelError(f"{header.path}: has no tensors of layer {empty}; the file is not a complete model")
     places = borders(header)
     attends, remembers, indexed = attending_layers(header), recurrent_layers(header), indexed_layers(header)
-    index_bytes = _index_values(header, name) * KV_VALUE_BYTES
+    index_values, scored_bytes = _indexer(header, name)
     embedding, with_cells = token_embedding(header), layers - sharing_layers(header)
     of_inputs = [header.tensors[name] for name in _OF_INPUTS if has_inputs and name in header.tensors]
     beside = {each.type.name: each.bytes // layers for each in of_inputs if each.name == LAYER_PROJECTION}
@@ -78,7 +78,7 @@ def model_profile(header: Header) -> ModelProfile:
                 bytes_by_type=dict(shared[layer]),
                 expert_bytes_by_type=dict(experts[layer]),
                 kv_bytes_per_token=(
-                    (_kv_bytes(header, name, layer) + index_bytes * indexed[layer])
+                    (_kv_bytes(header, name, layer) + index_values * KV_VALUE_BYTES * indexed[layer])
                     * attends[layer]
                     * (layer < with_cells)
                 ),
@@ -107,7 +107,7 @@ def model_profile(header: Header) -> ModelProfile:
             for layer in range(layers)
         ),
         heads=max(_first(header, f"{name}.attention.head_count", layer) for layer in range(layers)),
-        cell_bytes=_cell_bytes(header, name) if any(indexed) else 0,
+        cell_bytes=scored_bytes if any(indexed) else 0,
         tail_layers=tail_layers(header),
         beside_values=beside_values(header),
     )
@@ -157,19 +157,17 @@ def _kv_bytes(header: Header, name: str, layer: int) -> int:
     return kv_heads * (key + value) * KV_VALUE_BYTES
 
 
-def _index_values(header: Header, name: str) -> int:
-    """Values of a cell of the cache from which an indexer chooses what attention sees; that of MiniMax has values too."""
-    key = header.count(f"{name}.attention.indexer.key_length", 0)
-    return key + _head_widths(header, name, 0)[1] if name == "minimax-m3" else key
-
-
-def _cell_bytes(header: Header, name: str) -> int:
-    """Bytes that a row has in the compute buffer for each cell that an indexer scores.
+def _indexer(header: Header, name: str) -> tuple[int, int]:
+    """Of an indexer, which chooses what attention sees: the values of a cell of its own cache (keys; for MiniMax M3 values
+    as well), and the bytes that a row has in the compute buffer for each cell that it scores.
 
     Measured as what llama.cpp allocates: a score and its mask for DeepSeek V3.2, for MiniMax M3 two scores for each head of
     keys and a mask (exact for one sequence, too much for several).
     """
-    return 8 * _first(header, f"{name}.attention.head_count_kv", 0) + 4 if name == "minimax-m3" else 6
+    key = header.count(f"{name}.attention.indexer.key_length", 0)
+    if name == "minimax-m3":
+        return key + _head_widths(header, name, 0)[1], 8 * _first(header, f"{name}.attention.head_count_kv", 0) + 4
+    return key, 6
 
 
 def _latent_key(header: Header, name: str) -> int:

@@ -210,4 +210,5 @@ class GuessesElsewhere:
             most=draft.most,
             first=draft.first,
             sources=await self._ways.sources(worker),
+            memory_bytes=draft.memory_bytes,
         )

@@ -30,7 +30,7 @@ from primad.errors import ConfigError, PlanError
 from primad.planning.batching import BatchingMode
 from primad.planning.drafting import SpeculateMode
 from primad.planning.question import check_kv_type, default_context, default_workload
-from primad.settings.config import LOOPBACK
+from primad.settings.config import LOOPBACK, Config
 from primad.settings.quantities import show_bytes
 
 KEEP_ROWS: Final = 16
@@ -116,6 +116,12 @@ class ServeOptions:
         everywhere = self.http_host in ("0.0.0.0", "::")
         host = socket.gethostname() if everywhere else self.http_host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.http_port}"
+
+
+def is_for_several(options: ServeOptions, config: Config) -> bool:
+    """Whether other devices were asked for by name or number, or all of them."""
+    has_windows = options.windows is not None and len(options.windows) > 1
+    return has_windows or options.use_all or bool(options.wait or config.devices)
 
 
 def plan_by_hand(names: Sequence[str], windows: tuple[int, ...], rounds: int | None, model: ModelProfile) -> Plan:

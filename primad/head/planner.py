@@ -12,8 +12,8 @@ from msgspec import structs
 
 from halda import DeviceProfile, Infeasible, LinkProfile, Plan, Solution, Workload, evaluate, instance
 from halda.instance import Instance
-from primad.errors import ModelError, PlanError, PrimadError
-from primad.gguf.architectures import cuttable
+from primad.errors import PlanError, PrimadError
+from primad.gguf.architectures import cuttable, why_whole
 from primad.head.devices import Devices
 from primad.head.learning import Learning
 from primad.head.lending import Lending
@@ -27,7 +27,7 @@ from primad.planning.batching import batches_of
 from primad.planning.context import attends_plainly
 from primad.planning.draft_gain import best_gain, left_bytes
 from primad.planning.drafting import drafting_of
-from primad.planning.extra_buffers import as_planned, suited, without_copies
+from primad.planning.extra_buffers import as_planned, suited
 from primad.planning.fitting import fitted
 from primad.planning.question import LinkSpeed, both_ways
 from primad.ring.drafting.drafter import Drafting
@@ -203,28 +203,19 @@ class Planner:
             objective=options.objective,
             require=frozenset(names) if options.use_all else require,
             time_limit_s=SOLVE_S,
+            extra_buffers=options.extra_buffers,
             experts=options.experts,
             helps=options.batching != "exact" and options.extra_buffers != "on",
         )
         try:
-            solution, settled = await self._settled(asked, background=background)
+            solution, settled = await solve_apart(asked, background=background)
         except Infeasible:
             if options.context_tokens is not None or asked.workload == self._service.workload:
                 raise
             asked = structs.replace(asked, workload=self._service.workload)
-            solution, settled = await self._settled(asked, background=background)
+            solution, settled = await solve_apart(asked, background=background)
             return self._promise(solution, settled, served, widens=True)
         return self._promise(solution, settled, served, widens=options.context_tokens is None and served is None)
-
-    async def _settled(self, asked: SolverRequest, *, background: bool) -> tuple[Solution, SolverRequest]:
-        """The plan, made for devices with the extra buffers that they will have, and what was asked for it."""
-        while True:
-            solution = await solve_apart(asked, background=background)
-            wish = self._service.options.extra_buffers
-            devices = without_copies(solution.plan, asked.devices, asked.model, wish)
-            if devices is None:
-                return solution, asked
-            asked = structs.replace(asked, devices=devices)
 
     def _promise(self, solution: Solution, asked: SolverRequest, served: Promise | None, *, widens: bool) -> PlanResult:
         """The promise of ``solution`` and its objective."""
@@ -237,7 +228,7 @@ class Planner:
             sequences=options.sequences,
             batching=options.batching,
             widens=widens,
-            may_be_several=self._is_cuttable(),
+            may_be_several=not why_whole(self._service.model.header),
         )
         work = found.question.workload
         drafting = drafting_of(options.speculate, options.batching, plan, found.question, found.batches)
@@ -271,13 +262,6 @@ class Planner:
             return wish if left_bytes(plan, question).get(wish, 0) >= draft.memory_bytes else head
         found = best_gain(drafting, plan, question, source.profile, draft.memory_bytes, head_has_room=has_room)
         return None if found is None else found.device
-
-    def _is_cuttable(self) -> bool:
-        try:
-            cuttable(self._service.model.header)
-        except ModelError:
-            return False
-        return True
 
     def _by_hand(self, windows: tuple[int, ...], devices: Sequence[DeviceProfile]) -> Promise:
         """The promise of the plan in which the first of ``devices`` have ``windows``. Raises ``PlanError``."""

@@ -36,7 +36,7 @@ from primad.head.backend import RingBackend
 from primad.head.daemon import HeadDaemon
 from primad.head.desk import HeadDesk
 from primad.head.facts import facts_of
-from primad.head.options import ServeOptions, bind_http, model_id, plan_by_hand, workload_of
+from primad.head.options import ServeOptions, bind_http, is_for_several, model_id, plan_by_hand, workload_of
 from primad.head.service import service_of
 from primad.network.local_heads import announced_head
 from primad.planning.adapters import check_adapters, open_adapters, with_adapters
@@ -76,7 +76,7 @@ def as_it_can_be(
 
     ``why_not`` says of one that is not certified why not. Raises ``NotCutError`` for that where others were asked for.
     """
-    is_asked = options.use_all or is_for_several(options, config)
+    is_asked = is_for_several(options, config)
     if why_not and is_asked:
         raise NotCutError(f"{header.path}: {why_not}", ADVICE)
     if options.alone or is_asked:
@@ -85,11 +85,6 @@ def as_it_can_be(
         reporter.say(f"{reason}; this device serves it alone")
         return replace(options, alone=True)
     return options
-
-
-def is_for_several(options: ServeOptions, config: Config) -> bool:
-    """Whether other devices were asked for by name or number."""
-    return (options.windows is not None and len(options.windows) > 1) or bool(options.wait or config.devices)
 
 
 def check_sequences(options: ServeOptions, model: ModelProfile) -> None:

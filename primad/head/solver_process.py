@@ -22,11 +22,15 @@ from primad.system.stop_flag import StopFlag
 
 LEAST_NICE: Final = 19
 GRACE_S: Final = 60.0
-"""The solver keeps to its time limit by and large; this much later it hangs."""
+"""The solver keeps to its time limit by and large, and needs it again for devices that have no extra buffers after all; this
+much later it hangs."""
 
 
 class SolverRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``halda.solve`` is asked; ``require`` names the devices that must take part, ``helps`` lets GPUs help."""
+    """What ``halda.solve`` is asked; ``require`` names the devices that must take part, ``helps`` lets GPUs help.
+
+    ``extra_buffers`` is auto, on or off: devices are planned for with those that they will have.
+    """
 
     devices: list[DeviceProfile]
     links: list[LinkProfile]
@@ -35,12 +39,14 @@ class SolverRequest(msgspec.Struct, frozen=True, kw_only=True):
     objective: Objective
     require: frozenset[str]
     time_limit_s: float
+    extra_buffers: str = "auto"
     helps: bool = False
     experts: ExpertPlace = "auto"
 
 
 class _Solved(msgspec.Struct, frozen=True, tag="solved"):
     solution: Solution
+    devices: list[DeviceProfile]
 
 
 class _Unsolvable(msgspec.Struct, frozen=True, tag="infeasible"):
@@ -48,19 +54,23 @@ class _Unsolvable(msgspec.Struct, frozen=True, tag="infeasible"):
     short_bytes: int
 
 
-async def solve_apart(question: SolverRequest, *, background: bool = False, grace_s: float = GRACE_S) -> Solution:
-    """The answer of ``halda.solve``; in the ``background`` all other work goes first.
+async def solve_apart(
+    question: SolverRequest, *, background: bool = False, grace_s: float = GRACE_S
+) -> tuple[Solution, SolverRequest]:
+    """The answer of ``halda.solve``, and ``question`` with devices as it is for; in the ``background`` all other work goes
+    first.
 
     Raises ``Infeasible`` as that does, ``PlanError`` when the child fails.
     """
     stop = StopFlag(subprocess.Popen.kill)
     try:
-        return await asyncio.to_thread(_ask, question, stop, background, grace_s)
+        solved = await asyncio.to_thread(_ask, question, stop, background, grace_s)
     finally:
         stop.set()
+    return solved.solution, msgspec.structs.replace(question, devices=solved.devices)
 
 
-def _ask(question: SolverRequest, stop: StopFlag, background: bool, grace_s: float) -> Solution:
+def _ask(question: SolverRequest, stop: StopFlag, background: bool, grace_s: float) -> _Solved:
     timeout_s = question.time_limit_s + grace_s
     with subprocess.Popen(
         [sys.executable, "-m", "primad.head.solver_process"],
@@ -84,15 +94,16 @@ def _ask(question: SolverRequest, stop: StopFlag, background: bool, grace_s: flo
     outcome = msgspec.msgpack.decode(answer, type=_Solved | _Unsolvable)
     if isinstance(outcome, _Unsolvable):
         raise Infeasible(outcome.message, short_bytes=outcome.short_bytes)
-    return outcome.solution
+    return outcome
 
 
 def _answer(question: SolverRequest) -> _Solved | _Unsolvable:
     from halda import CHUNKS, solve  # only this process loads the solver
+    from primad.planning.extra_buffers import solved_as_planned
 
-    try:
-        solution = solve(
-            question.devices,
+    def planned(devices: list[DeviceProfile]) -> Solution:
+        return solve(
+            devices,
             question.links,
             question.model,
             question.workload,
@@ -103,9 +114,11 @@ def _answer(question: SolverRequest) -> _Solved | _Unsolvable:
             helps=question.helps,
             experts=question.experts,
         )
+
+    try:
+        return _Solved(*solved_as_planned(planned, question.devices, question.model, question.extra_buffers))
     except Infeasible as exc:
         return _Unsolvable(str(exc), exc.short_bytes)
-    return _Solved(solution)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import stat
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -19,7 +17,7 @@ import msgspec
 
 from primad.errors import ClusterError, ConfigError
 from primad.settings.config import NAME
-from primad.system.private_file import read_private, write_private
+from primad.system.private_file import is_ours, read_private, write_private
 from primad.system.process_start import start_of, still_runs
 from primad.trust.local_trust import default_folder
 
@@ -79,7 +77,7 @@ def announced_head(home: Path, device: str, url: str, port: int, key: str = "") 
 def read_head(path: Path) -> LocalHead | None:
     """The head that left its note at ``path``; None when it has ended, or the note is none of ours."""
     try:
-        if not _is_ours(path):
+        if not is_ours(path):
             return None
         note = msgspec.json.decode(read_private(path) or b"", type=LocalHead)
     except (OSError, ConfigError, msgspec.MsgspecError):
@@ -92,7 +90,7 @@ def local_heads(home: Path) -> list[LocalHead]:
     """The heads that run on this device, by name and port: that of ``home``, and those of the shared folder."""
     folder = shared_folder()
     shared: list[Path] = []
-    if _is_ours(folder):
+    if is_ours(folder):
         shared = sorted(folder.glob("*.json"))[:_MAX_NOTES]
     notes = [note for path in (home_note(home), *shared) if (note := read_head(path)) is not None]
     return sorted({note.pid: note for note in notes}.values(), key=lambda note: (note.device, note.port))
@@ -122,16 +120,3 @@ def names(heads: Sequence[LocalHead]) -> list[str]:
     """What to call each of ``heads``: two of one name are told apart by their ports."""
     called = [head.device for head in heads]
     return [head.device if called.count(head.device) == 1 else f"{head.device}:{head.port}" for head in heads]
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether nobody but this user can have written ``path``, which is no link."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return False
-    if stat.S_ISLNK(found.st_mode):
-        return False
-    if sys.platform == "win32":
-        return True
-    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -213,8 +213,8 @@ class KvForget(msgspec.Struct, frozen=True, kw_only=True, tag="kv-forget"):
 
 class GuessLoad(msgspec.Struct, frozen=True, kw_only=True, tag="guess-load"):
     """Guess for ring ``epoch`` with the model ``window``, a whole one of so many tokens in its ``vocabulary``: fetch the
-    missing layers from ``sources`` and load it, for texts of at most ``context`` tokens. ``most`` are guessed at once, the
-    ``first`` ones of them before others in their place.
+    missing layers from ``sources`` and load it, for texts of at most ``context`` tokens, where ``memory_bytes`` are free.
+    ``most`` are guessed at once, the ``first`` ones of them before others in their place.
 
     Said again until a ``GuessState`` comes. An older worker does not know it, and guesses nothing.
     """
@@ -226,6 +226,7 @@ class GuessLoad(msgspec.Struct, frozen=True, kw_only=True, tag="guess-load"):
     most: Annotated[int, Meta(ge=1, le=MOST_ROOM)]
     first: Annotated[int, Meta(ge=0, le=MOST_ROOM)]
     sources: Contacts
+    memory_bytes: MemoryBytes = 0
 
 
 class GuessText(msgspec.Struct, frozen=True, kw_only=True, tag="guess-text"):

@@ -13,7 +13,7 @@ from halda.instance import Instance
 from halda.solution import Solution
 from primad.planning.batching import Batches
 from primad.planning.bottleneck import bottleneck
-from primad.planning.keepers import holders, keepers, token_bytes
+from primad.planning.keepers import holders, keepers, token_bytes, why_not_kept
 from primad.planning.question import Question
 from primad.planning.schema import (
     DeviceJson,
@@ -101,7 +101,7 @@ def kept_part(answer: DescribedPlan) -> list[KeptJson]:
             bytes_per_s=kept.bytes_per_s,
             why=kept.why,
         )
-        for kept in keepers(devices, plan.head, links, tokens_per_s)
+        for kept in keepers(devices, plan.head, links, tokens_per_s, why_not=why_not_kept(asked.model))
     ]
 
 

@@ -32,7 +32,7 @@ from primad.planning.describe import (
     workload_part,
 )
 from primad.planning.draft_gain import draft_part, with_room_for_draft
-from primad.planning.extra_buffers import suited, why_extra, without_copies
+from primad.planning.extra_buffers import solved_as_planned, suited, why_extra
 from primad.planning.fitting import fitted
 from primad.planning.question import Question
 from primad.planning.schema import SCHEMA, AloneJson, Explanation, LeftOutJson, WhatIf
@@ -123,9 +123,9 @@ def _solve(
 
     Raises ``Infeasible``.
     """
-    devices = [suited(device, question.workload, question.objective) for device in devices]
-    while True:
-        solution = solve(
+
+    def planned(devices: list[DeviceProfile]) -> Solution:
+        return solve(
             devices,
             question.all_links,
             question.model,
@@ -139,11 +139,11 @@ def _solve(
             helps=True,
             experts=question.experts,
         )
-        others = without_copies(solution.plan, devices, question.model, "auto")
-        if others is None:
-            found = {device.device: device for device in devices}
-            return replace(question, devices=tuple(found.get(each.device, each) for each in question.devices)), solution
-        devices = others
+
+    fit = [suited(device, question.workload, question.objective) for device in devices]
+    solution, fit = solved_as_planned(planned, fit, question.model, "auto")
+    found = {device.device: device for device in fit}
+    return replace(question, devices=tuple(found.get(each.device, each) for each in question.devices)), solution
 
 
 def _answer(question: Question, solution: Solution) -> DescribedPlan:

@@ -6,13 +6,13 @@ processes where a crash is an answer; it has the speed of each type with and wit
 what the plan is for (``suited``): a token, the first token, or a typical request.
 
 Windows that stream have none, so that a plan that was made for their speed may not come true. Then it is made again with
-such devices as they are without (``without_copies``), until every device of the plan is as it was planned for.
+such devices as they are without (``solved_as_planned``), until every device of the plan is as it was planned for.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from halda import (
@@ -23,6 +23,7 @@ from halda import (
     ModelProfile,
     Objective,
     Plan,
+    Solution,
     TypeSpeed,
     WindowAssignment,
     Workload,
@@ -102,6 +103,22 @@ def choose_extra_buffers(
         if copied_bytes[profile.host] > MEMORY_SHARE * profile.ram_available_bytes:
             chosen[name] = [False] * len(chosen[name])
     return chosen
+
+
+def solved_as_planned(
+    solve: Callable[[list[DeviceProfile]], Solution], devices: Sequence[DeviceProfile], model: ModelProfile, wish: str
+) -> tuple[Solution, list[DeviceProfile]]:
+    """What ``solve`` finds for ``devices`` with the extra buffers that they have in its plan, and these devices.
+
+    Raises as ``solve``.
+    """
+    devices = list(devices)
+    while True:
+        solution = solve(devices)
+        others = without_copies(solution.plan, devices, model, wish)
+        if others is None:
+            return solution, devices
+        devices = others
 
 
 def without_copies(

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from halda import CacheType, DeviceProfile, LayerProfile, Plan
+from halda import CacheType, DeviceProfile, LayerProfile, ModelProfile, Plan
 from halda.cost import kv_bytes_per_token
 
 LINK_SHARE: Final = 0.2
@@ -60,6 +60,17 @@ def token_bytes(plan: Plan, layers: Sequence[LayerProfile], kv_type: CacheType) 
     }
 
 
+def why_not_kept(model: ModelProfile) -> str:
+    """Why the windows of ``model`` give out no KV cells, which the engine finds when it loads them; empty where they do."""
+    if model.is_recurrent:
+        return "some layers of the model have a state"
+    if model.cell_bytes:
+        return "a second cache chooses the cells that its attention sees"
+    if not all(layer.kv_bytes_per_token for layer in model.layers[: model.last_cut + 1]):
+        return "some layers of the model have none"
+    return ""
+
+
 def keepers(
     devices: Collection[Holder],
     head: str,
@@ -67,11 +78,12 @@ def keepers(
     tokens_per_s: float,
     *,
     always: bool = False,
+    why_not: str = "",
 ) -> list[Kept]:
     """Who keeps the cells of each of ``devices`` but the ``head``, at ``tokens_per_s``.
 
     ``links`` are bytes/s by (source, target); one that is not known carries nothing. With ``always`` cells are
-    copied however slow a link is.
+    copied however slow a link is; ``why_not`` says why none are.
     """
     load = {each.device: 0 for each in devices}
     found = []
@@ -83,10 +95,11 @@ def keepers(
         able = [
             other
             for other in others
-            if always or bytes_per_s <= LINK_SHARE * links.get((each.device, other.device), 0.0)
+            if not why_not and (always or bytes_per_s <= LINK_SHARE * links.get((each.device, other.device), 0.0))
         ]
         if not able:
-            why = "no link of it carries them beside the hidden states" if others else "there is no other device"
+            lacks = "no link of it carries them beside the hidden states" if others else "there is no other device"
+            why = why_not or lacks
             found.append(Kept(device=each.device, keeper=None, token_bytes=each.token_bytes, bytes_per_s=0.0, why=why))
             continue
         keeper = max(

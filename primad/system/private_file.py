@@ -92,3 +92,16 @@ def _tighten(path: Path, descriptor: int) -> None:
     if mode & _OTHERS:
         os.fchmod(descriptor, PRIVATE)
         logger.warning("%s could be read or written by others (mode %03o); it is 600 now", path, mode)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether nobody but this user can have written to ``path``, which is no link."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    if stat.S_ISLNK(found.st_mode):
+        return False
+    if sys.platform == "win32":  # the user's own folders are closed to others by their access lists
+        return True
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

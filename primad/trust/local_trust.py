@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import stat
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ import platformdirs
 
 from primad.errors import ConfigError
 from primad.settings.config import NAME
-from primad.system.private_file import read_private, write_private
+from primad.system.private_file import is_ours, read_private, write_private
 from primad.system.process_start import start_of, still_runs
 from primad.trust.identity import is_key, key_hex
 
@@ -67,14 +66,14 @@ class LocalTrust:
         if now - self._believed.get(key, -BELIEVED_S) < BELIEVED_S:
             return True
         self._believed.pop(key, None)
-        if not self._is_ours(self.folder) or self._read(self._file(key)) is None:
+        if not is_ours(self.folder) or self._read(self._file(key)) is None:
             return False
         self._believed[key] = now
         return True
 
     def devices(self) -> list[tuple[str, str]]:
         """The living ones by name, with their keys; what dead ones left is removed."""
-        if not self._is_ours(self.folder):
+        if not is_ours(self.folder):
             return []
         notes = (self._read(path) for path in sorted(self.folder.glob("*.json"))[:_MAX_FILES])
         return sorted((note.device, note.key) for note in notes if note is not None)
@@ -86,7 +85,7 @@ class LocalTrust:
         note = _Note(device=device, key=key, pid=os.getpid(), created=created, since_boot=since_boot)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not self._is_ours(self.folder):
+            if not is_ours(self.folder):
                 raise ConfigError(f"{self.folder}: others could write to it; make it yours alone (chmod 700)")
             self.devices()
             write_private(path, msgspec.json.encode(note) + b"\n")
@@ -106,7 +105,7 @@ class LocalTrust:
     def _read(self, path: Path) -> _Note | None:
         """The note of a living daemon at ``path``; one of a dead daemon is removed."""
         try:
-            if not stat.S_ISREG(path.lstat().st_mode) or not self._is_ours(path):
+            if not stat.S_ISREG(path.lstat().st_mode) or not is_ours(path):
                 return None
             note = msgspec.json.decode(read_private(path) or b"", type=_Note)
         except (OSError, ConfigError, msgspec.MsgspecError):
@@ -118,16 +117,3 @@ class LocalTrust:
         with contextlib.suppress(OSError):
             path.unlink()
         return None
-
-    @staticmethod
-    def _is_ours(path: Path) -> bool:
-        """Whether nobody but this user can have written to ``path``, which is no link."""
-        try:
-            found = path.lstat()
-        except OSError:
-            return False
-        if stat.S_ISLNK(found.st_mode):
-            return False
-        if sys.platform == "win32":  # the user's own folders are closed to others by their access lists
-            return True
-        return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -149,9 +149,10 @@ class Guessing:
         """Have all of the model here, as a process takes it. Raises ``PrimadError`` where that cannot be."""
         place, spec = self._station.workspace, load.window
         size, found = sum(ref.size_bytes for ref in spec.layers), await asyncio.to_thread(memory)
-        if found.available_bytes < size + TIGHT_SHARE * found.total_bytes:
+        takes = max(size, load.memory_bytes)
+        if found.available_bytes < takes + TIGHT_SHARE * found.total_bytes:
             raise ClusterError(
-                f"its {show_bytes(size)} do not fit the {show_bytes(found.available_bytes)} that are free there"
+                f"its {show_bytes(takes)} do not fit the {show_bytes(found.available_bytes)} that are free there"
             )
         lease_layers(place, number, spec.layers)
         missing = await missing_layers(place.cache, {ref.digest: ref for ref in spec.layers}.values())
@@ -173,7 +174,7 @@ class Guessing:
             path=window.metadata,
             layers=spec.last,
             bytes=size,
-            memory_bytes=size,
+            memory_bytes=takes,
             threads=threads,
             context=load.context,
             most=load.most,

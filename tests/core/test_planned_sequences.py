@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from halda import DeviceProfile, ModelProfile, Solution, solve
-from primad.errors import ModelError
 from primad.head import planner as planner_module
 from primad.head.learning import Learning
 from primad.head.lending import Lending
@@ -22,8 +21,8 @@ from tests.fakes.planning import GB, device, helping, link, model
 LAP = frozenset({"lap"})
 
 
-async def solve_here(asked: SolverRequest, *, background: bool = False) -> Solution:
-    return solve(
+async def solve_here(asked: SolverRequest, *, background: bool = False) -> tuple[Solution, SolverRequest]:
+    solution = solve(
         asked.devices,
         asked.links,
         asked.model,
@@ -34,6 +33,7 @@ async def solve_here(asked: SolverRequest, *, background: bool = False) -> Solut
         time_limit_s=60,
         helps=asked.helps,
     )
+    return solution, asked
 
 
 class Served:
@@ -77,6 +77,7 @@ class House:
         )
         book = SimpleNamespace(between=lambda names: [link("desk", "lap"), link("lap", "desk")])
         monkeypatch.setattr(planner_module, "cuttable", lambda header: None)
+        monkeypatch.setattr(planner_module, "why_whole", lambda header: "")
         own, devices = SimpleNamespace(profile=self._own), SimpleNamespace(present=self._present, book=book)
         self.planner = Planner(service, own, devices, Learning(tmp_path), Lending(tmp_path))
 
@@ -116,10 +117,7 @@ def test_a_first_plan_has_as_many_as_its_memory_gives_at_little_cost(house, ram,
 def test_of_a_model_that_is_not_known_to_be_exact_one_is_written_at_a_time(house, monkeypatch):
     at_home = house(ram=64 * GB)
 
-    def refused(header: None) -> None:
-        raise ModelError("it keeps recurrent state")
-
-    monkeypatch.setattr(planner_module, "cuttable", refused)
+    monkeypatch.setattr(planner_module, "why_whole", lambda header: "its layers mix in values of the first one")
     promise, _ = at_home.plan()
     assert (promise.sequences, promise.context_tokens) == (1, 4096)
     assert promise.why_sequences == "more are not known to be exact with such a model; --sequences sets it"

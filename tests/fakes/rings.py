@@ -46,7 +46,9 @@ class FakeSolver:
         async with self._news:
             await self._news.wait_for(condition)
 
-    async def __call__(self, question: SolverRequest, *, background: bool = False) -> SimpleNamespace:
+    async def __call__(
+        self, question: SolverRequest, *, background: bool = False
+    ) -> tuple[SimpleNamespace, SolverRequest]:
         names = [device.device for device in question.devices]
         (self.foreseen if background else self.asked).append(tuple(names))
         if not background:
@@ -57,7 +59,7 @@ class FakeSolver:
         if len(names) < self.least:
             raise Infeasible(f"{len(names)} devices are short of 1 GB", short_bytes=1)
         plan, value = plan_of(names, self.layers), self.value(len(names))
-        return SimpleNamespace(plan=plan, prediction=self.prediction, objective_s=value)
+        return SimpleNamespace(plan=plan, prediction=self.prediction, objective_s=value), question
 
 
 def plan_of(names: list[str], layers: Mapping[str, int] = MappingProxyType({})) -> Plan:

@@ -184,11 +184,18 @@ def test_the_head_hears_that_a_model_cannot_be_had_or_is_gone(tmp_path):
 def test_a_device_without_memory_for_a_model_fetches_none_of_it(tmp_path, monkeypatch):
     path = tmp_path / "small.gguf"
     write_model(path, layers=2)
-    monkeypatch.setattr("primad.worker.guessing.memory", lambda: SimpleNamespace(available_bytes=999, total_bytes=1000))
+    load = a_load(ModelCutter(open_model(path)), 1)
+    weights = sum(each.size_bytes for each in load.window.layers)
+    free = SimpleNamespace(available_bytes=weights, total_bytes=0)
+    monkeypatch.setattr("primad.worker.guessing.memory", lambda: free)
 
     async def once() -> None:
         worker = Worker(tmp_path / "home")
-        await worker.guessing.load(a_load(ModelCutter(open_model(path)), 1), 1)
+        await worker.guessing.load(replace(load, memory_bytes=weights + 1), 1)
+        gone = await worker.hear(GuessState, lambda state: bool(state.error))
+        assert "free there" in gone.error, "the KV cache is more than what the weights leave"
+        free.available_bytes = 999
+        await worker.guessing.load(load, 1)
         gone = await worker.hear(GuessState, lambda state: bool(state.error))
         assert "do not fit the 999 B that are free there" in gone.error
 

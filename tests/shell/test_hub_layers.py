@@ -18,6 +18,7 @@ from primad.cli.hub import served_model
 from primad.daemon.bring import bring_layers
 from primad.errors import ClusterError, DiskError, ModelError
 from primad.gguf import hub_ranges
+from primad.gguf.architectures import NotCutError
 from primad.gguf.digests import LayerDigests
 from primad.gguf.hub import HubName, header_of, kept_models, remove
 from primad.gguf.hub_ranges import HubError, HubRanges, own_hubs
@@ -128,11 +129,11 @@ def test_of_an_unknown_architecture_the_header_is_enough_to_try_it_and_to_fetch_
     synth.write_model(path, architecture="bloom", width=256)
     config = SimpleNamespace(home=tmp_path / "home")
     with own_hub(monkeypatch, {REPO: {FILE: path.read_bytes()}}) as hub:
-        found = served_model(Path(str(NAME)), config, whole=False)
+        found = served_model(Path(str(NAME)), config, whole=False, several=False)
         assert isinstance(found, RangedModel)
         assert hub.given_bytes < 0.5 * path.stat().st_size
         asked = len(hub.asked)
-        assert served_model(Path(str(NAME)), config, whole=False) == found
+        assert served_model(Path(str(NAME)), config, whole=False, several=False) == found
         assert len(hub.asked) == asked, "nor is it tried again"
         header, why = certified(found.header, config.home, pytest.fail)
         assert not why
@@ -145,11 +146,16 @@ def test_of_an_unknown_architecture_the_header_is_enough_to_try_it_and_to_fetch_
             assert cutter.spec(0, first, last) == file.spec(0, first, last)
 
 
-def test_an_unknown_architecture_that_is_not_certified_is_fetched_whole_and_says_why(monkeypatch, tmp_path, capsys):
-    path = tmp_path / FILE
-    synth.write_model(path, architecture="dream")
-    with own_hub(monkeypatch, {REPO: {FILE: path.read_bytes()}}):
-        found = served_model(Path(str(NAME)), SimpleNamespace(home=tmp_path / "home"), whole=False)
+def test_an_unknown_architecture_that_is_not_certified_is_fetched_whole_for_one_device_and_says_why(
+    monkeypatch, tmp_path, capsys
+):
+    path, config = tmp_path / FILE, SimpleNamespace(home=tmp_path / "home")
+    synth.write_model(path, architecture="dream", width=256)
+    with own_hub(monkeypatch, {REPO: {FILE: path.read_bytes()}}) as hub:
+        with pytest.raises(NotCutError, match="depend on later ones"):
+            served_model(Path(str(NAME)), config, whole=False, several=True)
+        assert hub.given_bytes < 0.5 * path.stat().st_size
+        found = served_model(Path(str(NAME)), config, whole=False, several=False)
     assert found.read_bytes() == path.read_bytes()
     said = " ".join(capsys.readouterr().err.split())
     assert "depend on later ones" in said

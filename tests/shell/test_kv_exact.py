@@ -24,6 +24,7 @@ from primad.gguf.windows import vocabulary_size
 from primad.kv import keys
 from primad.kv.cells import pack, unpack
 from primad.kv.store import KvStore
+from primad.planning.keepers import why_not_kept
 from tests.shell.test_cut_exact import EVERY_KIND, HYBRIDS, OPTIONS, PROMPT, Route, cuts_of, files_of, rows, synth
 from tests.shell.test_streams_exact import EVERYTHING, streaming
 
@@ -134,6 +135,7 @@ def joined(blocks):
 @pytest.mark.parametrize("architecture", sorted(set(EVERY_KIND) - set(HYBRIDS) - NOT_KEPT))
 def test_cells_go_to_windows_of_another_cut(architecture, tmp_path):
     header = written(tmp_path, architecture, **WIDE)
+    assert not why_not_kept(model_profile(header)), "what a plan says of it"
     kinds = (
         ["flash"] if architecture == "mimo2" else ["flash", "scores"]
     )  # its values have several sizes, not those of keys
@@ -150,8 +152,10 @@ def test_cells_go_to_other_windows(architecture, kind, tmp_path):
 
 @pytest.mark.parametrize("architecture", [*HYBRIDS, *sorted(NOT_KEPT)])
 def test_cells_that_no_known_state_holds_are_not_kept(architecture, tmp_path):
-    model = whole_of(written(tmp_path, architecture), options_of("flash", 3))
+    header = written(tmp_path, architecture)
+    model = whole_of(header, options_of("flash", 3))
     assert not model.kv_supported
+    assert why_not_kept(model_profile(header)), "what a plan says of it"
     model.forward(rows(np.array(PROMPT[:3], np.int32), 0))
     model.release()
 

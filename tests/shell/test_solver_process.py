@@ -53,12 +53,13 @@ def children() -> set[int]:
 @pytest.mark.parametrize("require", [frozenset(), frozenset({"d1"})])
 def test_the_answer_is_the_solvers(require):
     asked = question(2, ram=8 * GB, require=require)
-    answer = asyncio.run(solve_apart(asked))
+    answer, settled = asyncio.run(solve_apart(asked))
     expected = solve(
         asked.devices, asked.links, asked.model, asked.workload, objective="balanced", require=asked.require
     )
     assert answer.plan == expected.plan
     assert answer.prediction == expected.prediction
+    assert settled == asked
     assert require <= set(answer.plan.devices)
 
 
@@ -67,14 +68,14 @@ def test_what_a_library_writes_to_standard_output_is_no_part_of_the_answer(tmp_p
         "import atexit\natexit.register(print, 'Running a library', flush=True)\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    assert asyncio.run(solve_apart(question(2, ram=8 * GB))).plan.devices
+    assert asyncio.run(solve_apart(question(2, ram=8 * GB)))[0].plan.devices
 
 
 def test_where_layers_stream_it_may_take_larger_chunks():
     work = replace(default_workload(8192, 512, "f16", prompt_tokens=4096), answer_tokens=16)
     quick = device("d0", ram=3 * GB, rate=100e9, disk=0.2e9)
     asked = msgspec.structs.replace(question(1), devices=[quick], workload=work, model=replace(model(), width=8192))
-    assert asyncio.run(solve_apart(asked)).prediction.chunk_rows > 512
+    assert asyncio.run(solve_apart(asked))[0].prediction.chunk_rows > 512
 
 
 def test_what_is_short_is_said_as_the_solver_says_it():
