@@ -14,6 +14,7 @@ from primad.ring.drafting.lookup import PromptLookup
 from primad.ring.grouping import Batching
 from primad.ring.messages import Sampled
 from tests.core.test_speculation import Oracle, prompt
+from tests.fakes.drafter import Nothing
 from tests.fakes.engine import FakeModel
 from tests.fakes.ring import GREEDY, generate
 from tests.fakes.timed_ring import TimedRing
@@ -44,32 +45,6 @@ class NotBefore(PromptLookup):
     def guess(self, drafts: Sequence[int]) -> Guess | None:
         assert len(self._text) > len(PROMPT), "it was asked before the first token"
         return super().guess(drafts)
-
-
-class Nothing:
-    """Has no guess."""
-
-    works = False
-
-    def __init__(self, prompt: Sequence[int]) -> None:
-        """Looks at nothing."""
-
-    def took(self, token: int) -> None:
-        """Learns nothing."""
-
-    guess_s = None
-
-    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
-        return ()
-
-    def looked_up(self, drafts: Sequence[int]) -> Guess | None:
-        return None
-
-    def awaits(self, most: int, alpha: float) -> bool:
-        return False
-
-    def guess(self, drafts: Sequence[int]) -> Guess | None:
-        return None
 
 
 def oracle(share: float) -> Any:

@@ -28,6 +28,7 @@ from tests.core.test_speculation import (
     run,
     sampled,
 )
+from tests.fakes.drafter import Nothing
 from tests.fakes.engine import VOCABULARY, FakeModel
 from tests.fakes.ring import GREEDY, FakeRing, generate
 from tests.fakes.timed_ring import TimedRing
@@ -139,23 +140,14 @@ def test_a_tree_makes_no_fewer_tokens_than_the_best_chain(nodes, data):
 # ---- in a ring -------------------------------------------------------------------------------------------------------
 
 
-class Counting:
+class Counting(Nothing):
     """Guesses the number that follows the last token, or else one of the two behind it, and goes on from there."""
-
-    works = False
-    guess_s = None
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
 
     def took(self, token: int) -> None:
         self._last = token
-
-    def looked_up(self, drafts: Sequence[int]) -> Guess | None:
-        return None
-
-    def awaits(self, most: int, alpha: float) -> bool:
-        return False
 
     def guess(self, drafts: Sequence[int]) -> Guess | None:
         return Guess(token=(drafts[-1] if drafts else self._last) + 1, sure=0.5)
@@ -326,11 +318,8 @@ LONG = 300
 ANSWER = FakeModel(1).answer([1, 2, 3], LONG + 20, GREEDY)
 
 
-class Calibrated:
+class Calibrated(Nothing):
     """Its first guess is right in the share ``first`` of cases, its second in ``second``, as it says."""
-
-    works = False
-    guess_s = None
 
     def __init__(self, first: float, second: float) -> None:
         self._first, self._second, self._taken = first, second, 0
@@ -338,12 +327,6 @@ class Calibrated:
 
     def took(self, token: int) -> None:
         self._taken += 1
-
-    def looked_up(self, drafts: Sequence[int]) -> Guess | None:
-        return None
-
-    def awaits(self, most: int, alpha: float) -> bool:
-        return False
 
     def guess(self, drafts: Sequence[int]) -> Guess | None:
         return self._at(drafts, 0.0, self._first, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -13,6 +12,7 @@ from primad.ring.drafting.drafter import Drafting, Guess
 from primad.ring.drafting.lookup import PromptLookup
 from primad.ring.drafting.pace import BEGINS_AFTER, HOPELESS_AFTER, JUDGED_AFTER, MOST_LOST, PAUSES, Losses, Pace
 from primad.ring.drafting.speculation import Speculation
+from tests.fakes.drafter import Nothing
 
 
 def chain(lookup: PromptLookup, count: int) -> list[int]:
@@ -172,24 +172,11 @@ def test_after_misses_guesses_must_be_surer_and_where_the_ring_was_idle_less_so(
     assert pace.wants(0.5)
 
 
-class Sure:
+class Sure(Nothing):
     """Guesses 7 for ever, with the same confidence."""
 
     def __init__(self, sure: float) -> None:
         self._sure = sure
-
-    def took(self, token: int) -> None:
-        """Learns nothing."""
-
-    works = False
-
-    guess_s = None
-
-    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
-        return ()
-
-    def awaits(self, most: int, alpha: float) -> bool:
-        return False
 
     def guess(self, drafts: object) -> Guess:
         return Guess(token=7, sure=self._sure)

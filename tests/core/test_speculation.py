@@ -21,6 +21,7 @@ from primad.ring.grouping import Batching
 from primad.ring.head import Send
 from primad.ring.messages import Cancel, Drained, KvRemove, Sampled
 from primad.ring.scheduler import Draw, PlannedStep, Scheduler
+from tests.fakes.drafter import Nothing
 from tests.fakes.engine import VOCABULARY, FakeModel
 from tests.fakes.ring import GREEDY, FakeRing, chunks_of, generate
 
@@ -33,7 +34,7 @@ COSTS = tuple(1 + 0.05 * rows for rows in range(8))
 rings = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-class Oracle:
+class Oracle(Nothing):
     """Knows the answers: its guess is right in the ``share`` of cases, of which it says it is ``sure``."""
 
     def __init__(self, answer: Sequence[int], share: float, sure: float, seed: int, late: float = 0.0) -> None:
@@ -44,8 +45,6 @@ class Oracle:
     def took(self, token: int) -> None:
         assert token == self._answer[self._taken], "it is told another text than that of no drafter"
         self._taken += 1
-
-    works = False
 
     guess_s: float | None = 1e-4
 
@@ -233,7 +232,7 @@ def test_logprobs_of_drafted_tokens_are_those_of_the_model():
 ROOM_3 = Drafting(room=3)
 
 
-class Counting:
+class Counting(Nothing):
     """Guesses the numbers that follow the last token, and is always sure."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -241,19 +240,6 @@ class Counting:
 
     def took(self, token: int) -> None:
         self._last = token
-
-    works = False
-
-    guess_s = None
-
-    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
-        return ()
-
-    def looked_up(self, drafts: Sequence[int]) -> Guess | None:
-        return None
-
-    def awaits(self, most: int, alpha: float) -> bool:
-        return False
 
     def guess(self, drafts: Sequence[int]) -> Guess | None:
         return Guess(token=(drafts[-1] if drafts else self._last) + 1, sure=1.0)

@@ -14,20 +14,14 @@ import numpy as np
 import pytest
 
 from halda import Plan, arrange
-from halda.assignment import in_memory
-from primad.daemon.layer_files import Workspace, copy_layers, place_windows
-from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding
-from primad.engine.protocol import EngineOptions, Rows
-from primad.gguf.architectures import embedding_scale
+from primad.engine.protocol import EngineOptions
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size
-from primad.kv.store import KvStore
-from primad.layers.cache import LayerCache
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 from primad.ring.messages import Sampled
 from tests.e2e.reference import CONTEXT, THREADS, TOP, Continuation, Plain
+from tests.shell.test_cut_exact import Route
 from tools.lab.local_ring import LocalRing
 
 pytestmark = pytest.mark.slow
@@ -237,68 +231,44 @@ def said(sampled: Iterable[Sampled]) -> list[Sampled]:
     return [msgspec.structs.replace(event, request=0) for event in sampled]
 
 
-class Route:
+def route_of(
+    expected: Truth, windows: tuple[int, ...], rounds: int, folder: Path, *, extra_buffers: bool = False
+) -> Route:
     """All windows of a plan in this process."""
-
-    def __init__(self, path: Path, chunk: int, plan: Plan, folder: Path, *, extra_buffers: bool = False) -> None:
-        self._chunk = chunk
-        header = open_model(path)
-        cutter = ModelCutter(header)
-        folder.mkdir(parents=True, exist_ok=True)
-        place = Workspace(cache=LayerCache(folder), cells=KvStore(folder / "cells"), run=folder, usage=folder, build="")
-        specs = [cutter.spec(index, window.first, window.last) for index, window in enumerate(plan.route)]
-        asyncio.run(copy_layers(cutter, place.cache, (ref for spec in specs for ref in spec.layers), lambda _: None))
-        kept = [in_memory(spec.first, spec.last) for spec in specs]
-        windows = place_windows(place, specs, kept, [extra_buffers] * len(specs), 1)
-        options = EngineOptions(
-            context=CONTEXT, sequences=1, rows=chunk, threads=THREADS, batch_threads=THREADS, kv_type="f16", lock=False
-        )
-        embedding = TokenEmbedding(token_embedding(header), embedding_scale(header))
-        vocabulary = vocabulary_size(header)
-        self.hidden = [
-            FirstWindow(windows[0], options, embedding),
-            *(MiddleWindow(window, options) for window in windows[1:-1]),
-        ]
-        self.tail = TailWindow(windows[-1], options, frozenset(), vocabulary=vocabulary)
-
-    def logits(self, tokens: list[int], position: int) -> np.ndarray:
-        """Logits after ``tokens`` at ``position``; chunks as in the ring."""
-        for start in range(0, len(tokens), self._chunk):
-            chunk = tokens[start : start + self._chunk]
-            content = np.array(chunk, np.int32)
-            positions = range(position + start, position + start + len(chunk))
-            for window in self.hidden:
-                content = window.forward(rows(content, positions))
-            self.tail.forward(rows(content, positions))
-        return self.tail.logits(len(chunk) - 1)
-
-    def release(self) -> None:
-        for window in (*self.hidden, self.tail):
-            window.release()
-
-
-def rows(content, positions):
-    count = len(positions)
-    return Rows(
-        content=content,
-        positions=positions,
-        sequences=[[0]] * count,
-        outputs=[False] * (count - 1) + [True],
+    plan = planned(expected.path, windows, rounds)
+    options = EngineOptions(
+        context=CONTEXT,
+        sequences=1,
+        rows=expected.chunk,
+        threads=THREADS,
+        batch_threads=THREADS,
+        kv_type="f16",
+        lock=False,
     )
+    cuts = [0, *(window.last for window in plan.route)]
+    return Route(open_model(expected.path), cuts, folder, options, extra_buffers=extra_buffers)
 
 
-def steps(route: Route, prompt: list[int], expected: Continuation) -> Iterator[np.ndarray]:
-    """The route's logits of every step, fed with the expected tokens."""
-    for window in (*route.hidden, route.tail):
+def chunked_logits(route: Route, tokens: list[int], chunk: int) -> np.ndarray:
+    """Logits behind the prompt ``tokens``; chunks as in the ring."""
+    for start in range(0, len(tokens), chunk):
+        logits = route.logits(tokens[start : start + chunk], start)
+    return logits
+
+
+def steps(route: Route, expected: Truth, count: int) -> Iterator[np.ndarray]:
+    """The route's logits of every step behind the prompt of ``count`` tokens, fed with the expected ones."""
+    prompt, answer = expected.prompts[count], expected.answers[count]
+    for window in route.windows:
         window.kv_remove(0, 0, -1)
-    yield route.logits(prompt, 0)
-    for number, token in enumerate(expected.tokens[:-1]):
+    yield chunked_logits(route, prompt, expected.chunk)
+    for number, token in enumerate(answer.tokens[:-1]):
         yield route.logits([token], len(prompt) + number)
 
 
-def largest_difference(route: Route, prompt: list[int], expected: Continuation) -> float:
+def largest_difference(route: Route, expected: Truth, count: int) -> float:
     """Over all logits of all steps."""
-    pairs = zip(steps(route, prompt, expected), expected.logits, strict=True)
+    pairs = zip(steps(route, expected, count), expected.answers[count].logits, strict=True)
     return max(float(np.abs(got - wanted).max()) for got, wanted in pairs)
 
 
@@ -313,11 +283,11 @@ def largest_difference(route: Route, prompt: list[int], expected: Continuation) 
 )
 def test_windows_give_the_logits_of_the_whole_model_bit_for_bit(truths, tmp_path, model, windows, rounds):
     expected = truths(model)
-    route = Route(expected.path, expected.chunk, planned(expected.path, windows, rounds), tmp_path / "layers")
-    for count, prompt in expected.prompts.items():
-        assert largest_difference(route, prompt, expected.answers[count]) == 0.0, f"prompt of {count}"
+    route = route_of(expected, windows, rounds, tmp_path)
+    for count in expected.prompts:
+        assert largest_difference(route, expected, count) == 0.0, f"prompt of {count}"
     route.release()
-    shutil.rmtree(tmp_path / "layers")
+    shutil.rmtree(tmp_path)
 
 
 def planned(path: Path, windows: tuple[int, ...], rounds: int) -> Plan:
@@ -335,23 +305,22 @@ def test_extra_buffers_change_little_and_the_same_in_a_ring(truths, tmp_path):
     """
     plain = truths("gemma3")
     extra = truth(plain.path, plain.chunk, (40,), extra_buffers=True)
-    plan = planned(plain.path, (2, 5, 10), 1)
-    route = Route(plain.path, plain.chunk, plan, tmp_path / "layers", extra_buffers=True)
-    assert largest_difference(route, extra.prompts[40], extra.answers[40]) <= 1.0
-    divergence, agreed = judge(route, plain.prompts[40], plain.answers[40])
+    route = route_of(plain, (2, 5, 10), 1, tmp_path, extra_buffers=True)
+    assert largest_difference(route, extra, 40) <= 1.0
+    divergence, agreed = judge(route, plain, 40)
     assert divergence < 0.2
     assert agreed >= 0.8 * TOKENS
     route.release()
-    shutil.rmtree(tmp_path / "layers")
+    shutil.rmtree(tmp_path)
 
 
-def judge(route: Route, prompt: list[int], expected: Continuation) -> tuple[float, int]:
+def judge(route: Route, expected: Truth, count: int) -> tuple[float, int]:
     """Mean Kullback-Leibler divergence in nat from what was expected, and how many choices are the same."""
-    divergences, agreed = [], 0
-    for step, got in enumerate(steps(route, prompt, expected)):
-        wanted = log_softmax(expected.logits[step])
+    divergences, agreed, answer = [], 0, expected.answers[count]
+    for step, got in enumerate(steps(route, expected, count)):
+        wanted = log_softmax(answer.logits[step])
         divergences.append(float((np.exp(wanted) * (wanted - log_softmax(got))).sum()))
-        agreed += int(got.argmax()) == expected.tokens[step]
+        agreed += int(got.argmax()) == answer.tokens[step]
     return float(np.mean(divergences)), agreed
 
 

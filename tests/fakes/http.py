@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -16,6 +18,19 @@ from primad.api.app import create_app
 from primad.api.backend import Backend, Embeddings, ModelNames
 
 PATIENCE_S = 180
+
+
+@contextmanager
+def answering(server: ThreadingHTTPServer) -> Iterator[str]:
+    """Has ``server`` answer in a thread meanwhile; the URL that it answers at."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def in_memory(

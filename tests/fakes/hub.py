@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from urllib.parse import unquote, urlparse
 import pytest
 
 from primad.gguf import hub as hub_module
+from tests.fakes.http import answering
 
 PATIENCE_S = 180.0
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -152,13 +152,5 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
             if cut is not None:
                 self.close_connection = True
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with answering(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as hub.endpoint:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -20,14 +20,10 @@ Act = Callable[[Cluster, str], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault. ``undo`` ends it, as far as the device itself does not need its owner (a restart); None where nothing does.
-
-    ``needs_disk``: the device must have ``disk_bytes``.
-    """
+    """One fault. ``undo`` ends it, as far as the device itself does not need its owner (a restart); None where nothing does."""
 
     do: Act
     undo: Act | None = None
-    needs_disk: bool = False
 
 
 def layer_files(device: Device) -> list[Path]:
@@ -68,7 +64,6 @@ FAULTS: Final[dict[str, Fault]] = {
     "disk full": Fault(
         do=lambda cluster, name: cluster.lab.device(name).fill_disk(),
         undo=lambda cluster, name: cluster.lab.device(name).free_disk(),
-        needs_disk=True,
     ),
     "layer corrupted": Fault(do=lambda cluster, name: corrupt_layer(cluster.lab.device(name))),
     "slow": Fault(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.http import answering
 from tests.homelab.cluster import CLIENT
 from tests.homelab.running import PATIENCE_S
 from tests.homelab.stream import Stream, settled
@@ -47,14 +47,8 @@ def server(status: int, events: Sequence[str]) -> Iterator[str]:
         def log_message(self, format: str, *args: Any) -> None:
             return
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.server_port}"
-        finally:
-            listening.shutdown()
-            thread.join()
+    with answering(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
+        yield url
 
 
 def client(*words: str) -> list[dict[str, Any]]:

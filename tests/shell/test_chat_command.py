@@ -7,7 +7,6 @@ import json
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from primad.cli import chat as chat_command
 from primad.cli import main as cli
+from tests.fakes.http import answering
 
 
 def event(**delta: str) -> bytes:
@@ -61,12 +61,8 @@ class Endpoint:
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
     found = Endpoint()
-    thread = threading.Thread(target=found.server.serve_forever, args=(0.01,))
-    thread.start()
-    yield found
-    found.server.shutdown()
-    found.server.server_close()
-    thread.join()
+    with answering(found.server):
+        yield found
 
 
 Types = Callable[..., tuple[int, str, str]]

@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from primad.cli import devices as devices_command
-from primad.cli import main as cli
 from primad.cli import pair_pause_leave as device_commands
 from primad.network import admin
 from primad.network.admin import (
@@ -57,20 +56,6 @@ def home(tmp_path) -> Path:
 
 
 @pytest.fixture
-def primad(capsys, monkeypatch):
-    """Runs primad with the arguments; gives exit code, output and error output."""
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["primad", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return run
-
-
-@pytest.fixture
 def joined(monkeypatch) -> list[tuple]:
     """What ``primad join`` hands to the daemon: (config, keyword arguments)."""
     calls: list[tuple] = []
@@ -101,10 +86,10 @@ def assert_refused(run: tuple[int, str, str], *named: str) -> None:
 # ---- join and serve -------------------------------------------------------------------------------------------------
 
 
-def test_join_hands_on_what_its_owner_decided(primad, joined):
+def test_join_hands_on_what_its_owner_decided(command, joined):
     limits = ("--max-ram", "50%", "--max-vram", "6GB", "--max-disk", "40GB", "--nice", 10, "--pause-on-battery")
     pairing = ("--code", "7-lamp-river", "--device", "192.168.1.20:4711")
-    assert primad("join", *limits, *pairing, "--interface", INTERFACE, "--host", "127.0.0.1")[0] == 0
+    assert command("join", *limits, *pairing, "--interface", INTERFACE, "--host", "127.0.0.1")[0] == 0
     ((config, more),) = joined
     assert (config.limits.ram, config.limits.vram, config.limits.disk_bytes) == (Share(0.5), 6 * 10**9, 40 * 10**9)
     assert (config.nice, config.pause_on_battery) == (10, True)
@@ -112,18 +97,18 @@ def test_join_hands_on_what_its_owner_decided(primad, joined):
     assert more == {"code": "7-lamp-river", "pair_at": "192.168.1.20:4711"}
 
 
-def test_join_without_a_word_hears_all_networks(primad, joined):
-    assert primad("join")[0] == 0
+def test_join_without_a_word_hears_all_networks(command, joined):
+    assert command("join")[0] == 0
     ((config, more),) = joined
     assert config.host == any_host()
     assert more == {"code": None, "pair_at": None}
 
 
-def test_a_flag_can_switch_off_what_the_file_switches_on(primad, joined, home):
+def test_a_flag_can_switch_off_what_the_file_switches_on(command, joined, home):
     home.mkdir()
     (home / "config.toml").write_text("pause_on_battery = true")
-    primad("join", "--no-pause-on-battery")
-    primad("join")
+    command("join", "--no-pause-on-battery")
+    command("join")
     assert [config.pause_on_battery for config, _ in joined] == [False, True]
 
 
@@ -144,39 +129,39 @@ def test_a_flag_can_switch_off_what_the_file_switches_on(primad, joined, home):
         (("--insecure-lan",), "--insecure-lan"),
     ],
 )
-def test_options_that_join_refuses(primad, joined, home, arguments, named):
-    assert_refused(primad("join", *arguments), named)
+def test_options_that_join_refuses(command, joined, home, arguments, named):
+    assert_refused(command("join", *arguments), named)
     assert joined == []
     assert not home.exists()
 
 
-def test_serve_hands_on_limits_and_two_addresses(primad, served, monkeypatch):
+def test_serve_hands_on_limits_and_two_addresses(command, served, monkeypatch):
     monkeypatch.setenv("PRIMAD_PORT", "nonsense")  # a head has no control port
     options = ("--max-ram", "8GiB", "--nice", 5, "--interface", INTERFACE, "--listen", "127.0.0.1")
-    code, _, err = primad("serve", "--model", "x.gguf", *options)
+    code, _, err = command("serve", "--model", "x.gguf", *options)
     assert (code, err) == (0, "")
     ((config, http_host),) = served
     assert (config.limits.ram, config.nice, config.interface) == (8 << 30, 5, INTERFACE)
     assert (config.host, http_host) == ("127.0.0.1", "127.0.0.1")
 
 
-def test_the_variable_is_where_devices_are_heard_not_http(primad, served, monkeypatch):
+def test_the_variable_is_where_devices_are_heard_not_http(command, served, monkeypatch):
     monkeypatch.setenv("PRIMAD_HOST", "127.0.0.2")
-    primad("serve", "--model", "x.gguf")
+    command("serve", "--model", "x.gguf")
     ((config, http_host),) = served
     assert (config.host, http_host) == ("127.0.0.2", "127.0.0.1")
 
 
-def test_an_open_http_endpoint_is_warned_of(primad, served):
-    _, _, err = primad("serve", "--model", "x.gguf", "--host", "0.0.0.0", "--no-auth")
+def test_an_open_http_endpoint_is_warned_of(command, served):
+    _, _, err = command("serve", "--model", "x.gguf", "--host", "0.0.0.0", "--no-auth")
     assert err.startswith("warning: --host 0.0.0.0: the HTTP endpoint has no password and no encryption; ")
     assert served[0][1] == "0.0.0.0"
 
 
-def test_the_head_says_that_it_does_not_pause_on_battery(primad, served, home):
+def test_the_head_says_that_it_does_not_pause_on_battery(command, served, home):
     home.mkdir()
     (home / "config.toml").write_text("pause_on_battery = true")
-    assert "means nothing to the head" in primad("serve", "--model", "x.gguf")[2]
+    assert "means nothing to the head" in command("serve", "--model", "x.gguf")[2]
 
 
 @pytest.mark.parametrize(
@@ -198,8 +183,8 @@ def test_the_head_says_that_it_does_not_pause_on_battery(primad, served, home):
         (("--sequences", "1.5"), "--sequences 1.5: "),
     ],
 )
-def test_options_that_serve_refuses(primad, served, arguments, named):
-    assert_refused(primad("serve", "--model", "x.gguf", *arguments), named)
+def test_options_that_serve_refuses(command, served, arguments, named):
+    assert_refused(command("serve", "--model", "x.gguf", *arguments), named)
     assert served == []
 
 
@@ -222,9 +207,9 @@ def daemon(monkeypatch, home):
     return answers
 
 
-def test_pair_shows_the_code_and_what_to_type(primad, daemon):
+def test_pair_shows_the_code_and_what_to_type(command, daemon):
     daemon[OpenPairing] = PairingCode(code="7-lamp-river", expires_s=600.0, port=4711)
-    code, out, err = primad("pair")
+    code, out, err = command("pair")
     assert (code, err) == (0, "")
     assert "code 7-lamp-river, good for 10 minutes" in out
     assert "  primad join --code 7-lamp-river\n" in out
@@ -232,18 +217,18 @@ def test_pair_shows_the_code_and_what_to_type(primad, daemon):
     assert "--device ADDRESS:4711" in out
 
 
-def test_pair_shows_the_code_to_programs(primad, daemon):
+def test_pair_shows_the_code_to_programs(command, daemon):
     daemon[OpenPairing] = PairingCode(code="7-lamp-river", expires_s=600.0, port=4711)
-    code, out, err = primad("pair", "--json")
+    code, out, err = command("pair", "--json")
     assert (code, err) == (0, "")
     assert json.loads(out) == {"code": "7-lamp-river", "expires_s": 600.0, "port": 4711}
 
 
-def test_a_code_is_brought_to_the_daemon_that_runs(primad, daemon):
+def test_a_code_is_brought_to_the_daemon_that_runs(command, daemon):
     daemon[BringCode] = Done(text="mini is paired with desk")
-    assert primad("pair", "--code", "7-lamp-river", "--device", "desk:4711") == (0, "mini is paired with desk\n", "")
+    assert command("pair", "--code", "7-lamp-river", "--device", "desk:4711") == (0, "mini is paired with desk\n", "")
     daemon[BringCode] = Refusal(reason="the code is not the one that is shown there")
-    assert_refused(primad("pair", "--code", "7-lamp-river"), "the code is not the one that is shown there")
+    assert_refused(command("pair", "--code", "7-lamp-river"), "the code is not the one that is shown there")
 
 
 @pytest.mark.parametrize(
@@ -256,44 +241,42 @@ def test_a_code_is_brought_to_the_daemon_that_runs(primad, daemon):
     ],
     ids=["no code", "no address", "no code for it", "json"],
 )
-def test_options_that_pair_refuses(primad, home, arguments, named):
-    assert_refused(primad("pair", *arguments), named)
+def test_options_that_pair_refuses(command, home, arguments, named):
+    assert_refused(command("pair", *arguments), named)
     assert not home.exists()
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root could")
-def test_root_writes_nothing_into_the_folder_of_a_service(primad, home):
+def test_root_writes_nothing_into_the_folder_of_a_service(command, home):
     home.mkdir()
     os.chown(home, 12345, 12345)
-    assert_refused(primad("pair", "--code", "7-lamp-river"), "belongs to user 12345", "start its service first")
+    assert_refused(command("pair", "--code", "7-lamp-river"), "belongs to user 12345", "start its service first")
     assert list(home.iterdir()) == []
 
 
-@pytest.mark.parametrize(("command", "request_type"), [("leave", Leave), ("pause", Pause), ("resume", Resume)])
-def test_what_was_done_is_said_and_a_refusal_is_an_error(primad, daemon, command, request_type):
+@pytest.mark.parametrize(("verb", "request_type"), [("leave", Leave), ("pause", Pause), ("resume", Resume)])
+def test_what_was_done_is_said_and_a_refusal_is_an_error(command, daemon, verb, request_type):
     daemon[request_type] = Done(text="it is done [really]")
-    assert primad(command) == (0, "it is done [really]\n", "")
+    assert command(verb) == (0, "it is done [really]\n", "")
     daemon[request_type] = Refusal(reason="the head does not pause")
-    assert_refused(primad(command), "the head does not pause")
+    assert_refused(command(verb), "the head does not pause")
     daemon[request_type] = Described(status={})
-    assert_refused(primad(command), "answered Described; start it again")
+    assert_refused(command(verb), "answered Described; start it again")
 
 
-@pytest.mark.parametrize("command", ["pair", "leave", "pause", "resume"])
-def test_without_a_daemon_it_says_what_to_start(primad, home, command):
-    assert_refused(
-        primad(command), f"--home {home}: no primad runs with this folder", "'primad join' or 'primad serve'"
-    )
+@pytest.mark.parametrize("verb", ["pair", "leave", "pause", "resume"])
+def test_without_a_daemon_it_says_what_to_start(command, home, verb):
+    assert_refused(command(verb), f"--home {home}: no primad runs with this folder", "'primad join' or 'primad serve'")
     assert not home.exists()
 
 
-def test_a_device_whose_daemon_is_off_is_paused_for_the_next_start(primad, home):
+def test_a_device_whose_daemon_is_off_is_paused_for_the_next_start(command, home):
     home.mkdir()
-    code, out, _ = primad("pause")
+    code, out, _ = command("pause")
     assert code == 0
     assert "paused until 'primad resume', also after a restart (no primad runs here now)" in out
     assert (home / "paused.json").exists()
-    assert primad("resume")[1].startswith("computes again")
+    assert command("resume")[1].startswith("computes again")
     assert not (home / "paused.json").exists()
 
 
@@ -333,14 +316,14 @@ def sight(monkeypatch) -> list[Peer]:
     return peers
 
 
-def listed(primad, *arguments: str) -> dict[str, dict]:
-    code, out, err = primad("devices", "--json", *arguments)
+def listed(command, *arguments: str) -> dict[str, dict]:
+    code, out, err = command("devices", "--json", *arguments)
     assert (code, err) == (0, "")
     return {row["device"]: row for row in json.loads(out)}
 
 
-def test_nobody_in_sight(primad, sight, home):
-    code, out, _ = primad("devices")
+def test_nobody_in_sight(command, sight, home):
+    code, out, _ = command("devices")
     assert code == 0
     assert "no device in sight; start 'primad join' on one" in out
     own = load_identity(home).public
@@ -348,7 +331,7 @@ def test_nobody_in_sight(primad, sight, home):
     assert fingerprint(own) in out
 
 
-def test_devices_are_listed_with_trust_and_state(primad, sight, home):
+def test_devices_are_listed_with_trust_and_state(command, sight, home):
     store = TrustStore(home, load_identity(home))
     for name, key in (("desk", DESK), ("lamp", LAMP), ("attic", ATTIC)):
         store.add(trusted_now(name, key, "paired"))
@@ -359,7 +342,7 @@ def test_devices_are_listed_with_trust_and_state(primad, sight, home):
         replace(PEER, device="lamp", key=LAMP, role="head", pairing=(7, 4711)),
         replace(PEER, device="stranger", key=stranger),
     ]
-    rows = listed(primad)
+    rows = listed(command)
     assert {name: (row["trusted"], row["state"]) for name, row in rows.items()} == {
         "desk": ("yes", "in sight"),
         "lamp": ("revoked", "shows a code"),
@@ -368,21 +351,21 @@ def test_devices_are_listed_with_trust_and_state(primad, sight, home):
     }
     assert rows["desk"]["addresses"] == ["192.168.1.20", "fe80::1%eth0"]
     assert (rows["desk"]["fingerprint"], rows["desk"]["key"]) == (fingerprint(DESK), key_hex(DESK))
-    table = primad("devices")[1]
+    table = command("devices")[1]
     for words in ("trusted", "revoked", fingerprint(DESK)[:19], fingerprint(DESK)[20:], "192.168.1.20:7770", "attic"):
         assert words in table
 
 
-def test_a_cluster_that_is_asked_for_is_all_that_is_listed(primad, sight):
+def test_a_cluster_that_is_asked_for_is_all_that_is_listed(command, sight):
     sight += [PEER, replace(PEER, device="other", cluster="work", key=LAMP)]
-    assert set(listed(primad)) == {"desk", "other"}
-    assert set(listed(primad, "--cluster", "work")) == {"other"}
+    assert set(listed(command)) == {"desk", "other"}
+    assert set(listed(command, "--cluster", "work")) == {"other"}
 
 
-def test_the_state_is_the_daemons_word_where_one_runs(primad, sight, daemon):
+def test_the_state_is_the_daemons_word_where_one_runs(command, sight, daemon):
     sight += [PEER, replace(PEER, device="lamp", key=LAMP)]
     daemon[admin.Describe] = Described(status={"devices": {"desk": "serving layers 0-9"}})
-    states = {name: row["state"] for name, row in listed(primad).items()}
+    states = {name: row["state"] for name, row in listed(command).items()}
     assert states == {"desk": "serving layers 0-9", "lamp": "in sight"}
 
 
@@ -392,45 +375,45 @@ def test_a_daemon_that_says_nothing_of_devices_changes_nothing(daemon, home, ans
     assert devices_command.states(home) == {}
 
 
-def test_a_name_from_the_network_is_no_markup(primad, sight):
+def test_a_name_from_the_network_is_no_markup(command, sight):
     sight.append(replace(PEER, version="[red]1[/red]"))
-    assert "[red]1[/red]" in primad("devices")[1]
+    assert "[red]1[/red]" in command("devices")[1]
 
 
-def test_trust_by_hand_is_given_and_taken_back(primad, sight, home):
+def test_trust_by_hand_is_given_and_taken_back(command, sight, home):
     sight.append(PEER)
-    assert primad("devices", "trust", "desk", "--key", key_hex(DESK))[0] == 0
-    assert listed(primad)["desk"]["trusted"] == "yes"
-    assert primad("devices", "revoke", "desk")[0] == 0
-    assert listed(primad)["desk"]["trusted"] == "revoked"
+    assert command("devices", "trust", "desk", "--key", key_hex(DESK))[0] == 0
+    assert listed(command)["desk"]["trusted"] == "yes"
+    assert command("devices", "revoke", "desk")[0] == 0
+    assert listed(command)["desk"]["trusted"] == "revoked"
 
 
-def test_what_is_listed_here_is_what_another_device_trusts_by(primad, sight, home, tmp_path):
-    own = primad("devices")[1].split("its key: ")[1].strip()
+def test_what_is_listed_here_is_what_another_device_trusts_by(command, sight, home, tmp_path):
+    own = command("devices")[1].split("its key: ")[1].strip()
     other = tmp_path / "other"
-    assert primad("devices", "trust", "desk", "--key", own, "--home", other)[0] == 0
+    assert command("devices", "trust", "desk", "--key", own, "--home", other)[0] == 0
     assert TrustStore(other, load_identity(other)).trusts(load_identity(home).public)
 
 
-def test_an_option_before_the_command_is_not_lost_in_silence(primad, home, tmp_path):
-    run = primad("devices", "--home", tmp_path / "other", "trust", "desk", "--key", key_hex(DESK))
+def test_an_option_before_the_command_is_not_lost_in_silence(command, home, tmp_path):
+    run = command("devices", "--home", tmp_path / "other", "trust", "desk", "--key", key_hex(DESK))
     assert_refused(run, "--home: goes behind 'trust'")
     assert not home.exists()
 
 
 @pytest.mark.parametrize("arguments", [(), ("cache",)])
-def test_a_group_alone_shows_its_help_and_no_error(primad, arguments):
-    code, out, err = primad(*arguments)
+def test_a_group_alone_shows_its_help_and_no_error(command, arguments):
+    code, out, err = command(*arguments)
     assert code == 2
     assert "Commands" in out + err
     assert "error" not in out + err
 
 
-def test_every_command_has_help_with_examples(primad):
+def test_every_command_has_help_with_examples(command):
     commands = ["join", "serve", "profile", "plan", "pair", "leave", "pause", "resume", "chat", "devices", "doctor"]
     below = [("devices", "trust"), ("devices", "revoke"), ("cache", "list"), ("cache", "verify"), ("cache", "prune")]
-    for command in [(name,) for name in commands] + below:
-        code, out, err = primad(*command, "--help")
+    for words in [(name,) for name in commands] + below:
+        code, out, err = command(*words, "--help")
         assert (code, err) == (0, "")
         assert "Examples:" in out
         assert "insecure" not in out
@@ -443,11 +426,11 @@ def interrupted(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_command_that_is_stopped_does_not_end_as_if_it_were_done(primad, daemon, monkeypatch):
+def test_a_command_that_is_stopped_does_not_end_as_if_it_were_done(command, daemon, monkeypatch):
     monkeypatch.setattr(admin, "ask", interrupted)
-    assert primad("pair") == (130, "", "stopped\n")
+    assert command("pair") == (130, "", "stopped\n")
 
 
-def test_a_daemon_that_is_stopped_has_done_what_it_should(primad, monkeypatch):
+def test_a_daemon_that_is_stopped_has_done_what_it_should(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "primad.worker.join", SimpleNamespace(join=interrupted))
-    assert primad("join") == (0, "", "stopped\n")
+    assert command("join") == (0, "", "stopped\n")

@@ -44,10 +44,22 @@ class Route:
 
     Of each window the last ``on_gpu`` layers are on a GPU, in the tail with the output; None of the tail: the output alone.
     Prompts through the others are computed there too if they are ``helped``. ``apart``: of those on a GPU the experts are
-    not.
+    not. ``extra_buffers``: all windows have them.
     """
 
-    def __init__(self, header, cuts, folder, options=OPTIONS, on_gpu=(), *, helped=False, apart=False, adapters=()):
+    def __init__(
+        self,
+        header,
+        cuts,
+        folder,
+        options=OPTIONS,
+        on_gpu=(),
+        *,
+        helped=False,
+        apart=False,
+        adapters=(),
+        extra_buffers=False,
+    ):
         cutter = ModelCutter(header, keeps_name=any(each.changes_output for each in adapters))
         layers = layer_count(header)
         assert cuts[0] == 0
@@ -70,7 +82,11 @@ class Route:
             count = on_gpu[number] if on_gpu else 0
             is_tail = last == layers
             assignment = assigned(last - first, count, is_tail=is_tail, first=first, helped=helped, apart=apart)
-            files = replace_fields(files_of(metadata, paths, assignment), adapters=adapters_of(adapters, spec, folder))
+            files = replace_fields(
+                files_of(metadata, paths, assignment),
+                adapters=adapters_of(adapters, spec, folder),
+                extra_buffers=extra_buffers,
+            )
             if last == layers:
                 size = vocabulary_size(header)
                 window = TailWindow(files, options, frozenset(), vocabulary=size, embedding=embedding)

@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,6 @@ from primad.layers.cache import LayerCache
 from primad.layers.fetch import fetch_layers, hash_in_thread, in_thread, missing_layers
 from primad.layers.server import READS_AT_ONCE, REQUESTS_WAITING, LayerServer, LayerSource
 from primad.network.contacts import Contact
-from primad.network.gate import Gate
 from primad.network.layer_messages import (
     CHUNK_BYTES,
     MAX_REQUEST_BYTES,
@@ -49,6 +48,7 @@ from primad.network.sockets import endpoint, listen, open_socket
 from primad.ring.messages import encode
 from primad.settings.timings import LayerTimings
 from primad.trust.identity import Identity, new_identity
+from tests.fakes.control import gated
 from tests.fakes.gguf import array, toy_arrays, write_gguf
 from tests.fakes.layers import here, missing, put
 from tests.fakes.source_link import judge_silence
@@ -75,15 +75,11 @@ def cache(tmp_path) -> LayerCache:
     return LayerCache(tmp_path / "cache")
 
 
-@asynccontextmanager
-async def links(allows: Callable[[str], bool] = lambda key: key == ME.public) -> AsyncIterator[zmq.asyncio.Context]:
-    """A ZeroMQ context with its gate, and a limit on the test's time."""
-    context = zmq.asyncio.Context()
-    try:
-        async with asyncio.timeout(PATIENCE_S), Gate(context, allows):
-            yield context
-    finally:
-        context.destroy(linger=0)
+def links(
+    allows: Callable[[str], bool] = lambda key: key == ME.public,
+) -> AbstractAsyncContextManager[zmq.asyncio.Context]:
+    """A ZeroMQ context that lets this test in, and a limit on the test's time."""
+    return gated(allows, patience_s=PATIENCE_S)
 
 
 class Counting:

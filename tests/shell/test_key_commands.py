@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from primad.api.key_file import read_keys
 from primad.api.keys import key_like
-from primad.cli import main as cli
 
 
-@pytest.fixture
-def primad(capsys, monkeypatch, tmp_path):
-    """Runs primad with the arguments; gives exit code, output and error output."""
+@pytest.fixture(autouse=True)
+def _apart(monkeypatch, tmp_path):
+    """Not this user's home folder, nor a key of theirs."""
     monkeypatch.setenv("PRIMAD_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("PRIMAD_API_KEY", raising=False)
 
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["primad", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
 
-    return run
-
-
-def test_a_key_is_printed_once_listed_by_name_and_removed(primad, tmp_path):
+def test_a_key_is_printed_once_listed_by_name_and_removed(command, tmp_path):
     path = tmp_path / "home" / "api-keys"
-    assert "there are no keys" in primad("key", "list")[1]
-    code, out, err = primad("key", "add", "guest", "--requests", "20", "--tokens", "20000")
+    assert "there are no keys" in command("key", "list")[1]
+    code, out, err = command("key", "add", "guest", "--requests", "20", "--tokens", "20000")
     assert (code, out.count("\n")) == (0, 1)
     assert "--api-key-file" in err
     (kept,) = read_keys(path) or ()
     assert key_like(out.strip(), [kept]) == kept
     assert out.strip() not in path.read_text()
-    primad("key", "add", "laptop")
-    assert primad("key", "list")[1] == "guest: 20 requests a minute, 20000 tokens a minute\nlaptop: no limits\n"
-    assert primad("key", "remove", "guest")[0] == 0
-    assert primad("key", "list")[1] == "laptop: no limits\n"
+    command("key", "add", "laptop")
+    assert command("key", "list")[1] == "guest: 20 requests a minute, 20000 tokens a minute\nlaptop: no limits\n"
+    assert command("key", "remove", "guest")[0] == 0
+    assert command("key", "list")[1] == "laptop: no limits\n"
 
 
-def test_keys_may_be_in_any_file(primad, tmp_path):
-    primad("key", "add", "laptop", "--file", tmp_path / "mine")
-    assert "laptop" in primad("key", "list", "--file", tmp_path / "mine")[1]
-    assert "laptop" not in primad("key", "list")[1]
+def test_keys_may_be_in_any_file(command, tmp_path):
+    command("key", "add", "laptop", "--file", tmp_path / "mine")
+    assert "laptop" in command("key", "list", "--file", tmp_path / "mine")[1]
+    assert "laptop" not in command("key", "list")[1]
 
 
 @pytest.mark.parametrize(
@@ -58,8 +45,8 @@ def test_keys_may_be_in_any_file(primad, tmp_path):
         (("remove", "nobody"), "has no key nobody; there are: none"),
     ],
 )
-def test_what_key_refuses(primad, arguments, named):
-    code, out, err = primad("key", *arguments)
+def test_what_key_refuses(command, arguments, named):
+    code, out, err = command("key", *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("primad: error: ")
     assert named in err
@@ -75,8 +62,8 @@ def test_what_key_refuses(primad, arguments, named):
         (("--api-key", "with a space in between"), "--api-key: a key has 16 to 512"),
     ],
 )
-def test_serve_wants_to_be_told_who_may_ask(primad, arguments, named):
-    code, _, err = primad("serve", "--model", "x.gguf", *arguments)
+def test_serve_wants_to_be_told_who_may_ask(command, arguments, named):
+    code, _, err = command("serve", "--model", "x.gguf", *arguments)
     assert code == 2
     assert named in err
     assert "k" * 16 not in err

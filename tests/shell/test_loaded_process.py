@@ -25,9 +25,9 @@ from primad.layers.cache import LayerCache
 from primad.ring.messages import Loading, Open, RingCommand, RingEvent
 from primad.settings.config import load_config, open_home
 from primad.settings.limits import NO_LIMITS
+from tests.fakes.load import a_load
 from tests.fakes.process import FakeProcesses, FakeRingProcess
 from tests.fakes.profile import PROFILE
-from tests.shell.test_participations import a_load
 
 PATIENCE_S = 60
 

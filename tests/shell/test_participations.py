@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import pytest
 
 from halda.assignment import in_memory
@@ -48,6 +47,7 @@ from primad.trust.identity import new_identity
 from primad.trust.local_trust import LocalTrust
 from primad.trust.trust import TrustStore
 from primad.worker.participations import Participations
+from tests.fakes import load as loads
 from tests.fakes.layers import here
 from tests.fakes.process import STATUS, FakeProcesses, FakeRingProcess
 from tests.fakes.profile import PROFILE
@@ -56,30 +56,10 @@ PATIENCE_S = 180
 FILES = WindowSource(window=0, metadata="window.gguf", layers=(), assignment=in_memory(0, 2), extra_buffers=False)
 KEY, OTHER_KEY = new_identity().public, new_identity().public
 LAYER = LayerRef("ab" * 32, 1000, ())
+a_load = partial(loads.a_load, layers=(), place=1)
 SOURCE = here("desk", KEY, 1)
 
 Kind = TypeVar("Kind")
-
-
-def a_load(epoch: int, *, ring: int = 1, first: int = 2, window: int = 1, route: int = 3, **changes: object) -> Load:
-    load = Load(
-        ring=ring,
-        epoch=epoch,
-        route=route,
-        width=8,
-        windows=[WindowSpec(window=window, first=first, last=first + 2, metadata=b"", layers=())],
-        assignments=[in_memory(first, first + 2)],
-        ahead_bytes=0,
-        extra_buffers=[False],
-        sources=[],
-        context=64,
-        sequences=1,
-        rows=16,
-        step_timeout_s=5.0,
-        place=1,
-        kv_type="f16",
-    )
-    return msgspec.structs.replace(load, **changes)
 
 
 class Worker:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -24,6 +23,7 @@ from primad.api.status import (
 )
 from primad.cli import status as status_command
 from tests.fakes.embeddings import FakeEmbeddings
+from tests.fakes.http import answering
 from tests.fakes.status import DRAFTS, KV, MEMORY, PLANNED, device, ring
 
 SERVING = Health(serving=True, detail="serving with 2 devices")
@@ -58,12 +58,8 @@ class Endpoint:
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
     found = Endpoint()
-    thread = threading.Thread(target=found.server.serve_forever, args=(0.01,))
-    thread.start()
-    yield found
-    found.server.shutdown()
-    found.server.server_close()
-    thread.join()
+    with answering(found.server):
+        yield found
 
 
 def row(out: str, first: str) -> list[str]:

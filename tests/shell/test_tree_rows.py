@@ -16,6 +16,7 @@ from primad.ring.drafting.drafter import Drafting, Guess
 from primad.ring.head import Head, Tell
 from primad.ring.messages import Sampled, StepLimits
 from primad.ring.scheduler import Scheduler
+from tests.fakes.drafter import Nothing
 from tests.fakes.ring import chunks_of, generate
 
 pytestmark = pytest.mark.slow
@@ -86,23 +87,14 @@ def test_a_row_of_a_branch_says_what_it_says_alone(smollm2: Path):
         model.release()
 
 
-class Known:
+class Known(Nothing):
     """Knows the answer: its first guess is right at two of three places, and where it is not the second is."""
-
-    works = False
-    guess_s = None
 
     def __init__(self, answer: Sequence[int]) -> None:
         self._answer, self._taken = answer, 0
 
     def took(self, token: int) -> None:
         self._taken += 1
-
-    def looked_up(self, drafts: Sequence[int]) -> Guess | None:
-        return None
-
-    def awaits(self, most: int, alpha: float) -> bool:
-        return False
 
     def guess(self, drafts: Sequence[int]) -> Guess | None:
         at = self._taken + len(drafts)

@@ -15,7 +15,6 @@ from typing import TypeVar
 
 import pytest
 import zmq.asyncio
-from gguf import GGMLQuantizationType
 
 from halda import LinkProfile
 from halda.assignment import in_memory
@@ -24,8 +23,7 @@ from primad.daemon.layer_files import Workspace
 from primad.daemon.station import Station
 from primad.engine.protocol import WindowSource
 from primad.errors import ClusterError
-from primad.gguf.layers import LayerRef, LayerTensor
-from primad.gguf.windows import WindowSpec
+from primad.gguf.layers import LayerRef
 from primad.head.blame import ParticipationError
 from primad.head.participation import Participation
 from primad.head.worker_link import Caller, WorkerLink, greet, probe
@@ -86,6 +84,7 @@ from primad.worker import participations as parts_module
 from primad.worker.daemon import WorkerDaemon
 from tests.fakes import manager
 from tests.fakes.control import HOST
+from tests.fakes.load import a_load
 from tests.fakes.process import FakeProcesses
 from tests.fakes.profile import PROFILE, KnownProfile
 from tests.fakes.relay import Relay
@@ -95,31 +94,9 @@ SILENCE_S = 2.0
 """After so long a head is gone; however slow the machine is, it says its next word before."""
 DESK, TOWER, STRANGER = (new_identity() for _ in range(3))
 FILES = WindowSource(window=0, metadata="window.gguf", layers=(), assignment=in_memory(0, 2), extra_buffers=False)
-TENSOR = LayerTensor("blk.*.attn_q.weight", int(GGMLQuantizationType.F32), (8, 2), 0, 64)
 HERE, NOT_HERE = keys.block("root", None, [1, 2], [2]), keys.block("root", None, [3], [1])
-LAYER = LayerRef("ab" * 32, 64, (TENSOR,))
 
 Kind = TypeVar("Kind")
-
-
-def a_load(epoch: int, first: int = 2) -> Load:
-    return Load(
-        ring=1,
-        epoch=epoch,
-        route=3,
-        width=8,
-        windows=[WindowSpec(window=1, first=first, last=first + 1, metadata=b"", layers=(LAYER,))],
-        assignments=[in_memory(first, first + 1)],
-        ahead_bytes=0,
-        extra_buffers=[False],
-        sources=[],
-        context=64,
-        sequences=1,
-        rows=16,
-        step_timeout_s=5.0,
-        place=0,
-        kv_type="f16",
-    )
 
 
 class FakeHead:

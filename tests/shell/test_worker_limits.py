@@ -23,7 +23,8 @@ from primad.trust.identity import new_identity
 from primad.trust.trust import MAX_DEVICES
 from primad.worker import participations as parts
 from primad.worker.participations import MOST_PARTICIPATIONS
-from tests.shell.test_worker_daemon import a_load, lab
+from tests.fakes.load import a_load
+from tests.shell.test_worker_daemon import lab
 
 __all__ = ["lab"]
 

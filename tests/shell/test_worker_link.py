@@ -11,12 +11,8 @@ from typing import get_args
 import msgspec
 import pytest
 import zmq.asyncio
-from gguf import GGMLQuantizationType
 
-from halda.assignment import in_memory
 from primad.errors import ClusterError
-from primad.gguf.layers import LayerRef, LayerTensor
-from primad.gguf.windows import WindowSpec
 from primad.head.blame import DeviceLostError, ParticipationError
 from primad.head.participation import MISSES, MOST_REPEATS, Participation
 from primad.head.worker_link import Caller, WorkerLink, greet, probe
@@ -51,6 +47,7 @@ from primad.ring.messages import Status
 from primad.settings.timings import NetworkTimings
 from primad.trust.identity import new_identity
 from tests.fakes.control import HEAD, HOST, FakeDevice, gated
+from tests.fakes.load import a_load
 
 KEY, OTHER_KEY = new_identity().public, new_identity().public
 
@@ -119,29 +116,6 @@ def state(
         loaded=Loaded(port=4000, key=KEY) if loaded else None,
         linked=linked,
         broken=None if broken is None else Broken(error=broken, fault=fault),
-    )
-
-
-def a_load(epoch: int = 3) -> Load:
-    tensor = LayerTensor("blk.*.attn_q.weight", int(GGMLQuantizationType.F32), (8, 2), 0, 64)
-    layer = LayerRef("ab" * 32, 64, (tensor,))
-    window = WindowSpec(window=1, first=2, last=4, metadata=b"", layers=(layer, layer))
-    return Load(
-        ring=1,
-        epoch=epoch,
-        route=3,
-        width=8,
-        windows=[window],
-        assignments=[in_memory(2, 4)],
-        ahead_bytes=0,
-        extra_buffers=[False],
-        sources=[],
-        context=64,
-        sequences=1,
-        rows=16,
-        step_timeout_s=5.0,
-        place=0,
-        kv_type="f16",
     )
 
 

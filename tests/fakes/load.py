@@ -1,0 +1,43 @@
+"""A head's message that gives a worker one window in the middle of a small ring, and a layer that may be in it."""
+
+from __future__ import annotations
+
+from gguf import GGMLQuantizationType
+from msgspec.structs import replace
+
+from halda.assignment import in_memory
+from primad.gguf.layers import LayerRef, LayerTensor
+from primad.gguf.windows import WindowSpec
+from primad.network.messages import Load
+
+LAYER = LayerRef("ab" * 32, 64, (LayerTensor("blk.*.attn_q.weight", int(GGMLQuantizationType.F32), (8, 2), 0, 64),))
+
+
+def a_load(
+    epoch: int = 3,
+    *,
+    window: int = 1,
+    first: int = 2,
+    last: int = 4,
+    layers: tuple[LayerRef, ...] = (LAYER, LAYER),
+    **changes: object,
+) -> Load:
+    """Layers ``first <= layer < last`` as ``window`` of the route, in the files ``layers``; ``changes`` are other fields."""
+    load = Load(
+        ring=1,
+        epoch=epoch,
+        route=3,
+        width=8,
+        windows=[WindowSpec(window=window, first=first, last=last, metadata=b"", layers=layers)],
+        assignments=[in_memory(first, last)],
+        ahead_bytes=0,
+        extra_buffers=[False],
+        sources=[],
+        context=64,
+        sequences=1,
+        rows=16,
+        step_timeout_s=5.0,
+        place=0,
+        kv_type="f16",
+    )
+    return replace(load, **changes)
