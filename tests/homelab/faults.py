@@ -20,7 +20,7 @@ Act = Callable[[Cluster, str], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault. ``undo`` ends it, as far as the device itself does not need its owner (a restart); None where nothing does."""
+    """One fault. ``undo`` ends it, as far as the device itself does not need its owner (a restart); None: nothing does."""
 
     do: Act
     undo: Act | None = None
