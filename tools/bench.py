@@ -14,6 +14,7 @@
     tools/bench serve [--json FILE] [--rounds N] [--model FILE.gguf ...] [--devices N ...] [--rows N ...] [--streams N ...]
                       [--cpus SHARE | --beside [--rpc FILE]]
     tools/bench serve --case CASE ... [--json FILE] [--model FILE.gguf ...] [--devices N ...]
+    tools/bench http --server FILE [--json FILE] [--rounds N] [--model FILE.gguf ...] [--devices N ...] [--streams N ...]
     tools/bench all [--quick] [--only BENCH ...] [--folder FOLDER] [--keep] [--report]
 
 ``ring``: plain llama.cpp (low-level llama-cpp-python, one process) against primad's ring of 1, 2, 3 and 4 local processes.
@@ -23,7 +24,7 @@ and take turns, so that whatever else the machine does disturbs all of them alik
 matrix of all of them are on the first GPU that llama.cpp sees. ``memory``: see ``bench_memory.py``;
 ``predict``, ``solve`` and ``paper``: see ``bench_solver.py``; ``api``: ``bench_api.py``; ``copies``: ``bench_copies.py``;
 ``experts``: ``bench_experts.py``; ``speculate``: ``bench_speculate.py``; ``serve``: ``bench_serve.py`` and
-``bench_together.py``; ``all``: ``lab/report.py``.
+``bench_together.py``; ``http``: ``bench_http.py``; ``all``: ``lab/report.py``.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ from tools import (  # noqa: E402
     bench_api,
     bench_copies,
     bench_experts,
+    bench_http,
     bench_limited,
     bench_memory,
     bench_serve,
@@ -487,6 +489,18 @@ def serve(options: argparse.Namespace) -> int:
     return 0
 
 
+def http(options: argparse.Namespace) -> int:
+    facts = machine()
+    warn_if_busy(facts)
+    try:
+        rows = [row for model in models_in_memory(options) for row in bench_http.measure(model, options)]
+    except LabError as exc:
+        out.print(f"tools/bench http: error: {exc}")
+        return 1
+    write_json(options.json, "http", facts, bench_http.show(rows, bench_http.ratios(rows)))
+    return 0
+
+
 def paper(options: argparse.Namespace) -> int:
     rows = bench_solver.beside_paper(options.fleets)
     write_json(options.json, "paper", {}, bench_solver.as_rows(rows))
@@ -520,6 +534,7 @@ def main() -> int:
     benches.choices["predict"].set_defaults(run=predict)
     benches.choices["solve"].set_defaults(run=solve)
     benches.choices["paper"].set_defaults(run=paper)
+    bench_http.add_bench(benches).set_defaults(run=http)
     report.add_bench(benches)
     options = parser.parse_args()
     if options.bench == "serve" and options.cpus is not None and options.beside:

@@ -146,14 +146,19 @@ class HeadHere:
         return times[0] - begin, (times[-2] - times[0]) / (len(times) - 2)  # the last event only ends the answer
 
 
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
 @contextmanager
 def head_here(model: Path, folder: Path, threads: int) -> Iterator[HeadHere]:
     """A head with its own profile, measured before. Raises ``LabError`` when it does not come."""
     command = [str(Path(sys.executable).parent / "primad")]
     home = ["--home", str(folder / "home")]
     subprocess.run([*command, "profile", *home], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with (folder / "head.log").open("wb") as log:
         process = subprocess.Popen(
             [

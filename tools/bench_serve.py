@@ -85,7 +85,7 @@ async def bench_streams(path: Path, options: argparse.Namespace) -> list[Served]
             most = max(options.streams)
             add(_plain(stack, path, most, None), system=ONE_BATCH, devices=1, rows=most)
             if options.rpc is None:
-                out.print(f'{RPC}: left out; --rpc "$(tools/setup-rpc)" names its library')
+                out.print(f'{RPC}: left out; --rpc "$(tools/setup-llama rpc)" names its library')
             else:
                 add(_plain(stack, path, most, options.rpc), system=RPC, devices=1 + RPC_SERVERS, rows=most)
         for number in range(options.rounds + 1):
@@ -181,7 +181,7 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     one.add_argument(
         "--beside", action="store_true", help="also what stands for llama-server, llama.cpp's RPC, and a ring of three"
     )
-    one.add_argument("--rpc", type=Path, metavar="FILE", help="llama.cpp's RPC library (tools/setup-rpc builds it)")
+    one.add_argument("--rpc", type=Path, metavar="FILE", help="llama.cpp's RPC library (tools/setup-llama builds it)")
     one.add_argument(
         "--case", choices=list(CASES), nargs="+", help="what must hold of several answers, in place of all"
     )

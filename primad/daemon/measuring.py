@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import psutil
 from halda import DeviceProfile
 from primad.daemon.reporter import Reporter
 from primad.errors import NotNowError
-from primad.profiler.device import is_profiled, profile_device, unused_gpus
+from primad.profiler.device import is_disturbed, is_profiled, profile_device, unused_gpus
 from primad.profiler.effort import QUICK, Effort
 from primad.profiler.process import MeasureRequest, Measuring, Unmeasured
 from primad.ring.spawn import how_it_ended
@@ -26,8 +25,6 @@ from primad.settings.config import Config
 from primad.system.memory import memory
 from primad.system.stop_flag import StopFlag
 
-DISTURBED_SPREAD: Final = 0.4
-"""Runs of one trial that differ by so much of their median were not alone on the machine."""
 LOOK_S: Final = 10.0
 QUIET_LOOKS: Final = 6
 """A machine that was idle at so many looks, one behind the other, is idle."""
@@ -85,7 +82,7 @@ class OwnProfile:
             self._reporter.progress(self._config.name, "profile", effort.steps, effort.steps)
         finally:
             self._reporter.settle()
-        warn_if_disturbed(await asyncio.to_thread(self.now, self._config.name), self._reporter)
+        warn_if_disturbed(self._config, self._reporter)
         warn_of_unused_gpus(self._config, self._reporter)
 
     async def refine(self) -> bool:
@@ -147,12 +144,12 @@ class OwnProfile:
             await asyncio.gather(work, return_exceptions=True)
 
 
-def warn_if_disturbed(profile: DeviceProfile, reporter: Reporter) -> None:
-    """Say so where something else ran while this device was measured."""
-    if statistics.median(speed.decode_spread for speed in profile.cpu.speeds) > DISTURBED_SPREAD:
+def warn_if_disturbed(config: Config, reporter: Reporter) -> None:
+    """Say so where other programs ran while this device was measured."""
+    if is_disturbed(config.home, config.threads):
         reporter.say(
-            f"{profile.device}: something else ran while this device was measured, so its figures are too low; "
-            "run 'primad profile --remeasure' when it is idle"
+            f"{config.name}: other programs ran while this device was measured, so its figures are too low; it is measured "
+            "again once it is idle and 'primad join' or 'primad serve' runs, or by 'primad profile --remeasure'"
         )
 
 

@@ -168,6 +168,6 @@ def _measured(config: Config, reporter: Reporter, *, again: bool, effort: Effort
         reporter.progress(config.name, "profile", effort.steps, effort.steps)
     finally:
         reporter.settle()
-    warn_if_disturbed(measured, reporter)
+    warn_if_disturbed(config, reporter)
     warn_of_unused_gpus(config, reporter)
     return measured

@@ -66,10 +66,10 @@ def profile_device(
 
 
 def _known(home: Path, threads: int | None, effort: Effort) -> tuple[MachineRecord | None, HomeRecord | None]:
-    """What was measured with as much effort or more."""
+    """What was measured with as much effort or more, and by itself where that is all effort."""
     machine, disk = read_machine(home, threads), read_home(home)
     if not effort.is_quick:
-        machine = None if machine is None or machine.is_quick else machine
+        machine = None if machine is None or machine.is_quick or machine.is_disturbed else machine
         disk = None if disk is None or disk.is_quick else disk
     return machine, disk
 
@@ -95,6 +95,12 @@ def check_chosen_gpu(home: Path, threads: int | None, wanted: str | None) -> Non
     machine = read_machine(home, threads)
     if machine is not None:
         choose_gpu(machine.gpus, wanted)
+
+
+def is_disturbed(home: Path, threads: int | None) -> bool:
+    """Whether other programs ran while this device was measured."""
+    machine = read_machine(home, threads)
+    return machine is not None and machine.is_disturbed
 
 
 def unused_gpus(home: Path, threads: int | None) -> tuple[UnusedGpu, ...]:

@@ -26,6 +26,7 @@ from primad.profiler.processors import Advance, measure_cpu, measure_gpu, sweep_
 from primad.profiler.records import VERSION, HomeRecord, MachineRecord, UnusedGpu, host_id
 from primad.profiler.store import utc_now
 from primad.profiler.trials import child_trials
+from primad.system.others import Others
 from primad.system.processors import usable_cores
 
 _OF_DISK: Final = 0.12
@@ -39,6 +40,7 @@ _TRIALS: Final = "profile-trial-"
 
 def measure_machine(folder: Path, threads: int | None, advance: Advance, effort: Effort) -> MachineRecord:
     """Memory, CPU and GPU of this machine, measured now with trials in ``folder``; the others as in ``profile_device``."""
+    others = Others()
     advance("memory")
     ram = ram_read_bytes_per_s(usable_cores())
     listed = list_gpus()
@@ -60,6 +62,7 @@ def measure_machine(folder: Path, threads: int | None, advance: Advance, effort:
         cpu=cpu,
         gpus=found,
         unused_gpus=unused,
+        others_cores=others.cores(),
     )
 
 

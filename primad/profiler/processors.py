@@ -34,6 +34,7 @@ from primad.profiler.synthetic import BIG
 from primad.profiler.trial import HeadTimes, TimeHead
 from primad.profiler.trials import child_trials
 from primad.profiles import Implausible, check_gpu, with_bounded_costs
+from primad.system.others import Others
 from primad.system.processors import usable_cores
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,8 @@ _ENOUGH: Final = 0.4
 _TOKENS: Final = 40
 _WORTH: Final = 0.95
 """Fewer threads leave cores to the owner, but must be faster by so much: timings are noisy."""
+_OTHERS: Final = 0.25
+"""Where other programs keep more of a core busy, fewer threads look faster than they are when those have ended."""
 
 
 def measure_cpu(
@@ -93,16 +96,16 @@ def measure_cpu(
     patience, seconds = RetryBudget(_OF_PATIENCE * budget.left_s), _OF_THREADS * budget.left_s
     counts = [pinned] if pinned is not None else sorted({usable_cores(), max(1, usable_cores() // 2)}, reverse=True)
     tried = {}
+    others = Others()
     for count in counts if len(counts) > 1 else ():
         with _cpu_bench(folder, count, count, effort, budget, patience) as bench:
             decode = bench.time_decode(BIG, MAIN, (False,), seconds)[0]
             tried[count] = answered(together(decode, bench.time_rows(MAIN, (False,), seconds)[0]))
     threads = batch_threads = counts[0]
     if tried:
-        threads = fastest({count: statistics.median(timings.decode_s) for count, timings in tried.items()})
-        batch_threads = fastest(
-            {count: statistics.median(timings.prefill_s) / timings.prefill_rows for count, timings in tried.items()}
-        )
+        tokens = {count: statistics.median(timings.decode_s) for count, timings in tried.items()}
+        rows = {count: statistics.median(timings.prefill_s) / timings.prefill_rows for count, timings in tried.items()}
+        threads, batch_threads = (fastest(seconds, others.cores()) for seconds in (tokens, rows))
     # What a quick effort or a slow device has no time for counts as it is typical.
     has_time = not effort.is_quick and budget.left_s > _ENOUGH * effort.seconds
     beside = _measure_beside(folder, threads, _OF_BESIDE * effort.seconds) if has_time else {}
@@ -177,9 +180,12 @@ def _cpu_bench(
         )
 
 
-def fastest(seconds: dict[int, float]) -> int:
-    """The count of threads with the least seconds; the largest count unless another is clearly faster."""
+def fastest(seconds: dict[int, float], others_cores: float) -> int:
+    """The count of threads with the least seconds; the largest count unless another is clearly faster, and not because
+    others kept so many cores busy."""
     most = max(seconds)
+    if others_cores > _OTHERS:
+        return most
     best = min(seconds, key=lambda count: seconds[count])
     return best if seconds[best] < _WORTH * seconds[most] else most
 

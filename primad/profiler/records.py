@@ -28,9 +28,11 @@ from primad.profiles import Implausible, check_cpu, check_disk, check_gpu
 from primad.system.processors import usable_cpus
 from primad.system.whole_file import write_whole
 
-VERSION: Final = 13
+VERSION: Final = 14
 """Grows when the way of measuring changes."""
 Record = TypeVar("Record")
+_DISTURBED: Final = 0.15
+"""Of the cores of a machine, others may keep so many busy while it is measured."""
 _MAC: Final = re.compile(r"[0-9a-fA-F]{2}([:-][0-9a-fA-F]{2}){5}")
 _MADE_UP: Final = 1 << 40
 """The bit of a hardware address that no device's own has."""
@@ -51,7 +53,10 @@ class UnusedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MachineRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of a machine; ``is_quick`` where it was measured in a few seconds, to be measured better."""
+    """What is kept of a machine; ``is_quick`` where it was measured in a few seconds.
+
+    ``others_cores``: the processors that other programs kept busy meanwhile.
+    """
 
     version: int
     measured: str
@@ -63,6 +68,12 @@ class MachineRecord(msgspec.Struct, frozen=True, kw_only=True):
     cpu: CpuProfile
     gpus: tuple[GpuProfile, ...]
     unused_gpus: tuple[UnusedGpu, ...]
+    others_cores: float
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other programs had so much of the machine that it is slower by these figures than it is."""
+        return self.others_cores > _DISTURBED * max(self.cpu.cores, 2)
 
 
 class HomeRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -70,7 +70,7 @@ SEEDED_CPU = replace(CPU, threads=1, batch_threads=1)
 """One thread computes: the devices of a test's ring share this machine's cores with those of the tests beside it."""
 
 
-def machine_record(threads: int | None, speed: float = 1.0) -> MachineRecord:
+def machine_record(threads: int | None, speed: float = 1.0, others_cores: float = 0.0) -> MachineRecord:
     """A record of this machine with made-up figures, for ``threads`` pinned threads; ``speed`` times as fast as others."""
     return MachineRecord(
         version=VERSION,
@@ -83,6 +83,7 @@ def machine_record(threads: int | None, speed: float = 1.0) -> MachineRecord:
         cpu=replace(SEEDED_CPU, speeds=speeds(speed * 3e10, speed * 2e11)),
         gpus=(),
         unused_gpus=(),
+        others_cores=others_cores,
     )
 
 

@@ -73,8 +73,10 @@ def library() -> Path:
     if sys.platform == "win32" or shutil.which("cmake") is None:
         pytest.skip("llama.cpp's RPC library is built by a shell script with cmake")
     environ = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
-    setup = Path(__file__).parents[2] / "tools" / "setup-rpc"
-    return Path(subprocess.run([setup], env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout.strip())
+    setup = Path(__file__).parents[2] / "tools" / "setup-llama"
+    return Path(
+        subprocess.run([setup, "rpc"], env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    )
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ class Reports:
         self.settled = 0
 
     def say(self, line: str) -> None:
-        raise AssertionError(line)
+        assert "other programs ran while this device was measured" in line, "as they do beside these tests"
 
     def progress(self, device: str, phase: str, done: int, total: int) -> None:
         assert (device, phase) == ("desk", "profile")

@@ -24,7 +24,7 @@ from primad.engine import devices
 from primad.engine.devices import GpuDevice, find_gpu, list_gpus, own_memory_of, reserve_bytes
 from primad.errors import ConfigError, EngineError
 from primad.profiler import device, disk, gpus, measure, processors, speeds, synthetic
-from primad.profiler.device import check_chosen_gpu, is_profiled, profile_device, unused_gpus
+from primad.profiler.device import check_chosen_gpu, is_disturbed, is_profiled, profile_device, unused_gpus
 from primad.profiler.effort import QUICK, TYPES, Budget, Effort
 from primad.profiler.records import VERSION, home_file, machine_file, read_home, read_machine, write
 from primad.profiler.shapes import CACHED, MODEL_BYTES, measure_attention, measure_caches, measure_rows, measure_widths
@@ -45,6 +45,7 @@ from primad.profiles import check_profile
 from primad.settings.limits import NO_LIMITS
 from primad.system import vram
 from primad.system.memory import Memory
+from primad.system.others import Others
 from primad.system.processors import usable_cpus
 from tests.fakes.profile import CPU, DISK, GPU, PROFILE, SEEDED_CPU, home_record, machine_record, seed
 
@@ -355,9 +356,13 @@ def test_a_type_has_extra_buffers_where_a_token_or_a_prompt_takes_less_with_them
 
 
 def test_fewer_threads_are_taken_only_where_they_are_clearly_faster():
-    assert processors.fastest({8: 1.0, 4: 0.98}) == 8
-    assert processors.fastest({8: 1.0, 4: 0.8}) == 4
-    assert processors.fastest({8: 1.0}) == 8
+    assert processors.fastest({8: 1.0, 4: 0.98}, 0.0) == 8
+    assert processors.fastest({8: 1.0, 4: 0.8}, 0.1) == 4
+    assert processors.fastest({8: 1.0}, 0.0) == 8
+
+
+def test_fewer_threads_are_not_taken_because_others_kept_cores_busy():
+    assert processors.fastest({8: 1.0, 4: 0.5}, 1.0) == 8
 
 
 # ---- children -------------------------------------------------------------------------------------------------------
@@ -768,7 +773,7 @@ def test_gpus_that_cannot_be_told_cost_no_device(tmp_path, measured, monkeypatch
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> list[str]:
-    """What was measured so far, by fakes."""
+    """What was measured so far, by fakes, while nothing else ran."""
     done: list[str] = []
 
     def cpu(folder: Path, pinned: int | None, advance: Any, effort: Effort, budget: Budget) -> Any:
@@ -779,6 +784,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> list[str]:
         return CPU
 
     monkeypatch.setattr(measure, "measure_cpu", cpu)
+    monkeypatch.setattr(Others, "cores", lambda _: 0.0)
     monkeypatch.setattr(measure, "list_gpus", lambda: ())
     monkeypatch.setattr(measure, "ram_read_bytes_per_s", lambda threads: 3e10)
     monkeypatch.setattr(measure, "hold_window", lambda *_: None)
@@ -814,6 +820,20 @@ def test_pinned_threads_and_again_measure_anew(tmp_path, measured):
     profile_device("desk", home, 3, lambda _: None)
     profile_device("desk", home, 3, lambda _: None, again=True)
     assert measured == ["cpu None", "disk", "cpu 3", "cpu 3", "disk"]
+
+
+def test_what_was_measured_beside_others_serves_until_it_is_measured_by_itself(tmp_path, measured, monkeypatch):
+    home = a_home(tmp_path)
+    with monkeypatch.context() as busy:
+        busy.setattr(Others, "cores", lambda _: CPU.cores)
+        profile_device("desk", home, None, lambda _: None)
+    assert is_disturbed(home, None)
+    assert is_profiled(home, None, QUICK)
+    assert not is_profiled(home, None, Effort())
+    profile_device("desk", home, None, lambda _: None)
+    assert measured == ["cpu None", "disk", "cpu None"]
+    assert not is_disturbed(home, None)
+    assert is_profiled(home, None, Effort())
 
 
 def test_a_quick_measurement_serves_until_there_is_a_better_one(tmp_path, measured):

@@ -1,7 +1,7 @@
 """llama.cpp's RPC servers on this machine, as children of a benchmark; run as a program it is one of them.
 
 llama.cpp is built here without its RPC. Its library, ``libggml-rpc``, works beside the installed ones where it was built of
-the same sources (``tools/setup-rpc``). Each server computes on the processor, with threads of its own. They wait, and are
+the same sources (``tools/setup-llama``). Each server computes on the processor, with threads of its own. They wait, and are
 bound, as those of primad's rings: with libgomp's own patience the threads of processes that take turns on the same cores
 keep each other from them, and a token of SmolLM2 takes twice as long.
 """
@@ -70,7 +70,7 @@ class RpcServers:
             except OSError:
                 if process.poll() is not None or time.monotonic() >= deadline:
                     raise LabError(
-                        f"{self.library} gives no RPC server; tools/setup-rpc builds one of the version that is installed"
+                        f"{self.library} gives no RPC server; tools/setup-llama builds one of the version that is installed"
                     ) from None
                 time.sleep(0.05)
             else:
