@@ -42,6 +42,10 @@ ASKS_FOR_KEY: Final = "asks for an API key; give --api-key KEY, or set PRIMAD_AP
 CONNECT_TIMEOUT_S: Final = 5.0
 
 
+class KeyRefusedError(ClusterError):
+    """The endpoint wants a key, or another one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
     """Where to ask, and the key to say there."""
@@ -84,9 +88,9 @@ def _sound(key: str | None) -> str | None:
 
 
 def check_let_in(url: str, status: int) -> None:
-    """Raise ``ClusterError`` where the endpoint answers that it wants a key, or another one."""
+    """Raise ``KeyRefusedError`` where the endpoint answers that it wants a key, or another one."""
     if status == 401:
-        raise ClusterError(f"{url}: {ASKS_FOR_KEY}")
+        raise KeyRefusedError(f"{url}: {ASKS_FOR_KEY}")
 
 
 @contextmanager

@@ -76,6 +76,12 @@ def _options(
         raise ConfigError(f"PRIMAD_LOG: {level!r} is no log level; use DEBUG, INFO, WARNING or ERROR")
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     os.environ["PRIMAD_LOG"] = level  # for the ring process
+    try:
+        Path.home()
+    except RuntimeError as exc:
+        raise ConfigError(
+            "HOME: is not set, and this user has no home folder; set it to a folder of this user"
+        ) from exc
     hide_gpus()  # a head loads the vocabulary with llama.cpp; whatever a driver does is its children's risk
 
 

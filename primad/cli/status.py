@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.console import Console
 
-from primad.cli.endpoint import HeadName, Key, Url, check_let_in, connected, reached
+from primad.cli.endpoint import HeadName, Key, KeyRefusedError, Reached, Url, check_let_in, connected, reached
+from primad.cli.watched import Look, watched
 from primad.errors import ClusterError, printable
 from primad.settings.quantities import show_bytes, show_ms, show_speed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import httpx
     from rich.console import RenderableType
     from rich.table import Table
@@ -35,7 +38,7 @@ _PLAIN_WIDTH: Final = 160
 """Columns where no terminal says how many there are."""
 _UNKNOWN: Final = "?"
 
-_out = Console(highlight=False, soft_wrap=True)
+_out = Console(highlight=False)
 
 
 def status(
@@ -61,14 +64,14 @@ def status(
     if not _out.is_terminal:
         _out.width = max(_out.width, _PLAIN_WIDTH)
     there = reached(url, head, api_key)
-    url = there.url
+    if watch and not json:
+        _watch(_ask_once(there), lambda: _ask_once(reached(url, head, api_key)))
+        return
     with connected(there, ANSWER_TIMEOUT_S) as client:
         if json:
-            _print_json(client, url, watch=watch)
-        elif watch:
-            _watch(client, url)
+            _print_json(client, there.url, watch=watch)
         else:
-            _out.print(render(_ask(client, url)[1]), soft_wrap=False)
+            _out.print(render(_ask(client, there.url)[1]))
 
 
 def _print_json(client: httpx.Client, url: str, *, watch: bool) -> None:
@@ -81,32 +84,52 @@ def _print_json(client: httpx.Client, url: str, *, watch: bool) -> None:
         time.sleep(EVERY_S)
 
 
-def _watch(client: httpx.Client, url: str) -> None:
-    """In place on a terminal, one after the other elsewhere."""
-    from rich.console import Group
+def _watch(first: StatusBody, ask: Callable[[], StatusBody]) -> None:
+    """In place on a terminal, one after the other elsewhere. A head that goes away is asked until it is there again."""
     from rich.live import Live
 
-    from primad.cli.watched import Look, watched
-
-    before: Look | None = None
-
-    def look() -> RenderableType:
-        nonlocal before
-        seen = Look(_ask(client, url)[1], _now_s())
-        parts = [render(seen.status), *watched(seen, before)]
-        before = seen
-        return Group(*parts)
-
-    first = look()
+    shown = _Watched(Look(first, _now_s()))
     if not _out.is_terminal:
         while True:
-            _out.print(first, soft_wrap=False)
+            _out.print(shown.drawn)
             time.sleep(EVERY_S)
-            first = look()
-    with Live(first, console=_out, auto_refresh=False, vertical_overflow="visible") as live:
+            shown.ask(ask)
+    with Live(shown.drawn, console=_out, auto_refresh=False, vertical_overflow="ellipsis") as live:
         while True:
             time.sleep(EVERY_S)
-            live.update(look(), refresh=True)
+            shown.ask(ask)
+            live.update(shown.drawn, refresh=True)
+
+
+class _Watched:
+    """What is shown of a head: ``drawn``, or why nothing new is known."""
+
+    def __init__(self, first: Look) -> None:
+        self._before: Look | None = None
+        self.drawn: RenderableType
+        self._draw(first)
+
+    def ask(self, ask: Callable[[], StatusBody]) -> None:
+        """Ask again. Raises ``ClusterError`` only where waiting is of no use: the endpoint wants another key."""
+        from rich.text import Text
+
+        try:
+            self._draw(Look(ask(), _now_s()))
+        except KeyRefusedError:
+            raise
+        except ClusterError as exc:
+            self.drawn = Text(f"{exc} (asked again every second, until Ctrl-C)")
+
+    def _draw(self, now: Look) -> None:
+        from rich.console import Group
+
+        self.drawn = Group(render(now.status), *watched(now, self._before))
+        self._before = now
+
+
+def _ask_once(there: Reached) -> StatusBody:
+    with connected(there, ANSWER_TIMEOUT_S) as client:
+        return _ask(client, there.url)[1]
 
 
 def _now_s() -> float:

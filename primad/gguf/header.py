@@ -177,6 +177,17 @@ class Header:
         return self.values[key]
 
 
+_PAGE: Final = "it may be a web page: fetch the file itself, signed in where that is asked for"
+_INSTEAD: Final = {
+    b"<!DO": _PAGE,
+    b"<!do": _PAGE,
+    b"<htm": _PAGE,
+    b"vers": "it may be a pointer of Git LFS: 'git lfs pull' fetches the file",
+}
+"""What a download may have brought in place of the file, by its first bytes."""
+_OTHER: Final = "give a model in GGUF format"
+
+
 class ReadsForward(Protocol):
     """A file from which the next bytes are read."""
 
@@ -254,7 +265,7 @@ def _read(cursor: _Cursor, *, header_only: bool) -> Header:
     path = cursor.path
     if cursor.size < 4 or (magic := cursor.take(4, "the magic number")) != MAGIC:
         shown = magic if cursor.size >= 4 else cursor.take(cursor.size, "the magic number")
-        raise ModelError(f"{path}: is not a GGUF file (it begins with {shown!r}); give a model in GGUF format")
+        raise ModelError(f"{path}: is not a GGUF file (it begins with {shown!r}); {_INSTEAD.get(shown, _OTHER)}")
     version = cursor.uint32("the version")
     if version & 0xFFFF == 0 and version:
         raise ModelError(f"{path}: is a big-endian GGUF; convert it to little-endian (gguf-convert-endian)")
@@ -309,8 +320,12 @@ def _read_value(cursor: _Cursor, key: str) -> Value:
         return Value(kind, head + cursor.take(count * struct.calcsize(_SCALARS[item]), what))
     if item != GGUFValueType.STRING:
         raise ModelError(f"{cursor.path}: {what} is an array of arrays, which no model uses; the file is damaged")
-    if count > min((cursor.size - cursor.at) // 8, MAX_STRINGS):
-        raise ModelError(f"{cursor.path}: damaged header: {what} has {count} strings; fetch the file again")
+    left = cursor.size - cursor.at
+    if count > min(left // 8, MAX_STRINGS):
+        raise ModelError(
+            f"{cursor.path}: cut short or damaged: {what} has {count} strings, {left} bytes are left of the file; "
+            "fetch the file again"
+        )
     body = bytearray(head)
     for _ in range(count):
         length = cursor.take(8, what)

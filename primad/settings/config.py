@@ -26,6 +26,7 @@ devices that were paired gets anything out of them; ``host = "127.0.0.1"`` keeps
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import os
 import re
@@ -278,7 +279,11 @@ def _home(flags: Flags, environ: Mapping[str, str]) -> Path:
     try:
         return Path(chosen).expanduser().absolute()
     except RuntimeError as exc:
-        raise ConfigError(f"{source}: {chosen}: {exc}; give the folder's full path") from exc
+        raise ConfigError(f"{source}: {chosen}: {str(exc).rstrip('.')}; give the folder's full path") from exc
+    except FileNotFoundError as exc:
+        raise ConfigError(
+            f"{source}: {chosen}: the folder that you are in is gone; give the folder's full path"
+        ) from exc
 
 
 def open_home(config: Config) -> None:
@@ -342,7 +347,9 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read as TOML: {exc}") from exc
     unknown = sorted(set(content) - set(_KEYS))
     if unknown:
-        raise ConfigError(f"{path}: unknown key '{unknown[0]}'; known are {', '.join(_KEYS)}")
+        close = difflib.get_close_matches(unknown[0], _KEYS, n=1)
+        meant = f"; did you mean '{close[0]}'?" if close else ""
+        raise ConfigError(f"{path}: unknown key '{printable(unknown[0], 80)}'; known are {', '.join(_KEYS)}{meant}")
     return content
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -316,6 +317,24 @@ def test_a_folder_in_place_of_the_file_is_refused(home):
 def test_an_unknown_key_in_the_file_is_refused(home, key):
     text = refusal(home, file=f'{key} = "x"')
     assert f"unknown key '{key}'; known are name, cluster" in text
+
+
+def test_a_key_with_a_slip_is_told_which_one_was_meant(home):
+    assert refusal(home, file='max_rma = "8GB"').endswith("; did you mean 'max_ram'?")
+    assert "did you mean" not in refusal(home, file="frobnicate = 1")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows removes no folder that somebody is in")
+def test_a_relative_home_in_a_folder_that_is_gone_is_refused(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(
+        ConfigError, match=r"^--home: here: the folder that you are in is gone; give the folder's full path"
+    ):
+        load_config({"home": "here"}, {})
+    assert load_config({"home": str(tmp_path)}, {}).home == tmp_path
 
 
 # ---- who may hear this device ---------------------------------------------------------------------------------------

@@ -133,6 +133,15 @@ def test_not_a_gguf(scratch, content):
     refused(scratch, content, "is not a GGUF file")
 
 
+@pytest.mark.parametrize(
+    ("content", "instead"),
+    [(b"<!DOCTYPE html>", "a web page"), (b"<html>", "a web page"), (b"version https://git-lfs", "git lfs pull")],
+    ids=["page", "short page", "pointer"],
+)
+def test_what_a_download_brought_in_its_place(scratch, content, instead):
+    refused(scratch, content, instead)
+
+
 def test_big_endian(scratch):
     refused(scratch, b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian")
 
@@ -186,7 +195,7 @@ def test_endless_empty_strings(scratch):
     head = build([key("texts", ARRAY, struct.pack("<IQ", STRING, 1 << 24))], data=0)[0]
     scratch.write_bytes(head)
     os.truncate(scratch, 1 << 28)
-    with pytest.raises(ModelError, match="'texts' has 16777216 strings"):
+    with pytest.raises(ModelError, match=r"cut short or damaged: .*'texts' has 16777216 strings"):
         read_header(scratch)
     scratch.unlink()
 

@@ -434,3 +434,11 @@ def test_a_command_that_is_stopped_does_not_end_as_if_it_were_done(command, daem
 def test_a_daemon_that_is_stopped_has_done_what_it_should(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "primad.worker.join", SimpleNamespace(join=interrupted))
     assert command("join") == (0, "", "stopped\n")
+
+
+def test_a_user_without_a_home_folder_is_told_so(command, monkeypatch):
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    assert_refused(command("status"), "HOME: is not set, and this user has no home folder; set it to ")

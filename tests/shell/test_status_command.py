@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -289,3 +290,44 @@ def test_watching_on_a_terminal_draws_in_place(command, endpoint, monkeypatch):
     assert "epoch 5," in out
     assert "\x1b[1A" in out, "the cursor goes up over what was shown"
     assert out.rstrip().endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_watching_goes_on_when_the_head_is_away_for_a_while(command, endpoint, monkeypatch, is_terminal):
+    looks = 0
+
+    def sleep(_: float) -> None:
+        nonlocal looks
+        looks += 1
+        endpoint.status = 503 if looks == 1 else 200
+        endpoint.says(ring(device("desk"), epoch=4 + looks))
+        if looks == 3:
+            endpoint.status = 401
+
+    monkeypatch.setattr(status_command.time, "sleep", sleep)
+    monkeypatch.setattr(status_command, "_out", status_command.Console(force_terminal=is_terminal, width=200))
+    endpoint.says(ring(device("desk")))
+    code, out, err = command("status", "--watch", "--url", endpoint.url)
+    assert "epoch 4," in out
+    assert "answered 503; is it a head, 'primad serve'? (asked again every second, until Ctrl-C)" in out
+    assert "epoch 5," not in out
+    assert "epoch 6," in out
+    assert (code, looks) == (2, 3), "with another key waiting is of no use"
+    assert err == f"primad: error: {endpoint.url}: asks for an API key; give --api-key KEY, or set PRIMAD_API_KEY\n"
+
+
+def test_watching_cuts_no_line_and_draws_no_more_than_the_terminal_holds(command, endpoint, monkeypatch):
+    screen, at_first = io.StringIO(), ""
+
+    def sleep(_: float) -> None:
+        nonlocal at_first
+        at_first = screen.getvalue()
+        raise KeyboardInterrupt
+
+    console = status_command.Console(force_terminal=True, color_system=None, width=80, height=10, file=screen)
+    monkeypatch.setattr(status_command, "_out", console)
+    monkeypatch.setattr(status_command.time, "sleep", sleep)
+    endpoint.says(ring(device("desk")) | {"kv": msgspec.to_builtins(KV)})
+    command("status", "--watch", "--url", endpoint.url)
+    assert at_first.count("\n") < 10, "what is above the screen could not be drawn over"
+    assert "2000 tokens were there within 0.4 s, 31 were computed again" in " ".join(screen.getvalue().split())
