@@ -149,6 +149,11 @@ def values(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
     )
 
 
+def arguments_of(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Arguments]:
+    return st.dictionaries(KEYS, values(texts), max_size=4)
+
+
+BARE_ARGUMENTS, JSON_ARGUMENTS = arguments_of(BARE_TEXTS), arguments_of(JSON_TEXTS)
 HAS_BARE_TEXT = {"gemma", "qwen3-coder", "glm", "minimax", "deepseek-dsml", "kimi-k3"}
 
 
@@ -159,8 +164,7 @@ def test_every_form_is_written():
 @pytest.mark.parametrize("name", WRITERS)
 @given(data=st.data())
 def test_calls_come_back_as_they_were_written(name, data):
-    texts = BARE_TEXTS if name in HAS_BARE_TEXT else JSON_TEXTS
-    arguments = data.draw(st.dictionaries(KEYS, values(texts), max_size=4))
+    arguments = data.draw(BARE_ARGUMENTS if name in HAS_BARE_TEXT else JSON_ARGUMENTS)
     text = WRITERS[name]("f", arguments)
     for pieces in ([text], split(text, data)):
         assert read(name, pieces, like=arguments) == ("", "", [("f", arguments)])

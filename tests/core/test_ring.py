@@ -294,7 +294,7 @@ def test_at_most_one_sampler_is_open():
 @given(shapes(), st.integers(0, 40))
 def test_no_more_steps_are_under_way_than_the_depth_allows(shape, moves):
     ring = shape.ring()
-    ring.head.submit(generate(1, prompt(1000 if shape.rows > 1 else 50)))
+    ring.head.submit(generate(1, prompt(600 if shape.rows > 1 else 50)))
     for _ in range(moves):
         ring.move()
         assert ring.scheduler.in_flight <= shape.depth

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,15 +22,13 @@ from primad.trust.trust import BY_HAND, TrustStore, trusted_now
 from tests.e2e import streams
 from tests.e2e.attacks_wire import Door
 from tests.e2e.cluster import (
-    PATIENCE_S,
-    PRIMAD,
     Head,
     Primad,
     command_of,
     control_port,
-    environment,
     joining,
     ring_process,
+    run_primad,
     serving,
     wait_joined,
     wait_until,
@@ -92,15 +89,7 @@ class House:
 
     def command(self, *arguments: object) -> None:
         """Run a ``primad`` command to its end."""
-        run = subprocess.run(
-            [PRIMAD, *map(str, arguments)],
-            env=environment("command"),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        run = run_primad(*arguments)
         assert run.returncode == 0, run
 
     def key(self, owner: str) -> str:

@@ -63,6 +63,19 @@ def environment(mark: str, temporary: Path | None = None, **more: str) -> dict[s
     return kept | {_MARK: mark} | more
 
 
+def run_primad(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """A ``primad`` command, run to its end with nothing to read."""
+    return subprocess.run(
+        [PRIMAD, *map(str, arguments)],
+        env=environment("command"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
 def marked(mark: str) -> list[psutil.Process]:
     """The running processes that carry ``mark``."""
     found = []

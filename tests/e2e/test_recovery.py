@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import secrets
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,14 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import (
-    PATIENCE_S,
-    PRIMAD,
     Head,
     Primad,
     all_joined,
-    environment,
     heading,
     ring_process,
+    run_primad,
     wait_until,
 )
 from tests.e2e.streams import ask
@@ -105,15 +102,7 @@ def lab(smollm2: Path, module_home) -> Iterator[Lab]:
 
 def command(*arguments: object) -> str:
     """Run a ``primad`` command to its end; what it printed."""
-    run = subprocess.run(
-        [PRIMAD, *map(str, arguments)],
-        env=environment("command"),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    run = run_primad(*arguments)
     assert (run.returncode, run.stderr) == (0, ""), run
     return run.stdout
 

@@ -30,6 +30,7 @@ from tests.e2e.cluster import (
     heading,
     joined,
     ring,
+    run_primad,
     serving,
     wait_until,
 )
@@ -350,18 +351,6 @@ def test_chat_command(served):
     run = run_primad("chat", HELLO[0]["content"], *arguments)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout == served.chat().choices[0].message.content + "\n"
-
-
-def run_primad(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [PRIMAD, *arguments],
-        env=environment("command"),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
 
 
 def greedy(head: Head, **options) -> str:

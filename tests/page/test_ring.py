@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
 from playwright.sync_api import Page, expect
 
 from primad.trust.local_trust import VARIABLE as LOCAL_TRUST
-from tests.e2e.cluster import PATIENCE_S, PRIMAD, Head, Primad, environment, primad, ring
+from tests.e2e.cluster import Head, Primad, primad, ring, run_primad
 
 NAMES = ("desk", "mini", "laptop")
 
@@ -30,10 +29,7 @@ def owned(devices, module_home, open_page) -> Callable[[], Page]:
     head, _ = devices
 
     def opened() -> Page:
-        words = [PRIMAD, "page", "--print", "--head", f"desk:{head.port}"]
-        told = subprocess.run(
-            words, env=environment("command"), capture_output=True, text=True, timeout=PATIENCE_S, check=True
-        )
+        told = run_primad("page", "--print", "--head", f"desk:{head.port}")
         page = open_page(told.stdout.strip())
         expect(page.locator("#pill")).to_have_attribute("data-state", "serving")
         return page
@@ -113,10 +109,7 @@ def test_a_device_that_runs_already_pairs_by_the_code_that_it_shows(owned, modul
     base = ("join", "--home", home, "--name", "attic", "--cluster", "page")
     with primad(*base, **{LOCAL_TRUST: str(tmp_path / "another user")}) as worker:
         worker.wait_for("attic is waiting for a head")
-        words = [PRIMAD, "pair", "--json", "--home", str(home)]
-        told = subprocess.run(
-            words, env=environment("command"), capture_output=True, text=True, timeout=PATIENCE_S, check=True
-        )
+        told = run_primad("pair", "--json", "--home", home)
         page.get_by_label("Its code").fill(json.loads(told.stdout)["code"])
         page.get_by_role("button", name="Pair", exact=True).click()
         worker.wait_for("paired with desk")

@@ -19,6 +19,8 @@ from primad.embedding import service as embedding_service
 from primad.embedding.messages import LoadEmbedder
 from primad.embedding.service import EmbeddingService
 from primad.errors import ConfigError, EngineError, RequestError, RingError
+from primad.gguf.model import open_model
+from primad.gguf.windows import vocabulary_size
 from primad.head import serve
 from primad.head.serve import check_embedding
 from primad.system.memory import Memory, children
@@ -67,14 +69,18 @@ def test_vectors_are_those_of_plain_llama_cpp(smollm2):
 
 
 @pytest.mark.slow
-def test_a_text_is_refused_or_cut_and_others_are_not_touched(smollm2):
+def test_a_text_is_refused_or_cut_and_others_are_not_touched(tmp_path):
+    path = tmp_path / "small.gguf"
+    write_model(path, layers=2)
+    last = vocabulary_size(open_model(path)) - 1
+
     async def work(service):
         before = await service.embed(["Hello"], INPUT)
         for texts, wrong in (
             (["Hello", "sea " * 4000], r"input\[1\]: has \d+ tokens; .* at most 2048"),
             (["Hello", ""], r"input\[1\]: is empty"),
             ([[]], r"input\[0\]: is empty"),
-            ([[1, 49152]], r"input\[0\]: token ids go from 0 to 49151"),
+            ([[1, last + 1]], rf"input\[0\]: token ids go from 0 to {last}"),
         ):
             with pytest.raises(RequestError, match=wrong):
                 await service.embed(texts, INPUT)
@@ -82,7 +88,7 @@ def test_a_text_is_refused_or_cut_and_others_are_not_touched(smollm2):
         assert tokens == 2048
         assert await service.embed(["Hello"], INPUT) == before
 
-    with_service(smollm2, work)
+    with_service(path, work)
 
 
 @pytest.mark.slow
