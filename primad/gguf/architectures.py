@@ -882,34 +882,10 @@ def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> 
     architecture, layers = known(header), layer_count(header)
     assert architecture is not None
     assert 0 <= first < last <= layers
-    if first > layers - tail_layers(header):
-        raise ModelError(
-            f"{header.path}: the last window has at least {tail_layers(header)} of {layers} layers, so none begins at layer "
-            f"{first}; choose other windows"
-        )
-    places = borders(header)
-    if first and first not in places:
-        more = f" and {places.start} more" if places.start < places.step else ""
-        raise ModelError(
-            f"{header.path}: a window of '{name}' has to begin at a multiple of {places.step} layers{more}, "
-            f"not at layer {first}; choose other windows"
-        )
+    _check_first(header, first)
     _check_count(header, architecture, last - first)
     prefix = f"{name}."
-    values: dict[str, Value] = {}
-    for key, value in header.values.items():
-        if key in _KEPT_GENERAL:
-            values[key] = value
-        elif key.startswith(prefix) or key in architecture.by_layer:
-            short = key.removeprefix(prefix)
-            if short in architecture.drops or (
-                short.startswith(_SLIDING) and architecture.sliding is not Sliding.FIXED
-            ):
-                continue
-            per_layer = value.is_array and (
-                short in _PER_LAYER or short in architecture.by_layer or short.startswith(_SLIDING)
-            )
-            values[key] = array_value(value.item_type, value.items()[first:last]) if per_layer else value
+    values = _values_of_layers(header, architecture, first, last)
     values[f"{prefix}block_count"] = _uint32(last - first)
     values[f"{prefix}vocab_size"] = _uint32(vocabulary)
     values.pop(f"{prefix}nextn_predict_layers", None)
@@ -939,6 +915,39 @@ def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> 
             LAST_EXIT_KEY: architecture.last_exit,
         }
         values.update({key: scalar_value(GGUFValueType.STRING, text) for key, text in names.items()})
+    return values
+
+
+def _check_first(header: Header, first: int) -> None:
+    """Raises ``ModelError`` where no window begins at layer ``first``."""
+    layers, places = layer_count(header), borders(header)
+    if first > layers - tail_layers(header):
+        raise ModelError(
+            f"{header.path}: the last window has at least {tail_layers(header)} of {layers} layers, so none begins at layer "
+            f"{first}; choose other windows"
+        )
+    if first and first not in places:
+        name = header.text("general.architecture")
+        more = f" and {places.start} more" if places.start < places.step else ""
+        raise ModelError(
+            f"{header.path}: a window of '{name}' has to begin at a multiple of {places.step} layers{more}, "
+            f"not at layer {first}; choose other windows"
+        )
+
+
+def _values_of_layers(header: Header, architecture: Architecture, first: int, last: int) -> dict[str, Value]:
+    """The model's own metadata that its windows keep; of what it says for each layer, that of theirs."""
+    prefix, values = f"{header.text('general.architecture')}.", dict[str, Value]()
+    for key, value in header.values.items():
+        if key in _KEPT_GENERAL:
+            values[key] = value
+        elif key.startswith(prefix) or key in architecture.by_layer:
+            short = key.removeprefix(prefix)
+            slides = short.startswith(_SLIDING)
+            if short in architecture.drops or (slides and architecture.sliding is not Sliding.FIXED):
+                continue
+            is_by_layer = value.is_array and (slides or short in _PER_LAYER or short in architecture.by_layer)
+            values[key] = array_value(value.item_type, value.items()[first:last]) if is_by_layer else value
     return values
 
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from halda import LayerProfile, ModelProfile
@@ -37,46 +38,41 @@ _OF_EXPERTS: Final = frozenset(("ffn_down_exps",))
 _FEED_FORWARD: Final = frozenset(("ffn_down", "ffn_down_shexp")) | _OF_EXPERTS
 
 
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Bytes by type: of each layer those that every row uses and those of ``experts``, and those ``outside`` of layers.
+
+    ``shapes`` are the tensors of each layer by name, without its number and ``.weight``.
+    """
+
+    shared: list[Counter[str]]
+    experts: list[Counter[str]]
+    shapes: list[dict[str, tuple[int, ...]]]
+    outside: Counter[str]
+
+
 def model_profile(header: Header) -> ModelProfile:
     """The profile of the model. Raises ``ModelError`` when the header lacks what a language model needs.
 
     A model whose architecture cannot be cut still has a profile: it can be served whole, by one device.
     """
-    name = header.text("general.architecture")
-    layers, has_inputs = layer_count(header), layer_inputs(header) > 0
-    shared: list[Counter[str]] = [Counter() for _ in range(layers)]
-    experts: list[Counter[str]] = [Counter() for _ in range(layers)]
-    outside: Counter[str] = Counter()
-    shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(layers)]
-    for tensor in header.tensors.values():
-        layer = layer_of(tensor.name)
-        if layer is None:
-            if not (has_inputs and tensor.name in _OF_INPUTS):
-                outside[tensor.type.name] += tensor.bytes
-        elif layer < layers:
-            of_experts = _EXPERTS.search(tensor.name) is not None
-            (experts if of_experts else shared)[layer][tensor.type.name] += tensor.bytes
-            shapes[layer][tensor.name.split(".", 2)[2].removesuffix(".weight")] = tensor.shape
-        elif layer >= block_count(header):
-            raise ModelError(f"{header.path}: tensor '{tensor.name}' is beyond the model's {layers} layers")
-    empty = next((layer for layer in range(layers) if not shared[layer] and not experts[layer]), None)
-    if empty is not None:
-        raise ModelError(f"{header.path}: has no tensors of layer {empty}; the file is not a complete model")
+    name, layers = header.text("general.architecture"), layer_count(header)
+    weights = _weights(header)
     places = borders(header)
     attends, remembers, indexed = attending_layers(header), recurrent_layers(header), indexed_layers(header)
     index_values, scored_bytes = _indexer(header, name)
     embedding, with_cells = token_embedding(header), layers - sharing_layers(header)
-    of_inputs = [header.tensors[name] for name in _OF_INPUTS if has_inputs and name in header.tensors]
+    of_inputs = [header.tensors[name] for name in _OF_INPUTS if layer_inputs(header) and name in header.tensors]
     beside = {each.type.name: each.bytes // layers for each in of_inputs if each.name == LAYER_PROJECTION}
-    rest = outside - Counter({embedding.type.name: embedding.bytes})
+    rest = weights.outside - Counter({embedding.type.name: embedding.bytes})
     tied = rest.total() * 4 <= embedding.bytes
     return ModelProfile(
         name=header.text("general.name", header.path.stem),
         architecture=name,
         layers=tuple(
             LayerProfile(
-                bytes_by_type=dict(shared[layer]),
-                expert_bytes_by_type=dict(experts[layer]),
+                bytes_by_type=dict(weights.shared[layer]),
+                expert_bytes_by_type=dict(weights.experts[layer]),
                 kv_bytes_per_token=(
                     (_kv_bytes(header, name, layer) + index_values * KV_VALUE_BYTES * indexed[layer])
                     * attends[layer]
@@ -84,7 +80,7 @@ def model_profile(header: Header) -> ModelProfile:
                 ),
                 state_bytes=_state_bytes(header, name) if remembers[layer] else 0,
                 row_values=_row_values(
-                    header, name, layer, shapes[layer], attends=attends[layer], remembers=remembers[layer]
+                    header, name, layer, weights.shapes[layer], attends=attends[layer], remembers=remembers[layer]
                 ),
                 adapter_bytes=sum(beside.values()),
                 adapter_reads=beside,
@@ -111,6 +107,30 @@ def model_profile(header: Header) -> ModelProfile:
         tail_layers=tail_layers(header),
         beside_values=beside_values(header),
     )
+
+
+def _weights(header: Header) -> _Weights:
+    """Raises ``ModelError`` where a layer has none, or there are some of more layers than the model has."""
+    layers, has_inputs = layer_count(header), layer_inputs(header) > 0
+    shared: list[Counter[str]] = [Counter() for _ in range(layers)]
+    experts: list[Counter[str]] = [Counter() for _ in range(layers)]
+    outside: Counter[str] = Counter()
+    shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(layers)]
+    for tensor in header.tensors.values():
+        layer = layer_of(tensor.name)
+        if layer is None:
+            if not (has_inputs and tensor.name in _OF_INPUTS):
+                outside[tensor.type.name] += tensor.bytes
+        elif layer < layers:
+            of_experts = _EXPERTS.search(tensor.name) is not None
+            (experts if of_experts else shared)[layer][tensor.type.name] += tensor.bytes
+            shapes[layer][tensor.name.split(".", 2)[2].removesuffix(".weight")] = tensor.shape
+        elif layer >= block_count(header):
+            raise ModelError(f"{header.path}: tensor '{tensor.name}' is beyond the model's {layers} layers")
+    empty = next((layer for layer in range(layers) if not shared[layer] and not experts[layer]), None)
+    if empty is not None:
+        raise ModelError(f"{header.path}: has no tensors of layer {empty}; the file is not a complete model")
+    return _Weights(shared, experts, shapes, outside)
 
 
 def _row_values(
