@@ -24,8 +24,9 @@ from primad.layers.cache import LayerCache
 from primad.network.sockets import raise_descriptor_limit
 from primad.profiler.device import check_chosen_gpu, is_profiled, profile_device
 from primad.profiler.effort import QUICK, Effort
-from primad.settings.config import Config, open_home, usage_folder
+from primad.settings.config import Config, open_home, open_kv_cache, usage_folder
 from primad.system.allocator import keep_little_freed
+from primad.system.private_file import unwritable
 from primad.trust.identity import load_identity
 from primad.trust.trust import TrustStore
 
@@ -88,20 +89,27 @@ class HomeTakenError(NotNowError):
 def own_home(config: Config) -> Iterator[None]:
     """The home folder belongs to one daemon at a time."""
     open_home(config)
-    lock = filelock.FileLock(config.home / "daemon.lock")
+    path = config.home / "daemon.lock"
+    lock = filelock.FileLock(path)
     try:
-        with lock.acquire(blocking=False):
-            yield
+        lock.acquire(blocking=False)
     except filelock.Timeout as exc:
         raise HomeTakenError(
             f"--home {config.home}: another primad runs with this folder; stop it or give this one its own --home"
         ) from exc
+    except OSError as exc:
+        raise unwritable(path, exc) from exc
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager
 def own_station(config: Config) -> Iterator[Station]:
     """This device for one daemon, which has its home folder to itself."""
     with own_home(config):
+        open_kv_cache(config)
         check_chosen_gpu(config.home, config.threads, config.limits.gpu)
         raise_descriptor_limit()
         keep_little_freed()

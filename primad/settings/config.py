@@ -287,14 +287,25 @@ def _home(flags: Flags, environ: Mapping[str, str]) -> Path:
 
 
 def open_home(config: Config) -> None:
-    """Create the home folder. Raises ``ConfigError`` when that cannot be done."""
+    """Create the home folder. Raises ``ConfigError`` when that cannot be done, or this user may not write into it."""
+    _make_writable(config.home, f"--home {config.home}")
+    for folder in (config.run, config.layers):
+        _make_writable(folder, str(folder))
+
+
+def open_kv_cache(config: Config) -> None:
+    """Create the folder that KV cells of prompts stay in, if there is to be one. Raises ``ConfigError`` as ``open_home``."""
+    if config.kv_cache is not None:
+        _make_writable(config.kv_cache, f"--kv-cache {config.kv_cache}", mode=0o700)
+
+
+def _make_writable(folder: Path, source: str, mode: int = 0o777) -> None:
     try:
-        for folder in (config.home, config.run, config.layers):
-            folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=mode, parents=True, exist_ok=True)
     except OSError as exc:
-        raise ConfigError(
-            f"--home {config.home}: cannot be used: {exc.strerror or exc}; choose another folder"
-        ) from exc
+        raise ConfigError(f"{source}: cannot be used: {exc.strerror or exc}; choose another folder") from exc
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{source}: this user may not write there; let them, or choose another folder")
 
 
 def check_host(host: Any, source: str) -> str:

@@ -35,7 +35,7 @@ def alone_with(path: Path) -> Iterator[None]:
     except filelock.Timeout as exc:
         raise ConfigError(f"{path}: another primad is writing it and does not end; stop that one") from exc
     except OSError as exc:
-        raise _unwritable(path, exc) from exc
+        raise unwritable(path, exc) from exc
     try:
         yield
     finally:
@@ -58,10 +58,11 @@ def write_private(path: Path, data: bytes) -> None:
                 Path(name).unlink()
             raise
     except OSError as exc:
-        raise _unwritable(path, exc) from exc
+        raise unwritable(path, exc) from exc
 
 
-def _unwritable(path: Path, exc: OSError) -> ConfigError:
+def unwritable(path: Path, exc: OSError) -> ConfigError:
+    """What to say of ``path`` in a home folder that cannot be written."""
     return ConfigError(
         f"{path}: cannot be written: {exc.strerror or exc}; make room or the folder writable, or choose another --home"
     )

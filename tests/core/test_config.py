@@ -22,6 +22,7 @@ from primad.settings.config import (
     is_loopback,
     load_config,
     open_home,
+    open_kv_cache,
 )
 from primad.settings.limits import NO_LIMITS, OwnerLimits
 from primad.settings.quantities import Share
@@ -388,6 +389,24 @@ def test_a_home_that_cannot_be_made_is_refused(tmp_path):
     config = dataclasses.replace(load(tmp_path), home=tmp_path / "file" / "home")
     with pytest.raises(ConfigError, match=f"^--home {config.home}: cannot be used: Not a directory; choose another"):
         open_home(config)
+
+
+def test_a_folder_of_somebody_else_is_refused_before_anything_is_written(home, monkeypatch):
+    """As after a first start with sudo; root itself may write everywhere, so the system's answer is made up."""
+    config = dataclasses.replace(load(home), kv_cache=home / "cells")
+    monkeypatch.setattr(config_module.os, "access", lambda folder, _: folder == config.home)
+    with pytest.raises(ConfigError, match=f"^{config.run}: this user may not write there; let them, or choose another"):
+        open_home(config)
+    with pytest.raises(ConfigError, match=f"^--kv-cache {config.kv_cache}: this user may not write there; "):
+        open_kv_cache(config)
+
+
+def test_the_folder_of_kept_prompts_is_closed_to_others(home):
+    config = dataclasses.replace(load(home), kv_cache=home / "cells")
+    open_kv_cache(config)
+    assert config.kv_cache.is_dir()
+    if sys.platform != "win32":
+        assert config.kv_cache.stat().st_mode & 0o077 == 0
 
 
 # ---- limits ---------------------------------------------------------------------------------------------------------
