@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shutil
 import signal
 import sys
@@ -25,10 +26,13 @@ from primad.network.sockets import raise_descriptor_limit
 from primad.profiler.device import check_chosen_gpu, is_profiled, profile_device
 from primad.profiler.effort import QUICK, Effort
 from primad.settings.config import Config, open_home, open_kv_cache, usage_folder
+from primad.settings.quantities import show_bytes
 from primad.system.allocator import keep_little_freed
 from primad.system.private_file import unwritable
 from primad.trust.identity import load_identity
 from primad.trust.trust import TrustStore
+
+logger = logging.getLogger(__name__)
 
 
 def run(main: Coroutine[Any, Any, None], ask_to_end: Callable[[], bool] | None = None) -> None:
@@ -128,9 +132,17 @@ def home_place(config: Config) -> Workspace:
     for path in config.run.glob("ring-*.log"):
         path.unlink(missing_ok=True)
     _forget_cells(config)
+    cells = KvStore(config.cells, None if config.kv_cache is None else config.kv_cache_limit_bytes)
+    if lacking := cells.lacking():
+        limit = show_bytes(config.kv_cache_limit_bytes)
+        logger.warning(
+            "--kv-cache %s: not all of %s fit there: %s; prompts for which there is no room are computed again; make room, "
+            "or give a smaller --kv-cache-limit",
+            *(config.kv_cache, limit, lacking),
+        )
     return Workspace(
         cache=LayerCache(config.layers, config.limits.disk_bytes),
-        cells=KvStore(config.cells, None if config.kv_cache is None else config.kv_cache_limit_bytes),
+        cells=cells,
         run=config.run,
         usage=usage_folder(config.home),
         build=build_id(),

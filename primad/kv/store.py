@@ -158,6 +158,14 @@ class KvStore:
                     )
         return sorted(found, key=lambda block: (block.used_s, block.key))
 
+    def lacking(self) -> str:
+        """In words what is free, if what the limit allows has no room there; else empty. Raises ``DiskError``."""
+        if self.limit_bytes is None:
+            return ""
+        held_bytes = sum(block.size_bytes for block in self.list())
+        with self._disk_errors("cannot be looked at"):
+            return lacking_room(self.folder, max(0, self.limit_bytes - held_bytes))
+
     def clear(self) -> None:
         """Remove everything but what is leased."""
         self.forget(block.key for block in self.list())

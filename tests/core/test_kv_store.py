@@ -191,6 +191,13 @@ def test_a_disk_that_is_nearly_full_takes_nothing(tmp_path, monkeypatch):
     assert files(tmp_path) == []
 
 
+def test_a_disk_too_small_for_the_limit_is_said_beforehand(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: _Usage)
+    assert "bytes of disk are free" in KvStore(tmp_path, limit_bytes=11).lacking()
+    assert KvStore(tmp_path, limit_bytes=10).lacking() == ""
+    assert KvStore(tmp_path).lacking() == ""
+
+
 class _Usage:
     total, free = 1 << 40, (1 << 30) + 10
 
