@@ -17,6 +17,7 @@ from primad.ring.messages import KvCopy, KvRemove
 from tests.core.test_speculation import (
     TOKENS,
     WILD,
+    Counting,
     begun,
     bring_back,
     drafting_rings,
@@ -140,17 +141,10 @@ def test_a_tree_makes_no_fewer_tokens_than_the_best_chain(nodes, data):
 # ---- in a ring -------------------------------------------------------------------------------------------------------
 
 
-class Counting(Nothing):
+class Doubting(Counting):
     """Guesses the number that follows the last token, or else one of the two behind it, and goes on from there."""
 
-    def __init__(self, prompt: Sequence[int]) -> None:
-        self._last = prompt[-1]
-
-    def took(self, token: int) -> None:
-        self._last = token
-
-    def guess(self, drafts: Sequence[int]) -> Guess | None:
-        return Guess(token=(drafts[-1] if drafts else self._last) + 1, sure=0.5)
+    sure = 0.5
 
     def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
         first = (drafts[-1] if drafts else self._last) + 2
@@ -159,7 +153,7 @@ class Counting(Nothing):
 
 def with_tree():
     """A scheduler whose generation has sampled 10 to 13, and its next step, which has a tree of drafts."""
-    made = begun([1, 2], drafting=Drafting(rows=5, costs=(1.0,) * 5, branches=3), drafter=Counting, sequences=1)
+    made = begun([1, 2], drafting=Drafting(rows=5, costs=(1.0,) * 5, branches=3), drafter=Doubting, sequences=1)
     return made, next_step(made)
 
 

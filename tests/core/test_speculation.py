@@ -233,7 +233,9 @@ ROOM_3 = Drafting(room=3)
 
 
 class Counting(Nothing):
-    """Guesses the numbers that follow the last token, and is always sure."""
+    """Guesses the numbers that follow the last token, and is as sure of each."""
+
+    sure = 1.0
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
@@ -242,7 +244,7 @@ class Counting(Nothing):
         self._last = token
 
     def guess(self, drafts: Sequence[int]) -> Guess | None:
-        return Guess(token=(drafts[-1] if drafts else self._last) + 1, sure=1.0)
+        return Guess(token=(drafts[-1] if drafts else self._last) + 1, sure=self.sure)
 
 
 def begun(*prompts: Sequence[int], drafting: Drafting = ROOM_3, depth: int = 2, **options) -> Scheduler:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import socket
-from contextlib import closing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from typing import get_args
 
 import msgspec
@@ -106,6 +107,16 @@ def caller(context: zmq.asyncio.Context, *, versions: Versions = OURS, **timings
 async def link_to(context: zmq.asyncio.Context, device: FakeDevice, heard: Heard, **timings: float) -> WorkerLink:
     end, _ = await probe(caller(context, **timings), [(HOST, device.port)], [device.key])
     return await greet(caller(context, **timings), end, heard)
+
+
+@asynccontextmanager
+async def greeted() -> AsyncIterator[tuple[FakeDevice, Heard, WorkerLink]]:
+    """A worker, what the head hears of it, and the link to it, which is closed in the end."""
+    async with gated() as context:
+        device, heard = FakeDevice(context, "nas"), Heard()
+        link = await link_to(context, device, heard)
+        yield device, heard, link
+        link.close()
 
 
 def state(
@@ -256,13 +267,10 @@ def test_a_version_gap_is_named_with_both_versions(ours, theirs, fits):
 
 def test_a_greeting_says_who_we_are_and_is_answered_with_a_profile():
     async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard)
+        async with greeted() as (device, _, link):
             assert (link.name, link.key, link.build, link.layer_port) == ("nas", device.key, "a build", 7771)
             (hello,) = device.hellos
             assert (hello.device, hello.session, hello.build, hello.gone_after_s) == ("desk", 7, "b", 4.0)
-            link.close()
 
     asyncio.run(once())
 
@@ -315,9 +323,7 @@ def test_every_answer_is_a_sign_of_life():
 
 def test_a_device_that_is_lost_is_told_once_and_all_its_parts_end():
     async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard)
+        async with greeted() as (device, heard, link):
             parts = [Participation(link, a_load(epoch), lambda *_: None) for epoch in (3, 4)]
             for _ in range(3):
                 await device.tell(Refused("it works for another head"))
@@ -328,7 +334,6 @@ def test_a_device_that_is_lost_is_told_once_and_all_its_parts_end():
                 assert (error.device, str(error)) == ("nas", "nas is gone: it works for another head")
             await device.leave()
             assert heard.gone == [("nas", "it works for another head")]
-            link.close()
 
     asyncio.run(once())
 
@@ -337,21 +342,16 @@ def test_a_process_that_ends_is_lost_before_it_is_missed():
     """Whatever silence makes it gone: where it listened, its system refuses connections."""
 
     async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard)
+        async with greeted() as (device, heard, _):
             await device.leave()
             assert await heard.wait_lost() == "its primad ended"
-            link.close()
 
     asyncio.run(once())
 
 
 def test_a_device_that_leaves_says_so():
     async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard)
+        async with greeted() as (device, heard, link):
             await device.tell(Leaving("its owner ended it"))
             while not heard.left:
                 heard.news.clear()
@@ -359,7 +359,6 @@ def test_a_device_that_leaves_says_so():
             assert heard.left == [("nas", "its owner ended it")]
             await link.dismiss()
             await device.hear(Dismiss)
-            link.close()
 
     asyncio.run(once())
 
@@ -400,12 +399,9 @@ def test_a_device_that_takes_nothing_is_not_waited_for_long():
 
 def test_whom_the_head_trusts_is_introduced():
     async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard)
+        async with greeted() as (device, _, link):
             await link.introduce([("lap", KEY)], {OTHER_KEY})
             assert await device.hear(Introduce) == Introduce(devices=[Introduction("lap", KEY)], revoked=[OTHER_KEY])
-            link.close()
 
     asyncio.run(once())
 
@@ -426,9 +422,7 @@ STATUS = Status(steps=1, rows=1, compute_s=0.5, hop_s=[], rss_bytes=1, private_b
 )
 def test_a_device_that_is_short_of_memory_has_less_for_the_next_plan(needed, available, left):
     async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard)
+        async with greeted() as (device, heard, link):
             before = link.profile
             part = Participation(link, a_load(3), lambda *_: None)
             await device.tell(MemoryLow(epoch=2, needed_bytes=1, ram_available_bytes=1))  # a ring of long ago
@@ -439,7 +433,6 @@ def test_a_device_that_is_short_of_memory_has_less_for_the_next_plan(needed, ava
             assert heard.short == ["nas"]
             assert link.profile == dataclasses.replace(before, ram_available_bytes=left)
             assert not part.broken.done()
-            link.close()
 
     asyncio.run(once())
 
@@ -449,9 +442,7 @@ def test_a_device_that_is_short_of_memory_has_less_for_the_next_plan(needed, ava
 )
 def test_a_device_that_has_room_again_has_more_for_the_next_plan(available, left):
     async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard)
+        async with greeted() as (device, heard, link):
             part, before = Participation(link, a_load(3), lambda *_: None), link.profile
             await device.tell(MemoryLow(epoch=3, needed_bytes=1 << 30, ram_available_bytes=2 << 30))
             await device.tell(MemoryRecovered(1 << 30))  # no more than it has
@@ -463,16 +454,13 @@ def test_a_device_that_has_room_again_has_more_for_the_next_plan(available, left
             total = before.ram_total_bytes
             assert link.profile == dataclasses.replace(before, ram_available_bytes=left or total)
             assert not part.broken.done()
-            link.close()
 
     asyncio.run(once())
 
 
 def test_a_device_that_was_measured_better_is_planned_with_that_from_then_on():
     async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard)
+        async with greeted() as (device, heard, link):
             before = link.profile
             await device.tell(Remeasured(dataclasses.replace(before, ram_available_bytes=0)))  # no other speeds
             cpu = dataclasses.replace(before.cpu, step_s=2 * before.cpu.step_s)
@@ -493,16 +481,13 @@ def test_a_device_that_was_measured_better_is_planned_with_that_from_then_on():
             assert heard.better == ["nas"]
             told = dataclasses.replace(before, cpu=cpu, disk=disk, gpu=better.gpu)
             assert link.profile == told, "what is free of RAM and disk is told as ever"
-            link.close()
 
     asyncio.run(once())
 
 
 def test_a_part_hears_of_its_own_epoch_only():
     async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard)
+        async with greeted() as (device, _, link):
             progress: list[tuple[str, int]] = []
             part = Participation(link, a_load(3), lambda name, each: progress.append((name, each.done)))
             await part.load()
@@ -522,7 +507,6 @@ def test_a_part_hears_of_its_own_epoch_only():
             assert not part.broken.done()
             await part.release()
             assert await device.hear(Release) == Release(epoch=3)
-            link.close()
 
     asyncio.run(once())
 
@@ -530,40 +514,32 @@ def test_a_part_hears_of_its_own_epoch_only():
 @pytest.mark.parametrize("fault", get_args(Fault))
 def test_a_part_that_breaks_says_whose_fault_it_was(fault):
     async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard)
+        async with greeted() as (device, heard, link):
             part = Participation(link, a_load(3), lambda *_: None)
             device.stand(state(3, broken="it went wrong", fault=fault))
             error = await part.broken
             assert isinstance(error, ParticipationError)
             assert (error.device, error.fault, str(error)) == ("nas", fault, "nas: it went wrong")
             assert heard.gone == [], "the device itself is fine"
-            link.close()
 
     asyncio.run(once())
 
 
 def test_a_part_that_was_released_hears_nothing_more():
     async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard)
+        async with greeted() as (device, _, link):
             part, following = (Participation(link, a_load(epoch), lambda *_: None) for epoch in (3, 4))
             await part.release()
             device.stand(state(3, broken="late"), state(4, loaded=True))
             await following.loaded
             assert not part.broken.done()
-            link.close()
 
     asyncio.run(once())
 
 
 def test_a_status_is_asked_for_and_the_answer_is_new():
     async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard)
+        async with greeted() as (device, _, link):
             part = Participation(link, a_load(3), lambda *_: None)
             for size in (1, 2):
                 asking = asyncio.create_task(part.wait_status())
@@ -571,7 +547,6 @@ def test_a_status_is_asked_for_and_the_answer_is_new():
                 answer = WorkerStatus(epoch=3, status=STATUS, daemon_rss_bytes=size)
                 await device.tell(answer)
                 assert await asking == answer
-            link.close()
 
     asyncio.run(once())
 
@@ -587,9 +562,7 @@ async def some_pings(device: FakeDevice, count: int = 10) -> None:
 
 def test_a_load_that_was_lost_is_asked_for_again_until_it_arrives():
     async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard)
+        async with greeted() as (device, _, link):
             part = Participation(link, a_load(3), lambda *_: None)
             await some_pings(device)
             assert device.heard.empty(), "nothing was asked for yet"
@@ -603,7 +576,6 @@ def test_a_load_that_was_lost_is_asked_for_again_until_it_arrives():
             await some_pings(device)
             assert device.heard.empty(), "it is loading"
             assert not part.broken.done()
-            link.close()
 
     asyncio.run(once())
 
@@ -628,9 +600,7 @@ def test_a_worker_that_never_does_what_it_is_asked_for_is_not_asked_without_end(
 
 def test_a_link_that_was_lost_is_asked_for_again_and_its_answer_is_heard():
     async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard)
+        async with greeted() as (device, _, link):
             part = Participation(link, a_load(3), lambda *_: None)
             device.stand(state(loaded=True))
             await part.load()
@@ -640,7 +610,6 @@ def test_a_link_that_was_lost_is_asked_for_again_and_its_answer_is_heard():
             assert await device.hear(Link) == first
             device.stand(state(loaded=True, linked=True))
             await part.linked
-            link.close()
 
     asyncio.run(once())
 
@@ -689,9 +658,7 @@ def test_what_the_head_asked_for_is_not_missed_in_states_that_are_on_their_way()
 
 def test_states_that_later_ones_overtook_are_passed_over():
     async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard)
+        async with greeted() as (device, _, link):
             part = Participation(link, a_load(3), lambda *_: None)
             device.stand(state())
             device.stand(state(loaded=True))
@@ -700,7 +667,6 @@ def test_states_that_later_ones_overtook_are_passed_over():
             await some_pings(device)
             assert device.known == 2
             assert not part.broken.done()
-            link.close()
 
     asyncio.run(once())
 
