@@ -133,12 +133,9 @@ class Header:
     """The header of one GGUF file, checked against the file's size."""
 
     path: Path
-    version: int
-    alignment: int
     values: Mapping[str, Value]
     tensors: Mapping[str, TensorInfo]
     data_offset: int
-    file_bytes: int
     derived: Architecture | None = None
     """How its windows are made where no table says so; no file does."""
 
@@ -296,12 +293,9 @@ def _read(cursor: _Cursor, *, header_only: bool) -> Header:
         tensors[name] = _place(path, name, kind, shape, data_offset, offset, alignment, end)
     return Header(
         path=path,
-        version=version,
-        alignment=alignment,
         values=values,
         tensors=tensors,
         data_offset=data_offset,
-        file_bytes=cursor.size,
     )
 
 

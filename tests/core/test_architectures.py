@@ -76,7 +76,7 @@ def model(architecture, layers=6, *, drop=(), tensors=(), general=None, **keys):
         for name in names
         if name not in drop
     }
-    return Header(path=PATH, version=3, alignment=32, values=values, tensors=infos, data_offset=0, file_bytes=1 << 20)
+    return Header(path=PATH, values=values, tensors=infos, data_offset=0)
 
 
 def window(header, first, last, vocabulary=1):

@@ -98,7 +98,7 @@ def test_values_are_kept_as_the_bytes_of_the_file(scratch):
 
 
 def test_version_2_is_read(scratch):
-    assert read(scratch, build(version=2)[0]).version == 2
+    assert read(scratch, build(version=2)[0]).values == read(scratch, GOOD).values
 
 
 def test_a_missing_file(tmp_path):
