@@ -24,6 +24,7 @@ from primad.head.worker_link import greet as say_hello
 from primad.membership import types
 from primad.network.discovery import Discovery, MulticastError
 from primad.network.peer import Peer
+from primad.network.scopes import own_address
 from primad.network.versions import build_gap
 from primad.settings.config import is_loopback, split_address
 from primad.system.tasks import mistake
@@ -147,6 +148,14 @@ class Devices:
                     missing.remove(address)
 
     async def _greet_at(self, address: str) -> bool:
+        try:
+            await own_address(*split_address(address))
+        except OSError as exc:  # a slip in its name, or no network yet
+            why = exc.strerror or exc
+            self._tell_once(
+                "", f"--device {address}: {why}; it is asked again and again. Check that name, or give its IP address"
+            )
+            return False
         keys = [each.key for each in self._trust.entries()]
         if not keys:
             self._tell_once("", f"--device {address}: no device is paired yet; it is asked again and again. {_CURE}")

@@ -489,6 +489,17 @@ def test_a_named_device_that_does_not_answer_is_waited_for_unless_none_is_to_be(
     run(lab, test)
 
 
+def test_a_named_device_whose_name_leads_nowhere_is_told_so(lab):
+    async def test(here: Lab) -> None:
+        here.start(devices=("no.such.host.invalid:7770",), timings=impatient(), wait=0)
+        await here.serves()
+        (line,) = [each for each in here.said if each.startswith("--device")]
+        assert line.startswith("--device no.such.host.invalid:7770: ")
+        assert line.endswith("; it is asked again and again. Check that name, or give its IP address")
+
+    run(lab, test)
+
+
 def test_without_a_plan_in_the_first_place_the_program_ends_with_the_line(lab):
     async def test(here: Lab) -> None:
         here.solver.least = 3
