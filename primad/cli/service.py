@@ -203,7 +203,11 @@ def _wanted(context: Any, role: str, options: list[str]) -> _Wanted:
     if role not in ROLES:
         raise ConfigError(f"{printable(role)}: is no service; install join or serve")
     command = context.find_root().command.get_command(context, role)
-    judged = command.make_context(role, list(options))
+    theirs = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+    for name in (word.partition("=")[0] for word in options):
+        if name not in theirs and any(name in param.opts for param in context.command.params):
+            raise ConfigError(f"{name}: stands before {role}, as in '{context.command_path} {name} {role}'")
+    judged = command.make_context(f"primad {role}", list(options))
     words = []
     for param in command.params:
         source = judged.get_parameter_source(param.name)

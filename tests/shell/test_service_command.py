@@ -176,7 +176,8 @@ def test_a_dry_run_shows_the_unit_and_does_nothing(command: Primad, runner, unit
     [
         (("plan",), "plan: is no service; install join or serve"),
         (("join", "--code", "7-lamp-river"), "bring it with 'primad pair --code'"),
-        (("join", "--no-such"), "--no-such"),
+        (("join", "--no-such"), "No such option: --no-such; see 'primad join --help'"),
+        (("join", "--dry-run"), "--dry-run: stands before join, as in 'primad service install --dry-run join'"),
         (("join", "--nice", "20"), "--nice: "),
         (("serve",), "--model"),
         (("serve", "--model", "nowhere.gguf"), "--model nowhere.gguf: no such file"),
@@ -184,7 +185,7 @@ def test_a_dry_run_shows_the_unit_and_does_nothing(command: Primad, runner, unit
         (("--system", "join"), "only root may change services of the machine; run it with sudo"),
         (("--as", "alice", "join"), "add --system"),
     ],
-    ids=["role", "code", "option", "value", "needed", "file", "key", "root", "as"],
+    ids=["role", "code", "option", "place", "value", "needed", "file", "key", "root", "as"],
 )
 def test_what_cannot_be_installed_is_refused_before_anything_is_done(command: Primad, runner, unit, arguments, named):
     code, out, err = command("service", "install", *arguments)
