@@ -206,7 +206,7 @@ def _wanted(context: Any, role: str, options: list[str]) -> _Wanted:
     theirs = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
     for name in (word.partition("=")[0] for word in options):
         if name not in theirs and any(name in param.opts for param in context.command.params):
-            raise ConfigError(f"{name}: stands before {role}, as in '{context.command_path} {name} {role}'")
+            raise ConfigError(f"{name}: stands before {role}, as in 'primad service install {name} {role}'")
     judged = command.make_context(f"primad {role}", list(options))
     words = []
     for param in command.params:
