@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -157,6 +158,8 @@ def _fail(message: str, *, for_good: bool = False) -> NoReturn:
 def main() -> None:
     """Entry point of the ``primad`` command."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends every command as Ctrl-C does
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # answers have letters that not every terminal or pipe takes
     try:
         code = app(standalone_mode=False) or 0
         if code == _INTERRUPTED:

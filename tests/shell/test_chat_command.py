@@ -103,6 +103,15 @@ def test_one_question_gives_its_answer_and_no_thoughts_to_another_program(chat: 
     assert chat("Why?") == (0, "Because.\n", "")
 
 
+def test_letters_that_the_output_does_not_take_are_escaped(chat: Types, endpoint: Endpoint, monkeypatch):
+    """As on Windows, where what goes to a file or another program is no UTF-8."""
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
+    monkeypatch.setattr(sys, "stdout", narrow)
+    endpoint.says(event(content="Größe \N{GRINNING FACE}"), DONE)
+    assert chat("How large?")[0] == 0
+    assert narrow.buffer.getvalue() == "Größe \\U0001f600\n".encode("latin-1")
+
+
 def test_what_was_said_is_told_with_the_next_question(chat: Types, endpoint: Endpoint, tmp_path: Path):
     endpoint.says(event(content="1"), DONE)
     endpoint.says(event(content="2"), DONE)
