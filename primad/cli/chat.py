@@ -70,7 +70,9 @@ class Talk:
     def ask(self, question: str) -> None:
         """Ask and draw the answer. Raises ``ClusterError``, or ``KeyboardInterrupt`` when ended; what came counts."""
         self.received, self._dim, self._open = Received(), False, False
-        messages = self.conversation.asking(question)
+        messages = [
+            {key: _text(value) for key, value in message.items()} for message in self.conversation.asking(question)
+        ]
         try:
             self._runner.run(self._answer({"messages": messages, "stream": True, **self._options}))
         finally:
@@ -110,6 +112,11 @@ class Talk:
             out.print("\n")
         self._dim, self._open = piece.is_thought, True
         out.print(shown(piece.text), end="", style="dim" if piece.is_thought else None)
+
+
+def _text(typed: str) -> str:
+    """What was typed in a locale that has no UTF-8: its bytes were kept, and mostly are UTF-8."""
+    return typed.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _error(response: httpx.Response) -> str:

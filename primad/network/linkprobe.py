@@ -58,6 +58,9 @@ _BULK_MESSAGES: Final = 4
 _FAST_S: Final = 0.02
 """A link that carries ``_LARGE_BYTES`` in less is worth larger messages for a figure that holds."""
 
+_SLOW_S: Final = 0.5
+"""A link that takes longer for ``_LARGE_BYTES`` gets no more of them at once: its device would seem to be silent."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
@@ -188,11 +191,12 @@ async def _way(exchange: Exchange, round_trip_s: float, *, there: bool) -> _Way:
     first, *others = await times(_LARGE_BYTES, _LARGE_MESSAGES)
     usual = statistics.median(others)
     size = MAX_ECHO_BYTES if usual < _FAST_S else _LARGE_BYTES
-    bulk_s = await exchange(_BULK_MESSAGES, *_directed(size, there=there))
+    count = _BULK_MESSAGES if usual < _SLOW_S else 1
+    bulk_s = usual if count == 1 else await exchange(count, *_directed(size, there=there))
     # What a slow start does not explain was something else, such as a machine that was busy.
     large_s = min(first, usual + _SLOW_START_ROUND_TRIPS * round_trip_s)
     return _Way(
-        bytes_per_s=_BULK_MESSAGES * size / max(1e-6, bulk_s - round_trip_s, bulk_s / 2),
+        bytes_per_s=count * size / max(1e-6, bulk_s - round_trip_s, bulk_s / 2),
         late_s=late_one_way_s(rows),
         messages=beyond_empty(
             round_trip_s,

@@ -112,6 +112,13 @@ def test_letters_that_the_output_does_not_take_are_escaped(chat: Types, endpoint
     assert narrow.buffer.getvalue() == "Größe \\U0001f600\n".encode("latin-1")
 
 
+def test_what_is_typed_in_a_locale_without_utf_8_arrives(chat: Types, endpoint: Endpoint):
+    endpoint.says(event(content="so"), DONE)
+    typed = ["Größe".encode().decode("ascii", "surrogateescape"), "Gr\udcf6\udcdfe"]
+    assert chat("--system", typed[0], typed[1]) == (0, "so\n", "")
+    assert endpoint.contents(0) == ["Größe", "Gr\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}e"]
+
+
 def test_what_was_said_is_told_with_the_next_question(chat: Types, endpoint: Endpoint, tmp_path: Path):
     endpoint.says(event(content="1"), DONE)
     endpoint.says(event(content="2"), DONE)

@@ -127,6 +127,20 @@ def test_both_ways_are_measured():
     asyncio.run(once())
 
 
+@pytest.mark.parametrize(("mbit_per_s", "at_once"), [(1, 1), (100, 4)])
+def test_a_slow_link_is_measured_and_not_filled(mbit_per_s, at_once):
+    """Four large messages at once would take longer than a device may be silent."""
+    lots = []
+
+    async def exchange(count: int, send_bytes: int, answer_bytes: int) -> float:
+        lots.append(count)
+        return 0.01 + count * (send_bytes + answer_bytes) / (mbit_per_s * 125_000)
+
+    way = asyncio.run(linkprobe._way(exchange, 0.01, there=True))
+    assert way.bytes_per_s == pytest.approx(mbit_per_s * 125_000, rel=0.05)
+    assert max(lots) == at_once
+
+
 @pytest.mark.parametrize("bad", ["127.0.0.9", "fe80::1%nowhere0"])
 def test_an_address_that_does_not_work_is_passed_over(dead, bad):
     dead.add(bad)
