@@ -1,8 +1,9 @@
-"""``python -m tests.gpu.differences FOLDER [apart] ARCHITECTURE...``: how far layers on the GPU take logits from the CPU's.
+"""``python -m tests.gpu.differences FOLDER [apart]``: how far layers on the GPU take logits from the CPU's.
 
-``apart``: their experts are on the CPU. A line of JSON for each architecture: its name, the differences of whole models, as
-llama.cpp computes them there, and those of windows by where their layers are. A process of its own, since a device may end
-it; one for several architectures, since most of the time is that of compiling what a GPU runs.
+``apart``: their experts are on the CPU. Standard input has the name of an architecture in each line. It is answered with a
+line of JSON: the name, the differences of whole models, as llama.cpp computes them there, and those of windows by where their
+layers are. A process of its own, since a device may end it; one for several architectures, since most of the time is that of
+compiling what a GPU runs.
 """
 
 from __future__ import annotations
@@ -104,9 +105,10 @@ def differences(architecture: str, folder: Path, *, apart: bool) -> tuple[list[f
     return whole, found
 
 
-def main(folder: Path, architectures: Sequence[str], *, apart: bool) -> None:
+def main(folder: Path, *, apart: bool) -> None:
     """Compute and tell."""
-    for architecture in architectures:
+    for line in sys.stdin:
+        architecture = line.strip()
         own = folder / architecture
         own.mkdir()
         whole, windows = differences(architecture, own, apart=apart)
@@ -116,4 +118,4 @@ def main(folder: Path, architectures: Sequence[str], *, apart: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [each for each in sys.argv[2:] if each != "apart"], apart="apart" in sys.argv[2:])
+    main(Path(sys.argv[1]), apart="apart" in sys.argv[2:])

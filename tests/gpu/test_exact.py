@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,30 +33,30 @@ OTHERS = [name for name in EVERY_KIND if not synth.has_experts(name) and name !=
 
 
 class Child:
-    """Processes of ``tests.gpu.differences``, another one where a device ended one; what they tell comes as they go."""
+    """A process of ``tests.gpu.differences``, another one where a device ended it."""
 
-    def __init__(self, folder: Path, architectures: Sequence[str], *options: str) -> None:
-        self._folder, self._left, self._options = folder, list(architectures), options
+    def __init__(self, folder: Path, *options: str) -> None:
+        self._folder, self._options = folder, options
         self._process: subprocess.Popen[bytes] | None = None
         self._number = 0
 
     def of(self, architecture: str) -> dict[str, Any] | str:
-        """The differences of the ``architecture`` whose turn it is, or how the process ended."""
-        assert self._left.pop(0) == architecture
+        """The differences of ``architecture``, or how the process ended."""
         if self._process is None:
             self._number += 1
             folder = self._folder / str(self._number)
             folder.mkdir()
             self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "tests.gpu.differences", str(folder)),
-                    *(*self._options, architecture, *self._left),
-                ],
+                [sys.executable, "-m", "tests.gpu.differences", str(folder), *self._options],
                 env=environment(os.environ, 1, 0, gpu=True),
                 cwd=ROOT,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._process.stdin.write(f"{architecture}\n".encode())
+        self._process.stdin.flush()
         line = self._process.stdout.readline()
         if line.endswith(b"\n"):
             told: dict[str, Any] = json.loads(line)
@@ -73,31 +73,26 @@ class Child:
                 process.kill()
 
 
-def _child(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, *options: str) -> Iterator[Child]:
-    """One for the architectures of the tests that use this fixture, in their order."""
-    asked = [each for each in request.session.items if request.fixturename in getattr(each, "fixturenames", ())]
-    found = Child(
-        tmp_path_factory.mktemp("differences"),
-        [each.callspec.params["architecture"] for each in asked],  # type: ignore[attr-defined]
-        *options,
-    )
+def _child(tmp_path_factory: pytest.TempPathFactory, *options: str) -> Iterator[Child]:
+    """One for the architectures of all tests that use this fixture."""
+    found = Child(tmp_path_factory.mktemp("differences"), *options)
     yield found
     found.close()
 
 
 @pytest.fixture(scope="module")
-def child(request, tmp_path_factory):
-    yield from _child(request, tmp_path_factory)
+def child(tmp_path_factory):
+    yield from _child(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def child_of_mixtures(request, tmp_path_factory):
-    yield from _child(request, tmp_path_factory)
+def child_of_mixtures(tmp_path_factory):
+    yield from _child(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def child_of_mixtures_apart(request, tmp_path_factory):
-    yield from _child(request, tmp_path_factory, "apart")
+def child_of_mixtures_apart(tmp_path_factory):
+    yield from _child(tmp_path_factory, "apart")
 
 
 def check(architecture: str, told: dict[str, Any] | str) -> None:
