@@ -1,9 +1,9 @@
 """``python -m tests.gpu.differences FOLDER [apart]``: how far layers on the GPU take logits from the CPU's.
 
 ``apart``: their experts are on the CPU. Standard input has the name of an architecture in each line. It is answered with a
-line of JSON: the name, the differences of whole models, as llama.cpp computes them there, and those of windows by where their
-layers are. A process of its own, since a device may end it; one for several architectures, since most of the time is that of
-compiling what a GPU runs.
+line of JSON: the name, whether the GPU has flash attention for the model's heads, the differences of whole models, as
+llama.cpp computes them there, and those of windows by where their layers are. A process of its own, since a device may end
+it; one for several architectures, since most of the time is that of compiling what a GPU runs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from halda.cost import lacks_flash
+from primad.engine.devices import list_gpus
 from primad.gguf.architectures import block_count, cut_multiple, layer_count, tail_layers
 from primad.gguf.header import Header, read_header
 from primad.gguf.profile import model_profile
@@ -73,8 +75,8 @@ def write_for_three_windows(path: Path, architecture: str) -> Header:
             return header
 
 
-def differences(architecture: str, folder: Path, *, apart: bool) -> tuple[list[float], dict[str, float]]:
-    """Of whole models and of windows."""
+def differences(architecture: str, folder: Path, backend: str, *, apart: bool) -> dict[str, object]:
+    """Of whole models and of windows, on a GPU of this ``backend``."""
     header = write_for_three_windows(folder / "model.gguf", architecture)
     each = layer_count(header) // 3
     cuts = [0, each, 2 * each, 3 * each]
@@ -102,18 +104,20 @@ def differences(architecture: str, folder: Path, *, apart: bool) -> tuple[list[f
             position += len(tokens)
         route.release()
         found[name] = differs(logits)
-    return whole, found
+    flash = not lacks_flash(backend, model_profile(header))
+    return {"architecture": architecture, "flash": flash, "whole": whole, "windows": found}
 
 
 def main(folder: Path, *, apart: bool) -> None:
     """Compute and tell."""
+    backend = next(list_gpus()).backend
     for line in sys.stdin:
         architecture = line.strip()
         own = folder / architecture
         own.mkdir()
-        whole, windows = differences(architecture, own, apart=apart)
+        told = differences(architecture, own, backend, apart=apart)
         shutil.rmtree(own)
-        sys.stdout.write(json.dumps({"architecture": architecture, "whole": whole, "windows": windows}) + "\n")
+        sys.stdout.write(json.dumps(told) + "\n")
         sys.stdout.flush()
 
 

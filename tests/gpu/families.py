@@ -89,7 +89,7 @@ KEYS: dict[str, dict[str, Any]] = {
     },
     "lfm2": {**_attends(2048, 32, _FEW, 64), "feed_forward_length": 4096},
     "llama4": {**_attends(2560, 16, 8, 128), "feed_forward_length": 8192, **_experts(2, 1, 4096)},
-    "mimo2": {**_attends(2048, 32, [4, 8, 8, 8], 192), "attention.value_length": 128, **_experts(8, 8, 1024)},
+    "mimo2": {**_attends(2048, 64, [4, 8, 8, 8], 192), "attention.value_length": 128, **_experts(8, 8, 1024)},
     "mistral4": {**_LATENT, **_experts(4, 4, 512)},
     "nemotron_h": {**_attends(2240, 20, _FEW, 128), "feed_forward_length": [0, 4096], **_states(5120, 128, 64, 8)},
     "openelm": {

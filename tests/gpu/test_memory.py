@@ -13,7 +13,7 @@ import pytest
 
 from halda import DeviceProfile, HelpedSpeed, Plan, Window, Workload, evaluate, instance
 from halda.cost import GPU_RUNTIME_BYTES
-from primad.engine.llama import WholeModel
+from primad.engine.llama import WholeModel, hear_llama
 from primad.gguf.adapter import Adapter
 from primad.gguf.architectures import layer_count
 from primad.gguf.header import read_header
@@ -81,6 +81,7 @@ def taken_by_windows(caplog, gpu) -> list[float]:
 
 @pytest.fixture
 def said(caplog):
+    hear_llama()  # another test of this process may have set a callback of its own
     caplog.set_level(logging.DEBUG, "primad.engine.llama")
     return caplog
 
