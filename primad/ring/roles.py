@@ -263,6 +263,8 @@ class HeadRole:
             case Tell(events, rows):
                 self._channel.tell(*events)
                 self._count(events, start)
+                if not rows:  # news, such as that a step is late: who looks for one asks what was computed
+                    return True
         self._meter.computed(visit, rows, time.perf_counter() - start, self._streams)
         return True
 

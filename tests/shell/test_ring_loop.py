@@ -554,9 +554,10 @@ def test_a_head_tells_of_a_device_that_stopped_and_hears_its_daemon(model, windo
         overdue = head.expect(Overdue)
         assert overdue.step == 1
         assert 1 <= overdue.waited_s < TIMEOUT_S
-        head.status()
+        computed = head.status().steps
         again = head.late[0] if head.late else head.expect(Overdue)
         assert again.waited_s >= 2
+        assert head.status().steps == computed, "what is only told is no step: by that a step that was lost is found"
 
 
 def compute_one(model: FakeModel, windows: dict[int, FakeHiddenWindow], worker: Links) -> None:
