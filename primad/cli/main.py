@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -49,6 +50,7 @@ app = typer.Typer(
 UsageError: Any = typer.BadParameter.__bases__[0]
 """What typer raises for every mistake on the command line; it has no public name."""
 
+_NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EIO)
 _INTERRUPTED = 130
 """What typer answers when a KeyboardInterrupt ended a command, and what a shell expects of a command that Ctrl-C ended."""
 
@@ -164,6 +166,7 @@ def main() -> None:
         code = app(standalone_mode=False) or 0
         if code == _INTERRUPTED:
             raise KeyboardInterrupt
+        sys.stdout.flush()
         sys.exit(code)
     except Stopped:  # a daemon has no other end
         err.print("stopped")
@@ -178,3 +181,9 @@ def main() -> None:
             sys.exit(2)
         command = "primad" if exc.ctx is None else exc.ctx.command_path
         _fail(f"{exc.format_message().rstrip('.')}; see '{command} --help'", for_good=True)
+    except OSError as exc:
+        if exc.errno not in _NO_ROOM or exc.filename is not None:
+            raise
+        with Path(os.devnull).open("wb") as nothing:  # else Python tries once more as it ends
+            os.dup2(nothing.fileno(), 1)
+        _fail(f"standard output: {exc.strerror}; make room where it goes")

@@ -57,6 +57,9 @@ DEFAULT_CONTROL_PORT: Final = 7770
 DEFAULT_HTTP_PORT: Final = 8080
 DEFAULT_CLUSTER: Final = "home"
 LOOPBACK: Final = "127.0.0.1"
+_VARIABLE: Final = "PRIMAD_"
+_NEARLY: Final = 0.8
+"""So like a key, from 0 to 1, is a slip of it."""
 _KEYS: Final = (
     *(
         "name",
@@ -186,7 +189,7 @@ class _Sources:
         """(value, name of its source), or None where nobody gave one."""
         if self._flags.get(key) is not None and self._flags[key] != ():
             return self._flags[key], "--device" if key == "devices" else f"--{key.replace('_', '-')}"
-        variable = f"PRIMAD_{key.upper()}"
+        variable = f"{_VARIABLE}{key.upper()}"
         if self._environ.get(variable):
             return self._environ[variable], variable
         if key in self._stored:
@@ -196,6 +199,7 @@ class _Sources:
 
 def load_config(flags: Flags, environ: Mapping[str, str] = os.environ) -> Config:
     """The configuration. Raises ``ConfigError`` naming the flag, variable or key that is wrong."""
+    _check_variables(environ)
     home = _home(flags, environ)
     file = home / "config.toml"
     sources = _Sources(flags, environ, _read_file(file), file)
@@ -233,6 +237,15 @@ def load_config(flags: Flags, environ: Mapping[str, str] = os.environ) -> Config
     )
     _check_patience(config, sources)
     return config
+
+
+def _check_variables(environ: Mapping[str, str]) -> None:
+    """One that is nearly named as a key is a slip; others may be anybody's."""
+    for variable in sorted(name for name in environ if name.startswith(_VARIABLE)):
+        key = variable.removeprefix(_VARIABLE).lower()
+        close = () if key in _KEYS else difflib.get_close_matches(key, _KEYS, n=1, cutoff=_NEARLY)
+        if close:
+            raise ConfigError(f"{variable}: no such variable; did you mean {_VARIABLE}{close[0].upper()}?")
 
 
 def _gpu(value: Any, source: str) -> str:

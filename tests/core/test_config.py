@@ -321,6 +321,11 @@ def test_an_unknown_key_in_the_file_is_refused(home, key):
 
 
 def test_a_key_with_a_slip_is_told_which_one_was_meant(home):
+    assert (
+        refusal(home, environ={"PRIMAD_MAXRAM": "8GB"})
+        == "PRIMAD_MAXRAM: no such variable; did you mean PRIMAD_MAX_RAM?"
+    )
+    assert load(home, environ={"PRIMAD_VENV": ".venv"}).threads is None, "others have variables of their own"
     assert refusal(home, file='max_rma = "8GB"').endswith("; did you mean 'max_ram'?")
     assert "did you mean" not in refusal(home, file="frobnicate = 1")
 

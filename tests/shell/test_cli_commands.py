@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -442,3 +443,17 @@ def test_a_user_without_a_home_folder_is_told_so(command, monkeypatch):
 
     monkeypatch.setattr(Path, "home", home)
     assert_refused(command("status"), "HOME: is not set, and this user has no home folder; set it to ")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_output_that_finds_no_room_is_one_line():
+    with Path("/dev/full").open("wb") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", "from primad.cli.main import main; main()", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert ended.returncode == 2
+    assert ended.stderr == "primad: error: standard output: No space left on device; make room where it goes\n"
