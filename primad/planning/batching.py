@@ -33,6 +33,8 @@ MOST_ROWS: Final = 256
 _ROWS: Final = (128, 64, 32, 16)
 LEAST_ROWS: Final = 64
 """A processor computes so many rows of a chunk nearly as quickly as any number of them."""
+SHORT_S: Final = 0.5
+"""Who reads an answer may wait so long once for another's prompt, which takes several times as long in pieces."""
 _LITTLE: Final = 0.01
 """Share of a model's bytes in float32 that are norms: no matrix has so few."""
 
@@ -138,8 +140,9 @@ def multiple_of_pieces(plan: Plan, question: Instance, sequences: int) -> int:
 def pieces_of(plan: Plan, question: Instance, sequences: int) -> Pieces | None:
     """The pieces in which chunks are computed while others of so many ``sequences`` write; None: they are not cut.
 
-    The others wait for a piece no longer than for the tokens of all of them. Where they are fewer than the machines of the
-    ring, pieces follow each other between two tokens of theirs.
+    The others wait for a piece no longer than for the tokens of all of them, and once for what is left of a prompt if that
+    takes ``SHORT_S`` at most. Where they are fewer than the machines of the ring, pieces follow each other between two
+    tokens of theirs.
     """
     multiple = multiple_of_pieces(plan, question, sequences)
     if not multiple:
@@ -154,7 +157,8 @@ def pieces_of(plan: Plan, question: Instance, sequences: int) -> Pieces | None:
     far = question.workload.context_tokens // 2
     slower_s = _piece_s(plan, question, rows[0], behind=far) - took_s[rows[0]]
     twice = max(1, round(far * took_s[rows[0]] / slower_s)) if slower_s > 0 else None
-    return Pieces(multiple=multiple, rows=tuple(rows), twice=twice)
+    short = max((size for size in sizes if took_s[size] <= SHORT_S), default=0)
+    return Pieces(multiple=multiple, rows=tuple(rows), twice=twice, short=short)
 
 
 def _piece_s(plan: Plan, question: Instance, rows: int, *, behind: int) -> float:

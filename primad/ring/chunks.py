@@ -8,7 +8,8 @@ A chunk ends after ``rows`` tokens, or once it has ``least`` of them before a to
 message begins with one. So the next turn computes what is new, and the answer before it, which was computed row by row.
 
 Other answers wait for a chunk. Where llama.cpp computes a chunk bit for bit the same in pieces, it is cut into some that
-take no longer than the others' tokens do (``Pieces``): a prompt that comes alone is computed in whole chunks.
+take no longer than the others' tokens do (``Pieces``): a prompt that comes alone is computed in whole chunks, and so is a
+short one, for which all others would wait a moment, and it itself several times as long in pieces.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ class Pieces:
 
     All are multiples of ``multiple``, and the last piece is no smaller. For more generations than are listed the last holds.
     Behind ``twice`` tokens a row takes twice as long as the first (None: all take the same), and a piece has half of them.
+    What is left of a prompt is one piece once it has no more than ``short`` rows.
     """
 
     multiple: int
     rows: tuple[int, ...]
     twice: int | None = None
+    short: int = 0
 
     def __post_init__(self) -> None:
         assert self.multiple >= 1
         assert self.rows
         assert all(rows > 0 and rows % self.multiple == 0 for rows in self.rows)
         assert self.twice is None or self.twice > 0
+        assert self.short >= 0
 
     def of(self, first: int, writing: int) -> int:
         """Rows of a piece behind ``first`` tokens while so many write."""
@@ -55,9 +59,10 @@ class Chunking:
     begins: Callable[[int], bool]
     pieces: Pieces | None = None
 
-    def piece(self, first: int, end: int, writing: int) -> int:
-        """The end of the next piece of a chunk up to ``end`` of which what is before ``first`` is computed."""
-        if self.pieces is None or not writing:
+    def piece(self, first: int, end: int, until: int, writing: int) -> int:
+        """The end of the next piece of a chunk up to ``end``, of a prompt up to ``until``; what is before ``first`` is
+        computed."""
+        if self.pieces is None or not writing or until - first <= self.pieces.short:
             return end
         last = first + self.pieces.of(first, writing)
         return last if last + self.pieces.multiple <= end else end

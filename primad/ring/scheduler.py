@@ -375,7 +375,7 @@ class Scheduler:
         first = sequence.cells
         if first >= running.chunk_end:
             running.chunk_end = self._chunking.end(prompt, first)
-        last = self._chunking.piece(first, running.chunk_end, self._decoding)
+        last = self._chunking.piece(first, running.chunk_end, len(prompt), self._decoding)
         if last == running.chunk_end:
             sequence.computed.ends.append(last)
         sequence.cells = last
@@ -411,7 +411,7 @@ class Scheduler:
         else:
             if first >= running.chunk_end:
                 running.chunk_end = min(first + self._chunking.rows, known)
-            last = self._chunking.piece(first, running.chunk_end, self._decoding - 1)
+            last = self._chunking.piece(first, running.chunk_end, known, self._decoding - 1)
         sequence.cells = last
         step = PlannedStep(
             step=self._steps,

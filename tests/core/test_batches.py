@@ -11,6 +11,7 @@ from halda import CHUNKS, DeviceProfile, TypeRows, evaluate, instance, residency
 from halda.instance import Instance
 from halda.load import under_load
 from primad.planning.batching import (
+    SHORT_S,
     SPLIT_CELLS,
     BatchingMode,
     batches_of,
@@ -219,6 +220,11 @@ def test_pieces_of_a_chunk_take_no_longer_than_the_tokens_of_all_others():
     assert found.rows[0] < found.rows[-1] <= 512
     took_s = max(each.prefill_s for each in evaluate(PLAN, asked.with_rows(found.rows[-1])).devices)
     assert took_s <= under_load(PLAN, asked, sequences=64).tbt_s
+    short_s, long_s = (
+        max(each.prefill_s for each in evaluate(PLAN, asked.with_rows(rows)).devices)
+        for rows in (found.short, 2 * found.short)
+    )
+    assert short_s <= SHORT_S < long_s
     assert batches_of("auto", PLAN, asked, 65).pieces == found
     assert found.twice is not None, "attention to what is before a piece takes time"
     slow = [replace(each, cpu=replace(each.cpu, plain_attention_s=1e-8)) for each in asked.devices]

@@ -569,12 +569,13 @@ def test_what_prompts_have_in_common_is_computed_once_and_the_answers_are_those_
 
 
 cuts_of_chunks = st.none() | st.builds(
-    lambda multiple, times, twice: Pieces(
-        multiple=multiple, rows=tuple(multiple * each for each in times), twice=twice
+    lambda multiple, times, twice, short: Pieces(
+        multiple=multiple, rows=tuple(multiple * each for each in times), twice=twice, short=short
     ),
     st.integers(1, 4),
     st.lists(st.integers(1, 4), min_size=1, max_size=3),
     st.none() | st.integers(1, 40),
+    st.integers(0, 12),
 )
 replays = st.sampled_from([1, 1, 3, 7])
 batchings = st.builds(

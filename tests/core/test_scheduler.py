@@ -621,9 +621,9 @@ def test_what_an_earlier_epoch_sampled_is_fed_some_at_a_time_where_that_is_exact
     assert (last.tokens, list(last.draws)) == ([17], [0])
 
 
-def in_pieces() -> Scheduler:
+def in_pieces(short: int = 0) -> Scheduler:
     """One generation writes; another one has a prompt of 20 tokens in chunks of 9, which are cut beside the first."""
-    chunking = replace(chunks_of(9), pieces=Pieces(multiple=2, rows=(2, 4)))
+    chunking = replace(chunks_of(9), pieces=Pieces(multiple=2, rows=(2, 4), short=short))
     made = Scheduler(context=100, chunking=chunking, depth=1, sequences=3)
     made.submit(generate(1, [1]))
     commit(made, next_step(made).step, draw_of(7), 0)
@@ -643,6 +643,16 @@ def test_beside_others_a_chunk_is_computed_in_pieces_between_their_tokens():
     assert pieces == [2, 2, 2, 3, 2, 2, 2]
     last = next_step(made)
     assert (last.requests, last.tokens) == ([2], [15, 16, 17])
+
+
+def test_what_is_left_of_a_prompt_is_one_piece_once_it_is_short():
+    made = in_pieces(short=8)
+    pieces = []
+    for _ in range(16):
+        step = next_step(made)
+        pieces += [len(step.tokens)] if step.requests == [2] and len(pieces) < 8 else []
+        commit(made, step.step, draw_of(9), 0)
+    assert pieces == [2, 2, 2, 3, 2, 2, 5, 2], "chunks end where they do"
 
 
 def test_pieces_far_behind_the_beginning_have_fewer_rows_for_the_same_time():
