@@ -75,7 +75,10 @@ def measure(model: Path, options: argparse.Namespace) -> list[Asked]:
             stack.enter_context(_llama_server(options.server, model, folder, repack, max(options.streams)))
             for repack in (True, False)
         ]
-        servers += [stack.enter_context(_primad(model, folder / str(count), count)) for count in options.devices]
+        servers += [
+            stack.enter_context(_primad(model, folder / str(count), count, options.objective))
+            for count in options.devices
+        ]
         found = [
             (Asked(model=model.stem, system=each.system, processes=each.processes, streams=streams), each)
             for streams in options.streams
@@ -111,7 +114,7 @@ def _llama_server(program: Path, model: Path, folder: Path, repack: bool, stream
 
 
 @contextmanager
-def _primad(model: Path, folder: Path, processes: int) -> Iterator[_Server]:
+def _primad(model: Path, folder: Path, processes: int, objective: str) -> Iterator[_Server]:
     """A head and workers, each with a home of its own, in a cluster of their own."""
     folder.mkdir()
     port, cluster = free_port(), f"bench-{secrets.token_hex(4)}"
@@ -125,6 +128,7 @@ def _primad(model: Path, folder: Path, processes: int) -> Iterator[_Server]:
         home = ["--home", str(folder / "head"), "--name", "head", "--cluster", cluster]
         others = ["--wait", str(processes - 1), "--wait-timeout", "300", "--use-all"] if processes > 1 else ["--alone"]
         serve = ["serve", "--model", str(model), "--port", str(port), "--context", str(CONTEXT), *home, *others]
+        serve += ["--objective", objective]
         process = stack.enter_context(daemon(serve, folder, stderr=said))
         wait_until_serving(process, port, folder / "head.log")
         yield _Server(PRIMAD, processes, port, model_id(model))
@@ -209,6 +213,7 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> a
     one.add_argument("--server", type=Path, required=True, help="llama-server (tools/setup-llama server builds it)")
     one.add_argument("--devices", type=int, nargs="+", default=[1, 2, 3], help="processes of a ring")
     one.add_argument("--streams", type=int, nargs="+", default=[1, 4], help="answers at once")
+    one.add_argument("--objective", default="balanced", help="what primad's plans make small")
     one.add_argument("--rounds", type=int, default=5)
     one.add_argument("--json", help="also write the figures to this file")
     return one
