@@ -76,8 +76,7 @@ def measure(model: Path, options: argparse.Namespace) -> list[Asked]:
             for repack in (True, False)
         ]
         servers += [
-            stack.enter_context(_primad(model, folder / str(count), count, options.objective))
-            for count in options.devices
+            stack.enter_context(_primad(model, folder / str(count), count, options)) for count in options.devices
         ]
         found = [
             (Asked(model=model.stem, system=each.system, processes=each.processes, streams=streams), each)
@@ -114,7 +113,7 @@ def _llama_server(program: Path, model: Path, folder: Path, repack: bool, stream
 
 
 @contextmanager
-def _primad(model: Path, folder: Path, processes: int, objective: str) -> Iterator[_Server]:
+def _primad(model: Path, folder: Path, processes: int, options: argparse.Namespace) -> Iterator[_Server]:
     """A head and workers, each with a home of its own, in a cluster of their own."""
     folder.mkdir()
     port, cluster = free_port(), f"bench-{secrets.token_hex(4)}"
@@ -128,7 +127,7 @@ def _primad(model: Path, folder: Path, processes: int, objective: str) -> Iterat
         home = ["--home", str(folder / "head"), "--name", "head", "--cluster", cluster]
         others = ["--wait", str(processes - 1), "--wait-timeout", "300", "--use-all"] if processes > 1 else ["--alone"]
         serve = ["serve", "--model", str(model), "--port", str(port), "--context", str(CONTEXT), *home, *others]
-        serve += ["--objective", objective]
+        serve += ["--objective", options.objective, "--extra-buffers", options.extra_buffers]
         process = stack.enter_context(daemon(serve, folder, stderr=said))
         wait_until_serving(process, port, folder / "head.log")
         yield _Server(PRIMAD, processes, port, model_id(model))
@@ -214,6 +213,7 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> a
     one.add_argument("--devices", type=int, nargs="+", default=[1, 2, 3], help="processes of a ring")
     one.add_argument("--streams", type=int, nargs="+", default=[1, 4], help="answers at once")
     one.add_argument("--objective", default="balanced", help="what primad's plans make small")
+    one.add_argument("--extra-buffers", default="auto", help="whether primad has repacked weights: auto, on or off")
     one.add_argument("--rounds", type=int, default=5)
     one.add_argument("--json", help="also write the figures to this file")
     return one
