@@ -79,7 +79,7 @@ from tools.lab.energy import Gauge, Reading, gauge  # noqa: E402
 from tools.lab.local_ring import LocalRing, even_windows, types_of  # noqa: E402
 from tools.lab.plain_child import PlainChild  # noqa: E402
 from tools.lab.plain_llama import PROMPT  # noqa: E402
-from tools.lab.served import Served, wanted  # noqa: E402
+from tools.lab.served import Served, by_round, wanted  # noqa: E402
 from tools.synthetic import borrowed, model_path  # noqa: E402
 from tools.synthetic import write as synthesise  # noqa: E402
 
@@ -220,8 +220,8 @@ async def _rows(
     for count, ring in rings.items():
         statuses = [await ring.status(name) for name in ring.plan.devices]
         hops = sorted(hop for status in statuses for hop in status.hop_s)
-        decoded = _ratios(series[count].decode, series[best_decode].decode)
-        prefilled = _ratios(series[count].prefill, series[best_prefill].prefill)
+        decoded = by_round(series[count].decode, series[best_decode].decode)
+        prefilled = by_round(series[count].prefill, series[best_prefill].prefill)
         rows.append(
             Row(
                 model=model.stem,
@@ -242,11 +242,6 @@ async def _rows(
             )
         )
     return rows
-
-
-def _ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Of runs that stood side by side."""
-    return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
 def _median(figures: Sequence[float]) -> float | None:
@@ -497,7 +492,10 @@ def http(options: argparse.Namespace) -> int:
     except LabError as exc:
         out.print(f"tools/bench http: error: {exc}")
         return 1
-    write_json(options.json, "http", facts, bench_http.show(rows, bench_http.ratios(rows)))
+    ratios = bench_http.ratios(rows)
+    bench_http.show(rows)
+    bench_serve.show_wanted(ratios)
+    write_json(options.json, "http", facts, [*map(asdict, rows), *ratios])
     return 0
 
 

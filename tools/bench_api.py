@@ -11,24 +11,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import http.client
 import json
-import os
-import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import psutil
 from rich.console import Console
 
 from primad.api.backend import ServedModel
@@ -36,19 +29,19 @@ from primad.api.openai.schema import ChatRequest, parse
 from primad.api.openai.tool_use import chat_text
 from primad.engine.protocol import GREEDY
 from primad.gguf.model import open_model
-from primad.head.options import model_id
 from primad.head.vocabulary import ModelVocabulary
 from primad.ring.messages import Sampled
+from tools.demo import PRIMAD
+from tools.lab.http_servers import HttpServer, head_here
 from tools.lab.local_ring import LocalRing
-from tools.lab.names import LabError
 from tools.lab.plain_llama import PROMPT
+from tools.lab.served import by_round
 
 PROMPT_TOKENS: Final = 40
 TOKENS: Final = 256
 REQUEST_BYTES: Final = 32 << 10
 TURNS: Final = 20
 PARSED: Final = 40
-START_S: Final = 300.0
 SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
     "properties": {
@@ -79,7 +72,7 @@ class ApiFigures:
         def median(values: list[float]) -> float:
             return statistics.median(values)
 
-        masks = statistics.median(m / p for m, p in zip(self.masked_token_s, self.http_token_s, strict=True)) - 1
+        masks = median(by_round(self.masked_token_s, self.http_token_s)) - 1
         return [
             (
                 "processor outside the ring process",
@@ -90,7 +83,7 @@ class ApiFigures:
             ),
             (
                 "streaming through HTTP",
-                statistics.median(r / h for r, h in zip(self.ring_token_s, self.http_token_s, strict=True)),
+                median(by_round(self.ring_token_s, self.http_token_s)),
                 "of the ring alone",
                 "at least",
                 0.97,
@@ -113,95 +106,15 @@ class ApiFigures:
         ]
 
 
-class HeadHere:
-    """A head that serves ``model`` alone on this machine, in a home of its own."""
-
-    def __init__(self, process: subprocess.Popen[bytes], port: int, name: str) -> None:
-        self._process, self._port, self._name = process, port, name
-
-    def cpu_s(self) -> float:
-        """Processor seconds of everything but the ring process, until now."""
-        head = psutil.Process(self._process.pid)
-        others = [child for child in head.children(recursive=True) if "primad.ring.process" not in child.cmdline()]
-        return sum(sum(each.cpu_times()[:2]) for each in [head, *others])
-
-    def stream(self, tokens: int, **more: Any) -> tuple[float, float]:
-        """Seconds to the first token, and between tokens, of a completion of so many."""
-        ask = {
-            "model": self._name,
-            "prompt": PROMPT[:PROMPT_TOKENS],
-            "max_tokens": tokens,
-            "temperature": 0,
-            "stream": True,
-        }
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=START_S)
-        begin = time.perf_counter()
-        connection.request("POST", "/v1/completions", json.dumps(ask | more), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise LabError(f"the head answers {answer.status}: {answer.read(300).decode(errors='replace')}")
-        times = []
-        for line in answer:
-            if line.startswith(b"data: {"):
-                times.append(time.perf_counter())
-        connection.close()
-        return times[0] - begin, (times[-2] - times[0]) / (len(times) - 2)  # the last event only ends the answer
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
-@contextmanager
-def head_here(model: Path, folder: Path, threads: int) -> Iterator[HeadHere]:
-    """A head with its own profile, measured before. Raises ``LabError`` when it does not come."""
-    command = [str(Path(sys.executable).parent / "primad")]
-    home = ["--home", str(folder / "home")]
-    subprocess.run([*command, "profile", *home], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    port = free_port()
-    with (folder / "head.log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                *command,
-                *("serve", "--model", str(model), "--alone", "--port", str(port), *home),
-                *("--threads", str(threads), "--extra-buffers", "off", "--context", "1024"),
-            ],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        )
-    try:
-        wait_until_serving(process, port, folder / "head.log")
-        yield HeadHere(process, port, model_id(model))
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def wait_until_serving(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    """Wait for the head behind ``port``, which writes to ``log``. Raises ``LabError`` when it does not come."""
-    until = time.monotonic() + START_S
-    while time.monotonic() < until and process.poll() is None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        try:
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
-                return
-        except OSError:
-            pass
-        finally:
-            connection.close()
-        time.sleep(0.2)
-    raise LabError(f"the head does not serve: {log.read_text(errors='replace')[-500:]}")
-
-
 def measure(model: Path, rounds: int, threads: int) -> ApiFigures:
     """All figures of ``model``, in so many rounds after one to warm up. Raises ``LabError``."""
     found = ApiFigures(request_s=time_requests(model))
-    with tempfile.TemporaryDirectory(prefix="primad-api-") as name, head_here(model, Path(name), threads) as head:
-        asyncio.run(_alternate(model, head, found, rounds, threads))
+    with tempfile.TemporaryDirectory(prefix="primad-api-") as name:
+        profile = ["profile", "--home", str(Path(name) / "head")]
+        subprocess.run([PRIMAD, *profile], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        serving = ("--threads", str(threads), "--extra-buffers", "off", "--context", "1024")
+        with head_here(model, Path(name), head=serving) as head:
+            asyncio.run(_alternate(model, head, found, rounds, threads))
     return found
 
 
@@ -215,7 +128,14 @@ class _Clock:
         self.times.append(time.perf_counter())
 
 
-async def _alternate(model: Path, head: HeadHere, found: ApiFigures, rounds: int, threads: int) -> None:
+def _stream(head: HttpServer, **more: Any) -> tuple[float, float]:
+    """Seconds to the first token, and between tokens."""
+    begin = time.perf_counter()
+    times = head.stream(PROMPT[:PROMPT_TOKENS], TOKENS, **more)
+    return times[0] - begin, (times[-1] - times[0]) / (len(times) - 1)
+
+
+async def _alternate(model: Path, head: HttpServer, found: ApiFigures, rounds: int, threads: int) -> None:
     sampling = msgspec.structs.replace(GREEDY, ignore_eos=True)
     async with LocalRing(model, None, context=1024, threads=threads, flash=False) as ring:
         for number in range(rounds + 1):
@@ -224,9 +144,9 @@ async def _alternate(model: Path, head: HeadHere, found: ApiFigures, rounds: int
             sampled, _ = await ring.generate(PROMPT[:PROMPT_TOKENS], TOKENS, sampling=sampling, heard=clock.hear)
             times = clock.times
             cpu_s = head.cpu_s()
-            http_first_s, http_token_s = await asyncio.to_thread(head.stream, TOKENS, ignore_eos=True)
+            http_first_s, http_token_s = await asyncio.to_thread(_stream, head, ignore_eos=True)
             cpu_s = head.cpu_s() - cpu_s
-            _, masked_token_s = await asyncio.to_thread(head.stream, TOKENS, json_schema=SCHEMA)
+            _, masked_token_s = await asyncio.to_thread(_stream, head, json_schema=SCHEMA)
             if not number:
                 continue
             found.ring_first_s.append(times[0] - begin)

@@ -7,15 +7,13 @@ before the first run and take turns. Beside the tokens a second: the bytes that 
 from __future__ import annotations
 
 import argparse
-import secrets
 import shutil
-import socket
 import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -25,12 +23,14 @@ from rich.console import Console
 
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from primad.head.options import model_id
-from tools.bench_api import HeadHere, wait_until_serving
-from tools.demo import PRIMAD, daemon
+from tools.demo import PRIMAD
+from tools.lab.http_servers import HttpServer, head_here
 from tools.lab.local_ring import even_windows
+from tools.lab.plain_llama import PROMPT
+from tools.lab.served import by_round
 
 NAMES: Final = ("head", "w1", "w2")
+PROMPT_TOKENS: Final = 40
 TOKENS: Final = 256
 RINGS: Final[Mapping[str, tuple[str, ...]]] = {"without": ("--kv-backup", "off"), "with": ("--kv-backup", "16")}
 AT_LEAST: Final = 0.98
@@ -48,8 +48,7 @@ class CopiesFigures:
     @property
     def ratio(self) -> float:
         """The median of what the ring with copies gives of the other's tokens a second."""
-        pairs = zip(self.tokens_per_s["with"], self.tokens_per_s["without"], strict=True)
-        return statistics.median(a / b for a, b in pairs)
+        return statistics.median(by_round(self.tokens_per_s["with"], self.tokens_per_s["without"]))
 
 
 def measure(model: Path, rounds: int, threads: int) -> CopiesFigures:
@@ -61,37 +60,26 @@ def measure(model: Path, rounds: int, threads: int) -> CopiesFigures:
             home = folder / "without" / name
             subprocess.run([PRIMAD, "profile", "--home", home, "--name", name], check=True, stdout=subprocess.DEVNULL)
         shutil.copytree(folder / "without", folder / "with")
-        heads = {ring: _ring(stack, model, folder / ring, threads, options) for ring, options in RINGS.items()}
+        heads = {
+            ring: stack.enter_context(_ring(model, folder / ring, threads, options)) for ring, options in RINGS.items()
+        }
         for number in range(rounds + 1):
-            for ring, (head, url) in heads.items():
-                _, token_s = head.stream(TOKENS, ignore_eos=True)
+            for ring, head in heads.items():
+                times = head.stream(PROMPT[:PROMPT_TOKENS], TOKENS, ignore_eos=True)
                 if number:
-                    found.tokens_per_s[ring].append(1 / token_s)
+                    found.tokens_per_s[ring].append((len(times) - 1) / (times[-1] - times[0]))
                 if number and ring == "with":
-                    found.lag_tokens.append(_status(url)["kv"]["lag_tokens"])
+                    found.lag_tokens.append(_status(head.url)["kv"]["lag_tokens"])
                 time.sleep(1)  # what came last is copied and forgotten before the other ring has its turn
     return found
 
 
-def _ring(stack: ExitStack, model: Path, homes: Path, threads: int, options: tuple[str, ...]) -> tuple[HeadHere, str]:
-    """A head that serves ``model`` with two workers, and where."""
-    cluster = f"copies-{secrets.token_hex(4)}"
-    same = ("--cluster", cluster, "--threads", str(threads))
-    for name in NAMES[1:]:
-        log = stack.enter_context((homes / f"{name}.log").open("wb"))
-        joining = ["join", "--home", str(homes / name), "--name", name, *same]
-        stack.enter_context(daemon(joining, homes, stderr=log))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    serving = ["serve", "--model", str(model), "--home", str(homes / "head"), "--name", "head", *same, *options]
-    serving += ["--port", str(port), "--extra-buffers", "off", "--context", "1024", "--sequences", "1"]
-    serving += ["--wait", str(len(NAMES) - 1), "--wait-timeout", "300", "--rounds", "1"]
+def _ring(model: Path, homes: Path, threads: int, options: tuple[str, ...]) -> AbstractContextManager[HttpServer]:
+    """A head that serves ``model`` with two workers."""
     windows = even_windows(len(model_profile(open_model(model)).layers), len(NAMES))
-    serving += ["--windows", ",".join(map(str, windows or ()))]
-    log = stack.enter_context((homes / "head.log").open("wb"))
-    process = stack.enter_context(daemon(serving, homes, stderr=log))
-    wait_until_serving(process, port, homes / "head.log")
-    return HeadHere(process, port, model_id(model)), f"http://127.0.0.1:{port}"
+    serving = ("--extra-buffers", "off", "--context", "1024", "--sequences", "1", "--rounds", "1")
+    by_hand = ("--windows", ",".join(map(str, windows or ())))
+    return head_here(model, homes, NAMES[1:], every=("--threads", str(threads)), head=(*serving, *by_hand, *options))
 
 
 def _status(url: str) -> dict[str, Any]:

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-import filelock
-
 from halda import DeviceProfile
 from primad.daemon.layer_files import Workspace
 from primad.daemon.measuring import OwnProfile, warn_if_disturbed, warn_of_unused_gpus
@@ -28,7 +26,7 @@ from primad.profiler.effort import QUICK, Effort
 from primad.settings.config import Config, open_home, open_kv_cache, usage_folder
 from primad.settings.quantities import show_bytes
 from primad.system.allocator import keep_little_freed
-from primad.system.private_file import unwritable
+from primad.system.private_file import locked
 from primad.trust.identity import load_identity
 from primad.trust.trust import TrustStore
 
@@ -94,19 +92,11 @@ def own_home(config: Config) -> Iterator[None]:
     """The home folder belongs to one daemon at a time."""
     open_home(config)
     path = config.home / "daemon.lock"
-    lock = filelock.FileLock(path)
-    try:
-        lock.acquire(blocking=False)
-    except filelock.Timeout as exc:
-        raise HomeTakenError(
-            f"--home {config.home}: another primad runs with this folder; stop it or give this one its own --home"
-        ) from exc
-    except OSError as exc:
-        raise unwritable(path, exc) from exc
-    try:
+    taken = HomeTakenError(
+        f"--home {config.home}: another primad runs with this folder; stop it or give this one its own --home"
+    )
+    with locked(path, path, taken):
         yield
-    finally:
-        lock.release()
 
 
 @contextlib.contextmanager

@@ -105,7 +105,8 @@ def measure_cpu(
     if tried:
         tokens = {count: statistics.median(timings.decode_s) for count, timings in tried.items()}
         rows = {count: statistics.median(timings.prefill_s) / timings.prefill_rows for count, timings in tried.items()}
-        threads, batch_threads = (fastest(seconds, others.cores()) for seconds in (tokens, rows))
+        others_cores = others.cores()
+        threads, batch_threads = fastest(tokens, others_cores), fastest(rows, others_cores)
     # What a quick effort or a slow device has no time for counts as it is typical.
     has_time = not effort.is_quick and budget.left_s > _ENOUGH * effort.seconds
     beside = _measure_beside(folder, threads, _OF_BESIDE * effort.seconds) if has_time else {}

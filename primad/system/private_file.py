@@ -30,16 +30,29 @@ def alone_with(path: Path) -> Iterator[None]:
     """Let no other process of ours change ``path`` meanwhile. Raises ``ConfigError`` when one does not end."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_PATIENCE_S)
-        lock.acquire()
-    except filelock.Timeout as exc:
-        raise ConfigError(f"{path}: another primad is writing it and does not end; stop that one") from exc
     except OSError as exc:
-        raise unwritable(path, exc) from exc
+        raise _unwritable(path, exc) from exc
+    taken = ConfigError(f"{path}: another primad is writing it and does not end; stop that one")
+    with locked(path.with_suffix(".lock"), path, taken, LOCK_PATIENCE_S):
+        yield
+
+
+@contextmanager
+def locked(lock: Path, path: Path, taken: ConfigError, patience_s: float = 0.0) -> Iterator[None]:
+    """Hold ``lock``, which guards ``path``. Raises ``taken`` where another process holds it for longer than ``patience_s``,
+    ``ConfigError`` where it cannot be written.
+    """
+    file = filelock.FileLock(lock, timeout=patience_s)
+    try:
+        file.acquire()
+    except filelock.Timeout as exc:
+        raise taken from exc
+    except OSError as exc:
+        raise _unwritable(path, exc) from exc
     try:
         yield
     finally:
-        lock.release()
+        file.release()
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -58,10 +71,10 @@ def write_private(path: Path, data: bytes) -> None:
                 Path(name).unlink()
             raise
     except OSError as exc:
-        raise unwritable(path, exc) from exc
+        raise _unwritable(path, exc) from exc
 
 
-def unwritable(path: Path, exc: OSError) -> ConfigError:
+def _unwritable(path: Path, exc: OSError) -> ConfigError:
     """What to say of ``path`` in a home folder that cannot be written."""
     return ConfigError(
         f"{path}: cannot be written: {exc.strerror or exc}; make room or the folder writable, or choose another --home"

@@ -12,7 +12,6 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from halda.assignment import in_memory
 from primad.gguf.layers import LayerRef, LayerTensor
 from primad.gguf.windows import WindowSpec
 from primad.network.contacts import Contact
@@ -29,7 +28,6 @@ from primad.network.messages import (
     Introduce,
     Introduction,
     Link,
-    Load,
     MeasureLinks,
     Probe,
     Release,
@@ -41,28 +39,13 @@ from primad.ring.messages import encode
 from primad.trust.identity import new_identity
 from tests.e2e.attacks_house import ROGUE
 from tests.e2e.cluster import PATIENCE_S
+from tests.fakes.load import a_load
 from tests.shell.gated import HOST, NOTHING_S
 
 KNOCK = Probe(protocol=PROTOCOL, oldest=OLDEST, version="9", device="rogue")
 HELLO = Hello(protocol=PROTOCOL, version="9", device="rogue", session=1, build="none", gone_after_s=4.0)
 SMALL = LayerRef("cd" * 32, 256, (LayerTensor("attn.weight", 0, (64,), 0, 256),))
-LOAD = Load(
-    ring=1,
-    epoch=1,
-    route=3,
-    width=576,
-    windows=[WindowSpec(window=1, first=0, last=1, metadata=b"GGUF", layers=(SMALL,))],
-    assignments=[in_memory(0, 1)],
-    ahead_bytes=0,
-    extra_buffers=[False],
-    sources=[],
-    context=512,
-    sequences=1,
-    rows=32,
-    step_timeout_s=5.0,
-    place=0,
-    kv_type="f16",
-)
+LOAD = a_load(1, first=0, last=1, layers=(SMALL,), metadata=b"GGUF", width=576, context=512, rows=32)
 FLOOD = 400
 
 

@@ -20,6 +20,7 @@ def a_load(
     first: int = 2,
     last: int = 4,
     layers: tuple[LayerRef, ...] = (LAYER, LAYER),
+    metadata: bytes = b"",
     **changes: object,
 ) -> Load:
     """Layers ``first <= layer < last`` as ``window`` of the route, in the files ``layers``; ``changes`` are other fields."""
@@ -28,7 +29,7 @@ def a_load(
         epoch=epoch,
         route=3,
         width=8,
-        windows=[WindowSpec(window=window, first=first, last=last, metadata=b"", layers=layers)],
+        windows=[WindowSpec(window=window, first=first, last=last, metadata=metadata, layers=layers)],
         assignments=[in_memory(first, last)],
         ahead_bytes=0,
         extra_buffers=[False],

@@ -31,6 +31,7 @@ from rich.console import Console
 from primad import __version__
 from primad.errors import EngineError
 from primad.profiler.processors import cpu_name
+from tools.lab.served import by_round
 
 ROOT: Final = Path(__file__).parent.parent.parent
 SMALL: Final = ROOT / ".models" / "smollm2-135m-q4_1.gguf"
@@ -131,7 +132,7 @@ def _judged(rows: Rows) -> Iterator[Figure]:
 def _copies(rows: Rows) -> Iterator[Figure]:
     for row in rows:
         with_, without = row["tokens_per_s"]["with"], row["tokens_per_s"]["without"]
-        ratios = tuple(a / b for a, b in zip(with_, without, strict=True))
+        ratios = tuple(by_round(with_, without))
         yield Figure(what="KV cells kept twice: tokens/s, of once", values=ratios, at_least=0.98)
 
 

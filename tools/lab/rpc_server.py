@@ -20,6 +20,7 @@ from typing import Final, Self
 
 from primad.ring.spawn import environment
 from tools.lab.names import LabError
+from tools.lab.ports import free_port
 
 START_S: Final = 20.0
 _CPU: Final = 0
@@ -52,9 +53,7 @@ class RpcServers:
         self._end()
 
     def _start(self, place: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         endpoint = f"127.0.0.1:{port}"
         process = subprocess.Popen(
             [sys.executable, __file__, str(self.library), endpoint, str(self._threads)],

@@ -36,7 +36,12 @@ def key(row: Served) -> tuple[str, str, int, int]:
 
 def times(row: Served, other: Served) -> float:
     """How many times the tokens of ``other``: the median of runs of the same round."""
-    return statistics.median(a / b for a, b in zip(row.tokens_per_s, other.tokens_per_s, strict=True))
+    return statistics.median(by_round(row.tokens_per_s, other.tokens_per_s))
+
+
+def by_round(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """``ours`` of ``theirs``, each of runs that stood side by side."""
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
 def wanted(rows: Sequence[Served]) -> list[dict[str, Any]]:
