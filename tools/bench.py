@@ -54,7 +54,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 
-from primad.engine.llama import hear_llama  # noqa: E402
+from primad.engine.binding import hear_llama  # noqa: E402
 from primad.errors import PrimadError  # noqa: E402
 from primad.gguf.model import open_model  # noqa: E402
 from primad.gguf.profile import model_profile  # noqa: E402

@@ -24,12 +24,12 @@ from typing import Any, Final
 import msgspec
 from rich.console import Console
 
-from primad.api.backend import ServedModel
+from primad.api.backend import TextModel
 from primad.api.openai.schema import ChatRequest, parse
 from primad.api.openai.tool_use import chat_text
 from primad.engine.protocol import GREEDY
 from primad.gguf.model import open_model
-from primad.head.vocabulary import ModelVocabulary
+from primad.head.vocabulary import ModelVocabulary, chat_template_of
 from primad.ring.messages import Sampled
 from tools.demo import PRIMAD
 from tools.lab.http_servers import HttpServer, head_here
@@ -159,8 +159,8 @@ async def _alternate(model: Path, head: HttpServer, found: ApiFigures, rounds: i
 
 def time_requests(model: Path) -> list[float]:
     """Seconds in which a chat of ``REQUEST_BYTES`` becomes the text of a prompt."""
-    header = open_model(model)
-    served = ServedModel(id="model", created=0, context_tokens=1 << 16, vocabulary=ModelVocabulary(header))
+    vocabulary = ModelVocabulary(str(model), chat_template_of(open_model(model)))
+    served = TextModel(id="model", created=0, context_tokens=1 << 16, vocabulary=vocabulary)
     text = "the quick brown fox jumps over the lazy dog, " * (REQUEST_BYTES // TURNS // 45)
     messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number in range(TURNS - 1)]
     body = json.dumps({"messages": messages}).encode()

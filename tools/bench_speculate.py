@@ -38,8 +38,8 @@ from typing import Final
 import msgspec
 
 from halda import LinkProfile, arrange, instance
-from primad.engine.llama import LlamaVocabulary
 from primad.engine.protocol import GREEDY, Sampling
+from primad.engine.vocabulary import LlamaVocabulary
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.planning.batching import BatchingMode, batches_of

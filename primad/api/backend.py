@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields
+from datetime import datetime
+from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from primad.ring.messages import GenerationEvent, Sampling
 
@@ -20,8 +23,8 @@ class FillInTokens:
     file: int | None = None
 
 
-class Vocabulary(Protocol):
-    """The served model's tokens and what its file says about chat. Every method is quick and has no side effect."""
+class TokenPieces(Protocol):
+    """What the served model's tokens are as text, and what its file says about chat. Every method is quick."""
 
     @property
     def size(self) -> int:
@@ -39,13 +42,6 @@ class Vocabulary(Protocol):
     def eos(self) -> str:
         """Text of the end-of-sequence token, "" when the model has none."""
 
-    @property
-    def fill_in(self) -> FillInTokens | None:
-        """What the model fills gaps in texts with, or None."""
-
-    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Token ids of ``text``, with llama.cpp's meaning of the two flags."""
-
     def piece(self, token: int) -> bytes:
         """The raw bytes that ``token`` adds to the text; b"" for a special token."""
 
@@ -54,6 +50,17 @@ class Vocabulary(Protocol):
 
     def name(self, token: int) -> str:
         """A printable name of any token, special ones too (for log-probabilities)."""
+
+
+class Vocabulary(TokenPieces, Protocol):
+    """The tokenizer as well. Its work grows with a request and its code may crash, so only the text process has one."""
+
+    @property
+    def fill_in(self) -> FillInTokens | None:
+        """What the model fills gaps in texts with, or None."""
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of ``text``, with llama.cpp's meaning of the two flags."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +101,8 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
-    """The model behind the API. ``created`` is in Unix seconds; ``context_tokens`` bounds prompt plus answer;
+class ModelSettings:
+    """How the model behind the API is served. ``created`` is in Unix seconds; ``context_tokens`` bounds prompt plus answer;
     ``tool_parser`` names the form of its calls, or is ``auto``. With ``context_shift`` the oldest messages of
     a conversation that is too long are left out. As many as ``sequences`` answers are written at once; if that ``is_exact``,
     each is what it is alone."""
@@ -103,7 +110,6 @@ class ServedModel:
     id: str
     created: int
     context_tokens: int
-    vocabulary: Vocabulary
     sampling: SamplingDefaults = SamplingDefaults()
     facts: ModelFacts = ModelFacts()
     names: ModelNames = ModelNames()
@@ -120,6 +126,49 @@ class ServedModel:
     def is_called(self, name: str) -> bool:
         """Whether a client that says ``name`` means this model."""
         return self.names.any_model or name in self.all_names
+
+    @property
+    def settings(self) -> ModelSettings:
+        """These alone."""
+        return ModelSettings(**{each.name: getattr(self, each.name) for each in fields(ModelSettings)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel(ModelSettings):
+    """The model as the daemon has it: its tokens as text."""
+
+    vocabulary: TokenPieces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextModel(ModelSettings):
+    """The model as the text process has it: with its tokenizer."""
+
+    vocabulary: Vocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """What is known when a request is prepared, besides its body. ``model`` is None where none can be asked; ``seed`` counts
+    where the request has none, ``now`` is the clock of chat templates."""
+
+    model: TextModel | None
+    seed: int
+    now: datetime
+
+    @property
+    def served(self) -> TextModel:
+        """The model, which was there when the request was taken."""
+        assert self.model is not None, "this preparation needs the model"
+        return self.model
+
+
+Prepared = TypeVar("Prepared", bound=msgspec.Struct)
+Preparation = Callable[[bytes, Asking], Prepared]
+"""Makes of a request's body all that the daemon needs to answer it. Raises ``RequestError`` and ``ModelError``.
+
+It is a pure function that runs in the text process. Its annotation names what it makes: a struct of plain data.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +217,15 @@ class Backend(Protocol):
 
     def model(self) -> ServedModel | None:
         """The served model, or None until it is known."""
+
+    async def prepare(
+        self, preparation: Preparation[Prepared], body: bytes, served: ModelSettings | None, *, owner: str = ""
+    ) -> Prepared:
+        """What ``preparation`` makes of ``body`` for the model ``served``; this loop goes on meanwhile.
+
+        Raises what it raises, ``RequestError`` for one that takes too much time or memory (400) or finds too many waiting
+        (429), and ``RingError`` where there is no process for it.
+        """
 
     async def status(self) -> dict[str, Any]:
         """The ring's part of ``api.status.StatusBody`` as plain data; empty without a ring.

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from primad.api.access import caller, charged
-from primad.api.backend import Backend, Embeddings, ModelNames, ServedModel
+from primad.api.backend import Backend, Embeddings, ModelNames, Preparation, Prepared, ServedModel
 from primad.api.choices import together
 from primad.api.connection import MessageStream, read_json, while_connected
 from primad.api.dialect import Framing
@@ -58,9 +58,16 @@ class Endpoint:
             raise RingError(f"not serving yet: {health.detail}")
         return served
 
-    async def read(self, request: Request) -> bytes:
-        """The body of ``request``. Raises ``RequestError``, and ``ClientDisconnect`` when the client left."""
-        return await read_json(request, self._timings.body_timeout_s)
+    async def prepare(
+        self, request: Request, preparation: Preparation[Prepared], served: ServedModel | None = None
+    ) -> Prepared:
+        """What ``preparation`` makes of the body of ``request`` for the model ``served``.
+
+        Raises as ``Backend.prepare`` does, and ``ClientDisconnect`` when the client left.
+        """
+        body = await read_json(request, self._timings.body_timeout_s)
+        settings = None if served is None else served.settings
+        return await while_connected(request.receive, self.backend.prepare(preparation, body, settings, owner=caller()))
 
     def write(self, served: ServedModel, job: Job, choice: Choice) -> AsyncGenerator[Written, None]:
         """What is written for ``choice``, counted in the metrics; close it to stop."""

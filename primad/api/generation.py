@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pydantic_core
 
-from primad.api.backend import Backend, Vocabulary
+from primad.api.backend import Backend, TokenPieces
 from primad.api.calls.events import CallPart
 from primad.api.openai.job import Choice, Job
 from primad.api.openai.shapes import FinishReason
@@ -151,7 +151,7 @@ def whole_calls(parts: Iterable[GivenPart]) -> Iterator[GivenCall]:
 
 
 async def write(
-    backend: Backend, vocabulary: Vocabulary, job: Job, choice: Choice, *, owner: str = ""
+    backend: Backend, vocabulary: TokenPieces, job: Job, choice: Choice, *, owner: str = ""
 ) -> AsyncGenerator[Written, None]:
     """What is written for ``choice`` of ``owner`` as it becomes certain; the last one has ``finish``.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -51,21 +50,22 @@ def manner_of(template: str | None, parser: str) -> Manner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerReading:
-    """What is looked for in an answer: calls in ``form`` of ``functions`` (None: none), more than one if ``several``, and
-    thoughts, in which the prompt may have ``opened`` the answer. With ``shows_control`` control tokens are part of its text,
-    with ``keeps_thoughts`` those of a form that has channels are.
+    """What is looked for in an answer: calls of ``functions`` in the form of that name (None: none), more than one if
+    ``several``, and thoughts, in which the prompt may have ``opened`` the answer. With ``shows_control`` control tokens are
+    part of its text, with ``keeps_thoughts`` those of a form that has channels are.
     """
 
-    form: ToolForm | None
+    form: str | None
     thinking: Thinking | None
     opened: bool
-    functions: Mapping[str, Mapping[str, Any] | None]
+    functions: dict[str, dict[str, Any] | None]
     several: bool
     shows_control: bool
     keeps_thoughts: bool = False
 
     def reader(self) -> Reader | HarmonyReader:
         """A reader of one answer."""
-        if self.form is not None and self.form.channels:
+        form = None if self.form is None else FORMS[self.form]
+        if form is not None and form.channels:
             return HarmonyReader(self.functions, keeps_thoughts=self.keeps_thoughts)
-        return Reader(self.form, self.thinking, opened=self.opened, functions=self.functions)
+        return Reader(form, self.thinking, opened=self.opened, functions=self.functions)

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 from starlette.requests import Request
 
 from primad.api.access import charge
 from primad.api.connection import while_connected
 from primad.api.endpoint import Endpoint
+from primad.api.openai.prepared import PreparedTexts
+from primad.api.turns import in_turns
 from primad.errors import RequestError, printable
-
-MAX_TEXTS: Final = 2048
-"""Texts of one request."""
-
-Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
-Dimensions = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,27 +25,24 @@ class Vectors:
     rows: NDArray[np.float32]
     tokens: int
 
+    async def encoded(self) -> list[msgspec.Raw]:
+        """Each row as a list in JSON."""
+        return await in_turns(msgspec.Raw(msgspec.json.encode(row.tolist())) for row in self.rows)
 
-def numbered(field: str) -> Callable[[int], str]:
-    """What the texts of the list ``field`` are called."""
-    return lambda index: f"{field}[{index}]"
 
-
-async def embed(
-    endpoint: Endpoint,
-    request: Request,
-    texts: Sequence[str | list[int]],
-    called: Callable[[int], str],
-    *,
-    model: str | None,
-    dimensions: int | None = None,
-    cuts: bool = False,
-) -> Vectors:
-    """The vectors of ``texts``, which errors name as they are ``called``, cut to ``dimensions``.
+async def embed(endpoint: Endpoint, request: Request, asked: PreparedTexts, *, query: str | None = None) -> Vectors:
+    """The vectors of the texts of ``asked``, behind that of ``query`` if there is one.
 
     It stops when the client leaves. Raises ``RequestError`` where there is no such model or text, ``RingError`` after a
     crash.
     """
+    model, dimensions = asked.model, asked.dimensions
+    texts = asked.texts if query is None else [query, *asked.texts]
+
+    def called(index: int) -> str:
+        place = index - (query is not None)
+        return asked.called(place) if place >= 0 else "query"
+
     embeddings = endpoint.embeddings
     if embeddings is None:
         raise RequestError(
@@ -70,9 +61,9 @@ async def embed(
         raise RequestError(
             f"dimensions: the embedding model has {embeddings.width}; ask for at most as many", param="dimensions"
         )
-    found, tokens = await while_connected(request.receive, embeddings.embed(texts, called, cuts=cuts))
+    found, tokens = await while_connected(request.receive, embeddings.embed(texts, called, cuts=asked.cuts))
     charge(tokens)
-    rows = np.stack([np.frombuffer(vector, "<f4") for vector in found])
+    rows = np.frombuffer(b"".join(found), "<f4").reshape(len(found), -1)
     return Vectors(model=embeddings.name, rows=rows if dimensions is None else _cut(rows, dimensions), tokens=tokens)
 
 

@@ -15,7 +15,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from primad.engine.llama import EVAL_CALLBACK, LlamaVocabulary, node_name
+from primad.engine.llama import EVAL_CALLBACK, node_name
+from primad.engine.vocabulary import LlamaVocabulary
 from primad.errors import EngineError
 from primad.system.allocator import without_top
 

@@ -28,10 +28,9 @@ import ctypes
 import logging
 import os
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol
 
@@ -39,6 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halda import WindowAssignment
+from primad.engine.binding import forget, llama, why
 from primad.engine.devices import find_gpu
 from primad.engine.kv_cache import CacheTensors, KvCache
 from primad.engine.kv_cache import bind as bind_cache
@@ -65,6 +65,7 @@ from primad.engine.streaming.scratch import LARGE_ROWS, Scratch
 from primad.engine.streaming.scratch import bind as bind_scratch
 from primad.engine.streaming.units import EXPERT_TENSORS, is_still_whole
 from primad.engine.tensor import Tensor
+from primad.engine.vocabulary import LlamaVocabulary
 from primad.errors import EngineError, WeightsError
 from primad.gguf.architectures import (
     ENTRY_KEY,
@@ -80,18 +81,11 @@ from primad.gguf.constants import GGMLQuantizationType
 from primad.gguf.header import Header, TensorInfo
 from primad.gguf.windows import position_embedding, sent_layers, token_embedding
 from primad.kv.cells import LayerCells
-from primad.system.allocator import without_top
-
-with without_top("llama_cpp"):
-    from llama_cpp import llama_cpp as llama
 
 logger = logging.getLogger(__name__)
 
 MAX_OUTPUT_ROWS: Final = 64
 """Rows of one step that may want logits: bounds the logits buffer (vocabulary * 4 bytes each)."""
-KEPT_PIECES: Final = 4096
-"""Of so many tokens the bytes are kept, most of a text's among them: asking llama.cpp takes a tenth of the head's processor
-time for a token."""
 
 _KV_TYPES: Final[dict[KvType, int]] = {
     "f16": llama.GGML_TYPE_F16,
@@ -111,17 +105,6 @@ _BUCKETS: Final = 13
 """Of a ``std::unordered_map`` of libstdc++ with 1 to 13 entries."""
 _MOST_LOADS: Final = 100
 """Of one adapter, until it lies where it is to."""
-
-_recent_log: deque[str] = deque(maxlen=8)
-
-
-@llama.llama_log_callback  # type: ignore[untyped-decorator]
-def _log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
-    line = text.decode("utf-8", errors="replace").strip()
-    if line and level in (3, 4):
-        _recent_log.append(line)
-    if line:
-        logger.debug("llama.cpp: %s", line)
 
 
 def _ggml() -> ctypes.CDLL:
@@ -174,13 +157,6 @@ EVAL_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
 """The callback's true prototype has two more parameters; in the C calling convention a callee may ignore them."""
 
 
-def hear_llama() -> None:
-    """Have what llama.cpp logs go to this module's logger: a process has one callback, and the last one set has it."""
-    llama.llama_log_set(_log, ctypes.c_void_p(0))
-
-
-hear_llama()
-llama.llama_backend_init()
 ggml_base: Final = _ggml()
 
 
@@ -188,13 +164,6 @@ def node_name(node: int) -> bytes:
     """What llama.cpp calls a node of its graph, as its evaluation callback is given it."""
     name: bytes = ggml_base.ggml_get_name(node)
     return name
-
-
-def why(fallback: str) -> str:
-    """What llama.cpp complained of last, once."""
-    said = _recent_log[-1] if _recent_log else fallback
-    _recent_log.clear()
-    return said
 
 
 class _Tap(dict[int, bool]):
@@ -704,7 +673,7 @@ class _Model:
             )
             return None
         finally:
-            _recent_log.clear()
+            forget()
         return cache
 
     def kv_cells(self, sequence: int, start: int, end: int) -> list[LayerCells]:
@@ -1001,90 +970,3 @@ class WholeModel(_LogitsWindow):
     """
 
     _takes_tokens: ClassVar = True
-
-
-class LlamaVocabulary:
-    """The tokenizer of a model file, loaded without its weights."""
-
-    def __init__(self, path: Path) -> None:
-        params = llama.llama_model_default_params()
-        params.vocab_only = True
-        self._model = llama.llama_model_load_from_file(str(path).encode(), params)
-        if not self._model:
-            raise EngineError(f"llama.cpp cannot read the vocabulary of {path}: {why('it does not say why')}")
-        self._vocab = llama.llama_model_get_vocab(self._model)
-        self._piece = lru_cache(KEPT_PIECES)(self._read_piece)
-        self.size = int(llama.llama_vocab_n_tokens(self._vocab))
-        self.bos = self._special(llama.llama_vocab_bos(self._vocab))
-        self.eos = self._special(llama.llama_vocab_eos(self._vocab))
-
-    @property
-    def handle(self) -> Any:
-        """llama.cpp's own, for its samplers; valid until ``release``."""
-        return self._vocab
-
-    def _special(self, token: int) -> str:
-        return self.name(token) if 0 <= token < self.size else ""
-
-    @cached_property
-    def ends(self) -> frozenset[int]:
-        """The tokens that end a generation."""
-        return frozenset(token for token in range(self.size) if llama.llama_vocab_is_eog(self._vocab, token))
-
-    @property
-    def fill_in_ids(self) -> tuple[int, int, int, int]:
-        """The tokens before what precedes a gap, before what follows it, for its middle, and before a file; -1 for none."""
-        named = (
-            llama.llama_vocab_fim_pre,
-            llama.llama_vocab_fim_suf,
-            llama.llama_vocab_fim_mid,
-            llama.llama_vocab_fim_sep,
-        )
-        before, after, middle, file = (int(each(self._vocab)) for each in named)
-        return before, after, middle, file
-
-    @property
-    def adds_end(self) -> bool:
-        """Whether the model wants a token at the end of a text."""
-        return bool(llama.llama_vocab_get_add_eos(self._vocab) or llama.llama_vocab_get_add_sep(self._vocab))
-
-    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Token ids of ``text``; ``add_special`` adds what the model wants at the ends, ``parse_special`` reads markers."""
-        data = text.encode("utf-8", errors="replace")
-        room = len(data) + 16
-        for _ in range(2):
-            tokens = (llama.llama_token * room)()
-            count = llama.llama_tokenize(self._vocab, data, len(data), tokens, room, add_special, parse_special)
-            if count >= 0:
-                return list(tokens[:count])
-            room = -count
-        raise EngineError(f"llama.cpp cannot tokenise a text of {len(data)} bytes")
-
-    def piece(self, token: int) -> bytes:
-        """The bytes that ``token`` adds to a text; none for control tokens."""
-        return self._piece(token, False)
-
-    def piece_or_marker(self, token: int) -> bytes:
-        """As ``piece``, and for a control token its name, unless it ends answers."""
-        piece = self.piece(token)
-        if piece or llama.llama_vocab_is_eog(self._vocab, token):
-            return piece
-        return self._piece(token, True)
-
-    def name(self, token: int) -> str:
-        """A printable name of any token, control tokens included."""
-        return self._piece(token, True).decode("utf-8", errors="replace")
-
-    def _read_piece(self, token: int, special: bool) -> bytes:
-        room = 64
-        while True:
-            buffer = ctypes.create_string_buffer(room)
-            count = llama.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
-            if count >= 0:
-                return buffer.raw[:count]
-            room = -count
-
-    def release(self) -> None:
-        """Give back its memory; it must not be used again."""
-        llama.llama_model_free(self._model)
-        del self._model, self._vocab

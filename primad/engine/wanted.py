@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from primad.engine.llama import ggml_base, node_name, why
+from primad.engine.binding import why
+from primad.engine.llama import ggml_base, node_name
 from primad.engine.tensor import Tensor
 from primad.errors import EngineError
 from primad.gguf.constants import GGUFValueType

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from primad.api.backend import Health, ServedModel
+from primad.api.backend import Health, ModelSettings, Preparation, Prepared, ServedModel, TokenPieces
 from primad.errors import PrimadError, PromptTooLongError, RequestError, RingError
 from primad.kv.keys import KvBlock
 from primad.ring.messages import (
@@ -55,6 +55,18 @@ class GoOn:
     root: Callable[[str], str]
     blocks: Mapping[int, Sequence[KvBlock]]
     most_rows: int | None
+
+
+class Preparing(Protocol):
+    """Makes prompts of requests, away from this loop."""
+
+    async def pieces(self) -> TokenPieces:
+        """The model's tokens as text. Raises ``EngineError``."""
+
+    async def prepare(
+        self, preparation: Preparation[Prepared], body: bytes, settings: ModelSettings | None, *, owner: str = ""
+    ) -> Prepared:
+        """As ``api.backend.Backend.prepare``."""
 
 
 class PromptCells(Protocol):
@@ -143,7 +155,15 @@ class RingBackend:
     A generation that has not begun after ``max_wait_s`` is refused.
     """
 
-    def __init__(self, *, max_waiting: int = MAX_WAITING, max_wait_s: float | None = None, reuses: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        texts: Preparing | None = None,
+        max_waiting: int = MAX_WAITING,
+        max_wait_s: float | None = None,
+        reuses: bool = True,
+    ) -> None:
+        self._texts = texts
         self._max_waiting = max_waiting
         self._reuses = reuses
         self._max_wait_s = max_wait_s
@@ -165,6 +185,17 @@ class RingBackend:
 
     def model(self) -> ServedModel | None:
         return self._served
+
+    async def pieces(self) -> TokenPieces:
+        """The model's tokens as text. Raises ``EngineError`` when its vocabulary cannot be loaded."""
+        assert self._texts is not None, "a backend without texts serves what was prepared elsewhere"
+        return await self._texts.pieces()
+
+    async def prepare(
+        self, preparation: Preparation[Prepared], body: bytes, served: ModelSettings | None, *, owner: str = ""
+    ) -> Prepared:
+        assert self._texts is not None, "as above"
+        return await self._texts.prepare(preparation, body, served, owner=owner)
 
     async def status(self) -> dict[str, Any]:
         """What the ring did and holds, if there is one, and what is around it."""

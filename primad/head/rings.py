@@ -165,7 +165,7 @@ class Rings:
         preparing = self._tasks.start(self._kv.prepare(ring, self._backend.chains()))
         try:
             await ring.form()
-            await self._model.vocabulary()
+            await self._backend.pieces()
             await preparing
         except PrimadError as exc:
             self._model.remember(exc)
@@ -395,7 +395,7 @@ class Rings:
             id=self._model.id,
             created=self._backend.created,
             context_tokens=promise.context_tokens,
-            vocabulary=await self._model.vocabulary(),
+            vocabulary=await self._backend.pieces(),
             sampling=sampling_defaults(self._model.header),
             facts=facts_of(self._model.header),
             tool_parser=self._service.options.tool_parser,

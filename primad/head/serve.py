@@ -38,6 +38,8 @@ from primad.head.desk import HeadDesk
 from primad.head.facts import facts_of
 from primad.head.options import ServeOptions, bind_http, is_for_several, model_id, plan_by_hand, workload_of
 from primad.head.service import service_of
+from primad.head.text_service import TextService
+from primad.head.vocabulary import chat_template_of
 from primad.network.local_heads import announced_head
 from primad.planning.adapters import check_adapters, open_adapters, with_adapters
 from primad.planning.angles import with_rope
@@ -181,12 +183,14 @@ def serve(
         stack.enter_context(announced_head(config.home, config.name, here, options.http_port, own_key))
 
         async def main() -> None:
+            service = service_of(station, header, model, options, ranged, draft, adapters, head_has_room=has_room)
+            texts = TextService(str(service.model.file), chat_template_of(header))
             # A state cannot be cut back to what two prompts have in common.
-            backend = RingBackend(max_wait_s=options.max_wait_s, reuses=not model.is_recurrent)
+            backend = RingBackend(texts=texts, max_wait_s=options.max_wait_s, reuses=not model.is_recurrent)
             embedding = _embedding_of(options, config)
             head = HeadDaemon(
                 station,
-                service_of(station, header, model, options, ranged, draft, adapters, head_has_room=has_room),
+                service,
                 profile=OwnProfile(config, reporter, backend.describe, promised_bytes=promised_bytes),
                 backend=backend,
                 reporter=reporter,
@@ -206,6 +210,7 @@ def serve(
                     heading.cancel()
                     await asyncio.wait([serving], timeout=HTTP_GRACE_S)
                     await asyncio.wait([heading])
+                    await texts.close()
                 heading.result()
 
         run(main())

@@ -25,7 +25,6 @@ from primad.gguf.ranged import RangedModel
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.gguf.windows import ModelCutter
 from primad.head.options import ServeOptions, model_id, workload_of
-from primad.head.vocabulary import ModelVocabulary
 from primad.layers.server import LayerSource
 from primad.planning.experts import with_expert_use
 from primad.ring.drafting.messages import DraftModel
@@ -60,7 +59,6 @@ class ModelSource:
             self._stamps |= stamps_of(each.header)
         self._unreadable: tuple[str, float] | None = None
         self._cutter: ModelCutter | None = None
-        self._vocabulary: ModelVocabulary | None = None
 
     @property
     def id(self) -> str:
@@ -114,12 +112,6 @@ class ModelSource:
     def find_layer(self, digest: str) -> LayerSource | None:
         """The layer ``digest``, if a plan needed it and it is in the file."""
         return self.source(digest)
-
-    async def vocabulary(self) -> ModelVocabulary:
-        """Its vocabulary. Read it only after a ring process has loaded the file."""
-        if self._vocabulary is None:
-            self._vocabulary = await asyncio.to_thread(ModelVocabulary, self.header, self.file)
-        return self._vocabulary
 
     def check(self) -> None:
         """Raises ``ModelError`` when the file is not what it was, or could not be read a moment ago."""

@@ -1,7 +1,5 @@
-"""The served model's vocabulary, for the API: llama.cpp's tokenizer, and what the model file says of chat and sampling.
-
-Loaded only after the ring process has loaded the same file: whatever crashes llama.cpp has crashed there.
-"""
+"""The served model's vocabulary: llama.cpp's tokenizer, which the text process loads, and what the model file says of chat
+and sampling."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from primad.api.backend import FillInTokens, SamplingDefaults
-from primad.engine.llama import LlamaVocabulary
+from primad.engine.vocabulary import LlamaVocabulary
 from primad.errors import ModelError
 from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header
@@ -46,16 +44,21 @@ def sampling_defaults(header: Header) -> SamplingDefaults:
     return SamplingDefaults(**found)
 
 
-class ModelVocabulary(LlamaVocabulary):
-    """A ``LlamaVocabulary`` that also knows the chat template, and how to fill in; ``path`` where it is not in the file."""
+def chat_template_of(header: Header) -> str | None:
+    """The Jinja source in the model file, or None."""
+    value = header.values.get(CHAT_TEMPLATE)
+    return str(value.scalar()) if value is not None and value.type == GGUFValueType.STRING else None
 
-    def __init__(self, header: Header, path: Path | None = None) -> None:
-        super().__init__(path or header.path)
-        value = header.values.get(CHAT_TEMPLATE)
+
+class ModelVocabulary(LlamaVocabulary):
+    """A ``LlamaVocabulary`` that also knows its model's chat template, and how to fill in."""
+
+    def __init__(self, path: str, chat_template: str | None) -> None:
+        super().__init__(Path(path))
         before, after, middle, file = self.fill_in_ids
         self.fill_in = (
             FillInTokens(before=before, after=after, middle=middle, file=file if file >= 0 else None)
             if min(before, after, middle) >= 0
             else None
         )
-        self.chat_template = str(value.scalar()) if value is not None and value.type == GGUFValueType.STRING else None
+        self.chat_template = chat_template

@@ -18,8 +18,9 @@ import msgspec
 from msgspec.structs import replace
 
 from halda.assignment import WindowAssignment
-from primad.engine.llama import LlamaVocabulary, WholeModel
+from primad.engine.llama import WholeModel
 from primad.engine.protocol import EngineOptions, WindowSource
+from primad.engine.vocabulary import LlamaVocabulary
 from primad.errors import EngineError
 from primad.ring.channel import RingChannel
 from primad.ring.child import inherited

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from primad.engine.devices import free_bytes
 from primad.engine.embedding_adapter import EmbeddingAdapter
-from primad.engine.llama import FirstWindow, LlamaVocabulary, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
+from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
 from primad.engine.protocol import EngineOptions, HiddenWindow, RouteWindow, WindowSource
 from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.engine.streaming.units import WindowUnits, units_of_model, units_of_window
+from primad.engine.vocabulary import LlamaVocabulary
 from primad.errors import EngineError
 from primad.gguf.adapter import open_adapter
 from primad.gguf.architectures import block_count, layer_count

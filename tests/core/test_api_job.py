@@ -10,7 +10,7 @@ from datetime import datetime
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from primad.api.backend import SamplingDefaults, ServedModel
+from primad.api.backend import SamplingDefaults, TextModel
 from primad.api.openai.job import Job, chat_job, completion_job
 from primad.api.openai.logprobs import IMPOSSIBLE, chat_logprobs, completion_logprobs, token_text
 from primad.api.openai.schema import ChatRequest, CompletionRequest, parse
@@ -36,16 +36,16 @@ USUAL = Sampling(
 BYTES = LLTokenizer("byte")
 
 
-def served(context_tokens: int = 100, **vocabulary) -> ServedModel:
-    return ServedModel(id="toy", created=0, context_tokens=context_tokens, vocabulary=ByteVocabulary(**vocabulary))
+def served(context_tokens: int = 100, **vocabulary) -> TextModel:
+    return TextModel(id="toy", created=0, context_tokens=context_tokens, vocabulary=ByteVocabulary(**vocabulary))
 
 
-def completion(on: ServedModel | None = None, /, **fields) -> Job:
+def completion(on: TextModel | None = None, /, **fields) -> Job:
     request = parse(CompletionRequest, json.dumps({"prompt": "Hi"} | fields).encode())
     return completion_job(request, on or served(), seed=7)
 
 
-def chat(on: ServedModel | None = None, /, **fields) -> Job:
+def chat(on: TextModel | None = None, /, **fields) -> Job:
     body = {"messages": [{"role": "user", "content": "Hi"}]} | fields
     request = parse(ChatRequest, json.dumps(body).encode())
     return chat_job(request, on or served(chat_template="{{ messages[-1].content }}"), seed=7, now=datetime(2025, 1, 1))

@@ -31,7 +31,7 @@ def read(
     """What is read of ``pieces``, with a function ``f`` whose text parameters are those that are text in ``like``."""
     texts = {key: {"type": "string"} for key, value in (like or {}).items() if isinstance(value, str)}
     reader = AnswerReading(
-        form=FORMS[name],
+        form=name,
         thinking=thinking,
         opened=opened,
         functions={"f": {"type": "object", "properties": texts}},

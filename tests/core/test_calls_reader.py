@@ -94,9 +94,8 @@ Read = tuple[str, str, list[tuple[str, Any]]]
 
 
 def read(name: str | None, pieces: list[str], *, thinking: Thinking | None = None, opened: bool = False) -> Read:
-    form = None if name is None else FORMS[name]
     asked = AnswerReading(
-        form=form, thinking=thinking, opened=opened, functions=FUNCTIONS, several=True, shows_control=True
+        form=name, thinking=thinking, opened=opened, functions=FUNCTIONS, several=True, shows_control=True
     )
     reader = asked.reader()
     told = [*map(reader.feed, pieces), reader.finish()]
@@ -166,7 +165,7 @@ def test_a_call_that_is_cut_off_in_its_arguments_is_one(name):
 @pytest.mark.parametrize("name", STREAMED)
 def test_a_call_is_told_as_it_forms(name):
     reader = AnswerReading(
-        form=FORMS[name], thinking=None, opened=False, functions=FUNCTIONS, several=True, shows_control=True
+        form=name, thinking=None, opened=False, functions=FUNCTIONS, several=True, shows_control=True
     ).reader()
     head, arguments, behind = SAID[name].partition(json.dumps(ROME))
     assert not any(reader.feed(char).calls for char in head)
@@ -266,7 +265,7 @@ def test_a_marker_inside_of_thoughts_is_no_call():
 )
 def test_thoughts_behind_a_marker_that_begins_no_call_are_told_at_once(said):
     reader = AnswerReading(
-        form=FORMS["hermes"], thinking=THINK, opened=True, functions=FUNCTIONS, several=True, shows_control=True
+        form="hermes", thinking=THINK, opened=True, functions=FUNCTIONS, several=True, shows_control=True
     ).reader()
     assert "".join(reader.feed(char).thought for char in f"{said}Hm!") == f"{said}Hm!"
     assert reader.feed("</think>Hi").text + reader.finish().text == "Hi"

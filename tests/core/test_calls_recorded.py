@@ -11,7 +11,7 @@ from canitoolcall.fixtures import Fixture, load_fixtures
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.api.calls.choose import FORMS, Thinking, thinks
+from primad.api.calls.choose import Thinking, thinks
 from primad.api.reading import AnswerReading
 from tests.fakes.told import calls_in
 
@@ -70,7 +70,7 @@ def reading(number: int) -> AnswerReading:
         thinking.end in fixture.raw_output and thinking.begin not in fixture.raw_output
     )  # prompts are not always told
     return AnswerReading(
-        form=FORMS[name],
+        form=name,
         thinking=thinking,
         opened=prompt.endswith(thinking.begin) or is_open,
         functions={tool["function"]["name"]: tool["function"].get("parameters") for tool in fixture.tools},
@@ -116,7 +116,7 @@ def test_every_splitting_is_read_alike(number, data):
 def test_arguments_are_told_as_they_form(name):
     told = 0
     for number in range(len(OURS)):
-        if reading(number).form != FORMS[name]:
+        if reading(number).form != name:
             continue
         reader, said = reading(number).reader(), ""
         for part in (part for char in OURS[number].raw_output for part in reader.feed(char).calls):

@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from typer.main import get_command
 
-from primad.api.backend import ServedModel
+from primad.api.backend import TextModel
 from primad.api.openai.job import Job, chat_job
 from primad.api.openai.schema import ChatRequest, parse
 from primad.api.openai.tool_fields import MAX_TOOLS, MAX_TOOLS_CHARS
@@ -41,7 +41,7 @@ NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 def job(template: str = KNOWS, **fields: Any) -> Job:
     request = parse(ChatRequest, json.dumps({"messages": HELLO} | fields).encode())
     vocabulary = ByteVocabulary(chat_template=template)
-    served = ServedModel(id="toy", created=0, context_tokens=99_000, vocabulary=vocabulary, tool_parser="hermes")
+    served = TextModel(id="toy", created=0, context_tokens=99_000, vocabulary=vocabulary, tool_parser="hermes")
     return chat_job(request, served, seed=7, now=datetime(2025, 1, 1))
 
 
@@ -169,7 +169,7 @@ def test_thoughts_are_looked_for_where_the_template_thinks():
 
 def test_the_form_is_the_servers_where_the_template_has_none():
     request = parse(ChatRequest, json.dumps({"messages": HELLO, "tools": TOOLS}).encode())
-    served = ServedModel(id="toy", created=0, context_tokens=9000, vocabulary=ByteVocabulary())
+    served = TextModel(id="toy", created=0, context_tokens=9000, vocabulary=ByteVocabulary())
     reading = chat_job(request, served, seed=7, now=datetime(2025, 1, 1)).reading
     assert reading is not None
     assert reading.form is not None
@@ -177,7 +177,7 @@ def test_the_form_is_the_servers_where_the_template_has_none():
     reading = chat_job(request, other, seed=7, now=datetime(2025, 1, 1)).reading
     assert reading is not None
     assert reading.form is not None
-    assert reading.form.name == "hermes"
+    assert reading.form == "hermes"
 
 
 def test_the_help_names_every_form():

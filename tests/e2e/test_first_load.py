@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from primad.engine.llama import LlamaVocabulary
+from primad.engine.vocabulary import LlamaVocabulary
 from tests.e2e.cluster import ring
 from tests.e2e.reference import Plain
 from tools import synth

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from primad.engine.llama import LlamaVocabulary
+from primad.engine.vocabulary import LlamaVocabulary
 from primad.gguf.header import read_header
 from tests.e2e.cluster import ring
 from tests.e2e.reference import Plain

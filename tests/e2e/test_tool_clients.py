@@ -15,7 +15,7 @@ import pytest
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
-from primad.engine.llama import LlamaVocabulary
+from primad.engine.vocabulary import LlamaVocabulary
 from tests.e2e.cluster import PATIENCE_S, Head, serving
 
 pytestmark = pytest.mark.slow

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from datetime import datetime
+from typing import Any, get_type_hints
 
-from primad.api.backend import FillInTokens, Health, ServedModel
+import msgspec
+
+from primad.api.backend import (
+    Asking,
+    FillInTokens,
+    Health,
+    ModelSettings,
+    Preparation,
+    Prepared,
+    ServedModel,
+    TextModel,
+)
+from primad.errors import PrimadError
+from primad.head.text_messages import RequestRefused
 from primad.ring.messages import Finished, GenerationEvent, PromptProgress, Sampled, Sampling
 
 BOS, EOS, IM_START, IM_END = 256, 257, 258, 259
@@ -89,8 +104,9 @@ class FakeBackend:
         vocabulary: ByteVocabulary | None = None,
         context_tokens: int = 4096,
     ) -> None:
+        self.vocabulary = vocabulary or ByteVocabulary()
         self.served: ServedModel | None = ServedModel(
-            id="toy", created=1_700_000_000, context_tokens=context_tokens, vocabulary=vocabulary or ByteVocabulary()
+            id="toy", created=1_700_000_000, context_tokens=context_tokens, vocabulary=self.vocabulary
         )
         self.state = Health(serving=True, detail="serving toy on 1 device")
         self.ending: tuple[str, str | None] = ("stop", None)
@@ -99,6 +115,25 @@ class FakeBackend:
         """Drafted and accepted, of each answer."""
         self.calls: list[Call] = []
         self._script = script
+
+    async def prepare(
+        self, preparation: Preparation[Prepared], body: bytes, served: ModelSettings | None, *, owner: str = ""
+    ) -> Prepared:
+        """In this process, but over the wire."""
+        assert preparation.__module__.endswith(".prepared"), "the text process does this work"
+        model = None
+        if served is not None:
+            settings = msgspec.msgpack.decode(msgspec.msgpack.encode(served), type=ModelSettings)
+            given = {each.name: getattr(settings, each.name) for each in fields(ModelSettings)}
+            model = TextModel(vocabulary=self.vocabulary, **given)
+        now = datetime.now().astimezone()
+        try:
+            made = preparation(body, Asking(model=model, seed=secrets.randbelow(2**32 - 1), now=now))
+        except PrimadError as exc:
+            wire = msgspec.msgpack.encode(RequestRefused.of(exc))
+            raise msgspec.msgpack.decode(wire, type=RequestRefused).error() from exc
+        kind = get_type_hints(preparation)["return"]
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=kind)
 
     async def status(self) -> dict[str, Any]:
         return self.ring

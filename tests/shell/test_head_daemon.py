@@ -28,7 +28,6 @@ from primad.head import daemon as daemon_module
 from primad.head import devices as devices_module
 from primad.head import planner as planner_module
 from primad.head import rings as rings_module
-from primad.head import service as service_module
 from primad.head.backend import RingBackend
 from primad.head.blame import ParticipationError
 from primad.head.corrections import LEAST_TOKENS
@@ -143,7 +142,7 @@ class Lab:
     def __init__(self, home: Path, context: zmq.asyncio.Context, header: Header) -> None:
         self.context, self.home, self.header = context, home, header
         self.solver, self.rings, self.discovery = FakeSolver(), FakeRings(), FakeDiscovery()
-        self.backend = RingBackend()
+        self.backend = RingBackend(texts=NoTexts())
         self.more_options: dict[str, object] = {}
         self.free_bytes = profile_of("desk").ram_available_bytes
         self.profile = KnownProfile(lambda _: replace(profile_of("desk"), ram_available_bytes=self.free_bytes))
@@ -246,6 +245,13 @@ class Lab:
             self._lines.notify_all()
 
 
+class NoTexts:
+    """Nothing is asked here."""
+
+    async def pieces(self) -> object:
+        return object()
+
+
 @pytest.fixture(scope="module")
 def header(smollm2) -> Header:
     return open_model(smollm2)
@@ -253,8 +259,6 @@ def header(smollm2) -> Header:
 
 @pytest.fixture
 def lab(monkeypatch, tmp_path, header) -> Callable[[], AbstractAsyncContextManager[Lab]]:
-    monkeypatch.setattr(service_module, "ModelVocabulary", lambda *_: object())
-
     @asynccontextmanager
     async def make() -> AsyncIterator[Lab]:
         async with gated(patience_s=PATIENCE_S) as context:

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 import anthropic
+import msgspec
 import ollama
 import openai
 import pydantic_core
@@ -294,16 +295,17 @@ def test_whatever_the_model_writes_is_answered(ask, text, name):
     assert all(called == "weather" for called, _ in given)
 
 
-def test_a_marker_may_be_a_control_token():
+def test_a_marker_may_be_a_control_token(monkeypatch):
     made = backend(IM_START, '{"name": "weather", "arguments": {"city": "Rome"}}', IM_END, "?", IM_END)
     marked = dataclasses.replace(FORMS["hermes"], markers=(Markers(begin="<|im_start|>", end="?"),))
+    monkeypatch.setitem(FORMS, "marked", marked)
     asked = AnswerReading(
-        form=marked, thinking=None, opened=False, functions={"weather": None}, several=True, shows_control=True
+        form="marked", thinking=None, opened=False, functions={"weather": None}, several=True, shows_control=True
     )
     job = completion_job(parse(CompletionRequest, b'{"prompt": "Hi", "max_tokens": 99}'), made.model(), seed=1)
 
     async def answer(reading: AnswerReading | None) -> Answered:
-        asking = dataclasses.replace(job, reading=reading)
+        asking = msgspec.structs.replace(job, reading=reading)
         async with aclosing(write(made, made.model().vocabulary, asking, job.choices[0])) as written:
             return Answered.of(job.choices[0], [part async for part in written])
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from halda.assignment import in_memory
 from halda.profile import KV_BLOCK
 from primad.engine import kv_cache
-from primad.engine.llama import WholeModel, llama
+from primad.engine.binding import llama
+from primad.engine.llama import WholeModel
 from primad.engine.protocol import Rows
 from primad.errors import EngineError
 from primad.gguf.architectures import layer_count

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from halda.assignment import in_memory
-from primad.engine.llama import LlamaVocabulary, WholeModel
+from primad.engine.llama import WholeModel
 from primad.engine.protocol import EngineOptions, Rows, WindowSource
+from primad.engine.vocabulary import LlamaVocabulary
 from primad.ring.drafting.drafter import Drafting, Guess
 from primad.ring.head import Head, Tell
 from primad.ring.messages import Sampled, StepLimits

@@ -60,12 +60,6 @@ class AnthropicMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="typ
     usage: AnthropicUsage
 
 
-class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
-    """``POST /v1/messages/count_tokens``."""
-
-    input_tokens: int
-
-
 def anthropic_error(exc: PrimadError) -> AnthropicError:
     """Anthropic's error object for ``exc``. Of a prompt that is too long clients know the first words, and shorten it."""
     status = status_of(exc)

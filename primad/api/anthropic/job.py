@@ -15,7 +15,7 @@ from primad.api.anthropic.schema import (
     ToolUseBlock,
     Turn,
 )
-from primad.api.backend import ServedModel
+from primad.api.backend import ModelSettings
 from primad.api.openai.schema import ChatRequest, build
 
 _BILLING: Final = "x-anthropic-"
@@ -25,7 +25,7 @@ NAMES: Final = {"json_schema": "output_config.format"}
 _CHOICES: Final = {"auto": "auto", "none": "none", "any": "required"}
 
 
-def chat_request(ask: CountRequest, served: ServedModel) -> ChatRequest:
+def chat_request(ask: CountRequest, served: ModelSettings) -> ChatRequest:
     """``ask`` as a chat request. Raises ``RequestError`` for what the core does not serve.
 
     Whoever says ``claude-...`` means the model that is there: clients have these names built in.

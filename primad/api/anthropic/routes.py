@@ -5,30 +5,25 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from datetime import datetime
 from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from primad.api.anthropic import prepared
 from primad.api.anthropic.answers import (
     AnthropicError,
     AnthropicMessage,
     MessageAnswer,
-    TokenCount,
     anthropic_error,
     error_event,
 )
-from primad.api.anthropic.job import NAMES, chat_request
+from primad.api.anthropic.prepared import TokenCount
 from primad.api.anthropic.schema import CountRequest, MessagesRequest
 from primad.api.backend import ServedModel
-from primad.api.chat import tokenize_prompt
 from primad.api.dialect import EVENT_STREAM, Dialect, Framing, NamedEvent, Route, named_event
 from primad.api.endpoint import Endpoint, json_response
-from primad.api.openai.job import Job, chat_job, check_model
-from primad.api.openai.sampling import SEEDS
-from primad.api.openai.schema import parse, said_as
-from primad.api.openai.tool_use import chat_text
+from primad.api.openai.job import Job
 from primad.errors import PrimadError
 
 
@@ -56,25 +51,21 @@ class _Routes:
     async def count(self, request: Request) -> Response:
         """How many tokens a conversation has, also one that is too long."""
         served = self._endpoint.serving()
-        asked = chat_request(parse(CountRequest, await self._endpoint.read(request)), served)
-        check_model(asked.model, [served])
-        text = chat_text(asked, served, now=datetime.now().astimezone())
-        return json_response(TokenCount(input_tokens=len(tokenize_prompt(served.vocabulary, text))))
+        return json_response(await self._endpoint.prepare(request, prepared.count, served))
 
     async def messages(self, request: Request) -> Response:
         """Continue a conversation."""
         served = self._endpoint.serving()
-        ask = parse(MessagesRequest, await self._endpoint.read(request))
-        job = _job(ask, served)
+        asked = await self._endpoint.prepare(request, prepared.messages, served)
         answer = MessageAnswer(
             id=f"msg_{secrets.token_hex(12)}",
             model=served.id,
-            prompt_tokens=job.prompt_tokens,
-            shows_thoughts=ask.thinking is not None and ask.thinking.type != "disabled",
+            prompt_tokens=asked.job.prompt_tokens,
+            shows_thoughts=asked.shows_thoughts,
         )
-        if ask.stream:
-            return self._endpoint.stream(self._stream(served, job, answer), _EVENTS)
-        answered = await self._endpoint.whole(request, served, job)
+        if asked.stream:
+            return self._endpoint.stream(self._stream(served, asked.job, answer), _EVENTS)
+        answered = await self._endpoint.whole(request, served, asked.job)
         return json_response(answer.whole(answered[0]))
 
     async def _stream(self, served: ServedModel, job: Job, answer: MessageAnswer) -> AsyncGenerator[NamedEvent, None]:
@@ -86,12 +77,6 @@ class _Routes:
                     yield answer.opening()
                 for event in answer.events(part):
                     yield event
-
-
-def _job(ask: MessagesRequest, served: ServedModel) -> Job:
-    request = chat_request(ask, served)
-    with said_as(NAMES):
-        return chat_job(request, served, seed=secrets.randbelow(SEEDS), now=datetime.now().astimezone())
 
 
 def _routes(endpoint: Endpoint) -> Sequence[Route]:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from primad import __version__
-from primad.api.backend import ServedModel, Vocabulary
+from primad.api.backend import ServedModel
 from primad.api.chat import CHATML
 from primad.api.generation import Answered, Written
 from primad.api.openai.job import Job
@@ -46,24 +46,6 @@ class CompletionEnd(msgspec.Struct, frozen=True, kw_only=True):
     stop_type: Literal["eos", "limit", "word"]
     stopping_word: str
     timings: AnswerTimings
-
-
-class TokenList(msgspec.Struct, frozen=True, kw_only=True):
-    """``POST /tokenize``: ids, or with pieces objects of ``id`` and ``piece`` (text, or bytes where it is no text)."""
-
-    tokens: list[Any]
-
-
-class DetokenizedText(msgspec.Struct, frozen=True, kw_only=True):
-    """``POST /detokenize``."""
-
-    content: str
-
-
-class TemplatedPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """``POST /apply-template``."""
-
-    prompt: str
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,18 +109,6 @@ class RawAnswer:
             stopping_word=stopped_by or "",
             timings=self.clock.timings(now_s),
         )
-
-
-def pieces(tokens: list[int], vocabulary: Vocabulary) -> list[dict[str, Any]]:
-    """Each token with its text, or with its bytes where they are no text by themselves."""
-    return [{"id": token, "piece": _text_or_bytes(vocabulary.piece(token))} for token in tokens]
-
-
-def _text_or_bytes(piece: bytes) -> str | list[int]:
-    try:
-        return piece.decode()
-    except UnicodeDecodeError:
-        return list(piece)
 
 
 def props(served: ServedModel) -> dict[str, Any]:

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from datetime import datetime
 from typing import Final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from primad.api.backend import ServedModel
+from primad.api.backend import Preparation, ServedModel
 from primad.api.dialect import EVENT_STREAM, Dialect, Route
 from primad.api.endpoint import Endpoint, json_response
+from primad.api.llama_server import prepared
 from primad.api.llama_server.answers import (
     CompletionEnd,
     CompletionPart,
-    DetokenizedText,
     RawAnswer,
     Slot,
-    TemplatedPrompt,
-    TokenList,
-    pieces,
     props,
 )
+from primad.api.llama_server.prepared import DetokenizedText, TemplatedPrompt, TokenList
 from primad.api.llama_server.schema import (
     DetokenizeRequest,
     InfillRequest,
@@ -36,12 +32,9 @@ from primad.api.llama_server.schema import (
     TokenizeRequest,
 )
 from primad.api.openai.errors import error_body
-from primad.api.openai.job import Job, check_tokens, completion_job
+from primad.api.openai.job import Job
 from primad.api.openai.routes import EVENTS
-from primad.api.openai.sampling import SEEDS
-from primad.api.openai.schema import parse
 from primad.api.openai.timings import AnswerClock
-from primad.api.openai.tool_use import chat_text
 
 _EVENTS: Final = replace(EVENTS, end=b"")
 
@@ -52,25 +45,19 @@ class _Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """A text as token ids."""
-        vocabulary = self._endpoint.serving().vocabulary
-        ask = parse(TokenizeRequest, await self._endpoint.read(request))
-        tokens = vocabulary.tokenize(ask.content, add_special=ask.add_special, parse_special=ask.parse_special)
-        return json_response(TokenList(tokens=pieces(tokens, vocabulary) if ask.with_pieces else tokens))
+        return await self._whole(request, prepared.tokenize)
 
     async def detokenize(self, request: Request) -> Response:
         """Token ids as text, control tokens by their names."""
-        vocabulary = self._endpoint.serving().vocabulary
-        ask = parse(DetokenizeRequest, await self._endpoint.read(request))
-        check_tokens(ask.tokens, vocabulary, at="tokens")
-        said = (vocabulary.piece(token) or vocabulary.name(token).encode() for token in ask.tokens)
-        return json_response(DetokenizedText(content=b"".join(said).decode("utf-8", "replace")))
+        return await self._whole(request, prepared.detokenize)
 
     async def apply_template(self, request: Request) -> Response:
         """Messages as the prompt that the model's template makes of them."""
-        served = self._endpoint.serving()
-        ask = parse(TemplateRequest, await self._endpoint.read(request))
-        prompt = chat_text(ask, served, now=datetime.now().astimezone())
-        return json_response(TemplatedPrompt(prompt=prompt))
+        return await self._whole(request, prepared.apply_template)
+
+    async def _whole(self, request: Request, preparation: Preparation[prepared.WholeBody]) -> Response:
+        whole = await self._endpoint.prepare(request, preparation, self._endpoint.serving())
+        return Response(whole.body, media_type="application/json")
 
     async def props(self, request: Request) -> Response:
         """The context and the chat template."""
@@ -86,21 +73,19 @@ class _Routes:
 
     async def complete(self, request: Request) -> Response:
         """Continue a text."""
-        served = self._endpoint.serving()
-        ask = parse(RawCompletionRequest, await self._endpoint.read(request))
-        return await self._respond(request, _one_prompt(ask, served), served)
+        return await self._respond(request, prepared.completion)
 
     async def infill(self, request: Request) -> Response:
         """Write what belongs between two texts."""
-        served = self._endpoint.serving()
-        ask = parse(InfillRequest, await self._endpoint.read(request))
-        return await self._respond(request, ask, served)
+        return await self._respond(request, prepared.infill)
 
-    async def _respond(self, request: Request, ask: RawCompletionRequest, served: ServedModel) -> Response:
-        job = completion_job(ask, served, seed=secrets.randbelow(SEEDS))
+    async def _respond(self, request: Request, preparation: Preparation[prepared.PreparedRaw]) -> Response:
+        served = self._endpoint.serving()
+        asked = await self._endpoint.prepare(request, preparation, served)
+        job = asked.job
         clock = AnswerClock(prompt_tokens=job.prompt_tokens, begun_s=time.perf_counter())
-        answer = RawAnswer(served=served, job=job, clock=clock, times_parts=bool(ask.timings_per_token))
-        if ask.stream:
+        answer = RawAnswer(served=served, job=job, clock=clock, times_parts=asked.times_parts)
+        if asked.stream:
             return self._endpoint.stream(self._stream(served, job, answer), _EVENTS)
         answered = await self._endpoint.whole(request, served, job, clock)
         return json_response(answer.whole(answered[0], time.perf_counter()))
@@ -113,19 +98,6 @@ class _Routes:
                     yield event
                 if part.finish is not None:
                     yield answer.end(part.finish, part.stopped_by, time.perf_counter())
-
-
-def _one_prompt(ask: RawCompletionRequest, served: ServedModel) -> RawCompletionRequest:
-    """``ask`` with a prompt that mixes ids and texts as ids."""
-    if isinstance(ask.prompt, str):
-        return ask
-    tokens: list[int] = []
-    for part in ask.prompt:
-        if isinstance(part, str):
-            tokens += served.vocabulary.tokenize(part, add_special=not tokens, parse_special=True)
-        else:
-            tokens.append(part)
-    return ask.model_copy(update={"prompt": tokens})
 
 
 def _routes(endpoint: Endpoint) -> Sequence[Route]:

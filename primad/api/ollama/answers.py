@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from primad.api.backend import ServedModel, Vocabulary
+from primad.api.backend import ServedModel, TokenPieces
 from primad.api.chat import CHATML
 from primad.api.generation import Answered, GivenCall, GivenPart, Written, whole_calls
 from primad.api.ollama.job import LATEST
@@ -93,7 +93,7 @@ class LinesAnswer:
     shows_thoughts: bool
     created: float
     clock: AnswerClock
-    vocabulary: Vocabulary | None = None
+    vocabulary: TokenPieces | None = None
     """Of the log-probabilities, if they are told."""
     begun: list[GivenPart] = field(default_factory=list, init=False)
     """Of the call that is not whole yet: lines have whole calls."""

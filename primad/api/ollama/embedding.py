@@ -4,44 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import time
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from primad.api.backend import Embeddings
 from primad.api.dialect import Route
 from primad.api.endpoint import Endpoint, json_response
+from primad.api.ollama import prepared
 from primad.api.ollama.answers import iso, nanoseconds
-from primad.api.ollama.job import LATEST, plain
-from primad.api.openai.fields import Strict, expecting
-from primad.api.openai.schema import parse
-from primad.api.vectors import MAX_TEXTS, Dimensions, Texts, embed, numbered
-
-
-class _OfModel(Strict):
-    model: Annotated[str, Field(max_length=512)]
-    options: dict[str, Any] | None = None
-    keep_alive: Any = None
-
-
-class OllamaEmbedRequest(_OfModel):
-    """``POST /api/embed``. Texts that are too long are cut, unless ``truncate`` is false."""
-
-    input: Annotated[
-        str | Texts | Annotated[list[str], Field(max_length=0)],
-        expecting(f"a string, or a list of at most {MAX_TEXTS}"),
-    ] = ""
-    truncate: bool | None = None
-    dimensions: Dimensions | None = None
-
-
-class OllamaEmbeddingsRequest(_OfModel):
-    """``POST /api/embeddings``."""
-
-    prompt: str = ""
+from primad.api.ollama.job import LATEST
+from primad.api.vectors import embed
 
 
 class OllamaEmbedded(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,22 +42,13 @@ class _Handlers:
     async def embed(self, request: Request) -> Response:
         """Vectors of texts; none for no text, which only asks for the model to be there."""
         begun_s = time.perf_counter()
-        ask = parse(OllamaEmbedRequest, await self._endpoint.read(request))
-        vectors, tokens = list[list[float]](), 0
-        if ask.input:
-            is_one = isinstance(ask.input, str)
-            found = await embed(
-                self._endpoint,
-                request,
-                [ask.input] if isinstance(ask.input, str) else ask.input,
-                (lambda _: "input") if is_one else numbered("input"),
-                model=plain(ask.model),
-                dimensions=ask.dimensions,
-                cuts=ask.truncate is not False,
-            )
-            vectors, tokens = found.rows.tolist(), found.tokens
+        asked = await self._endpoint.prepare(request, prepared.embed)
+        vectors, tokens = list[Any](), 0
+        if asked.texts is not None:
+            found = await embed(self._endpoint, request, asked.texts)
+            vectors, tokens = await found.encoded(), found.tokens
         answer = OllamaEmbedded(
-            model=ask.model,
+            model=asked.model,
             embeddings=vectors,
             total_duration=nanoseconds(time.perf_counter() - begun_s),
             load_duration=0,
@@ -92,12 +58,10 @@ class _Handlers:
 
     async def embed_one(self, request: Request) -> Response:
         """The vector of a prompt; none for no prompt."""
-        ask = parse(OllamaEmbeddingsRequest, await self._endpoint.read(request))
+        asked = await self._endpoint.prepare(request, prepared.embed_one)
         vector = list[float]()
-        if ask.prompt:
-            found = await embed(
-                self._endpoint, request, [ask.prompt], lambda _: "prompt", model=plain(ask.model), cuts=True
-            )
+        if asked.texts is not None:
+            found = await embed(self._endpoint, request, asked.texts)
             vector = found.rows[0].tolist()
         return json_response(OllamaEmbedding(embedding=vector))
 
@@ -127,5 +91,5 @@ def listed(embeddings: Embeddings) -> dict[str, Any]:
     }
 
 
-REQUESTS: Final = (OllamaEmbedRequest, OllamaEmbeddingsRequest)
+REQUESTS: Final = (prepared.OllamaEmbedRequest, prepared.OllamaEmbeddingsRequest)
 ANSWERS: Final = (OllamaEmbedded, OllamaEmbedding)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from datetime import datetime
 from typing import Final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from primad.api.backend import ServedModel
+from primad.api.backend import Preparation, ServedModel
 from primad.api.dialect import Dialect, Framing, Route
 from primad.api.endpoint import Endpoint, json_response
-from primad.api.ollama import embedding
+from primad.api.ollama import embedding, prepared
 from primad.api.ollama.answers import (
     API_VERSION,
     LinesAnswer,
@@ -28,13 +26,10 @@ from primad.api.ollama.answers import (
     shown,
     tags,
 )
-from primad.api.ollama.job import NAMES, chat_request, generate_request, plain
-from primad.api.ollama.schema import ModelRequest, OllamaChatRequest, OllamaGenerateRequest, OllamaRequest
-from primad.api.openai.job import Job, chat_job, check_model, completion_job
-from primad.api.openai.sampling import SEEDS
-from primad.api.openai.schema import ChatRequest, CompletionRequest, parse, said_as
+from primad.api.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
+from primad.api.openai.job import Job
 from primad.api.openai.timings import AnswerClock
-from primad.errors import PrimadError, RequestError
+from primad.errors import PrimadError
 
 
 def _line(message: msgspec.Struct) -> bytes:
@@ -70,49 +65,32 @@ class _Routes:
     async def show(self, request: Request) -> Response:
         """What is known of a model."""
         served = self._endpoint.serving()
-        ask = parse(ModelRequest, await self._endpoint.read(request))
-        name = ask.name if ask.model is None else ask.model
-        if name is None:
-            raise RequestError("'model' is required", param="model")
-        check_model(plain(name), [served])
+        await self._endpoint.prepare(request, prepared.show, served)
         return json_response(shown(served))
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
-        served = self._endpoint.serving()
-        ask = parse(OllamaChatRequest, await self._endpoint.read(request))
-        with said_as(NAMES):
-            core = chat_request(ask) if ask.messages else None
-        return await self._respond(request, ask, served, core)
+        return await self._respond(request, prepared.chat)
 
     async def generate(self, request: Request) -> Response:
         """Answer a prompt."""
-        served = self._endpoint.serving()
-        ask = parse(OllamaGenerateRequest, await self._endpoint.read(request))
-        with said_as(NAMES):
-            core = generate_request(ask) if ask.prompt else None
-        return await self._respond(request, ask, served, core)
+        return await self._respond(request, prepared.generate)
 
-    async def _respond(
-        self,
-        request: Request,
-        ask: OllamaRequest,
-        served: ServedModel,
-        core: ChatRequest | CompletionRequest | None,
-    ) -> Response:
-        check_model(plain(ask.model), [served])
-        job = None if core is None else _job(core, served)
+    async def _respond(self, request: Request, preparation: Preparation[prepared.PreparedLines]) -> Response:
+        served = self._endpoint.serving()
+        asked = await self._endpoint.prepare(request, preparation, served)
+        job = asked.job
         answer = LinesAnswer(
-            model=ask.model,
-            is_chat=isinstance(ask, OllamaChatRequest),
-            shows_thoughts=ask.think is not False,
+            model=asked.model,
+            is_chat=asked.is_chat,
+            shows_thoughts=asked.shows_thoughts,
             created=time.time(),
-            vocabulary=served.vocabulary if ask.logprobs else None,
+            vocabulary=served.vocabulary if asked.with_logprobs else None,
             clock=AnswerClock(prompt_tokens=0 if job is None else job.prompt_tokens, begun_s=time.perf_counter()),
         )
         if job is None:
             return json_response(answer.loaded())
-        if ask.stream is not False:
+        if asked.stream:
             framing = replace(_LINES, waiting=_line(answer.nothing()))
             return self._endpoint.stream(self._stream(served, job, answer), framing)
         answered = await self._endpoint.whole(request, served, job, answer.clock)
@@ -124,14 +102,6 @@ class _Routes:
                 line = answer.part(part, time.perf_counter())
                 if line is not None:
                     yield line
-
-
-def _job(core: ChatRequest | CompletionRequest, served: ServedModel) -> Job:
-    seed = secrets.randbelow(SEEDS)
-    with said_as(NAMES):
-        if isinstance(core, CompletionRequest):
-            return completion_job(core, served, seed=seed)
-        return chat_job(core, served, seed=seed, now=datetime.now().astimezone())
 
 
 def _routes(endpoint: Endpoint) -> Sequence[Route]:

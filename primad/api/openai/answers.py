@@ -9,7 +9,7 @@ from typing import ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from primad.api.backend import Vocabulary
+from primad.api.backend import TokenPieces
 from primad.api.generation import Answered, GivenCall, GivenPart, Written
 from primad.api.openai.job import Choice
 from primad.api.openai.logprobs import chat_logprobs, completion_logprobs
@@ -47,7 +47,7 @@ class _Headed:
     id: str
     created: int
     model: str
-    vocabulary: Vocabulary
+    vocabulary: TokenPieces
     with_logprobs: bool
     include_usage: bool
 

@@ -3,63 +3,21 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from primad.api.backend import Embeddings
 from primad.api.dialect import Route
 from primad.api.endpoint import Endpoint, json_response
-from primad.api.openai.fields import Strict, expecting
-from primad.api.openai.samplers import MAX_TOKENS
-from primad.api.openai.schema import parse
+from primad.api.openai import prepared
+from primad.api.openai.prepared import EmbeddingRequest, PreparedTexts, RerankRequest
 from primad.api.openai.shapes import Model, ModelMeta
-from primad.api.vectors import MAX_TEXTS, Dimensions, Texts, embed, numbered
-
-_Ids = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]], Field(min_length=1, fail_fast=True)]
-_Lists = Annotated[list[_Ids], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
-
-
-class EmbeddingRequest(Strict):
-    """``POST /v1/embeddings``."""
-
-    model: Annotated[str, Field(max_length=512)] | None = None
-    input: Annotated[
-        str | Texts | _Ids | _Lists,
-        expecting(f"a string, a list of token ids, or a list of 1 to {MAX_TEXTS} of either"),
-    ]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Dimensions | None = None
-
-    @property
-    def texts(self) -> list[str | list[int]]:
-        """The texts one by one."""
-        asked: Any = self.input
-        return list(asked) if self._is_list else [asked]
-
-    @property
-    def called(self) -> Callable[[int], str]:
-        """What errors call them."""
-        return numbered("input") if self._is_list else lambda _: "input"
-
-    @property
-    def _is_list(self) -> bool:
-        return isinstance(self.input, list) and not isinstance(self.input[0], int)
-
-
-class RerankRequest(Strict):
-    """``POST /v1/rerank``."""
-
-    model: Annotated[str, Field(max_length=512)] | None = None
-    query: str
-    documents: Texts
-    top_n: Annotated[int, Field(ge=1)] | None = None
+from primad.api.vectors import embed
 
 
 class EmbeddingUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,27 +63,19 @@ class _Handlers:
 
     async def embed(self, request: Request) -> Response:
         """Vectors of texts."""
-        ask = parse(EmbeddingRequest, await self._endpoint.read(request))
-        found = await embed(self._endpoint, request, ask.texts, ask.called, model=ask.model, dimensions=ask.dimensions)
-        is_base64 = ask.encoding_format == "base64"
-        data = [
-            TextEmbedding(index=index, embedding=_base64(row) if is_base64 else row.tolist())
-            for index, row in enumerate(found.rows)
-        ]
+        asked = await self._endpoint.prepare(request, prepared.embedding)
+        found = await embed(self._endpoint, request, asked)
+        vectors: list[Any] = [_base64(row) for row in found.rows] if asked.as_base64 else await found.encoded()
+        data = [TextEmbedding(index=index, embedding=vector) for index, vector in enumerate(vectors)]
         return json_response(EmbeddingList(model=found.model, data=data, usage=_usage(found.tokens)))
 
     async def rerank(self, request: Request) -> Response:
         """Documents in order of their likeness to a query."""
-        ask = parse(RerankRequest, await self._endpoint.read(request))
-        found = await embed(
-            self._endpoint,
-            request,
-            [ask.query, *ask.documents],
-            lambda index: f"documents[{index - 1}]" if index else "query",
-            model=ask.model,
-        )
+        asked = await self._endpoint.prepare(request, prepared.ranking)
+        documents = PreparedTexts(model=asked.model, texts=list(asked.documents), param="documents", numbered=True)
+        found = await embed(self._endpoint, request, documents, query=asked.query)
         scores = (found.rows[1:] @ found.rows[0]).tolist()
-        best = sorted(range(len(scores)), key=lambda index: -scores[index])[: ask.top_n]
+        best = sorted(range(len(scores)), key=lambda index: -scores[index])[: asked.top_n]
         results = [RankedDocument(index=index, relevance_score=scores[index]) for index in best]
         return json_response(Ranking(model=found.model, results=results, usage=_usage(found.tokens)))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 
 import msgspec
 
-from primad.api.backend import ServedModel, Vocabulary
+from primad.api.backend import ModelSettings, TextModel, Vocabulary
 from primad.api.chat import tokenize_prompt
 from primad.api.fill_in import fill_in_prompt
 from primad.api.openai.chat_fields import Message
@@ -19,6 +20,14 @@ from primad.api.openai.tool_use import answer_rules, chat_text
 from primad.api.reading import AnswerReading
 from primad.errors import PromptTooLongError, RequestError, printable
 from primad.ring.messages import Sampling
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """Token ids to continue by at most ``max_tokens``; ``echo`` is text to return before each answer."""
+
+    tokens: list[int]
+    max_tokens: int
+    echo: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +41,17 @@ class Choice:
     echo: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A request's whole work. ``prompt_tokens`` counts each prompt once, however many choices it has; ``reading`` says what
-    is looked for in each answer, None for nothing. With ``tells_progress`` a stream says how much of its prompt is computed;
-    what of it was computed before is computed again unless it ``reuses`` that. ``priority`` and ``speculates`` are as in
-    ``ring.messages``.
+class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """A request's whole work: each of ``prompts`` continued ``n`` times, with seeds from that of ``sampling`` on.
+
+    ``reading`` says what is looked for in each answer, None for nothing. With ``tells_progress`` a stream says how much of
+    its prompt is computed; what of it was computed before is computed again unless it ``reuses`` that. ``priority`` and
+    ``speculates`` are as in ``ring.messages``.
     """
 
-    choices: tuple[Choice, ...]
-    prompt_tokens: int
+    prompts: tuple[Prompt, ...]
+    n: int = 1
+    sampling: Sampling
     stops: tuple[str, ...]
     logprobs: int | None
     reading: AnswerReading | None
@@ -50,8 +60,28 @@ class Job:
     priority: int
     speculates: bool = True
 
+    @cached_property
+    def choices(self) -> tuple[Choice, ...]:
+        """The answers to write, ``n`` of the first prompt before those of the second."""
+        return tuple(
+            Choice(
+                index=place * self.n + number,
+                prompt=prompt.tokens,
+                max_tokens=prompt.max_tokens,
+                sampling=msgspec.structs.replace(self.sampling, seed=(self.sampling.seed + number) % SEEDS),
+                echo=prompt.echo,
+            )
+            for place, prompt in enumerate(self.prompts)
+            for number in range(self.n)
+        )
 
-def check_model(name: str | None, served: Sequence[ServedModel]) -> None:
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of all prompts, each counted once however many choices it has."""
+        return sum(len(prompt.tokens) for prompt in self.prompts)
+
+
+def check_model(name: str | None, served: Sequence[ModelSettings]) -> None:
     """Raise ``RequestError`` (404), which lists the names of the ``served``, unless ``name`` is one of them or None."""
     names = [name for model in served for name in model.all_names]
     if name is not None and not any(model.is_called(name) for model in served):
@@ -64,7 +94,7 @@ def check_model(name: str | None, served: Sequence[ServedModel]) -> None:
         )
 
 
-def chat_job(request: ChatRequest, served: ServedModel, *, seed: int, now: datetime) -> Job:
+def chat_job(request: ChatRequest, served: TextModel, *, seed: int, now: datetime) -> Job:
     """The work of a chat request. ``seed`` counts when the request has none; ``now`` is the template's clock.
 
     Where the context shifts, the oldest messages are left out of a conversation that is too long for it.
@@ -88,7 +118,7 @@ def chat_job(request: ChatRequest, served: ServedModel, *, seed: int, now: datet
     return _job(request, served, [(prompt, "")], grammar=rules.grammar, reading=rules.reading, seed=seed, at="messages")
 
 
-def completion_job(request: CompletionRequest, served: ServedModel, *, seed: int) -> Job:
+def completion_job(request: CompletionRequest, served: TextModel, *, seed: int) -> Job:
     """The work of a completion request. ``seed`` counts when the request has none.
 
     Raises ``RequestError`` for what the served model cannot do.
@@ -113,7 +143,7 @@ def completion_job(request: CompletionRequest, served: ServedModel, *, seed: int
 
 def _job(
     request: ChatRequest | CompletionRequest,
-    served: ServedModel,
+    served: TextModel,
     prompts: list[tuple[list[int], str]],
     *,
     grammar: str | None,
@@ -127,23 +157,10 @@ def _job(
         raise RequestError(f"{len(prompts)} prompts with n = {n} are more than {MAX_CHOICES} choices", param="n")
     limit, logprobs = request.token_limit, request.logprob_count
     logprobs = None if logprobs is None else min(logprobs, served.vocabulary.size)
-    seed = first_seed(request, seed)
-    sampling = sampling_of(request, served, seed=seed, grammar=grammar)
-    choices: list[Choice] = []
-    for prompt, echo in prompts:
-        room = _room(prompt, served, at)
-        for number in range(n):
-            choice = Choice(
-                index=len(choices),
-                prompt=prompt,
-                max_tokens=room if limit is None else min(limit, room),
-                sampling=msgspec.structs.replace(sampling, seed=(seed + number) % SEEDS),
-                echo=echo,
-            )
-            choices.append(choice)
     return Job(
-        choices=tuple(choices),
-        prompt_tokens=sum(len(prompt) for prompt, _ in prompts),
+        prompts=tuple(_prompt(tokens, echo, served, limit, at) for tokens, echo in prompts),
+        n=n,
+        sampling=sampling_of(request, served, seed=first_seed(request, seed), grammar=grammar),
         stops=request.stops,
         logprobs=logprobs,
         reading=reading,
@@ -154,7 +171,12 @@ def _job(
     )
 
 
-def _room(prompt: list[int], served: ServedModel, at: str) -> int:
+def _prompt(tokens: list[int], echo: str, served: TextModel, limit: int | None, at: str) -> Prompt:
+    room = _room(tokens, served, at)
+    return Prompt(tokens=tokens, max_tokens=room if limit is None else min(limit, room), echo=echo)
+
+
+def _room(prompt: list[int], served: TextModel, at: str) -> int:
     """How many tokens the context leaves for the answer, at least one."""
     if not prompt:
         raise RequestError("the prompt has no tokens", param=at)

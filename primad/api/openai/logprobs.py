@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from primad.api.backend import Vocabulary
+from primad.api.backend import TokenPieces
 from primad.api.openai.shapes import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from primad.api.text import Placed
 from primad.ring.messages import Sampled
@@ -14,12 +14,12 @@ IMPOSSIBLE: Final = -9999.0
 """What OpenAI answers for a token that cannot come: JSON has no minus infinity."""
 
 
-def chat_logprobs(tokens: Sequence[Placed[Sampled]], vocabulary: Vocabulary) -> ChatLogprobs:
+def chat_logprobs(tokens: Sequence[Placed[Sampled]], vocabulary: TokenPieces) -> ChatLogprobs:
     """The tokens in chat form."""
     return ChatLogprobs(content=[_chat_entry(token.entry, vocabulary) for token in tokens])
 
 
-def completion_logprobs(tokens: Sequence[Placed[Sampled]], vocabulary: Vocabulary) -> CompletionLogprobs:
+def completion_logprobs(tokens: Sequence[Placed[Sampled]], vocabulary: TokenPieces) -> CompletionLogprobs:
     """The tokens in completion form; the sampled token is always among its alternatives."""
     return CompletionLogprobs(
         tokens=[token_text(token.entry.token, vocabulary) for token in tokens],
@@ -29,7 +29,7 @@ def completion_logprobs(tokens: Sequence[Placed[Sampled]], vocabulary: Vocabular
     )
 
 
-def token_text(token: int, vocabulary: Vocabulary) -> str:
+def token_text(token: int, vocabulary: TokenPieces) -> str:
     """A token as text: its characters, ``bytes:\\xf0\\x9f`` when it is not whole characters, or a special token's name."""
     piece = vocabulary.piece(token)
     if not piece:
@@ -40,7 +40,7 @@ def token_text(token: int, vocabulary: Vocabulary) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def _chat_entry(sampled: Sampled, vocabulary: Vocabulary) -> TokenLogprob:
+def _chat_entry(sampled: Sampled, vocabulary: TokenPieces) -> TokenLogprob:
     return TokenLogprob(
         token=token_text(sampled.token, vocabulary),
         logprob=_logprob(sampled),
@@ -56,7 +56,7 @@ def _chat_entry(sampled: Sampled, vocabulary: Vocabulary) -> TokenLogprob:
     )
 
 
-def _alternatives(sampled: Sampled, vocabulary: Vocabulary) -> dict[str, float]:
+def _alternatives(sampled: Sampled, vocabulary: TokenPieces) -> dict[str, float]:
     best_first = (*sampled.top, (sampled.token, _logprob(sampled)))
     alternatives: dict[str, float] = {}
     for token, logprob in best_first:

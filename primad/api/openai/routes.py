@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from datetime import datetime
 from functools import partial
 from typing import Final
 
@@ -21,10 +20,10 @@ from primad.api.dialect import EVENT_STREAM, Dialect, Framing, Route
 from primad.api.endpoint import Endpoint, json_response
 from primad.api.generation import NOTHING_GUESSED, Guessed, Written, cached_tokens
 from primad.api.openai import embeddings, schema, shapes
+from primad.api.openai import prepared as preparations
 from primad.api.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
 from primad.api.openai.errors import error_body
-from primad.api.openai.job import Choice, Job, chat_job, check_model, completion_job
-from primad.api.openai.sampling import SEEDS
+from primad.api.openai.job import Choice, Job, check_model
 from primad.api.openai.shapes import CompletionTokensDetails, Model, ModelList, PromptTokensDetails, ReadPrompt, Usage
 from primad.api.openai.timings import AnswerClock, AnswerTimings
 from primad.errors import PrimadError
@@ -75,30 +74,29 @@ class _Routes:
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
         served = self._endpoint.serving()
-        ask = schema.parse(schema.ChatRequest, await self._endpoint.read(request))
-        job = chat_job(ask, served, seed=secrets.randbelow(SEEDS), now=datetime.now().astimezone())
-        return await self._respond(request, ask, served, job, ChatAnswer)
+        prepared = await self._endpoint.prepare(request, preparations.chat, served)
+        return await self._respond(request, prepared, served, ChatAnswer)
 
     async def complete(self, request: Request) -> Response:
         """Continue a text."""
         served = self._endpoint.serving()
-        ask = schema.parse(schema.CompletionRequest, await self._endpoint.read(request))
-        job = completion_job(ask, served, seed=secrets.randbelow(SEEDS))
-        return await self._respond(request, ask, served, job, CompletionAnswer)
+        prepared = await self._endpoint.prepare(request, preparations.completion, served)
+        return await self._respond(request, prepared, served, CompletionAnswer)
 
     async def _respond(
-        self, request: Request, ask: schema.SamplingRequest, served: ServedModel, job: Job, kind: type[ApiAnswer]
+        self, request: Request, prepared: preparations.PreparedAnswer, served: ServedModel, kind: type[ApiAnswer]
     ) -> Response:
+        job = prepared.job
         answer = kind(
             id=f"{kind.PREFIX}-{secrets.token_hex(12)}",
             created=int(time.time()),
             model=served.id,
             vocabulary=served.vocabulary,
             with_logprobs=job.logprobs is not None,
-            include_usage=ask.include_usage,
+            include_usage=prepared.include_usage,
         )
-        if ask.stream:
-            chunks = self._stream(served, job, answer, times_parts=bool(ask.timings_per_token))
+        if prepared.stream:
+            chunks = self._stream(served, job, answer, times_parts=prepared.times_parts)
             return self._endpoint.stream(chunks, EVENTS)
         answered = await self._endpoint.whole(request, served, job)
         ended = [(each.choice, each.cached) for each in answered]

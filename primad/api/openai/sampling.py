@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-from primad.api.backend import ServedModel, Vocabulary
+from primad.api.backend import TextModel, Vocabulary
 from primad.api.grammar import of_schema, of_text
 from primad.api.openai.samplers import SamplerFields
 from primad.errors import RequestError, printable
@@ -26,7 +26,7 @@ def first_seed(request: SamplerFields, random: int) -> int:
     return random if request.seed is None or request.seed == -1 else request.seed
 
 
-def sampling_of(request: SamplerFields, served: ServedModel, *, seed: int, grammar: str | None) -> Sampling:
+def sampling_of(request: SamplerFields, served: TextModel, *, seed: int, grammar: str | None) -> Sampling:
     """How ``request`` wants its answer sampled by ``served``, which must fit ``grammar``.
 
     Raises ``RequestError`` (400) for a bias on what is no token.

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from primad.api import grammar
-from primad.api.backend import ServedModel, Vocabulary
+from primad.api.backend import TextModel, Vocabulary
 from primad.api.calls.choose import Thinking
 from primad.api.chat import render
 from primad.api.openai.chat_fields import ChatFields
@@ -21,7 +21,7 @@ _OPEN: Final = frozenset({"additionalProperties", "patternProperties", "allOf", 
 """Where one of these is, the schema says itself which other properties there may be."""
 
 
-def chat_text(request: ChatFields, served: ServedModel, *, now: datetime) -> str:
+def chat_text(request: ChatFields, served: TextModel, *, now: datetime) -> str:
     """The prompt of ``request`` as text. Raises as ``render`` does."""
     return render(
         served.vocabulary,
@@ -41,7 +41,7 @@ class AnswerRules:
     grammar: str | None
 
 
-def answer_rules(request: ChatRequest, served: ServedModel, text: str) -> AnswerRules:
+def answer_rules(request: ChatRequest, served: TextModel, text: str) -> AnswerRules:
     """The rules for the answer to ``request``, whose prompt is ``text``.
 
     A call that is demanded is bound to its form and its function's parameters. Where only the text is bound, an answer may
@@ -63,7 +63,7 @@ def answer_rules(request: ChatRequest, served: ServedModel, text: str) -> Answer
         is_told = not mentions(served.vocabulary.chat_template or "", "tools")
         form = manner.form if wanted is None and not is_told else manner.asked
     reading = AnswerReading(
-        form=form,
+        form=None if form is None else form.name,
         thinking=thinking,
         opened=opened and thinking is not None,
         functions=functions,
@@ -97,7 +97,7 @@ def _closed(parameters: dict[str, Any] | None) -> dict[str, Any] | None:
     return parameters | {"additionalProperties": False}
 
 
-def _manner(served: ServedModel) -> Manner:
+def _manner(served: TextModel) -> Manner:
     return manner_of(served.vocabulary.chat_template, served.tool_parser)
 
 

@@ -11,7 +11,7 @@ import msgspec
 from primad.api.dialect import NamedEvent
 from primad.api.generation import Answered, GivenCall, GivenPart, Written, whole_calls
 from primad.api.openai.errors import error_body
-from primad.api.responses.schema import ResponsesRequest
+from primad.api.responses.prepared import SaidAgain
 from primad.errors import PrimadError
 
 OutputKind = Literal["reasoning", "message"]
@@ -51,7 +51,7 @@ class ResponseAnswer:
     id: str
     created: int
     model: str
-    ask: ResponsesRequest
+    said: SaidAgain
     prompt_tokens: int
     sampled: int = 0
     cached: int = 0
@@ -177,7 +177,6 @@ class ResponseAnswer:
     def _body(
         self, status: ResponseStatus, output: list[dict[str, Any]], error: dict[str, Any] | None = None
     ) -> ResponseBody:
-        ask = self.ask
         return ResponseBody(
             id=self.id,
             created_at=self.created,
@@ -187,14 +186,8 @@ class ResponseAnswer:
             error=error,
             incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
             usage=None if status == "in_progress" else self._usage(),
-            instructions=ask.instructions,
-            max_output_tokens=ask.max_output_tokens,
-            temperature=ask.temperature,
-            top_p=ask.top_p,
             tools=[],
-            tool_choice=ask.tool_choice if isinstance(ask.tool_choice, str) else "auto",
-            parallel_tool_calls=ask.parallel_tool_calls is not False,
-            metadata=ask.metadata or {},
+            **msgspec.structs.asdict(self.said),
         )
 
     def _usage(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from datetime import datetime
 from typing import Final
 
 from starlette.requests import Request
@@ -17,12 +16,10 @@ from primad.api.backend import ServedModel
 from primad.api.dialect import EVENT_STREAM, Dialect, NamedEvent, Route, named_event
 from primad.api.endpoint import Endpoint, json_response
 from primad.api.openai.errors import error_body
-from primad.api.openai.job import Job, chat_job
+from primad.api.openai.job import Job
 from primad.api.openai.routes import EVENTS
-from primad.api.openai.sampling import SEEDS
-from primad.api.openai.schema import parse, said_as
+from primad.api.responses import prepared as preparations
 from primad.api.responses.answers import ResponseAnswer, ResponseBody
-from primad.api.responses.job import NAMES, chat_request
 from primad.api.responses.schema import ResponsesRequest
 from primad.errors import PrimadError
 
@@ -36,20 +33,17 @@ class _Routes:
     async def respond(self, request: Request) -> Response:
         """Continue a conversation."""
         served = self._endpoint.serving()
-        ask = parse(ResponsesRequest, await self._endpoint.read(request))
-        seed, now = secrets.randbelow(SEEDS), datetime.now().astimezone()
-        with said_as(NAMES):
-            job = chat_job(chat_request(ask), served, seed=seed, now=now)
+        prepared = await self._endpoint.prepare(request, preparations.respond, served)
         answer = ResponseAnswer(
             id=f"resp_{secrets.token_hex(16)}",
             created=int(time.time()),
             model=served.id,
-            ask=ask,
-            prompt_tokens=job.prompt_tokens,
+            said=prepared.said,
+            prompt_tokens=prepared.job.prompt_tokens,
         )
-        if ask.stream:
-            return self._endpoint.stream(self._stream(served, job, answer), _EVENTS)
-        answered = await self._endpoint.whole(request, served, job)
+        if prepared.stream:
+            return self._endpoint.stream(self._stream(served, prepared.job, answer), _EVENTS)
+        answered = await self._endpoint.whole(request, served, prepared.job)
         return json_response(answer.whole(answered[0]))
 
     async def _stream(self, served: ServedModel, job: Job, answer: ResponseAnswer) -> AsyncGenerator[NamedEvent, None]:

@@ -1,0 +1,116 @@
+"""What the text process makes of the requests of llama-server's own dialect. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from primad.api.backend import Asking, TextModel, Vocabulary
+from primad.api.llama_server.schema import (
+    DetokenizeRequest,
+    InfillRequest,
+    RawCompletionRequest,
+    TemplateRequest,
+    TokenizeRequest,
+)
+from primad.api.openai.job import Job, check_tokens, completion_job
+from primad.api.openai.schema import parse
+from primad.api.openai.tool_use import chat_text
+
+
+class PreparedRaw(msgspec.Struct, frozen=True, kw_only=True):
+    """A job, and how its answer is told."""
+
+    job: Job
+    stream: bool
+    times_parts: bool
+
+
+class WholeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, as the JSON that it is sent as."""
+
+    body: bytes
+
+
+class TokenList(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /tokenize``: ids, or with pieces objects of ``id`` and ``piece`` (text, or bytes where it is no text)."""
+
+    tokens: list[Any]
+
+
+class DetokenizedText(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /detokenize``."""
+
+    content: str
+
+
+class TemplatedPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /apply-template``."""
+
+    prompt: str
+
+
+def completion(body: bytes, asking: Asking) -> PreparedRaw:
+    """``POST /completion``."""
+    return _prepared(_one_prompt(parse(RawCompletionRequest, body), asking.served), asking)
+
+
+def infill(body: bytes, asking: Asking) -> PreparedRaw:
+    """``POST /infill``."""
+    return _prepared(parse(InfillRequest, body), asking)
+
+
+def _prepared(ask: RawCompletionRequest, asking: Asking) -> PreparedRaw:
+    job = completion_job(ask, asking.served, seed=asking.seed)
+    return PreparedRaw(job=job, stream=bool(ask.stream), times_parts=bool(ask.timings_per_token))
+
+
+def _one_prompt(ask: RawCompletionRequest, served: TextModel) -> RawCompletionRequest:
+    """``ask`` with a prompt that mixes ids and texts as ids."""
+    if isinstance(ask.prompt, str):
+        return ask
+    tokens: list[int] = []
+    for part in ask.prompt:
+        if isinstance(part, str):
+            tokens += served.vocabulary.tokenize(part, add_special=not tokens, parse_special=True)
+        else:
+            tokens.append(part)
+    return ask.model_copy(update={"prompt": tokens})
+
+
+def tokenize(body: bytes, asking: Asking) -> WholeBody:
+    """``POST /tokenize``."""
+    vocabulary, ask = asking.served.vocabulary, parse(TokenizeRequest, body)
+    tokens = vocabulary.tokenize(ask.content, add_special=ask.add_special, parse_special=ask.parse_special)
+    return _whole(TokenList(tokens=pieces(tokens, vocabulary) if ask.with_pieces else tokens))
+
+
+def detokenize(body: bytes, asking: Asking) -> WholeBody:
+    """``POST /detokenize``: control tokens by their names."""
+    vocabulary, ask = asking.served.vocabulary, parse(DetokenizeRequest, body)
+    check_tokens(ask.tokens, vocabulary, at="tokens")
+    said = (vocabulary.piece(token) or vocabulary.name(token).encode() for token in ask.tokens)
+    return _whole(DetokenizedText(content=b"".join(said).decode("utf-8", "replace")))
+
+
+def apply_template(body: bytes, asking: Asking) -> WholeBody:
+    """``POST /apply-template``: messages as the prompt that the model's template makes of them."""
+    prompt = chat_text(parse(TemplateRequest, body), asking.served, now=asking.now)
+    return _whole(TemplatedPrompt(prompt=prompt))
+
+
+def _whole(answer: msgspec.Struct) -> WholeBody:
+    return WholeBody(body=msgspec.json.encode(answer))
+
+
+def pieces(tokens: list[int], vocabulary: Vocabulary) -> list[dict[str, Any]]:
+    """Each token with its text, or with its bytes where they are no text by themselves."""
+    return [{"id": token, "piece": _text_or_bytes(vocabulary.piece(token))} for token in tokens]
+
+
+def _text_or_bytes(piece: bytes) -> str | list[int]:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)

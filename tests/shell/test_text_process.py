@@ -1,0 +1,316 @@
+"""The text process may crash, hang or grow over one request; that request is refused, and nothing else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from primad.api.backend import ModelSettings, TextModel
+from primad.api.llama_server import prepared as llama_server
+from primad.api.openai import prepared as openai
+from primad.errors import EngineError, ModelError, PromptTooLongError, RequestError, RingError
+from primad.head.text_messages import LoadText, Prepare, PreparedRequest, TextAnswer, TextReady
+from primad.head.text_service import TextLimits, TextService
+from primad.head.vocabulary import ModelVocabulary
+from primad.ring.channel import LENGTH, frame
+from tests.fakes.vocabulary import write_vocabulary
+
+PATIENCE_S = 180
+SETTINGS = ModelSettings(id="toy", created=0, context_tokens=1 << 16)
+GROWS = "{% set it = namespace(text='x') %}{% for _ in range(60) %}{% set it.text = it.text ~ it.text %}{% endfor %}"
+HANGS = "{% for _ in range(99999) %}{% for _ in range(99999) %}{% endfor %}{% endfor %}"
+TEMPLATE = (
+    "{% set said = messages[-1].content %}"
+    f"{{% if said == 'grow' %}}{GROWS}{{% elif said == 'hang' %}}{HANGS}{{% endif %}}"
+    "{% if said == 'deep' %}{% macro deeper() %}{{ deeper() }}{% endmacro %}{{ deeper() }}{% endif %}"
+    "{{ said }}"
+)
+QUICK = TextLimits(quick_s=0.3, most_s=1.0, memory_bytes=128 << 20, look_s=0.01)
+PRE_TOKENIZERS = (
+    "a.x-4.0",
+    "afmoe",
+    "bailingmoe",
+    "bailingmoe2",
+    "bloom",
+    "chameleon",
+    "chatglm-bpe",
+    "codeshell",
+    "cohere2moe",
+    "command-r",
+    "dbrx",
+    "deepseek-coder",
+    "deepseek-llm",
+    "deepseek-r1-qwen",
+    "deepseek-v3",
+    "default",
+    "exaone",
+    "exaone-moe",
+    "exaone4",
+    "f2llmv2",
+    "falcon",
+    "falcon-h1",
+    "falcon3",
+    "gemma4",
+    "gigachat",
+    "glm4",
+    "glm5",
+    "gpt-2",
+    "gpt-4o",
+    "gpt3-finnish",
+    "granite-docling",
+    "granite-embed-multi-311m",
+    "granite-embed-multi-97m",
+    "grok-2",
+    "hunyuan",
+    "hunyuan-dense",
+    "hy_v4",
+    "jais",
+    "jais-2",
+    "jina-de",
+    "jina-es",
+    "jina-v1-en",
+    "jina-v2-code",
+    "jina-v2-de",
+    "jina-v2-es",
+    "jina-v5-nano",
+    "joyai-llm",
+    "kanana2",
+    "kimi-k2",
+    "kormo",
+    "laguna",
+    "lfm2",
+    "llada-moe",
+    "llama-bpe",
+    "llama-v3",
+    "llama3",
+    "llama4",
+    "megrez",
+    "mellum",
+    "mellum2",
+    "midm-2.0",
+    "minerva-7b",
+    "minicpm5",
+    "minimax-m2",
+    "modern-bert",
+    "mpt",
+    "olmo",
+    "phi-2",
+    "pixtral",
+    "poro-chat",
+    "qwen2",
+    "qwen35",
+    "refact",
+    "roberta-bpe",
+    "sarvam-moe",
+    "seed-coder",
+    "smaug-bpe",
+    "smollm",
+    "solar-open",
+    "spark2_5",
+    "stablelm2",
+    "starcoder",
+    "superbpe",
+    "talkie",
+    "tekken",
+    "tiny_aya",
+    "trillion",
+    "ufakzeka",
+    "viking",
+    "whitespace",
+    "youtu",
+)
+"""All that the pinned llama.cpp knows (``tokenizer_pre`` in its ``llama-vocab.cpp``)."""
+
+
+def chat(text: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+
+
+def with_service(tmp_path: Path, work: Callable[[TextService], Awaitable[None]], limits: TextLimits = QUICK) -> None:
+    """Do ``work`` with a service; nothing of it is left."""
+
+    async def run() -> None:
+        service = TextService(str(write_vocabulary(tmp_path / "toy.gguf")), TEMPLATE, limits=limits)
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await service.pieces()).piece(65) == b"A"
+            try:
+                await work(service)
+            finally:
+                pids = service.pids
+                await service.close()
+        assert not any(map(psutil.pid_exists, pids))
+
+    asyncio.run(run())
+
+
+async def refused(service: TextService, text: str, **more: str) -> str:
+    with pytest.raises(RequestError) as caught:
+        await service.prepare(openai.chat, chat(text), SETTINGS, **more)
+    assert caught.value.status == 400
+    return str(caught.value)
+
+
+async def works(service: TextService, owner: str = "") -> None:
+    prepared = await service.prepare(openai.chat, chat("Hello"), SETTINGS, owner=owner)
+    assert prepared.job.prompts[0].max_tokens == SETTINGS.context_tokens - len(prepared.job.prompts[0].tokens)
+
+
+def test_what_hangs_grows_or_crashes_is_refused_alone(tmp_path):
+    async def work(service: TextService) -> None:
+        assert "took more than 1 s" in await refused(service, "hang")
+        await works(service)
+        assert "memory" in await refused(service, "grow")
+        await works(service)
+        assert "chat template" in await refused(service, "deep")
+        before = service.pids
+        waiting = asyncio.create_task(refused(service, "hang"))
+        await works(service, "another")
+        psutil.Process(service.pids[0]).kill()
+        assert "SIGKILL" in await waiting or sys.platform == "win32"
+        await works(service)
+        assert service.pids != before
+
+    with_service(tmp_path, work)
+
+
+def test_slow_requests_wait_for_each_other_and_others_go_on(tmp_path):
+    async def work(service: TextService) -> None:
+        slow = [asyncio.create_task(service.prepare(openai.chat, chat("hang"), SETTINGS, owner="a")) for _ in range(3)]
+        for _ in range(3):
+            await works(service, "b")
+            await works(service, "a")
+        assert not any(task.done() for task in slow)
+        assert len(service.pids) <= 2
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        await works(service, "a")
+
+    with_service(tmp_path, work, TextLimits(quick_s=0.3, most_s=PATIENCE_S, look_s=0.01))
+
+
+def test_callers_take_turns(tmp_path):
+    async def work(service: TextService) -> None:
+        ended: list[str] = []
+
+        async def ask(owner: str) -> None:
+            await works(service, owner)
+            ended.append(owner)
+
+        await asyncio.gather(*(ask("many") for _ in range(20)), ask("one"))
+        assert ended.index("one") <= 2
+
+    with_service(tmp_path, work, TextLimits())
+
+
+def test_errors_and_log_lines_come_over_as_they_are(tmp_path, caplog):
+    async def work(service: TextService) -> None:
+        with pytest.raises(PromptTooLongError) as caught:
+            await service.prepare(openai.chat, chat("x" * (1 << 17)), SETTINGS)
+        assert (caught.value.param, caught.value.context_tokens) == ("messages", 1 << 16)
+        with pytest.raises(RequestError, match="'messages' is required"):
+            await service.prepare(openai.chat, b"{}", SETTINGS)
+        body = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"const": 1 << 99}}}]}
+        with pytest.raises(RequestError, match="more than 64 bits"):
+            await service.prepare(openai.chat, json.dumps(json.loads(chat("x")) | body).encode(), SETTINGS)
+        caplog.set_level("INFO")
+        await service.prepare(openai.chat, json.dumps(json.loads(chat("x")) | {"wibble": 1}).encode(), SETTINGS)
+        assert "wibble" in caplog.text
+
+    with_service(tmp_path, work, TextLimits())
+
+
+def test_a_template_that_is_none_is_the_models_fault(tmp_path):
+    async def run() -> None:
+        service = TextService(str(write_vocabulary(tmp_path / "toy.gguf")), "{% nonsense %}")
+        with pytest.raises(ModelError, match="does not compile"):
+            await service.prepare(openai.chat, chat("x"), SETTINGS)
+        await service.close()
+        with pytest.raises(RingError, match="stopping"):
+            await service.prepare(openai.chat, chat("x"), SETTINGS)
+
+    asyncio.run(run())
+
+
+def test_a_file_without_vocabulary_is_told(tmp_path):
+    (tmp_path / "toy.gguf").write_bytes(b"GGUF")
+
+    async def run() -> None:
+        service = TextService(str(tmp_path / "toy.gguf"), None)
+        with pytest.raises(EngineError, match=r"toy\.gguf"):
+            await service.pieces()
+        with pytest.raises(RingError, match="cannot be read"):
+            await service.prepare(openai.embedding, b'{"input": "x"}', None)
+        await service.close()
+
+    asyncio.run(run())
+
+
+def test_pieces_are_those_of_the_vocabulary(smollm2):
+    vocabulary = ModelVocabulary(str(smollm2), "a template")
+
+    async def run() -> None:
+        service = TextService(str(smollm2), "a template")
+        pieces = await service.pieces()
+        await service.close()
+        assert (pieces.size, pieces.bos, pieces.eos) == (vocabulary.size, vocabulary.bos, vocabulary.eos)
+        for token in [*range(300), *range(300, vocabulary.size, 97)]:
+            assert pieces.piece(token) == vocabulary.piece(token)
+            assert pieces.piece_or_marker(token) == vocabulary.piece_or_marker(token)
+            assert pieces.name(token) == vocabulary.name(token)
+
+    asyncio.run(run())
+
+
+def test_cut_at_markers_a_text_has_the_same_tokens(smollm2, gemma3, monkeypatch):
+    text = "".join(f"<|im_start|>user\n {n}<|im_end|>\n<start_of_turn>x\n\n\n<end_of_turn>  \n" for n in range(40))
+    for file in (smollm2, gemma3):
+        vocabulary = ModelVocabulary(str(file), None)
+        whole = vocabulary.tokenize(text, add_special=True, parse_special=True)
+        monkeypatch.setattr("primad.engine.vocabulary.PIECE_CHARS", 64)
+        assert vocabulary.tokenize(text, add_special=True, parse_special=True) == whole
+        monkeypatch.undo()
+
+
+def test_long_runs_of_a_character_end_no_pre_tokenizer(tmp_path):
+    text = "".join(char * 30_000 + "<|im_end|>" for char in "a !字")
+    body = json.dumps({"content": text}).encode()
+    task = Prepare(
+        what=f"{llama_server.tokenize.__module__}:tokenize", body=body, settings=SETTINGS, seed=0, now=datetime.now()
+    )
+    sent = b""
+    for pre in PRE_TOKENIZERS:
+        path = write_vocabulary(tmp_path / f"{pre}.gguf", pre=pre)
+        load = LoadText(path=str(path), chat_template=None, tells_pieces=False, memory_bytes=4 << 30)
+        sent += frame(load) + frame(task)
+    with subprocess.Popen(
+        [sys.executable, "-m", "primad.head.text_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for pre in PRE_TOKENIZERS:
+            for kind in (TextReady, PreparedRequest):
+                size = LENGTH.size + LENGTH.unpack(sent[: LENGTH.size])[0]
+                process.stdin.write(sent[:size])
+                process.stdin.flush()
+                sent = sent[size:]
+                length = process.stdout.read(LENGTH.size)
+                assert length, f"{pre} ended the process"
+                answer = msgspec.msgpack.decode(process.stdout.read(LENGTH.unpack(length)[0]), type=TextAnswer)
+                assert isinstance(answer, kind), f"{pre}: {answer}"
+
+
+def test_the_settings_of_a_model_go_over_whole():
+    model = TextModel(id="toy", created=1, context_tokens=9, vocabulary=object(), tool_parser="hermes")  # type: ignore[arg-type]
+    wire = msgspec.msgpack.encode(model.settings)
+    assert msgspec.msgpack.decode(wire, type=ModelSettings) == model.settings
