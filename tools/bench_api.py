@@ -29,7 +29,8 @@ from primad.api.openai.schema import ChatRequest, parse
 from primad.api.openai.tool_use import chat_text
 from primad.engine.protocol import GREEDY
 from primad.gguf.model import open_model
-from primad.head.vocabulary import ModelVocabulary, chat_template_of
+from primad.head.tokenizer import ModelVocabulary
+from primad.head.vocabulary import chat_template_of
 from primad.ring.messages import Sampled
 from tools.demo import PRIMAD
 from tools.lab.http_servers import HttpServer, head_here

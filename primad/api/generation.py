@@ -133,7 +133,7 @@ def cached_tokens(ended: Iterable[tuple[Choice, int]]) -> int:
     """What choices that ended had ``cached``, each prompt counted once: with the choice for which most was computed."""
     least: dict[int, int] = {}
     for choice, cached in ended:
-        least[id(choice.prompt)] = min(cached, least.get(id(choice.prompt), cached))
+        least[id(choice.source)] = min(cached, least.get(id(choice.source), cached))
     return sum(least.values())
 
 

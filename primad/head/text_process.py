@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 
 import msgspec
 
-from primad.api.backend import Asking, Preparation, TextModel
+from primad.api.backend import Asking, Preparation, TextModel, Vocabulary
 from primad.api.pieces import CONTROL, END, PieceTable
 from primad.errors import EngineError, PrimadError, RequestError
 from primad.head.text_messages import (
@@ -39,7 +39,7 @@ from primad.ring.channel import LENGTH, MAX_FRAME_BYTES, frame
 from primad.system.answer_stream import answer_stream
 
 if TYPE_CHECKING:
-    from primad.head.vocabulary import ModelVocabulary
+    from primad.head.tokenizer import ModelVocabulary
 
 STACK_BYTES: Final = 256 << 20
 """A pre-tokenizer of llama.cpp takes up to some kB of stack for each character of a run of equal ones."""
@@ -59,10 +59,10 @@ class _Process:
             case LoadText():
                 return self._load(task)
             case Prepare():
-                return self._prepare(task)
+                return prepared(task, self._vocabulary)
 
     def _load(self, task: LoadText) -> TextReady | Failed:
-        from primad.head.vocabulary import ModelVocabulary  # loads llama.cpp
+        from primad.head.tokenizer import ModelVocabulary  # loads llama.cpp
 
         try:
             vocabulary = self._vocabulary = ModelVocabulary(task.path, task.chat_template)
@@ -83,31 +83,34 @@ class _Process:
         _bound_memory(task.memory_bytes)
         return TextReady(pieces=pieces)
 
-    def _prepare(self, task: Prepare) -> PreparedRequest | RequestRefused | Failed:
-        try:
-            with _logged() as lines:
-                made = msgspec.msgpack.encode(_preparation(task.what)(task.body, self._asking(task)))
-            if len(made) > MAX_MADE_BYTES:
-                raise RequestError(f"the answer would have {len(made)} bytes; ask for less at a time")
-            return PreparedRequest(made=made, lines=lines)
-        except PrimadError as exc:
-            return RequestRefused.of(exc)
-        except MemoryError:
-            return RequestRefused(
-                message="the request takes more memory to read than there is for one", status=400, spent=True
-            )
-        except OverflowError:  # of msgpack
-            return RequestRefused(message="the request has a whole number of more than 64 bits", status=400)
-        except Exception:  # noqa: BLE001 (the top of this process: the daemon logs it)
-            return Failed(traceback.format_exc())
 
-    def _asking(self, task: Prepare) -> Asking:
-        model, settings = None, task.settings
-        if settings is not None:
-            assert self._vocabulary is not None, "the vocabulary was loaded before"
-            given = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
-            model = TextModel(vocabulary=self._vocabulary, **given)
-        return Asking(model=model, seed=task.seed, now=task.now)
+def prepared(task: Prepare, vocabulary: Vocabulary | None) -> PreparedRequest | RequestRefused | Failed:
+    """The answer to ``task``."""
+    try:
+        with _logged() as lines:
+            made = msgspec.msgpack.encode(_preparation(task.what)(task.body, _asking(task, vocabulary)))
+        if len(made) > MAX_MADE_BYTES:
+            raise RequestError(f"the answer would have {len(made)} bytes; ask for less at a time")
+        return PreparedRequest(made=made, lines=lines)
+    except PrimadError as exc:
+        return RequestRefused.of(exc)
+    except MemoryError:
+        return RequestRefused(
+            message="the request takes more memory to read than there is for one", status=400, spent=True
+        )
+    except OverflowError:  # of msgpack
+        return RequestRefused(message="the request has a whole number of more than 64 bits", status=400)
+    except Exception:  # noqa: BLE001 (the top of this process: the daemon logs it)
+        return Failed(traceback.format_exc())
+
+
+def _asking(task: Prepare, vocabulary: Vocabulary | None) -> Asking:
+    model, settings = None, task.settings
+    if settings is not None:
+        assert vocabulary is not None, "the vocabulary was loaded before"
+        given = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
+        model = TextModel(vocabulary=vocabulary, **given)
+    return Asking(model=model, seed=task.seed, now=task.now)
 
 
 def _preparation(what: str) -> Preparation[msgspec.Struct]:

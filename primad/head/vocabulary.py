@@ -1,13 +1,10 @@
-"""The served model's vocabulary: llama.cpp's tokenizer, which the text process loads, and what the model file says of chat
-and sampling."""
+"""What a model file says of chat and sampling."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Final
 
-from primad.api.backend import FillInTokens, SamplingDefaults
-from primad.engine.vocabulary import LlamaVocabulary
+from primad.api.backend import SamplingDefaults
 from primad.errors import ModelError
 from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header
@@ -48,17 +45,3 @@ def chat_template_of(header: Header) -> str | None:
     """The Jinja source in the model file, or None."""
     value = header.values.get(CHAT_TEMPLATE)
     return str(value.scalar()) if value is not None and value.type == GGUFValueType.STRING else None
-
-
-class ModelVocabulary(LlamaVocabulary):
-    """A ``LlamaVocabulary`` that also knows its model's chat template, and how to fill in."""
-
-    def __init__(self, path: str, chat_template: str | None) -> None:
-        super().__init__(Path(path))
-        before, after, middle, file = self.fill_in_ids
-        self.fill_in = (
-            FillInTokens(before=before, after=after, middle=middle, file=file if file >= 0 else None)
-            if min(before, after, middle) >= 0
-            else None
-        )
-        self.chat_template = chat_template

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, get_type_hints
 
 import msgspec
 
-from primad.api.backend import (
-    Asking,
-    FillInTokens,
-    Health,
-    ModelSettings,
-    Preparation,
-    Prepared,
-    ServedModel,
-    TextModel,
-)
-from primad.errors import PrimadError
-from primad.head.text_messages import RequestRefused
+from primad.api.backend import FillInTokens, Health, ModelSettings, Preparation, Prepared, ServedModel
+from primad.head.text_messages import Failed, Prepare, PreparedRequest, RequestRefused
+from primad.head.text_process import prepared
 from primad.ring.messages import Finished, GenerationEvent, PromptProgress, Sampled, Sampling
 
 BOS, EOS, IM_START, IM_END = 256, 257, 258, 259
@@ -121,19 +113,24 @@ class FakeBackend:
     ) -> Prepared:
         """In this process, but over the wire."""
         assert preparation.__module__.endswith(".prepared"), "the text process does this work"
-        model = None
-        if served is not None:
-            settings = msgspec.msgpack.decode(msgspec.msgpack.encode(served), type=ModelSettings)
-            given = {each.name: getattr(settings, each.name) for each in fields(ModelSettings)}
-            model = TextModel(vocabulary=self.vocabulary, **given)
-        now = datetime.now().astimezone()
-        try:
-            made = preparation(body, Asking(model=model, seed=secrets.randbelow(2**32 - 1), now=now))
-        except PrimadError as exc:
-            wire = msgspec.msgpack.encode(RequestRefused.of(exc))
-            raise msgspec.msgpack.decode(wire, type=RequestRefused).error() from exc
-        kind = get_type_hints(preparation)["return"]
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=kind)
+        task = Prepare(
+            what=f"{preparation.__module__}:{preparation.__name__}",
+            body=body,
+            settings=served,
+            seed=secrets.randbelow(2**32 - 1),
+            now=datetime.now().astimezone(),
+        )
+        task = msgspec.msgpack.decode(msgspec.msgpack.encode(task), type=Prepare)
+        answer = prepared(task, self.vocabulary)
+        match msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=PreparedRequest | RequestRefused | Failed):
+            case PreparedRequest(made=made, lines=lines):
+                for line in lines:
+                    logging.getLogger("primad.head.text_service").info("%s", line)
+                return msgspec.msgpack.decode(made, type=get_type_hints(preparation)["return"])
+            case RequestRefused() as refused:
+                raise refused.error()
+            case Failed(message):
+                raise AssertionError(message)
 
     async def status(self) -> dict[str, Any]:
         return self.ring

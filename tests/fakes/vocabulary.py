@@ -35,6 +35,7 @@ def write_vocabulary(path: Path, *, pre: str = "gpt-2", merges: Sequence[str] = 
     writer.add_token_merges(list(merges) or ["a b"])
     writer.add_bos_token_id(len(tokens) - 2)
     writer.add_eos_token_id(len(tokens) - 1)
+    writer.add_unk_token_id(0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()

@@ -21,7 +21,7 @@ from primad.api.openai import prepared as openai
 from primad.errors import EngineError, ModelError, PromptTooLongError, RequestError, RingError
 from primad.head.text_messages import LoadText, Prepare, PreparedRequest, TextAnswer, TextReady
 from primad.head.text_service import TextLimits, TextService
-from primad.head.vocabulary import ModelVocabulary
+from primad.head.tokenizer import ModelVocabulary
 from primad.ring.channel import LENGTH, frame
 from tests.fakes.vocabulary import write_vocabulary
 

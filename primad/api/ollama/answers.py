@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
@@ -19,7 +19,7 @@ from primad.api.backend import ServedModel, TokenPieces
 from primad.api.chat import CHATML
 from primad.api.generation import Answered, GivenCall, GivenPart, Written, whole_calls
 from primad.api.ollama.job import LATEST
-from primad.api.openai.logprobs import chat_logprobs
+from primad.api.openai.logprobs import chat_logprobs, encoded_chat
 from primad.api.openai.shapes import TokenLogprob
 from primad.api.openai.timings import AnswerClock
 from primad.api.reading import manner_of
@@ -110,9 +110,14 @@ class LinesAnswer:
         is_something = written.text or written.thought or calls or (written.tokens and self.vocabulary is not None)
         return self._line(written, calls) if is_something else None
 
-    def whole(self, answered: Answered, now_s: float) -> OllamaLine:
-        """All of it at once; the ``clock`` saw it written."""
-        return self._end(answered, answered.calls, answered.finish, now_s)
+    def entries(self, answered: Answered) -> Iterator[Any]:
+        """Its log-probabilities, if they are told."""
+        return iter(()) if self.vocabulary is None else encoded_chat(answered.tokens, self.vocabulary)
+
+    def whole(self, answered: Answered, entries: list[Any], now_s: float) -> OllamaLine:
+        """All of it at once, with its ``entries``; the ``clock`` saw it written."""
+        line = self._end(answered, answered.calls, answered.finish, now_s)
+        return msgspec.structs.replace(line, logprobs=entries) if entries else line
 
     def nothing(self) -> OllamaLine:
         """What says that there is nothing yet."""
@@ -146,7 +151,7 @@ class LinesAnswer:
         parts: dict[str, Any] = {"response": text, "thinking": thinking}
         if self.is_chat:
             parts = {"message": OllamaReply(content=text, thinking=thinking, tool_calls=given or UNSET)}
-        if self.vocabulary is not None and said is not None and said.tokens:
+        if self.vocabulary is not None and isinstance(said, Written) and said.tokens:
             parts["logprobs"] = chat_logprobs(said.tokens, self.vocabulary).content
         return OllamaLine(model=self.model, created_at=iso(self.created), done=done, **parts, **ended)
 

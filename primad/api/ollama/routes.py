@@ -29,6 +29,7 @@ from primad.api.ollama.answers import (
 from primad.api.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
 from primad.api.openai.job import Job
 from primad.api.openai.timings import AnswerClock
+from primad.api.turns import in_turns
 from primad.errors import PrimadError
 
 
@@ -94,7 +95,8 @@ class _Routes:
             framing = replace(_LINES, waiting=_line(answer.nothing()))
             return self._endpoint.stream(self._stream(served, job, answer), framing)
         answered = await self._endpoint.whole(request, served, job, answer.clock)
-        return json_response(answer.whole(answered[0], time.perf_counter()))
+        entries = await in_turns(answer.entries(answered[0]))
+        return json_response(answer.whole(answered[0], entries, time.perf_counter()))
 
     async def _stream(self, served: ServedModel, job: Job, answer: LinesAnswer) -> AsyncGenerator[msgspec.Struct, None]:
         async with aclosing(self._endpoint.write(served, job, job.choices[0])) as written:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 from primad.api.backend import TokenPieces
 from primad.api.generation import Answered, GivenCall, GivenPart, Written
 from primad.api.openai.job import Choice
-from primad.api.openai.logprobs import chat_logprobs, completion_logprobs
+from primad.api.openai.logprobs import chat_logprobs, completion_logprobs, encoded_chat, encoded_completion
 from primad.api.openai.shapes import (
     AssistantMessage,
     CallDelta,
@@ -41,7 +41,8 @@ class _Headed:
     """What every chunk of an answer repeats. ``created`` is in Unix seconds; ``include_usage``: a last chunk has ``counts``.
 
     A choice that streams is its ``opening``, if its shape has one, ``progress`` of its prompt if that was asked for, each
-    ``piece`` and its ``closing``; an answer that does not stream is ``whole``.
+    ``piece`` and its ``closing``; an answer that does not stream is ``whole``, with the ``entries`` of each choice's
+    log-probabilities, which are made some at a time.
     """
 
     id: str
@@ -83,15 +84,18 @@ class ChatAnswer(_Headed):
     def counts(self, usage: Usage) -> ChatChunk:
         return ChatChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
 
-    def whole(self, answered: Sequence[Answered], usage: Usage) -> ChatCompletion:
+    def entries(self, answered: Answered) -> Iterator[Any]:
+        return encoded_chat(answered.tokens, self.vocabulary) if self.with_logprobs else iter(())
+
+    def whole(self, answered: Sequence[Answered], entries: Sequence[list[Any]], usage: Usage) -> ChatCompletion:
         choices = [
             ChatChoice(
                 index=each.choice.index,
                 message=_message(each),
-                logprobs=self._logprobs(each.tokens),
+                logprobs=ChatLogprobs(content=logprobs) if self.with_logprobs else None,
                 finish_reason=each.finish,
             )
-            for each in answered
+            for each, logprobs in zip(answered, entries, strict=True)
         ]
         return ChatCompletion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
 
@@ -126,15 +130,18 @@ class CompletionAnswer(_Headed):
     def counts(self, usage: Usage) -> Completion:
         return Completion(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
 
-    def whole(self, answered: Sequence[Answered], usage: Usage) -> Completion:
+    def entries(self, answered: Answered) -> Iterator[Any]:
+        return encoded_completion(answered.tokens, self.vocabulary) if self.with_logprobs else iter(())
+
+    def whole(self, answered: Sequence[Answered], entries: Sequence[list[Any]], usage: Usage) -> Completion:
         choices = [
             CompletionChoice(
                 index=each.choice.index,
                 text=each.choice.echo + each.text,
-                logprobs=self._logprobs(each.tokens),
+                logprobs=_lists(logprobs) if self.with_logprobs else None,
                 finish_reason=each.finish,
             )
-            for each in answered
+            for each, logprobs in zip(answered, entries, strict=True)
         ]
         return Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
 
@@ -155,6 +162,11 @@ class CompletionAnswer(_Headed):
 
 ApiAnswer = ChatAnswer | CompletionAnswer
 """A request's answer in the shapes of its endpoint."""
+
+
+def _lists(entries: list[Any]) -> CompletionLogprobs:
+    texts, logprobs, alternatives, starts = map(list, zip(*entries, strict=True)) if entries else ([], [], [], [])
+    return CompletionLogprobs(tokens=texts, token_logprobs=logprobs, top_logprobs=alternatives, text_offset=starts)
 
 
 def _message(answered: Answered) -> AssistantMessage:

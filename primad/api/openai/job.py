@@ -8,6 +8,7 @@ from datetime import datetime
 from functools import cached_property
 
 import msgspec
+import numpy as np
 
 from primad.api.backend import ModelSettings, TextModel, Vocabulary
 from primad.api.chat import tokenize_prompt
@@ -22,23 +23,47 @@ from primad.errors import PromptTooLongError, RequestError, printable
 from primad.ring.messages import Sampling
 
 
-class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """Token ids to continue by at most ``max_tokens``; ``echo`` is text to return before each answer."""
+class Prompt(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """Token ids (int32, little-endian) to continue by at most ``max_tokens``; ``echo`` is told before each answer."""
 
-    tokens: list[int]
+    ids: bytes
     max_tokens: int
     echo: str
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """The token ids; made when they are needed, as a request may have many prompts."""
+        tokens: list[int] = np.frombuffer(self.ids, "<i4").tolist()
+        return tokens
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return len(self.ids) // 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One answer to write: continue ``prompt`` by at most ``max_tokens``; ``echo`` is text to return before it."""
+    """One answer to write: continue a prompt by at most ``max_tokens``; ``echo`` is text to return before it."""
 
     index: int
-    prompt: list[int]
-    max_tokens: int
+    source: Prompt
     sampling: Sampling
-    echo: str
+
+    @property
+    def prompt(self) -> list[int]:
+        """The token ids to continue."""
+        return self.source.tokens
+
+    @property
+    def max_tokens(self) -> int:
+        """As above."""
+        return self.source.max_tokens
+
+    @property
+    def echo(self) -> str:
+        """As above."""
+        return self.source.echo
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -66,10 +91,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(
             Choice(
                 index=place * self.n + number,
-                prompt=prompt.tokens,
-                max_tokens=prompt.max_tokens,
+                source=prompt,
                 sampling=msgspec.structs.replace(self.sampling, seed=(self.sampling.seed + number) % SEEDS),
-                echo=prompt.echo,
             )
             for place, prompt in enumerate(self.prompts)
             for number in range(self.n)
@@ -78,7 +101,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def prompt_tokens(self) -> int:
         """The tokens of all prompts, each counted once however many choices it has."""
-        return sum(len(prompt.tokens) for prompt in self.prompts)
+        return sum(prompt.size for prompt in self.prompts)
 
 
 def check_model(name: str | None, served: Sequence[ModelSettings]) -> None:
@@ -173,7 +196,9 @@ def _job(
 
 def _prompt(tokens: list[int], echo: str, served: TextModel, limit: int | None, at: str) -> Prompt:
     room = _room(tokens, served, at)
-    return Prompt(tokens=tokens, max_tokens=room if limit is None else min(limit, room), echo=echo)
+    return Prompt(
+        ids=np.array(tokens, "<i4").tobytes(), max_tokens=room if limit is None else min(limit, room), echo=echo
+    )
 
 
 def _room(prompt: list[int], served: TextModel, at: str) -> int:

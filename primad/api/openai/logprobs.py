@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
 
 from primad.api.backend import TokenPieces
 from primad.api.openai.shapes import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
@@ -19,6 +21,11 @@ def chat_logprobs(tokens: Sequence[Placed[Sampled]], vocabulary: TokenPieces) ->
     return ChatLogprobs(content=[_chat_entry(token.entry, vocabulary) for token in tokens])
 
 
+def encoded_chat(tokens: Iterable[Placed[Sampled]], vocabulary: TokenPieces) -> Iterator[Any]:
+    """The same one by one, as JSON that goes into ``ChatLogprobs`` as it is."""
+    return (msgspec.Raw(msgspec.json.encode(_chat_entry(token.entry, vocabulary))) for token in tokens)
+
+
 def completion_logprobs(tokens: Sequence[Placed[Sampled]], vocabulary: TokenPieces) -> CompletionLogprobs:
     """The tokens in completion form; the sampled token is always among its alternatives."""
     return CompletionLogprobs(
@@ -27,6 +34,13 @@ def completion_logprobs(tokens: Sequence[Placed[Sampled]], vocabulary: TokenPiec
         top_logprobs=[_alternatives(token.entry, vocabulary) for token in tokens],
         text_offset=[token.start_chars for token in tokens],
     )
+
+
+def encoded_completion(tokens: Iterable[Placed[Sampled]], vocabulary: TokenPieces) -> Iterator[Any]:
+    """The same one by one: what each of the lists has of a token, the alternatives as JSON."""
+    for token in tokens:
+        alternatives = msgspec.Raw(msgspec.json.encode(_alternatives(token.entry, vocabulary)))
+        yield token_text(token.entry.token, vocabulary), _logprob(token.entry), alternatives, token.start_chars
 
 
 def token_text(token: int, vocabulary: TokenPieces) -> str:

@@ -26,6 +26,7 @@ from primad.api.openai.errors import error_body
 from primad.api.openai.job import Choice, Job, check_model
 from primad.api.openai.shapes import CompletionTokensDetails, Model, ModelList, PromptTokensDetails, ReadPrompt, Usage
 from primad.api.openai.timings import AnswerClock, AnswerTimings
+from primad.api.turns import in_turns
 from primad.errors import PrimadError
 
 
@@ -102,7 +103,8 @@ class _Routes:
         ended = [(each.choice, each.cached) for each in answered]
         guessed = sum((each.guessed for each in answered), NOTHING_GUESSED)
         usage = _usage(job, sum(each.sampled for each in answered), ended, guessed)
-        return json_response(answer.whole(answered, usage))
+        entries = [await in_turns(answer.entries(each)) for each in answered]
+        return json_response(answer.whole(answered, entries, usage))
 
     async def _stream(
         self, served: ServedModel, job: Job, answer: ApiAnswer, *, times_parts: bool

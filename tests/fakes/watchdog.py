@@ -1,0 +1,38 @@
+"""Notices when an event loop stands: whatever grows with a request belongs elsewhere, or has to be done some at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+MOST_S = 0.05
+
+
+@contextmanager
+def watched_loop() -> Iterator[list[str]]:
+    """Each callback of a loop that takes longer than ``MOST_S`` meanwhile. It counts the processor time of the loop's
+    thread, so that a busy machine changes nothing."""
+    late: list[str] = []
+    run = asyncio.Handle._run
+
+    def timed(handle: Any) -> None:
+        begin = time.thread_time()
+        run(handle)
+        took = time.thread_time() - begin
+        if took > MOST_S:
+            late.append(f"{took * 1e3:.0f} ms in {handle!r}")
+
+    gc.collect()
+    gc.freeze()  # what is here already, the tests' own things, is not looked through again
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(asyncio.Handle, "_run", timed)
+            yield late
+    finally:
+        gc.unfreeze()
