@@ -111,11 +111,12 @@ class RequestError(PrimadError):
 
 
 class PromptTooLongError(RequestError):
-    """A prompt of ``prompt_tokens`` leaves no room for an answer in a context of ``context_tokens``."""
+    """A prompt of (at least) ``prompt_tokens`` leaves no room for an answer in a context of ``context_tokens``."""
 
-    def __init__(self, prompt_tokens: int, context_tokens: int, param: str) -> None:
+    def __init__(self, prompt_tokens: int, context_tokens: int, param: str, *, at_least: bool = False) -> None:
+        tokens = f"at least {prompt_tokens}" if at_least else str(prompt_tokens)
         super().__init__(
-            f"the prompt has {prompt_tokens} tokens; it and at least one more must fit the context of {context_tokens}; "
+            f"the prompt has {tokens} tokens; it and at least one more must fit the context of {context_tokens}; "
             "shorten it, or start 'primad serve' with a larger --context",
             code="context_length_exceeded",
             param=param,

@@ -59,6 +59,10 @@ class Vocabulary(TokenPieces, Protocol):
     def fill_in(self) -> FillInTokens | None:
         """What the model fills gaps in texts with, or None."""
 
+    @property
+    def longest_chars(self) -> int | None:
+        """No token stands for more characters of a text; None where a text may lose some before it becomes tokens."""
+
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of ``text``, with llama.cpp's meaning of the two flags."""
 

@@ -36,9 +36,14 @@ CHATML: Final = (
 _RUNTIME_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
+    AssertionError,
     AttributeError,
+    BufferError,
     LookupError,
-    RecursionError,
+    OSError,
+    RuntimeError,
+    StopIteration,
+    SystemError,
     TypeError,
     ValueError,
 )
@@ -130,7 +135,7 @@ def _compile(source: str) -> jinja2.Template:
     environment.globals["raise_exception"] = _raise_exception
     try:
         return environment.from_string(source)
-    except (jinja2.TemplateError, RecursionError, SyntaxError) as exc:
+    except (*_RUNTIME_ERRORS, SyntaxError) as exc:
         raise ModelError(
             f"the model file's chat template (tokenizer.chat_template) does not compile: {exc}; "
             "use /v1/completions, or a model file with a working template"

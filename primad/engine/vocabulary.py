@@ -45,6 +45,13 @@ class LlamaVocabulary:
         """The tokens that end a generation."""
         return frozenset(token for token in range(self.size) if llama.llama_vocab_is_eog(self._vocab, token))
 
+    @cached_property
+    def longest_chars(self) -> int | None:
+        """No token stands for more characters of a text; None where a text may lose some before it becomes tokens."""
+        if llama.llama_vocab_type(self._vocab) not in (llama.LLAMA_VOCAB_TYPE_BPE, llama.LLAMA_VOCAB_TYPE_SPM):
+            return None
+        return max(len(name) for name, _, _ in self.all_tokens())
+
     @property
     def fill_in_ids(self) -> tuple[int, int, int, int]:
         """The tokens before what precedes a gap, before what follows it, for its middle, and before a file; -1 for none."""

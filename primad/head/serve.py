@@ -26,7 +26,7 @@ from primad.daemon.owner import apply_nice
 from primad.daemon.reporter import Reporter
 from primad.daemon.run import own_station, run
 from primad.embedding.service import EmbeddingService
-from primad.errors import ConfigError
+from primad.errors import ConfigError, PrimadError
 from primad.gguf.architectures import ADVICE, SUPPORTED, NotCutError, cuttable, why_whole
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
@@ -200,6 +200,7 @@ def serve(
                     backend, http_host, options, door, station.timings.api, embedding, own_key, head.desk
                 )
                 serving = group.create_task(http.serve(sockets=[listener]))
+                loading = group.create_task(_begun(texts))
                 heading = asyncio.create_task(_run(head, embedding, reporter))
                 try:
                     await asyncio.wait([heading])
@@ -210,6 +211,7 @@ def serve(
                     heading.cancel()
                     await asyncio.wait([serving], timeout=HTTP_GRACE_S)
                     await asyncio.wait([heading])
+                    loading.cancel()
                     await texts.close()
                 heading.result()
 
@@ -241,6 +243,12 @@ async def _run(head: HeadDaemon, embedding: EmbeddingService | None, reporter: R
     finally:
         if embedding is not None:
             await embedding.close()
+
+
+async def _begun(texts: TextService) -> None:
+    """The text process is there before memory is planned. Where it cannot be, the first ring that forms says why."""
+    with contextlib.suppress(PrimadError):
+        await texts.pieces()
 
 
 def local_url(host: str, port: int) -> str:

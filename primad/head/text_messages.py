@@ -70,7 +70,9 @@ class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     def error(self) -> PrimadError:
         """The error that it was."""
         if self.prompt_tokens is not None:
-            return PromptTooLongError(self.prompt_tokens, self.context_tokens, self.param or "")
+            error = PromptTooLongError(self.prompt_tokens, self.context_tokens, self.param or "")
+            error.args = (self.message,)
+            return error
         if self.status:
             return RequestError(self.message, status=self.status, code=self.code, param=self.param)
         return ModelError(self.message)

@@ -80,6 +80,7 @@ class _Process:
                 chat_template=vocabulary.chat_template,
             )
         import_module(NEEDED)
+        _ = vocabulary.longest_chars  # looked up once, before anybody waits for it
         _bound_memory(task.memory_bytes)
         return TextReady(pieces=pieces)
 

@@ -272,3 +272,19 @@ def test_earlier_thoughts_reach_the_template_which_decides():
     on = served(chat_template="{% for m in messages %}{{ m.reasoning_content }}/{{ m.content }};{% endfor %}")
     messages = [{"role": "assistant", "content": "Hi", "reasoning_content": "hm"}, {"role": "user", "content": "So?"}]
     assert chat(on, messages=messages).choices[0].prompt == [BOS, *b"hm/Hi;/So?;"]
+
+
+def test_a_text_that_no_tokens_could_make_short_enough_is_refused_before_it_is_read(monkeypatch):
+    def read(*_, **__):
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr(ByteVocabulary, "tokenize", read)
+    long = "x" * 12 * 100
+    for exc in (
+        refusal(completion, prompt=long),
+        refusal(chat, messages=[{"role": "user", "content": long}]),
+    ):
+        assert str(exc).startswith(
+            "the prompt has at least 100 tokens; it and at least one more must fit the context of 100"
+        )
+        assert (exc.code, exc.prompt_tokens) == ("context_length_exceeded", 100)

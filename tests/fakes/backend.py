@@ -38,6 +38,10 @@ class ByteVocabulary:
     def size(self) -> int:
         return SIZE
 
+    @property
+    def longest_chars(self) -> int:
+        return max(map(len, SPECIAL))
+
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         tokens = [BOS] if add_special and self.adds_bos else []
         while text:

@@ -126,6 +126,8 @@ def chat_job(request: ChatRequest, served: TextModel, *, seed: int, now: datetim
     """
     check_model(request.model, [served])
     text = chat_text(request, served, now=now)
+    if not served.context_shift:
+        check_length(text, served, at="messages")
     prompt = tokenize_prompt(served.vocabulary, text)
     most = served.context_tokens - answer_room(served.context_tokens, request.token_limit)
     if served.context_shift and len(prompt) > most:
@@ -151,6 +153,8 @@ def completion_job(request: CompletionRequest, served: TextModel, *, seed: int) 
     prompts = []
     for prompt in request.prompts:
         if isinstance(prompt, str):
+            if request.gap is None:
+                check_length(prompt, served, at="prompt")
             tokens, text = vocabulary.tokenize(prompt, add_special=True, parse_special=True), prompt
         else:
             check_tokens(prompt, vocabulary, at="prompt")
@@ -209,6 +213,14 @@ def _room(prompt: list[int], served: TextModel, at: str) -> int:
     if room < 1:
         raise PromptTooLongError(len(prompt), served.context_tokens, at)
     return room
+
+
+def check_length(text: str, served: TextModel, *, at: str) -> None:
+    """Raise ``PromptTooLongError`` for a ``text`` that cannot fit the context, however it is cut into tokens."""
+    longest = served.vocabulary.longest_chars
+    least = 0 if longest is None else -(-len(text) // longest)
+    if least >= served.context_tokens:
+        raise PromptTooLongError(least, served.context_tokens, at, at_least=True)
 
 
 def check_tokens(tokens: list[int], vocabulary: Vocabulary, *, at: str) -> None:

@@ -82,7 +82,12 @@ class ResponsesRequest(Strict):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = None
     previous_response_id: Annotated[Any, only(None, why=_STATELESS)] = None
     conversation: Annotated[Any, only(None, why=_STATELESS)] = None
     prompt: Annotated[Any, only(None, why="no prompts are stored here")] = None
