@@ -234,7 +234,9 @@ class FakeDiscovery:
         self._peers: dict[str, Peer] = {}
         self.announced = asyncio.Event()
 
-    def __call__(self, host: str, interface: str | None, *, timings: DiscoveryTimings) -> FakeDiscovery:
+    def __call__(
+        self, host: str, interface: str | None, *, timings: DiscoveryTimings, trusts: Callable[[str], bool]
+    ) -> FakeDiscovery:
         assert host == HOST
         return self
 

@@ -373,7 +373,7 @@ def test_the_state_is_the_daemons_word_where_one_runs(command, sight, daemon):
 @pytest.mark.parametrize("answer", [Described(status={}), Described(status={"devices": 5}), Refusal(reason="x")])
 def test_a_daemon_that_says_nothing_of_devices_changes_nothing(daemon, home, answer):
     daemon[admin.Describe] = answer
-    assert devices_command.states(home) == {}
+    assert devices_command.report(home) == devices_command.DaemonReport()
 
 
 def test_a_name_from_the_network_is_no_markup(command, sight):

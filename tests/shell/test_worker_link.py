@@ -106,7 +106,7 @@ def caller(context: zmq.asyncio.Context, *, versions: Versions = OURS, **timings
 
 async def link_to(context: zmq.asyncio.Context, device: FakeDevice, heard: Heard, **timings: float) -> WorkerLink:
     end, _ = await probe(caller(context, **timings), [(HOST, device.port)], [device.key])
-    return await greet(caller(context, **timings), end, heard)
+    return await greet(caller(context, **timings), end, heard, device.name)
 
 
 @asynccontextmanager
@@ -285,7 +285,7 @@ def test_who_refuses_or_does_not_answer_is_one_clear_error():
             end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
             device.silent = True
             with pytest.raises(ClusterError, match=r"^no answer from 127\.0\.0\.1:\d+ within 0\.3 s$"):
-                await greet(caller(context, hello_timeout_s=0.3), end, heard)
+                await greet(caller(context, hello_timeout_s=0.3), end, heard, "nas")
             assert heard.gone == []
 
     asyncio.run(once())
@@ -297,7 +297,7 @@ def test_what_it_says_to_an_earlier_session_is_passed_over():
             device, heard = FakeDevice(context, "nas"), Heard()
             end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
             await device.tell(ParticipationStates(revision=9, states=[state(9, broken="of long ago")]))
-            link = await greet(caller(context), end, heard)
+            link = await greet(caller(context), end, heard, "nas")
             assert link.name == "nas"
             link.close()
 
