@@ -325,6 +325,8 @@ class Devices:
         self._core.post(types.Welcomed(name))
 
     async def _introduce(self, worker: WorkerLink) -> None:
-        entries = [(each.device, each.key) for each in self._trust.entries() if each.key != worker.key]
+        here = {each.key for each in self.workers.values()}
+        trusted = sorted(self._trust.entries(), key=lambda each: each.key not in here)  # those of its ring come first
+        entries = [(each.device, each.key) for each in trusted if each.key != worker.key]
         with suppress(ClusterError):
             await worker.introduce(entries, self._trust.revoked() - {worker.key})

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, islice
 from typing import Final, Protocol
 
 import msgspec
@@ -28,6 +28,7 @@ from primad.membership.memory_recovery import lowered
 from primad.network.contacts import Contact
 from primad.network.control import HeadEnd
 from primad.network.messages import (
+    MAX_DEVICES,
     Dismiss,
     GuessesMade,
     GuessState,
@@ -270,9 +271,9 @@ class WorkerLink:
         await self.end.send(message)
 
     async def introduce(self, devices: Iterable[tuple[str, str]], revoked: Iterable[str]) -> None:
-        """Tell the worker whom this head trusts, and whom it does not trust any more."""
-        known = [Introduction(device, key) for device, key in devices]
-        await self.end.send(Introduce(devices=known, revoked=sorted(revoked)))
+        """Tell the worker whom this head trusts, and whom it does not trust any more; as many as a message holds."""
+        known = [Introduction(device, key) for device, key in islice(devices, MAX_DEVICES)]
+        await self.end.send(Introduce(devices=known, revoked=sorted(revoked)[:MAX_DEVICES]))
 
     async def dismiss(self) -> None:
         """Let the worker go that asked for it."""

@@ -20,6 +20,7 @@ from primad.head.worker_link import Caller, WorkerLink, greet, probe
 from primad.membership import types
 from primad.network.control import WorkerEnd
 from primad.network.messages import (
+    MAX_DEVICES,
     Broken,
     Dismiss,
     Fault,
@@ -402,6 +403,11 @@ def test_whom_the_head_trusts_is_introduced():
         async with greeted() as (device, _, link):
             await link.introduce([("lap", KEY)], {OTHER_KEY})
             assert await device.hear(Introduce) == Introduce(devices=[Introduction("lap", KEY)], revoked=[OTHER_KEY])
+            many = [new_identity().public for _ in range(MAX_DEVICES + 1)]
+            await link.introduce([("lap", key) for key in many], many)
+            introduced = await device.hear(Introduce)  # the whole of it would be refused
+            assert [each.key for each in introduced.devices] == many[:MAX_DEVICES]
+            assert len(introduced.revoked) == MAX_DEVICES
 
     asyncio.run(once())
 
