@@ -179,8 +179,10 @@ def known_devices(
     trusted = {each.key: each for each in trust.entries()}
     revoked = {each.key: each for each in trust.lost()}
     names = {key: labels.get(key, each.device) for key, each in (revoked | trusted).items()}
+    taken = set(names.values())
     for key in sorted(in_sight.keys() - names.keys()):
-        names[key] = free_name(in_sight[key], names.values())  # a stranger's name is nobody's word
+        names[key] = free_name(in_sight[key], taken)
+        taken.add(names[key])
     found = []
     for key in sorted(names, key=lambda key: (key not in trusted, key not in revoked, names[key], key))[:MOST_SHOWN]:
         entry = trusted.get(key)

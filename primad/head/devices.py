@@ -285,7 +285,7 @@ class Devices:
         return next((key for key, each in self.labels.items() if each == label), None)
 
     def _see(self, label: str, sighted: Sighted) -> None:
-        if sighted.trusted and sighted.is_measuring:  # it announces itself anew when it is done
+        if sighted.trusted and sighted.is_measuring and sighted.key not in self._met:  # it says so when it is done
             self._tell_once(label, f"{label} is being measured")
             self._core.post(types.Tick())  # who waits for it is told
             return

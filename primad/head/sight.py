@@ -1,21 +1,17 @@
 """Whom a head sees, by label. Devices are known by their keys: anyone can announce any name, and any key.
 
 So nothing that a stranger announces takes the place of a trusted device: it gets a label that no trusted one has, or none.
-Where it announces itself under the very mDNS name of a trusted device, what that said before still counts. All places that
-are announced for a trusted key are tried, since only who has the key can answer there.
+Where another one announces itself under the very mDNS name of a trusted device, what that said before still counts. All
+places that are announced for a trusted key are tried, since only who has the key can answer there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
-from primad.network.peer import Peer
+from primad.network.peer import MOST_OF_ONE, Peer
 from primad.trust.labels import Labels
-
-MOST_OF_ONE: Final = 8
-"""Announcements of one key that are looked at, those first that were there before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +53,8 @@ class Sight:
         self._cluster = cluster
         self._own = own
         self._labels = Labels(own)
-        self._heard: dict[str, Peer] = {}
+        self._heard: dict[tuple[str, str], Peer] = {}
+        """What trusted devices announced, by mDNS name and key."""
         self.labels: dict[str, str] = {}
         self.devices: dict[str, Sighted] = {}
         self.impostors: list[Peer] = []
@@ -65,18 +62,15 @@ class Sight:
     def look(self, announced: Mapping[str, Peer], trusted: Mapping[str, str]) -> None:
         """``announced`` is what is in sight by mDNS name, ``trusted`` the names of the devices that are, by key."""
         self.labels = self._labels.of(trusted)
-        displaced = {
-            at: before
-            for at, before in self._heard.items()
-            if at in announced and before.key in trusted and announced[at].key not in trusted
-        }
-        kept = {at: announced[at] for at in self._heard if at in announced}  # who was there before comes first
-        self._heard = kept | dict(announced) | displaced
-        workers = [peer for peer in self._heard.values() if peer.is_worker_of(self._cluster)]
+        kept = {(at, key): peer for (at, key), peer in self._heard.items() if at in announced and key in trusted}
+        now = {(at, peer.key): peer for at, peer in announced.items() if peer.key in trusted}
         known: dict[str, list[Peer]] = {}
-        for peer in workers:
-            if peer.key in trusted and len(found := known.setdefault(self.labels[peer.key], [])) < MOST_OF_ONE:
+        self._heard = {}
+        for (at, key), peer in (kept | now).items():  # who was there before comes first
+            found = known.setdefault(self.labels[key], [])
+            if len(found) < MOST_OF_ONE and peer.is_worker_of(self._cluster):
                 found.append(peer)
+                self._heard[at, key] = peer
         taken = {self._own, *self.labels.values()}
         strangers: dict[str, Sighted] = {}
         self.impostors = []
@@ -87,4 +81,6 @@ class Sight:
                 self.impostors.append(peer)
             else:
                 strangers.setdefault(peer.device, Sighted((peer,), trusted=False))
-        self.devices = strangers | {label: Sighted(tuple(peers), trusted=True) for label, peers in known.items()}
+        self.devices = strangers | {
+            label: Sighted(tuple(peers), trusted=True) for label, peers in known.items() if peers
+        }

@@ -18,6 +18,7 @@ import logging
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
 from typing import Final
@@ -36,7 +37,7 @@ from primad.network.addresses import (
 )
 from primad.network.messages import PROTOCOL
 from primad.network.multicast import can_multicast
-from primad.network.peer import SERVICE, Peer, peer_of
+from primad.network.peer import MOST_OF_ONE, SERVICE, Peer, peer_of
 from primad.network.scopes import needs_scope
 from primad.settings.config import LOOPBACK
 from primad.settings.timings import DiscoveryTimings
@@ -309,14 +310,18 @@ class Discovery:
             self._resolve_soon(name)
 
     def _make_room(self, name: str) -> bool:
-        """Whether ``name`` is announced with a trusted key; then a stranger is forgotten for it."""
+        """Whether ``name`` is announced with a trusted key, few others with the same; then another is forgotten for it."""
         info = AsyncServiceInfo(self._service, name)
         peer = peer_of(info, self._own) if info.load_from_cache(self._zeroconf.zeroconf) else None
         if peer is None or not self._trusts(peer.key):
             return False
-        stranger = next((at for at, each in self._peers.items() if not self._trusts(each.key)), None)
-        if stranger is not None:
-            del self._peers[stranger]
+        counts = Counter(each.key for each in self._peers.values())
+        if counts[peer.key] >= MOST_OF_ONE:
+            return False
+        for at, each in self._peers.items():
+            if counts[each.key] > MOST_OF_ONE or not self._trusts(each.key):
+                del self._peers[at]
+                break
         return True
 
     def _resolve_soon(self, name: str) -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.head.sight import MOST_OF_ONE, Sight
-from primad.network.peer import Peer
+from primad.head.sight import Sight
+from primad.network.peer import MOST_OF_ONE, Peer
 from primad.trust.identity import new_identity
 from primad.trust.labels import Labels
 
@@ -62,6 +62,17 @@ def test_a_stranger_does_not_displace_a_device_that_is_trusted(announced):
     sight = sight_of(*announced)
     assert sight.devices["nas"].trusted
     assert sight.devices["nas"].places == [("10.0.0.2", 7770)]
+
+
+def test_two_devices_that_took_one_mdns_name_at_once_are_both_seen():
+    second = replace(GOOD, key=LAP, addresses=("10.0.0.3",))
+    sight = sight_of({"nas": GOOD}, {"nas": second}, {"nas": GOOD})
+    assert {label: each.places for label, each in sight.devices.items()} == {
+        "nas": [("10.0.0.2", 7770)],
+        "lap": [("10.0.0.3", 7770)],
+    }
+    sight.look({"nas": GOOD}, {NAS: "nas"})
+    assert set(sight.devices) == {"nas"}
 
 
 def test_who_announces_a_trusted_key_elsewhere_adds_a_place_and_hides_none():

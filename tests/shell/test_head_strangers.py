@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from primad.api.page.desk import Loan
+from primad.head.desk import MOST_SHOWN, known_devices
 from primad.head.devices import MOST_TOLD
+from primad.head.lending import Lending
 from primad.network.messages import Introduce
-from primad.trust.identity import new_identity
-from primad.trust.trust import PAIRED, trusted_now
-from tests.fakes.control import FakeDevice
+from primad.network.peer import Peer
+from primad.trust.identity import key_hex, new_identity
+from primad.trust.local_trust import LocalTrust
+from primad.trust.trust import PAIRED, TrustStore, trusted_now
+from tests.fakes.control import HEAD, FakeDevice
 from tests.shell.test_head_daemon import Lab, header, lab, run
 
 __all__ = ["header", "lab"]
+
+KEY = new_identity().public
+A_PEER = Peer(
+    device="worker",
+    cluster="test",
+    role="worker",
+    version="7",
+    protocol=5,
+    addresses=("127.0.0.1",),
+    port=9,
+    key=KEY,
+    pairing=None,
+)
 
 
 def test_strangers_without_end_are_not_named_without_end(lab):
@@ -58,3 +78,14 @@ def test_a_device_that_says_it_is_another_gets_its_own_name_and_links(lab):
         assert len({(link.source, link.target) for link in links}) == 6
 
     run(lab, test)
+
+
+def test_strangers_fill_no_list_of_devices_that_the_owner_is_shown(tmp_path):
+    trust, lending = TrustStore(tmp_path, HEAD, LocalTrust(tmp_path / "local")), Lending(tmp_path)
+    trust.add(trusted_now("nas", KEY, PAIRED))
+    lending.put(Loan(device="nas", is_paused=True))
+    strangers = [replace(A_PEER, device="nas", key=new_identity().public) for _ in range(MOST_SHOWN)]
+    shown = known_devices(trust, {KEY: "nas"}, [*strangers, replace(A_PEER, key=KEY)], lending)
+    assert len({each.device for each in shown}) == MOST_SHOWN
+    assert [(each.device, each.key) for each in shown if each.trusted == "yes"] == [("nas", key_hex(KEY))]
+    assert [each.device for each in shown if each.is_paused] == ["nas"]
