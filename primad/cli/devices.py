@@ -93,7 +93,7 @@ def devices(
 
     config = load_config({"home": home, "cluster": cluster, "host": host, "interface": interface})
     identity = load_identity(config.home)
-    found = rows(_peers(config, seconds), TrustStore(config.home, identity), report(config.home))
+    found = rows(_peers(config, seconds), TrustStore(config.home, identity), report(config.home), config.name)
     if cluster is not None:
         found = [row for row in found if row.cluster == cluster]
     if json:
@@ -117,11 +117,13 @@ def _nothing_before(context: typer.Context, command: str) -> None:
             )
 
 
-def rows(peers: Sequence[Peer], trust: TrustStore, report: DaemonReport) -> list[Row]:
-    """The devices in sight, then those that are trusted and not in sight."""
+def rows(peers: Sequence[Peer], trust: TrustStore, report: DaemonReport, own: str) -> list[Row]:
+    """The devices in sight of this one, ``own``, then those that are trusted and not in sight."""
     from primad.trust.identity import fingerprint, key_hex
+    from primad.trust.labels import Labels
 
     revoked, names = trust.revoked(), {each.key: each.device for each in trust.entries()}
+    labels = Labels(own).of(names)
 
     def trusted(key: str) -> Literal["yes", "introduced", "no", "revoked"]:
         if key in revoked:
@@ -129,8 +131,8 @@ def rows(peers: Sequence[Peer], trust: TrustStore, report: DaemonReport) -> list
         return "yes" if trust.trusts(key) else "introduced" if key in report.introduced else "no"
 
     def state(peer: Peer) -> str:
-        is_namesake = peer.key not in names and peer.device in names.values()
-        return _looks(peer) if is_namesake else report.states.get(names.get(peer.key, peer.device), _looks(peer))
+        is_namesake = peer.key not in labels and peer.device in labels.values()
+        return _looks(peer) if is_namesake else report.states.get(labels.get(peer.key, peer.device), _looks(peer))
 
     found = [
         Row(
@@ -161,7 +163,7 @@ def rows(peers: Sequence[Peer], trust: TrustStore, report: DaemonReport) -> list
             trusted="yes",
             key=key_hex(known.key),
             fingerprint=fingerprint(known.key),
-            state=report.states.get(known.device, "not in sight"),
+            state=report.states.get(labels[known.key], "not in sight"),
         )
         for known in trust.entries()
         if known.key not in seen

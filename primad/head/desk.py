@@ -99,7 +99,9 @@ class HeadDesk:
         await asyncio.to_thread(self._station.trust.revoke, parse_key(key))
 
     async def lend(self, loan: Loan) -> None:
-        if loan.device not in self._devices.labels.values():
+        labels = self._devices.labels  # which a head that serves alone does not look for
+        known = {labels.get(each.key, each.device) for each in self._station.trust.entries()}
+        if loan.device not in known or loan.device == self._station.config.name:
             raise ClusterError(f"{printable(loan.device, 70)}: is no other device that is trusted here")
         is_less = await asyncio.to_thread(self._lending.put, loan)
         self._planner.forget()
