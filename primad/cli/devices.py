@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -34,6 +34,8 @@ devices_app = typer.Typer(invoke_without_command=True, rich_markup_mode="markdow
 class Row:
     """One device, in sight or only trusted (then it has no addresses, port 0 and empty texts).
 
+    ``device`` is the name under which it is trusted here, or what a stranger calls itself. Whom a head introduced to the
+    daemon that runs here is trusted for as long as that head is here.
     ``key`` is the public key in hexadecimal digits, ``fingerprint`` the same for people to compare; both are empty for a
     device too old to have one. ``state`` is what the daemon that runs here says of it, or what can be seen.
     """
@@ -45,10 +47,18 @@ class Row:
     port: int
     version: str
     protocol: int
-    trusted: Literal["yes", "no", "revoked"]
+    trusted: Literal["yes", "introduced", "no", "revoked"]
     key: str
     fingerprint: str
     state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonReport:
+    """What the daemon that runs here says: how devices stand, by name, and the keys of those that its head introduced."""
+
+    states: Mapping[str, str] = field(default_factory=dict)
+    introduced: frozenset[str] = frozenset()
 
 
 @devices_app.callback()
@@ -83,7 +93,7 @@ def devices(
 
     config = load_config({"home": home, "cluster": cluster, "host": host, "interface": interface})
     identity = load_identity(config.home)
-    found = rows(_peers(config, seconds), TrustStore(config.home, identity), states(config.home))
+    found = rows(_peers(config, seconds), TrustStore(config.home, identity), report(config.home), config.name)
     if cluster is not None:
         found = [row for row in found if row.cluster == cluster]
     if json:
@@ -107,24 +117,36 @@ def _nothing_before(context: typer.Context, command: str) -> None:
             )
 
 
-def rows(peers: Sequence[Peer], trust: TrustStore, states: Mapping[str, str]) -> list[Row]:
-    """The devices in sight, then those that are trusted and not in sight; ``states`` by name are the daemon's words."""
+def rows(peers: Sequence[Peer], trust: TrustStore, report: DaemonReport, own: str) -> list[Row]:
+    """The devices in sight of this one, ``own``, then those that are trusted and not in sight."""
     from primad.trust.identity import fingerprint, key_hex
+    from primad.trust.labels import Labels
 
-    revoked = trust.revoked()
+    revoked, names = trust.revoked(), {each.key: each.device for each in trust.entries()}
+    labels = Labels(own).of(names)
+
+    def trusted(key: str) -> Literal["yes", "introduced", "no", "revoked"]:
+        if key in revoked:
+            return "revoked"
+        return "yes" if trust.trusts(key) else "introduced" if key in report.introduced else "no"
+
+    def state(peer: Peer) -> str:
+        is_namesake = peer.key not in labels and peer.device in labels.values()
+        return _looks(peer) if is_namesake else report.states.get(labels.get(peer.key, peer.device), _looks(peer))
+
     found = [
         Row(
-            device=peer.device,
+            device=names.get(peer.key, peer.device),
             role=peer.role,
             cluster=peer.cluster,
             addresses=peer.addresses,
             port=peer.port,
             version=peer.version,
             protocol=peer.protocol,
-            trusted="revoked" if peer.key in revoked else "yes" if trust.trusts(peer.key) else "no",
+            trusted=trusted(peer.key),
             key=key_hex(peer.key),
             fingerprint=fingerprint(peer.key),
-            state=states.get(peer.device, _looks(peer)),
+            state=state(peer),
         )
         for peer in peers
     ]
@@ -141,7 +163,7 @@ def rows(peers: Sequence[Peer], trust: TrustStore, states: Mapping[str, str]) ->
             trusted="yes",
             key=key_hex(known.key),
             fingerprint=fingerprint(known.key),
-            state=states.get(known.device, "not in sight"),
+            state=report.states.get(labels[known.key], "not in sight"),
         )
         for known in trust.entries()
         if known.key not in seen
@@ -155,19 +177,23 @@ def _looks(peer: Peer) -> str:
     return "shows a code" if peer.pairing is not None else "in sight"
 
 
-def states(home: Path) -> dict[str, str]:
-    """What the daemon of ``home`` says of other devices, by name; nothing when none runs or answers."""
+def report(home: Path) -> DaemonReport:
+    """What the daemon of ``home`` says of other devices; nothing when none runs or answers."""
     from primad.network.admin import Describe, Described, ask, is_running
 
     if not is_running(home):
-        return {}
+        return DaemonReport()
     try:
         answer = ask(home, Describe(), _DESCRIBE_S)
     except ClusterError as exc:
         err.print(f"warning: {exc}")
-        return {}
-    told = answer.status.get("devices") if isinstance(answer, Described) else None
-    return {str(name): str(state) for name, state in told.items()} if isinstance(told, dict) else {}
+        return DaemonReport()
+    status = answer.status if isinstance(answer, Described) else {}
+    devices, introduced = status.get("devices"), status.get("introduced")
+    return DaemonReport(
+        states={str(name): str(state) for name, state in devices.items()} if isinstance(devices, dict) else {},
+        introduced=frozenset(map(str, introduced)) if isinstance(introduced, list) else frozenset(),
+    )
 
 
 def _peers(config: Config, seconds: float) -> list[Peer]:

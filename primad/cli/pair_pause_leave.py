@@ -91,12 +91,13 @@ def _bring(home: Path | None, code: str, device: str | None) -> None:
 def _pair_here(config: Config, code: str, device: str | None) -> None:
     from primad.daemon.pairing_service import pair as bring
     from primad.daemon.run import own_station, run
+    from primad.trust.trust import HEAD
 
     _check_owner(config.home)
     with own_station(config) as station:
 
         async def bring_code() -> None:
-            other = await bring(station, code, device, lambda _: None)
+            other = await bring(station, code, device, lambda _: None, HEAD)
             _say(f"{config.name} is paired with {other.device} (no primad runs here now)")
 
         try:

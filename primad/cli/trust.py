@@ -20,26 +20,31 @@ if TYPE_CHECKING:
 def trust(
     name: Annotated[str, typer.Argument(help="What to call the device.")],
     key: Annotated[str, typer.Option(help="Its key, as 'primad devices' shows it there: 64 digits.")],
+    head: Annotated[
+        bool, typer.Option("--head", help="It may give this device work and introduce other devices to it.")
+    ] = False,
     home: Home = None,
 ) -> None:
     """Trust a device by its key, without a code. Do the same there with the key of this one.
 
     Examples:
 
-        primad devices trust desk --key KEY
+        primad devices trust lap --key KEY
+
+        primad devices trust desk --key KEY --head
     """
     from primad.trust.identity import fingerprint, key_hex, parse_key
-    from primad.trust.trust import BY_HAND, trusted_now
+    from primad.trust.trust import BY_HAND, HEAD, WORKER, trusted_now
 
     store, own = _store(home)
-    device = trusted_now(name, parse_key(key), BY_HAND)
-    store.add(device)
-    out.print(f"{name} is trusted here now; its fingerprint is {fingerprint(device.key)}")
-    out.print(f"on {name} type, if you have not: primad devices trust {own.device} --key {key_hex(own.key)}")
+    device = store.add(trusted_now(name, parse_key(key), BY_HAND, HEAD if head else WORKER))
+    out.print(f"{device.device} is trusted here as a {device.role} now; its fingerprint is {fingerprint(device.key)}")
+    there = f"primad devices trust {own.device} --key {key_hex(own.key)}{'' if head else ' --head'}"
+    out.print(f"on {device.device} type, if you have not: {there}")
 
 
 def revoke(
-    device: Annotated[str, typer.Argument(help="Its name, or its key: all that have this name lose their trust.")],
+    device: Annotated[str, typer.Argument(help="Its name, or its key.")],
     home: Home = None,
 ) -> None:
     """Trust a device no longer, whoever introduces it, until you pair with it again.
@@ -55,7 +60,7 @@ def revoke(
         device = parse_key(device)
     for each in store.revoke(device):
         out.print(f"{each.device} is not trusted here any more ({fingerprint(each.key)})")
-    out.print("a head tells the devices that work for it; if this is no head, revoke it on the others as well")
+    out.print("a head tells the devices that work for it; where it was paired with directly, revoke it there as well")
 
 
 def _store(home: Path | None) -> tuple[TrustStore, TrustedDevice]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Final
 
 from primad import __version__
@@ -14,7 +15,7 @@ from primad.network.discovery import Discovery, look
 from primad.settings.config import Config, split_address
 from primad.trust.pairing import LIFETIME_S, CodeOutcome, Who
 from primad.trust.pairing_links import PairingServer, pair_with
-from primad.trust.trust import TrustedDevice
+from primad.trust.trust import TrustedDevice, TrustRole
 from primad.trust.words import Code, new_code, parse_code
 
 LOOK_S: Final = 3.0
@@ -23,12 +24,12 @@ LOOKS: Final = 5
 
 
 class PairingService:
-    """Where this daemon lets new devices in. One code is open at a time; who was paired is in the trust store."""
+    """Where this daemon lets new devices in, as ``role``. One code is open at a time; the trust store has who was paired."""
 
-    def __init__(self, station: Station, say: Say) -> None:
+    def __init__(self, station: Station, say: Say, role: TrustRole) -> None:
         self._station = station
         self._config, self._identity, self._trust = station.config, station.identity, station.trust
-        self._say = say
+        self._say, self._role = say, role
         self._open: tuple[Code, PairingServer, float] | None = None
         self._task: asyncio.Task[None] | None = None
         self._discovery: Discovery | None = None
@@ -55,7 +56,7 @@ class PairingService:
 
     async def bring(self, code: str, at: str | None) -> TrustedDevice:
         """Pair with the device that shows ``code``. Raises as ``pair``."""
-        return await pair(self._station, code, at, self._say)
+        return await pair(self._station, code, at, self._say, self._role)
 
     def shown(self) -> PairingCode | None:
         """The code that is open."""
@@ -72,8 +73,8 @@ class PairingService:
             await asyncio.wait([self._task])
 
     def _paired(self, device: TrustedDevice) -> None:
-        self._trust.add(device)
-        self._say(f"paired with {device.device}")
+        kept = self._trust.add(replace(device, role=self._role))
+        self._say(f"paired with {kept.device}")
 
     async def _run(self, server: PairingServer) -> None:
         try:
@@ -88,8 +89,9 @@ class PairingService:
                 await self._discovery.set_pairing(number, None)
 
 
-async def pair(station: Station, code: str, at: str | None, say: Say) -> TrustedDevice:
-    """Bring ``code`` to the device that shows it, at the address ``at`` (host:port) or looked for by mDNS; trust it.
+async def pair(station: Station, code: str, at: str | None, say: Say, role: TrustRole) -> TrustedDevice:
+    """Bring ``code`` to the device that shows it, at the address ``at`` (host:port) or looked for by mDNS; trust it
+    as ``role``.
 
     Raises ``ClusterError`` when it is not found, or does not take the code.
     """
@@ -102,7 +104,7 @@ async def pair(station: Station, code: str, at: str | None, say: Say) -> Trusted
         say(f"looking for the device that shows the code {known.number}-...")
         places = await _find(config, known)
     device = await _first(places, known, who)
-    station.trust.add(device)
+    device = station.trust.add(replace(device, role=role))
     say(f"paired with {device.device}")
     return device
 

@@ -59,6 +59,7 @@ from primad.network.gate import Gate
 from primad.profiler.effort import QUICK
 from primad.system.notify import report
 from primad.system.tasks import Tasks
+from primad.trust.trust import WORKER
 
 HOLD_S: Final = 900.0
 """Open answers wait at most this long for a ring that is on its way: layers may have to cross a slow network first."""
@@ -92,7 +93,7 @@ class HeadDaemon:
         self._missing: list[str] = []
         self._news: deque[dict[str, Any]] = deque(maxlen=NEWS_KEPT)
         self._tasks = Tasks()
-        self._pairing = PairingService(station, reporter.say)
+        self._pairing = PairingService(station, reporter.say, WORKER)
         self._devices = Devices(
             station,
             http_port=service.options.http_port,

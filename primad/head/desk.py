@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
@@ -37,6 +37,7 @@ from primad.planning.question import parse_link
 from primad.profiler.store import load_profile
 from primad.settings.config import NAME, check_address
 from primad.trust.identity import fingerprint, key_hex, parse_key
+from primad.trust.labels import free_name
 from primad.trust.trust import BY_HAND, TrustStore, trusted_now
 
 MOST_SHOWN: Final = 256
@@ -65,7 +66,9 @@ class HeadDesk:
 
     async def devices(self) -> DevicesBody:
         own = self._station.identity.public
-        known = await asyncio.to_thread(known_devices, self._station.trust, self._devices.in_sight, self._lending)
+        known = await asyncio.to_thread(
+            known_devices, self._station.trust, self._devices.labels, self._devices.in_sight, self._lending
+        )
         code = self._pairing.shown()
         return DevicesBody(
             own=HeadKey(device=self._station.config.name, fingerprint=fingerprint(own), key=key_hex(own)),
@@ -96,7 +99,8 @@ class HeadDesk:
         await asyncio.to_thread(self._station.trust.revoke, parse_key(key))
 
     async def lend(self, loan: Loan) -> None:
-        known = {each.device for each in self._station.trust.entries()} | self._devices.workers.keys()
+        labels = self._devices.labels  # which a head that serves alone does not look for
+        known = {labels.get(each.key, each.device) for each in self._station.trust.entries()}
         if loan.device not in known or loan.device == self._station.config.name:
             raise ClusterError(f"{printable(loan.device, 70)}: is no other device that is trusted here")
         is_less = await asyncio.to_thread(self._lending.put, loan)
@@ -169,15 +173,22 @@ def _imagined(promise: Promise, now: Promise | None) -> Imagined:
     )
 
 
-def known_devices(trust: TrustStore, peers: Iterable[Peer], lending: Lending) -> list[KnownDevice]:
-    """Those that are trusted, those that were, and those in sight, by name."""
+def known_devices(
+    trust: TrustStore, labels: Mapping[str, str], peers: Iterable[Peer], lending: Lending
+) -> list[KnownDevice]:
+    """Those that are trusted, with their ``labels`` by key, those that were, and those in sight; each by name."""
     in_sight = {peer.key: peer.device for peer in peers}
     trusted = {each.key: each for each in trust.entries()}
     revoked = {each.key: each for each in trust.lost()}
-    names = in_sight | {key: each.device for key, each in (revoked | trusted).items()}
+    names = {key: labels.get(key, each.device) for key, each in (revoked | trusted).items()}
+    taken = set(names.values())
+    for key in sorted(in_sight.keys() - names.keys()):
+        names[key] = free_name(in_sight[key], taken)
+        taken.add(names[key])
     found = []
-    for key in sorted(names, key=lambda key: (names[key], key))[:MOST_SHOWN]:
+    for key in sorted(names, key=lambda key: (key not in trusted, key not in revoked, names[key], key))[:MOST_SHOWN]:
         entry = trusted.get(key)
+        loan = lending.of(names[key]) if entry is not None else Loan(device=names[key])
         found.append(
             KnownDevice(
                 device=names[key],
@@ -187,8 +198,8 @@ def known_devices(trust: TrustStore, peers: Iterable[Peer], lending: Lending) ->
                 how="" if entry is None else entry.how,
                 since="" if entry is None else entry.since,
                 in_sight=key in in_sight,
-                is_paused=lending.of(names[key]).is_paused,
-                ram_bytes=lending.of(names[key]).ram_bytes,
+                is_paused=loan.is_paused,
+                ram_bytes=loan.ram_bytes,
             )
         )
     return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack, suppress
 from typing import Final
 
@@ -19,6 +19,7 @@ from primad.errors import ClusterError
 from primad.head.blame import DeviceLostError
 from primad.head.core import Core
 from primad.head.link_book import LinkBook
+from primad.head.sight import Sight, Sighted
 from primad.head.worker_link import Caller, WorkerLink, greet_named, probe
 from primad.head.worker_link import greet as say_hello
 from primad.membership import types
@@ -41,7 +42,7 @@ MOST_TOLD: Final = 64
 
 
 class Devices:
-    """``workers`` are those that said welcome, by name; ``book`` has the links between them. ``caller`` is this head."""
+    """``workers`` are those that said welcome, by label; ``book`` has the links between them. ``caller`` is this head."""
 
     def __init__(
         self,
@@ -58,8 +59,12 @@ class Devices:
         self._core, self._reporter = core, reporter
         self.workers: dict[str, WorkerLink] = {}
         self.book = LinkBook(caller.context, caller.identity, caller.device, timings=caller.timings)
-        self._peers: dict[str, Peer] = {}
-        self._named: dict[str, tuple[str, int, str]] = {}
+        self._sight = Sight(station.config.name, station.config.cluster)
+        self._announced: Mapping[str, Peer] = {}
+        self._met: dict[str, tuple[str, int]] = {}
+        """Where devices said welcome last, by key."""
+        self._named: set[str] = set()
+        """The keys of devices that ``--device`` led to."""
         self._told: set[tuple[str, str]] = set()
         self._known_keys: set[str] = set()
 
@@ -72,13 +77,18 @@ class Devices:
     def measuring(self) -> frozenset[str]:
         """The trusted devices in sight that measure themselves and take no head yet."""
         return frozenset(
-            name for name, peer in self._peers.items() if peer.is_measuring and self._trust.trusts(peer.key)
+            label for label, device in self._sight.devices.items() if device.is_measuring and device.trusted
         )
 
     @property
     def in_sight(self) -> list[Peer]:
         """Those that announce themselves, trusted or not."""
-        return list(self._peers.values())
+        return [peer for peer in self._announced.values() if peer.is_worker_of(self._config.cluster)]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What trusted devices are called, by key."""
+        return self._sight.labels
 
     def present(self, names: Collection[str]) -> list[WorkerLink]:
         """Those of ``names`` that are spoken to, by name."""
@@ -99,7 +109,12 @@ class Devices:
     async def discover(self, stack: AsyncExitStack) -> None:
         """Look for devices and be looked for, until ``stack`` is closed; without multicast those that were named do."""
         try:
-            discovery = Discovery(self._config.host, self._config.interface, timings=self._timings.discovery)
+            discovery = Discovery(
+                self._config.host,
+                self._config.interface,
+                timings=self._timings.discovery,
+                trusts=self._trust.trusts,
+            )
         except ClusterError as exc:
             if not self._config.devices:
                 self._reporter.say(str(exc))
@@ -156,36 +171,31 @@ class Devices:
                 "", f"--device {address}: {why}; it is asked again and again. Check that name, or give its IP address"
             )
             return False
-        keys = [each.key for each in self._trust.entries()]
-        if not keys:
+        self._look()
+        if not self.labels:
             self._tell_once("", f"--device {address}: no device is paired yet; it is asked again and again. {_CURE}")
             return False
         try:
-            worker = await greet_named(self._caller, address, keys, self._core.post)
+            worker = await greet_named(self._caller, address, self.labels, self._core.post)
         except ClusterError as exc:
             self._tell_once("", f"{exc}; it is asked again and again. {_CURE}")
             return False
-        self._named[worker.name] = (*split_address(address), worker.key)
+        self._named.add(worker.key)
+        self._met[worker.key] = split_address(address)
         await self._welcome(worker)
         return True
 
     async def greet(self, device: str) -> None:
         """Say hello to ``device``: ``Welcomed`` or ``Refused`` follows."""
-        peer, named = self._peers.get(device), self._named.get(device)
-        places = [named[:2]] if named is not None else []
-        keys = {named[2]} if named is not None else set()
-        if peer is not None:
-            places += [(address, peer.port) for address in peer.addresses]
-            keys.add(peer.key)
-        keys = {key for key in keys if self._trust.trusts(key)}  # what is known of it may be from before it was revoked
+        key = self._key_of(device)
+        sighted = self._sight.devices.get(device)
         try:
-            if not keys:
+            if key is None or not self._trust.trusts(key):
                 raise ClusterError("it is not trusted any more")
-            end, probed = await probe(self._caller, places, keys)
-            if probed.device != device:
-                end.close()
-                raise ClusterError(f"{probed.device} answers in its place")
-            worker = await say_hello(self._caller, end, self._core.post)
+            met = [self._met[key]] if key in self._met else []
+            places = dict.fromkeys([*met, *(sighted.places if sighted is not None else [])])
+            end, _ = await probe(self._caller, places, [key])
+            worker = await say_hello(self._caller, end, self._core.post, device)
         except ClusterError as exc:
             self._tell_once(device, f"{device} is left out: {exc}")
             self._core.post(types.DeviceRefused(device, str(exc)))
@@ -216,7 +226,7 @@ class Devices:
         """
         left = set(devices)
         unreached = self.book.unreached(devices)
-        announced = {name: peer.addresses for name, peer in self._peers.items()}
+        announced = {label: sighted.addresses for label, sighted in self._sight.devices.items() if sighted.trusted}
         self._core.describe("measuring links")
         while workers := self.present(left):
             try:
@@ -234,7 +244,6 @@ class Devices:
 
     async def watch_trust(self) -> None:
         """Notice what 'primad devices trust' and 'revoke', and pairing, change."""
-        trusted: dict[str, bool] = {}
         entries: object = None
         while True:
             for worker in list(self.workers.values()):
@@ -243,44 +252,48 @@ class Devices:
                     revoked = worker.key in self._trust.revoked()
                     reason = "it is not trusted any more" if revoked else "its primad ended"
                     self._core.post(types.Lost(worker.name, reason))
-            for peer in list(self._peers.values()):  # after the loss: who is gone is greeted again, a stranger is not
-                now = self._trust.trusts(peer.key)
-                if trusted.get(peer.key, now) != now:
-                    self._see(peer)
-                trusted[peer.key] = now
             latest = [(each.device, each.key) for each in self._trust.entries()], self._trust.revoked()
-            if entries is not None and latest != entries:
-                for worker in list(self.workers.values()):
-                    await self._introduce(worker)
+            if latest != entries:
+                self._look()  # after the loss: who is gone is greeted again, a stranger is not
+                if entries is not None:
+                    for worker in list(self.workers.values()):
+                        await self._introduce(worker)
             entries = latest
             await asyncio.sleep(self._timings.head.trust_look_every_s)
 
     def _on_peers(self, peers: dict[str, Peer]) -> None:
-        seen = {peer.device: peer for peer in peers.values() if peer.is_worker_of(self._config.cluster)}
-        before, self._peers = self._peers, seen
-        for name in before.keys() - seen.keys() - self._named.keys():
-            self._core.post(types.Vanished(name))
-        for name, peer in seen.items():
-            if before.get(name) != peer:
-                self._see(peer)
+        self._announced = peers
+        self._look()
 
-    def _see(self, peer: Peer) -> None:
-        trusted = self._trust.trusts(peer.key)
-        if not trusted and any(each.device == peer.device for each in self._trust.entries()):
+    def _look(self) -> None:
+        """What is announced, or who is trusted, may have changed."""
+        before = self._sight.devices
+        self._sight.look(self._announced, {each.key: each.device for each in self._trust.entries()})
+        named = {label for key, label in self.labels.items() if key in self._named}
+        for label in before.keys() - self._sight.devices.keys() - named:
+            self._core.post(types.Vanished(label))
+        for label, sighted in self._sight.devices.items():
+            if before.get(label) != sighted:
+                self._see(label, sighted)
+        for peer in self._sight.impostors:
             # Anyone can announce any name; what we know of the device that we trust does not change by that.
             self._tell_of_stranger(
                 peer.device, f"a device that is not trusted calls itself {peer.device}; it is not listened to"
             )
-            return
-        if trusted and peer.is_measuring:  # it announces itself anew when it is done
-            self._tell_once(peer.device, f"{peer.device} is being measured")
+
+    def _key_of(self, label: str) -> str | None:
+        return next((key for key, each in self.labels.items() if each == label), None)
+
+    def _see(self, label: str, sighted: Sighted) -> None:
+        if sighted.trusted and sighted.is_measuring and sighted.key not in self._met:  # it says so when it is done
+            self._tell_once(label, f"{label} is being measured")
             self._core.post(types.Tick())  # who waits for it is told
             return
-        self._core.post(types.Seen(peer.device, trusted))
-        if not trusted and peer.key not in self._known_keys:
+        self._core.post(types.Seen(label, sighted.trusted))
+        if not sighted.trusted and sighted.key not in self._known_keys:
             self._tell_of_stranger(
-                peer.device,
-                f"{peer.device} is in sight, but not paired; 'primad pair' here shows a code for 'primad join --code' there",
+                label,
+                f"{label} is in sight, but not paired; 'primad pair' here shows a code for 'primad join --code' there",
             )
 
     def _tell_of_stranger(self, device: str, line: str) -> None:
@@ -298,19 +311,12 @@ class Devices:
     async def _welcome(self, worker: WorkerLink) -> None:
         """Take up a device that works for this head from now on."""
         name = worker.name
-        if name == self._config.name:
-            worker.close()
-            reason = f"it has the head's name, {name}; give one of them another --name"
-            self._core.post(types.DeviceRefused(name, reason))
-            raise_named = any(named[2] == worker.key for named in self._named.values())
-            if raise_named:
-                raise ClusterError(f"--device {worker.end.address}: {reason}")
-            return
         previous = self.workers.pop(name, None)
         if previous is not None:
             previous.close()
         self.workers[name] = worker
         self._known_keys.add(worker.key)
+        self._met[worker.key] = (worker.end.host, worker.end.port)
         self._told = {(device, line) for device, line in self._told if device != name}
         if worker.build != self._caller.build:
             self._reporter.say(build_gap(self._caller.build, worker.build, name))
@@ -319,6 +325,8 @@ class Devices:
         self._core.post(types.Welcomed(name))
 
     async def _introduce(self, worker: WorkerLink) -> None:
-        entries = [(each.device, each.key) for each in self._trust.entries() if each.key != worker.key]
+        here = {each.key for each in self.workers.values()}
+        trusted = sorted(self._trust.entries(), key=lambda each: each.key not in here)  # those of its ring come first
+        entries = [(each.device, each.key) for each in trusted if each.key != worker.key]
         with suppress(ClusterError):
             await worker.introduce(entries, self._trust.revoked() - {worker.key})

@@ -19,6 +19,7 @@ from primad.engine.build import build_id
 from primad.errors import ClusterError
 from primad.head.learning import read_corrections
 from primad.head.link_book import LinkBook
+from primad.head.sight import Sight, Sighted
 from primad.head.worker_link import Caller, WorkerLink, greet, greet_named, probe
 from primad.membership import types
 from primad.network.discovery import look
@@ -71,8 +72,9 @@ class _Visit:
     def __init__(self, config: Config, reporter: Reporter, context: zmq.asyncio.Context) -> None:
         self._config = config
         self._reporter = reporter
-        identity = load_identity(config.home)
+        self._identity = identity = load_identity(config.home)
         self.trust = TrustStore(config.home, identity)
+        self._sight = Sight(config.name, config.cluster)
         self._caller = Caller(
             context=context,
             identity=identity,
@@ -92,14 +94,21 @@ class _Visit:
 
     async def find(self, seconds: float) -> None:
         """Greet the devices that were named, then at once all those that come in sight in ``seconds``."""
+        others = {each.key: each.device for each in self.trust.entries()}
+        self._sight.look({}, others)
         for address in self._config.devices:
-            keys = [each.key for each in self.trust.entries()]
-            self._take(await greet_named(self._caller, address, keys, _unheard))
+            self._take(await greet_named(self._caller, address, self._sight.labels, _unheard))
+        self._sight.look({str(at): peer for at, peer in enumerate(await self._in_sight(seconds))}, others)
+        for peer in self._sight.impostors:
+            self._leave_out(peer.device)
         async with asyncio.TaskGroup() as group:
-            for peer in await self._in_sight(seconds):
-                self._announced[peer.device] = peer.addresses
-                if peer.device not in self._workers:
-                    group.create_task(self._greet_peer(peer))
+            for name, sighted in self._sight.devices.items():
+                if not sighted.trusted:
+                    self._leave_out(name)
+                    continue
+                self._announced[name] = sighted.addresses
+                if name not in self._workers:
+                    group.create_task(self._greet(name, sighted))
 
     async def measure_links(self) -> list[LinkProfile]:
         """The links between this device and the workers; none, and the default for them, when a worker goes silent."""
@@ -119,20 +128,20 @@ class _Visit:
             worker.close()
 
     def _take(self, worker: WorkerLink) -> None:
-        if worker.name in self._workers or worker.name == self._config.name:
-            worker.close()  # the same device, named and seen, or a worker on this very device
+        if worker.name in self._workers:
+            worker.close()  # the same device, named twice
         else:
             self._workers[worker.name] = worker
 
-    async def _greet_peer(self, peer: Peer) -> None:
-        if not self.trust.trusts(peer.key):
-            self._reporter.say(f"{peer.device} is left out: it is not paired with this device ('primad join --code')")
-            return
+    def _leave_out(self, name: str) -> None:
+        self._reporter.say(f"{name} is left out: it is not paired with this device ('primad join --code')")
+
+    async def _greet(self, name: str, sighted: Sighted) -> None:
         try:
-            end, _ = await probe(self._caller, [(address, peer.port) for address in peer.addresses], [peer.key])
-            self._take(await greet(self._caller, end, _unheard))
+            end, _ = await probe(self._caller, sighted.places, [sighted.key])
+            self._take(await greet(self._caller, end, _unheard, name))
         except ClusterError as exc:
-            self._reporter.say(f"{peer.device} is left out: {exc}")
+            self._reporter.say(f"{name} is left out: {exc}")
 
     async def _in_sight(self, seconds: float) -> list[Peer]:
         if seconds <= 0:
@@ -142,7 +151,7 @@ class _Visit:
         except ClusterError as exc:
             self._reporter.say(str(exc))
             return []
-        return [peer for peer in peers if peer.is_worker_of(self._config.cluster)]
+        return [peer for peer in peers if peer.key != self._identity.public]  # not a worker on this very device
 
 
 def _unheard(event: types.Event) -> None:

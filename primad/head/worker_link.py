@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, islice
 from typing import Final, Protocol
 
+import msgspec
 import zmq.asyncio
 
 from halda import DeviceProfile, LinkProfile
@@ -27,6 +28,7 @@ from primad.membership.memory_recovery import lowered
 from primad.network.contacts import Contact
 from primad.network.control import HeadEnd
 from primad.network.messages import (
+    MAX_DEVICES,
     Dismiss,
     GuessesMade,
     GuessState,
@@ -167,20 +169,20 @@ def _check_version(caller: Caller, probed: Probed) -> None:
         raise ClusterError(version_gap(caller.device, probed.device, probed.version, probed.protocol, caller.versions))
 
 
-async def greet_named(caller: Caller, address: str, keys: Collection[str], post: Post) -> WorkerLink:
-    """Say hello at ``address`` (host:port), which the owner named, to whichever device with one of ``keys`` is there.
+async def greet_named(caller: Caller, address: str, labels: Mapping[str, str], post: Post) -> WorkerLink:
+    """Say hello at ``address`` (host:port), which the owner named, to whichever of ``labels``, by key, is there.
 
     Raises ``ClusterError`` that names the flag when none answers or takes this head.
     """
     try:
-        end, _ = await probe(caller, [split_address(address)], keys)
-        return await greet(caller, end, post)
+        end, _ = await probe(caller, [split_address(address)], labels.keys())
+        return await greet(caller, end, post, labels[end.key])
     except ClusterError as exc:
         raise ClusterError(f"--device {address}: {exc}") from exc
 
 
-async def greet(caller: Caller, end: HeadEnd, post: Post) -> WorkerLink:
-    """Say hello on ``end``, which ``probe`` found; from then on the device works for this head.
+async def greet(caller: Caller, end: HeadEnd, post: Post, name: str) -> WorkerLink:
+    """Say hello on ``end``, which ``probe`` found; from then on the device, called ``name`` here, works for this head.
 
     Raises ``ClusterError`` when it does not answer or is busy; then ``end`` is closed.
     """
@@ -199,7 +201,7 @@ async def greet(caller: Caller, end: HeadEnd, post: Post) -> WorkerLink:
             while True:
                 match await end.receive(timeout_s):
                     case Welcome() as welcome:
-                        return WorkerLink(end, welcome, caller.ping_interval_s, post)
+                        return WorkerLink(end, welcome, caller.ping_interval_s, post, name)
                     case Refused(reason=reason):
                         raise ClusterError(reason)
                     case _:
@@ -213,11 +215,16 @@ async def greet(caller: Caller, end: HeadEnd, post: Post) -> WorkerLink:
 
 
 class WorkerLink:
-    """A worker that said welcome. It is pinged and read until ``close``; every message is a sign of life."""
+    """A worker that said welcome. It is pinged and read until ``close``; every message is a sign of life.
 
-    def __init__(self, end: HeadEnd, welcome: Welcome, ping_interval_s: float, post: Post) -> None:
+    This head calls it ``name``, whatever it calls itself.
+    """
+
+    def __init__(self, end: HeadEnd, welcome: Welcome, ping_interval_s: float, post: Post, name: str) -> None:
         self.end = end
-        self.profile: DeviceProfile = welcome.profile
+        self.name = name
+        self._calls_itself = welcome.profile.device
+        self.profile: DeviceProfile = replace(welcome.profile, device=name)
         self.build = welcome.build
         self.layer_port = welcome.layer_port
         self._post = post
@@ -243,11 +250,6 @@ class WorkerLink:
         ]
 
     @property
-    def name(self) -> str:
-        """The device's name."""
-        return self.profile.device
-
-    @property
     def key(self) -> str:
         """The device's public key."""
         return self.end.key
@@ -269,9 +271,9 @@ class WorkerLink:
         await self.end.send(message)
 
     async def introduce(self, devices: Iterable[tuple[str, str]], revoked: Iterable[str]) -> None:
-        """Tell the worker whom this head trusts, and whom it does not trust any more."""
-        known = [Introduction(device, key) for device, key in devices]
-        await self.end.send(Introduce(devices=known, revoked=sorted(revoked)))
+        """Tell the worker whom this head trusts, and whom it does not trust any more; as many as a message holds."""
+        known = [Introduction(device, key) for device, key in islice(devices, MAX_DEVICES)]
+        await self.end.send(Introduce(devices=known, revoked=sorted(revoked)[:MAX_DEVICES]))
 
     async def dismiss(self) -> None:
         """Let the worker go that asked for it."""
@@ -285,7 +287,8 @@ class WorkerLink:
         asked = {target.device for target in targets}
         self._links = asyncio.get_running_loop().create_future()
         try:
-            self._measure, self._measure_unheard = MeasureLinks(targets=list(targets)), Unheard(self.next_ping)
+            told = [msgspec.structs.replace(target, device=self._swapped(target.device)) for target in targets]
+            self._measure, self._measure_unheard = MeasureLinks(targets=told), Unheard(self.next_ping)
             await self.end.send(self._measure)
             async with asyncio.timeout(timeout_s):
                 links = await self._links
@@ -297,7 +300,12 @@ class WorkerLink:
             raise
         except ClusterError as exc:
             raise DeviceLostError(f"{self.name} went away: {exc}", self.name) from exc
+        links = [replace(link, source=self._swapped(link.source), target=self._swapped(link.target)) for link in links]
         return [link for link in links if self._is_of(link, asked)]
+
+    def _swapped(self, device: str) -> str:
+        """``device`` as this worker is told of it, and back: it may call itself what another one is called here."""
+        return {self.name: self._calls_itself, self._calls_itself: self.name}.get(device, device)
 
     def _is_of(self, link: LinkProfile, asked: set[str]) -> bool:
         return (link.source == self.name and link.target in asked) or (

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
 from typing import Final
@@ -35,7 +37,7 @@ from primad.network.addresses import (
 )
 from primad.network.messages import PROTOCOL
 from primad.network.multicast import can_multicast
-from primad.network.peer import SERVICE, Peer, peer_of
+from primad.network.peer import MOST_OF_ONE, SERVICE, Peer, peer_of
 from primad.network.scopes import needs_scope
 from primad.settings.config import LOOPBACK
 from primad.settings.timings import DiscoveryTimings
@@ -45,7 +47,9 @@ __all__ = ["SERVICE", "Discovery", "MulticastError", "Peer", "look", "peer_of"]
 logger = logging.getLogger(__name__)
 
 MAX_PEERS: Final = 512
-"""More devices than this are not looked at: announcing costs nothing, and memory does."""
+"""More devices than this are not looked at, but for trusted ones: announcing costs nothing, and memory does."""
+TRIES: Final = 9
+"""Names that are asked for in mDNS. Who answers that it has them all is no device, and is not asked any more."""
 
 FAILURES: Final = (ZeroconfError, OSError, RuntimeError)
 """What zeroconf raises when it fails."""
@@ -62,8 +66,8 @@ class Discovery:
     """This device's place in mDNS. Make one, ``announce`` and ``browse``, ``close`` it.
 
     ``host`` is the address that the daemon listens on, ``interface`` (a name or an address) leaves only one interface.
-    ``service`` is what all of them announce. Needs a running event loop. Raises ``ClusterError`` when there is no way to
-    speak mDNS.
+    ``service`` is what all of them announce. For devices with a key that ``trusts`` believes there is always room. Needs a
+    running event loop. Raises ``ClusterError`` when there is no way to speak mDNS.
     """
 
     def __init__(
@@ -73,8 +77,9 @@ class Discovery:
         *,
         timings: DiscoveryTimings = DiscoveryTimings(),
         service: str = SERVICE,
+        trusts: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        self._timings = timings
+        self._timings, self._trusts = timings, trusts
         self._service = service
         self._host = resolved_host(host)
         self._interface = interface
@@ -122,12 +127,14 @@ class Discovery:
         """Announce this device; its name, with a number behind it when another device had the name first.
 
         ``port`` is where it listens, ``key`` its public key (40 characters); ``is_measuring`` until ``end_measuring``.
-        Raises ``ClusterError`` when no name is free, ``MulticastError`` when mDNS does not work.
+        Raises ``MulticastError`` when mDNS does not work.
         """
         await self._started()
         self._port = port
-        for number in range(1, 100):
-            device = peer_name if number == 1 else f"{peer_name[:59]}-{number}"
+        for number in range(1, TRIES + 2):
+            is_asked = number <= TRIES
+            behind = str(number) if is_asked else secrets.token_hex(4)
+            device = peer_name if number == 1 else f"{peer_name[: 60 - len(behind)]}-{behind}"
             self._announced |= {
                 "device": device,
                 "cluster": cluster,
@@ -138,7 +145,8 @@ class Discovery:
             } | ({"measuring": "1"} if is_measuring else {})
             info = self._to_announce()
             try:
-                self._say_soon(await self._zeroconf.async_register_service(info))
+                register = self._zeroconf.async_register_service
+                self._say_soon(await register(info, cooperating_responders=not is_asked))
             except NonUniqueNameException:
                 continue
             except FAILURES as exc:
@@ -146,7 +154,7 @@ class Discovery:
             self._info = info
             self._watch()
             return device
-        raise ClusterError(f"--name {peer_name}: a hundred devices have this name already; choose another")
+        raise AssertionError("nobody is asked about the last name")
 
     async def end_measuring(self) -> None:
         """Announce that this device is measured."""
@@ -298,8 +306,23 @@ class Discovery:
             task.cancel()
         if state_change is ServiceStateChange.Removed:
             self._forget(name)
-        elif name in self._peers or len(self._peers) + len(self._resolving) < MAX_PEERS:
+        elif name in self._peers or len(self._peers) + len(self._resolving) < MAX_PEERS or self._make_room(name):
             self._resolve_soon(name)
+
+    def _make_room(self, name: str) -> bool:
+        """Whether ``name`` is announced with a trusted key, few others with the same; then another is forgotten for it."""
+        info = AsyncServiceInfo(self._service, name)
+        peer = peer_of(info, self._own) if info.load_from_cache(self._zeroconf.zeroconf) else None
+        if peer is None or not self._trusts(peer.key):
+            return False
+        counts = Counter(each.key for each in self._peers.values())
+        if counts[peer.key] >= MOST_OF_ONE:
+            return False
+        for at, each in self._peers.items():
+            if counts[each.key] > MOST_OF_ONE or not self._trusts(each.key):
+                del self._peers[at]
+                break
+        return True
 
     def _resolve_soon(self, name: str) -> None:
         task = asyncio.get_running_loop().create_task(self._resolve(name))

@@ -104,7 +104,9 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
-    """The devices that this head trusts, so that they trust each other; and the keys that it does not trust any more."""
+    """The devices that this head trusts, so that they do for each other what a ring needs; the latest list stands for all
+    before. Nobody is introduced whose key is among the ``revoked``, which it does not trust any more.
+    """
 
     devices: Annotated[list[Introduction], Meta(max_length=MAX_DEVICES)]
     revoked: Annotated[list[str], Meta(max_length=MAX_DEVICES)]

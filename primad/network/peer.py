@@ -17,6 +17,8 @@ from primad.trust.identity import is_key
 SERVICE: Final = "_primad._tcp.local."
 MAX_ADDRESSES: Final = 32
 """Addresses of a peer that are kept; nobody tries more."""
+MOST_OF_ONE: Final = 8
+"""Announcements of one key that are looked at: anyone can announce any key."""
 _NUMBER: Final = re.compile(r"[0-9]{1,9}")
 _PAIR: Final = re.compile(r"([0-9]{1,4}):([0-9]{1,5})")
 

@@ -1,9 +1,16 @@
 """Whom this device trusts: ``trust.json`` in the home folder, and the daemons of the same user on this machine.
 
-Trust is in a key, a name is only how people call it. The command line and a daemon may both write the file, so each change
-is read, made and written under a lock; every question looks whether the file was replaced, so that a change by another
-process acts at once. A key that was revoked stays revoked, whoever introduces it, until its device is paired with again or
-added by hand.
+Trust is in a key, a name is only how people call it; no two devices of the file have the same one. A device is trusted as a
+head, which may give this one work and introduce others to it, or as a worker, which may do what a ring needs: fetch layers
+and KV cells, and measure links. Only the owner of this device changes the file, so no other device can fill it: whom a head
+introduces is kept in memory, with that head, by the worker's daemon.
+
+The command line and a daemon may both write the file, so each change is read, made and written under a lock; every question
+looks whether the file was replaced, so that a change by another process acts at once. A key that was revoked stays revoked,
+whoever introduces it, until its device is paired with again or added by hand.
+
+In a file of version 1 nobody had a role: whom the owner paired with or added by hand counts as a head, as before. What heads
+wrote into it counts no more: they say whom they introduce whenever they come.
 
 A change waits for the disk and may be made in a thread: who asks meanwhile is answered from what stands in the file.
 """
@@ -17,7 +24,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -25,11 +32,16 @@ from primad.errors import ConfigError, printable
 from primad.settings.config import NAME
 from primad.system.private_file import alone_with, read_private, write_private
 from primad.trust.identity import Identity, is_key
+from primad.trust.labels import free_name
 from primad.trust.local_trust import LocalTrust, default_folder
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME: Final = "trust.json"
+VERSION: Final = 2
+TrustRole = Literal["head", "worker"]
+HEAD: Final = "head"
+WORKER: Final = "worker"
 PAIRED: Final = "paired"
 BY_HAND: Final = "by hand"
 LOCAL: Final = "same user, same machine"
@@ -43,12 +55,13 @@ _Stamp = tuple[int, int, int] | None
 
 @dataclass(frozen=True, slots=True)
 class TrustedDevice:
-    """A device that is trusted, or was: ``key`` in Z85, ``how`` one phrase for people, ``since`` the UTC time."""
+    """A device that is, or was, trusted as ``role``: ``key`` in Z85, ``how`` a phrase for people, ``since`` the UTC time."""
 
     device: str
     key: str
     how: str
     since: str
+    role: TrustRole = WORKER
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +73,16 @@ class _Known:
     stamp: _Stamp
 
 
-class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Versioned(msgspec.Struct, frozen=True):
     version: int
+
+
+class _Stored(_Versioned, frozen=True, forbid_unknown_fields=True):
     trusted: list[TrustedDevice]
     revoked: list[TrustedDevice]
 
 
-def trusted_now(device: str, key: str, how: str) -> TrustedDevice:
+def trusted_now(device: str, key: str, how: str, role: TrustRole = WORKER) -> TrustedDevice:
     """A device that is trusted from now on. Raises ``ConfigError`` for what is no name or no key."""
     if not NAME.fullmatch(device):
         raise ConfigError(
@@ -74,7 +90,7 @@ def trusted_now(device: str, key: str, how: str) -> TrustedDevice:
         )
     if not is_key(key):
         raise ConfigError(f"the key of {device} is no device key; give the one that 'primad devices' shows there")
-    return TrustedDevice(device, key, how, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+    return TrustedDevice(device, key, how, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), role)
 
 
 class TrustStore:
@@ -93,14 +109,29 @@ class TrustStore:
     def trusts(self, key: str) -> bool:
         """Whether the device with ``key`` may come in now. Our own key is trusted: only our processes can prove it."""
         known = self._refresh()
+        return key not in known.revoked and (key in known.trusted or self._is_ours(key))
+
+    def is_head(self, key: str) -> bool:
+        """Whether the device with ``key`` may give this one work. Daemons of this user may: they can read our secret."""
+        known = self._refresh()
         if key in known.revoked:
             return False
-        return key == self._own or key in known.trusted or (is_key(key) and self._local.knows(key))
+        entry = known.trusted.get(key)
+        return (entry is not None and entry.role == HEAD) or self._is_ours(key)
+
+    def name_of(self, key: str) -> str | None:
+        """The name under which the device with ``key`` is trusted; None for others."""
+        return next((each.device for each in self._held(self._refresh()) if each.key == key), None)
+
+    def _is_ours(self, key: str) -> bool:
+        return key == self._own or (is_key(key) and self._local.knows(key))
 
     def entries(self) -> list[TrustedDevice]:
-        """All that are trusted, by name: those of the file, and the daemons of this user that run here."""
-        known = self._refresh()
-        return sorted((self._others_here(known) | known.trusted).values(), key=lambda each: (each.device, each.key))
+        """All that are trusted, by name: those of the file, and the daemons of this user that run here.
+
+        No two of them have the same name.
+        """
+        return sorted(self._held(self._refresh()), key=lambda each: each.device)
 
     def revoked(self) -> frozenset[str]:
         """The keys that were revoked."""
@@ -110,31 +141,26 @@ class TrustStore:
         """All that were revoked, by name."""
         return sorted(self._refresh().revoked.values(), key=lambda each: (each.device, each.key))
 
-    def add(self, device: TrustedDevice) -> None:
-        """Trust ``device``; paired or by hand also when it was revoked before. Raises ``ConfigError``."""
+    def add(self, device: TrustedDevice) -> TrustedDevice:
+        """Trust ``device``, also when it was revoked before; returns how it is kept.
+
+        Where another device has its name, a number is put behind it. Who was a head here stays one when it is paired with
+        again. Raises ``ConfigError``.
+        """
         trusted_now(device.device, device.key, device.how)
         if device.key == self._own:
             raise ConfigError(f"the key of {device.device} is this device's own; give the other one's")
         with self._changing() as known:
-            if device.how in (PAIRED, BY_HAND):
-                known.revoked.pop(device.key, None)
-            if device.key not in known.revoked:
-                self._put(known, device)
-
-    def introduce(self, devices: Iterable[tuple[str, str]], by: str) -> None:
-        """Trust the (name, key) that device ``by`` vouches for, except those known here, revoked here or malformed."""
-        news = [
-            trusted_now(device, key, f"introduced by {by}")
-            for device, key in devices
-            if NAME.fullmatch(device) and is_key(key) and key != self._own
-        ]
-        known = self._refresh()
-        if all(device.key in known.trusted or device.key in known.revoked for device in news):
-            return
-        with self._changing() as known:
-            for device in news:
-                if device.key not in known.trusted and device.key not in known.revoked:
-                    self._put(known, device)
+            known.revoked.pop(device.key, None)
+            before = known.trusted.get(device.key)
+            if before is not None and before.role == HEAD and device.how == PAIRED:
+                device = replace(device, role=HEAD)
+            taken = {each.device for each in known.trusted.values() if each.key != device.key}
+            device = replace(device, device=free_name(device.device, taken))
+            if before is None and len(known.trusted) >= MAX_DEVICES:
+                raise ConfigError(f"{self._path}: holds {MAX_DEVICES} devices, which is the most; revoke some first")
+            known.trusted[device.key] = device
+        return device
 
     def revoke(self, name_or_key: str) -> list[TrustedDevice]:
         """Trust none of that name, or the one with that key, any more; returns who lost it.
@@ -142,29 +168,19 @@ class TrustStore:
         A key need not be known: it is kept from ever being introduced. Raises ``ConfigError`` for a name that nobody has.
         """
         with self._changing() as known:
-            held = self._others_here(known) | known.trusted
-            gone = [each for each in held.values() if name_or_key in (each.device, each.key)]
+            gone = [each for each in self._held(known) if name_or_key in (each.device, each.key)]
             if not gone and is_key(name_or_key) and name_or_key != self._own:
                 gone = [known.revoked.get(name_or_key) or trusted_now("unknown", name_or_key, BY_HAND)]
             if not gone:
-                raise ConfigError(f"no device {printable(name_or_key, 70)!r} is trusted; 'primad devices' lists them")
-            self._put_out(known, gone)
-        return gone
-
-    def withdraw(self, keys: Iterable[str], by: str) -> list[TrustedDevice]:
-        """Revoke those of ``keys`` that are not revoked yet, because device ``by`` has done so; returns who lost it.
-
-        Malformed keys and our own are left out. Raises ``ConfigError`` when that cannot be kept.
-        """
-        wanted = {key for key in keys if is_key(key) and key != self._own}
-        if wanted <= self._refresh().revoked.keys():
-            return []
-        with self._changing() as known:
-            gone = [
-                known.trusted.get(key) or trusted_now("unknown", key, f"revoked by {by}")
-                for key in sorted(wanted - known.revoked.keys())
-            ]
-            self._put_out(known, gone)
+                raise ConfigError(
+                    f"no device {printable(name_or_key, 70)!r} is trusted; 'primad devices' lists them. "
+                    "One that a head introduced is revoked by its key, which 'primad devices --json' shows"
+                )
+            if len(known.revoked) + len(gone) > MAX_REVOKED:
+                raise ConfigError(f"{self._path}: holds {len(known.revoked)} revoked keys, which is the most; {_CURE}")
+            for device in gone:
+                known.trusted.pop(device.key, None)
+                known.revoked[device.key] = device
         return gone
 
     @contextlib.contextmanager
@@ -173,23 +189,11 @@ class TrustStore:
         with self._local.announce(device, self._own):
             yield
 
-    def _others_here(self, known: _Known) -> dict[str, TrustedDevice]:
-        """The daemons of this user that run here, by key; not those that were revoked, nor this one."""
-        left_out = known.revoked.keys() | {self._own}
-        here = ((name, key) for name, key in self._local.devices() if key not in left_out)
-        return {key: TrustedDevice(name, key, LOCAL, "") for name, key in here}
-
-    def _put(self, known: _Known, device: TrustedDevice) -> None:
-        if device.key not in known.trusted and len(known.trusted) >= MAX_DEVICES:
-            raise ConfigError(f"{self._path}: holds {MAX_DEVICES} devices, which is the most; revoke some first")
-        known.trusted[device.key] = device
-
-    def _put_out(self, known: _Known, devices: list[TrustedDevice]) -> None:
-        if len(known.revoked) + len(devices) > MAX_REVOKED:
-            raise ConfigError(f"{self._path}: holds {len(known.revoked)} revoked keys, which is the most; {_CURE}")
-        for device in devices:
-            known.trusted.pop(device.key, None)
-            known.revoked[device.key] = device
+    def _held(self, known: _Known) -> list[TrustedDevice]:
+        """Those of the file, and the daemons of this user that run here and were not revoked; no name comes twice."""
+        left_out = known.trusted.keys() | known.revoked.keys() | {self._own}
+        here = [TrustedDevice(name, key, LOCAL, "", HEAD) for name, key in self._local.devices() if key not in left_out]
+        return _with_free_names([*known.trusted.values(), *here])
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[_Known]:
@@ -198,7 +202,7 @@ class TrustStore:
             self._known = self._read()
             changed = _Known(dict(self._known.trusted), dict(self._known.revoked), None)
             yield changed
-            stored = _Stored(1, list(changed.trusted.values()), list(changed.revoked.values()))
+            stored = _Stored(VERSION, list(changed.trusted.values()), list(changed.revoked.values()))
             write_private(self._path, msgspec.json.format(msgspec.json.encode(stored), indent=1) + b"\n")
             self._known = self._read()
 
@@ -233,14 +237,31 @@ def _stamp(path: Path) -> _Stamp:
 
 def _parse(path: Path, data: bytes) -> tuple[list[TrustedDevice], list[TrustedDevice]]:
     try:
+        version = msgspec.json.decode(data, type=_Versioned).version
+        if version not in (1, VERSION):
+            raise ConfigError(f"{path}: is of version {version}, this primad knows {VERSION}; update it")
         stored = msgspec.json.decode(data, type=_Stored)
     except msgspec.MsgspecError as exc:
         raise ConfigError(f"{path}: is damaged ({exc}); {_CURE}") from exc
-    if stored.version != 1:
-        raise ConfigError(f"{path}: is of version {stored.version}, this primad knows 1; update it")
     if len(stored.trusted) > MAX_DEVICES or len(stored.revoked) > MAX_REVOKED:
         raise ConfigError(f"{path}: holds more devices than {MAX_DEVICES}, or revoked keys than {MAX_REVOKED}; {_CURE}")
     for each in (*stored.trusted, *stored.revoked):
         if not NAME.fullmatch(each.device) or not is_key(each.key):
             raise ConfigError(f"{path}: {printable(each.device, 70)!r} has a name or a key that cannot be; {_CURE}")
-    return stored.trusted, stored.revoked
+    trusted, revoked = (stored.trusted, stored.revoked) if version == VERSION else _of_version_1(stored)
+    return _with_free_names(trusted), revoked
+
+
+def _of_version_1(stored: _Stored) -> tuple[list[TrustedDevice], list[TrustedDevice]]:
+    """What the owner did, and not what heads wrote beside it."""
+    trusted = [replace(each, role=HEAD) for each in stored.trusted if not each.how.startswith("introduced by ")]
+    return trusted, [each for each in stored.revoked if not each.how.startswith("revoked by ")]
+
+
+def _with_free_names(devices: Iterable[TrustedDevice]) -> list[TrustedDevice]:
+    """``devices``, each with a name that none before it has."""
+    found: dict[str, TrustedDevice] = {}
+    for device in devices:
+        name = free_name(device.device, found)
+        found[name] = replace(device, device=name)
+    return list(found.values())

@@ -81,8 +81,8 @@ from primad.profiles import with_speeds
 from primad.settings.config import DEFAULT_CONTROL_PORT, is_loopback
 from primad.system.notify import report
 from primad.system.tasks import Tasks
+from primad.trust.trust import HEAD
 from primad.worker.guessing import Guessing
-from primad.worker.introductions import Introductions
 from primad.worker.participations import Participations
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,10 @@ _MOST_HOLDS: Final = 4
 
 @dataclass(slots=True)
 class _Lease:
-    """The head that this worker works for: its connection, key, name and start, and the profile that it was given."""
+    """The head that this worker works for: its connection, key, name and start, and the profile that it was given.
+
+    ``introduced`` are the keys of the devices that it trusts. They may do here what a ring needs, as long as it may lead.
+    """
 
     peer: bytes
     key: str
@@ -103,6 +106,7 @@ class _Lease:
     gone_after_s: float
     heard_s: float
     profile: DeviceProfile
+    introduced: frozenset[str]
     why_idle: str = ""
 
 
@@ -133,7 +137,7 @@ class WorkerDaemon:
             station.workspace.cache.reader,
             cells=station.workspace.cells,
             bytes_per_s=config.transfer_limit_bytes_per_s,
-            allows=trust.trusts,
+            allows=self._admits,
         )
         self._cells = HeldCells(station, self._context)
         self._memory_watch = MemoryWatch(
@@ -150,8 +154,7 @@ class WorkerDaemon:
             station, context=self._context, number=self._participations.next_number, tell=self._tell, say=say
         )
         self._pause = OwnerPause(config.home, pause_on_battery=config.pause_on_battery, changed=self._on_pause)
-        self._pairing = PairingService(station, say)
-        self._introductions = Introductions(trust, say, self._may_say)
+        self._pairing = PairingService(station, say, HEAD)
         self._lease: _Lease | None = None
         self._retired: deque[bytes] = deque(maxlen=_MOST_RETIRED)
         """Connections of heads that others took the place of: nothing that still arrives on them counts."""
@@ -170,7 +173,7 @@ class WorkerDaemon:
         """Serve until cancelled or ``leave`` was asked for. Raises ``ClusterError`` when a port cannot be used."""
         async with AsyncExitStack() as stack:
             stack.callback(self._context.destroy, linger=0)  # also what was not begun yet when the end came
-            await stack.enter_async_context(Gate(self._context, self._trust.trusts))
+            await stack.enter_async_context(Gate(self._context, self._admits))
             stack.callback(self._end.close)
             stack.push_async_callback(self._participations.close)
             stack.push_async_callback(self._guessing.end)
@@ -185,7 +188,6 @@ class WorkerDaemon:
                     group.create_task(self._measure()),
                     group.create_task(self._watch_lease()),
                     group.create_task(self._layers.run()),
-                    group.create_task(self._introductions.run()),
                     group.create_task(AdminServer(self._identity, self._config.home, self._administer).run()),
                     group.create_task(self._pause.watch_battery()),
                     group.create_task(self._memory_watch.run()),
@@ -281,16 +283,30 @@ class WorkerDaemon:
         except ClusterError as exc:
             raise MulticastError(str(exc)) from exc
 
+    def _admits(self, key: str) -> bool:
+        """Whether the device with ``key`` may come in: the owner trusts it, or the head whose work is done here now."""
+        if self._trust.trusts(key):
+            return True
+        lease = self._lease
+        return (
+            lease is not None
+            and key in lease.introduced
+            and key not in self._trust.revoked()
+            and self._trust.is_head(lease.key)
+        )
+
     async def _hear(self, group: asyncio.TaskGroup) -> None:
         while True:
             peer, key, message = await self._end.receive()
             lease = self._lease
-            if not self._trust.trusts(key):
+            if not self._admits(key):
                 await self._end.send(peer, Refused(f"{self._name} does not trust this device any more"))
             elif isinstance(message, Probe):
                 await self._probed(peer, message)
             elif isinstance(message, Echo):
                 await self._end.echo(peer, message.answer_bytes)
+            elif not self._trust.is_head(key):
+                await self._end.send(peer, Refused(self._not_led()))
             elif isinstance(message, Hello):
                 await self._greet(peer, key, message)
             elif lease is None or lease.key != key:
@@ -302,6 +318,13 @@ class WorkerDaemon:
                     self._retired.append(lease.peer)
                 lease.peer, lease.heard_s = peer, time.monotonic()
                 await self._obey(message, lease, group)
+
+    def _not_led(self) -> str:
+        """Why a device that is trusted, but no head, gives no work here, and what its owner types to change that."""
+        return (
+            f"{self._name} does not take this device as a head; type 'primad pair' there and 'primad pair --code CODE' "
+            "here, or there 'primad devices trust NAME --key KEY --head'"
+        )
 
     async def _probed(self, peer: bytes, probe: Probe) -> None:
         if self._versions.agreed(probe.protocol, probe.oldest) is None and self._may_say("knock"):
@@ -325,6 +348,7 @@ class WorkerDaemon:
         if self._stop.is_set():
             await self._end.send(peer, Refused(f"{self._name} is ending"))
             return
+        head = self._trust.name_of(key) or hello.device
         self._stop_measuring()
         await self._guessing.end()
         await self._participations.release_all()  # also those of a link to the same head that broke
@@ -332,23 +356,24 @@ class WorkerDaemon:
         if is_new:
             await self._end_holding()
         if is_new and self._may_say("hello"):
-            self._say(f"head {hello.device} is here")
+            self._say(f"head {head} is here")
             if hello.build != self._build:
-                self._say(build_gap(self._build, printable(hello.build, 200), hello.device))
+                self._say(build_gap(self._build, printable(hello.build, 200), head))
         if lease is not None and lease.peer != peer:
             self._retired.append(lease.peer)
         profile = await self._profile_now()
         self._dismissed.clear()
-        self._participations.head = hello.device
+        self._participations.head = head
         self._memory_watch.begin(profile.ram_available_bytes)
         self._lease = _Lease(
             peer=peer,
             key=key,
-            head=hello.device,
+            head=head,
             session=hello.session,
             gone_after_s=hello.gone_after_s,
             heard_s=time.monotonic(),
             profile=profile,
+            introduced=lease.introduced if lease is not None else frozenset(),
         )
         await self._tell(
             Welcome(
@@ -380,8 +405,8 @@ class WorkerDaemon:
                 await self._tell(Pong(number, self._participations.standing.revision, measuring=is_measuring))
                 if status:
                     await self._participations.report()
-            case Introduce():
-                self._introductions.add(message, lease.head)
+            case Introduce(devices=devices, revoked=revoked):
+                lease.introduced = frozenset(each.key for each in devices) - set(revoked)
             case MeasureLinks(targets=targets):
                 self._stop_measuring()
                 self._measuring = group.create_task(self._measure_links(targets))
@@ -540,5 +565,6 @@ class WorkerDaemon:
                         "serving": self._participations.is_serving,
                         "paused": self._pause.paused,
                         "port": self._end.port,
+                        "introduced": [] if self._lease is None else sorted(self._lease.introduced),
                     }
                 )

@@ -10,6 +10,7 @@ from primad.daemon.pairing_service import pair
 from primad.daemon.reporter import Reporter
 from primad.daemon.run import own_station, run
 from primad.settings.config import Config
+from primad.trust.trust import HEAD
 from primad.worker.daemon import WorkerDaemon
 
 
@@ -20,7 +21,7 @@ def join(config: Config, reporter: Reporter, *, code: str | None, pair_at: str |
             bring = code
 
             async def bring_code() -> None:
-                await pair(station, bring, pair_at, reporter.say)
+                await pair(station, bring, pair_at, reporter.say, HEAD)
 
             run(bring_code())
         workers: list[WorkerDaemon] = []

@@ -18,10 +18,10 @@ from primad.errors import ConfigError
 from primad.system.private_file import MAX_FILE_BYTES
 from primad.trust.identity import Identity, fingerprint, is_key, key_hex, load_identity, new_identity, parse_key
 from primad.trust.local_trust import LocalTrust, default_folder
-from primad.trust.trust import BY_HAND, LOCAL, MAX_DEVICES, PAIRED, TrustStore, trusted_now
+from primad.trust.trust import BY_HAND, HEAD, LOCAL, MAX_DEVICES, PAIRED, WORKER, TrustStore, trusted_now
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="Windows has access lists in place of mode bits")
-PI, NAS = new_identity().public, new_identity().public
+PI, NAS, LAMP = (new_identity().public for _ in range(3))
 
 
 @pytest.fixture
@@ -183,8 +183,6 @@ def test_revoked_stays_revoked_until_paired_again(store: TrustStore):
     store.add(pi)
     assert store.revoke("pi") == [pi]
     assert store.revoked() == {PI}
-    store.introduce([("pi", PI)], by="desk")
-    store.add(trusted_now("pi", PI, "introduced by desk"))
     assert not store.trusts(PI)
     for how in (PAIRED, BY_HAND):
         store.add(trusted_now("pi", PI, how))
@@ -193,30 +191,67 @@ def test_revoked_stays_revoked_until_paired_again(store: TrustStore):
         store.revoke(PI)
 
 
-def test_a_name_that_several_have_is_revoked_for_all(store: TrustStore):
+def test_nobody_gets_the_name_of_a_device_that_is_trusted(store: TrustStore, local: LocalTrust):
+    assert store.add(trusted_now("pi", PI, PAIRED)).device == "pi"
+    assert store.add(trusted_now("pi", NAS, PAIRED)).device == "pi-2"
+    assert store.add(trusted_now("pi", NAS, BY_HAND)).device == "pi-2", "it has it already"
+    assert store.add(trusted_now("pi", PI, PAIRED)).device == "pi"
+    with local.announce("pi", LAMP):
+        assert {each.device: each.key for each in store.entries()} == {"pi": PI, "pi-2": NAS, "pi-3": LAMP}
+        assert [store.name_of(key) for key in (PI, LAMP, new_identity().public)] == ["pi", "pi-3", None]
+    assert {each.key for each in store.revoke("pi")} == {PI}
+    assert store.add(trusted_now("nas", NAS, PAIRED)).device == "nas", "its owner called it otherwise"
+    long = "x" * 62
+    assert store.add(trusted_now(long, PI, PAIRED)).device == long
+    assert store.add(trusted_now(long, LAMP, PAIRED)).device == f"{'x' * 57}-2"
+
+
+def test_who_is_a_head_is_so_by_the_owners_word_alone(store: TrustStore, identity: Identity, local: LocalTrust):
     store.add(trusted_now("pi", PI, PAIRED))
-    store.add(trusted_now("pi", NAS, PAIRED))
-    assert {each.key for each in store.revoke("pi")} == {PI, NAS}
-    assert store.entries() == []
+    assert not store.is_head(PI), "who is not said to be a head is none"
+    store.add(trusted_now("pi", PI, PAIRED, HEAD))
+    assert store.is_head(PI)
+    store.add(trusted_now("pi", PI, PAIRED, WORKER))
+    assert store.is_head(PI), "two devices that change their parts are paired once for each"
+    store.add(trusted_now("pi", PI, BY_HAND, WORKER))
+    assert not store.is_head(PI)
+    store.add(trusted_now("pi", PI, BY_HAND, HEAD))
+    store.revoke("pi")
+    assert not store.is_head(PI)
+    store.add(trusted_now("pi", PI, PAIRED, WORKER))
+    assert not store.is_head(PI), "revocation takes that too"
+    assert not store.is_head(NAS)
+    assert store.is_head(identity.public)
+    with local.announce("laptop", NAS):
+        assert store.is_head(NAS), "a daemon of this user can read this device's secret"
+
+
+def test_of_a_file_without_roles_counts_what_the_owner_did(home: Path, identity: Identity, local: LocalTrust):
+    def entry(device: str, key: str, how: str) -> dict[str, str]:
+        return {"device": device, "key": key, "how": how, "since": ""}
+
+    other, more = new_identity().public, new_identity().public
+    stored = {
+        "version": 1,
+        "trusted": [entry("desk", PI, PAIRED), entry("desk", NAS, BY_HAND), entry("x", other, "introduced by desk")],
+        "revoked": [entry("lamp", LAMP, PAIRED), entry("unknown", more, "revoked by desk")],
+    }
+    (home / "trust.json").write_text(json.dumps(stored))
+    store = TrustStore(home, identity, local)
+    assert [(each.device, each.key, each.role) for each in store.entries()] == [
+        ("desk", PI, HEAD),
+        ("desk-2", NAS, HEAD),
+    ]
+    assert store.revoked() == {LAMP}
+    store.add(trusted_now("x", other, PAIRED))
+    assert [each.role for each in TrustStore(home, identity, local).entries()] == [HEAD, HEAD, WORKER]
 
 
 def test_a_key_that_is_not_known_yet_can_be_revoked_but_a_name_cannot(store: TrustStore):
     store.revoke(PI)
-    store.introduce([("pi", PI)], by="desk")
-    assert not store.trusts(PI)
+    assert store.revoked() == {PI}
     with pytest.raises(ConfigError, match="no device 'nobody' is trusted"):
         store.revoke("nobody")
-
-
-def test_what_the_head_revoked_is_revoked_here_too_and_written_once(store: TrustStore, identity: Identity, home: Path):
-    store.add(trusted_now("pi", PI, PAIRED))
-    gone = store.withdraw([PI, NAS, identity.public, "short"], by="desk")
-    assert {(each.device, each.key) for each in gone} == {("pi", PI), ("unknown", NAS)}
-    assert store.revoked() == {PI, NAS}
-    assert store.trusts(identity.public)
-    written = (home / "trust.json").stat().st_ino
-    assert store.withdraw([PI, NAS], by="desk") == []
-    assert (home / "trust.json").stat().st_ino == written
 
 
 def test_oneself_can_be_neither_added_nor_revoked(store: TrustStore, identity: Identity):
@@ -227,17 +262,12 @@ def test_oneself_can_be_neither_added_nor_revoked(store: TrustStore, identity: I
     assert store.trusts(identity.public)
 
 
-def test_introductions_add_who_is_new_and_change_nobody(store: TrustStore, identity: Identity, home: Path):
-    store.add(trusted_now("pi", PI, PAIRED))
-    store.introduce([("impostor", PI), ("nas", NAS), ("me", identity.public), ("\x1b", PI), ("x", "short")], by="desk")
-    assert [(each.device, each.how) for each in store.entries()] == [("nas", "introduced by desk"), ("pi", PAIRED)]
-    written = (home / "trust.json").stat().st_ino
-    store.introduce([("nas", NAS)], by="desk")
-    assert (home / "trust.json").stat().st_ino == written
-
-
-def test_more_devices_than_a_home_has_are_refused(store: TrustStore):
-    store.introduce([(f"d{number}", new_identity().public) for number in range(MAX_DEVICES)], by="desk")
+def test_more_devices_than_a_home_has_are_refused(store: TrustStore, home: Path):
+    many = [
+        {"device": f"d{number}", "key": new_identity().public, "how": PAIRED, "since": ""}
+        for number in range(MAX_DEVICES)
+    ]
+    (home / "trust.json").write_text(json.dumps({"version": 2, "trusted": many, "revoked": []}))
     with pytest.raises(ConfigError, match="is the most"):
         store.add(trusted_now("pi", PI, PAIRED))
     assert not store.trusts(PI)
@@ -259,7 +289,7 @@ def test_what_is_no_name_or_no_key_is_refused(device: str, key: str):
     [
         b"",
         b"{",
-        b'{"version": 2, "trusted": [], "revoked": []}',
+        b'{"version": 3, "trusted": {}, "more": []}',
         b'{"version": 1, "trusted": [{"device": "pi", "key": "no", "how": "", "since": ""}], "revoked": []}',
     ],
 )
@@ -299,8 +329,8 @@ def test_who_asks_during_a_change_is_answered_from_what_stands_in_the_file(
 
     store.add(trusted_now("nas", NAS, PAIRED))
     monkeypatch.setattr(os, "fsync", asked_meanwhile)
-    store.introduce([("pi", PI)], by="desk")
-    store.withdraw([NAS], by="desk")
+    store.add(trusted_now("pi", PI, PAIRED))
+    store.revoke("nas")
     assert answers == [(False, True), (True, True)]
     assert (store.trusts(PI), store.trusts(NAS)) == (True, False)
 
@@ -425,5 +455,5 @@ def test_a_folder_that_cannot_be_made_costs_a_line_and_nothing_else(tmp_path: Pa
 def test_what_is_stored_names_what_it_is(store: TrustStore, home: Path):
     store.add(trusted_now("pi", PI, PAIRED))
     stored = msgspec.json.decode((home / "trust.json").read_bytes())
-    assert stored["version"] == 1
-    assert {"device": "pi", "key": PI, "how": "paired"}.items() <= stored["trusted"][0].items()
+    assert stored["version"] == 2
+    assert {"device": "pi", "key": PI, "how": "paired", "role": "worker"}.items() <= stored["trusted"][0].items()

@@ -18,7 +18,7 @@ from primad.network.admin import OpenPairing, PairingCode, ask, note_path
 from primad.trust.identity import Identity, key_hex, load_identity, new_identity
 from primad.trust.local_trust import LocalTrust
 from primad.trust.pairing import Who
-from primad.trust.trust import BY_HAND, TrustStore, trusted_now
+from primad.trust.trust import BY_HAND, HEAD, WORKER, TrustRole, TrustStore, trusted_now
 from tests.e2e import streams
 from tests.e2e.attacks_wire import Door
 from tests.e2e.cluster import (
@@ -64,8 +64,8 @@ class House:
         self.code = PairingCode(code="", expires_s=0, port=0)
         self.cluster = f"lab-{secrets.token_hex(6)}"
         self.homes = {name: make_home(f"{name}-{secrets.token_hex(3)}") for name in ("head", "w1", "idle")}
-        for name in ("head", "idle"):
-            trust(self.homes[name], ROGUE)
+        trust(self.homes["head"], ROGUE, WORKER)
+        trust(self.homes["idle"], ROGUE, HEAD)
         self.idle: Primad = stack.enter_context(joining(self.homes["idle"], f"idle-{secrets.token_hex(6)}"))
         self.worker: Primad = stack.enter_context(joining(self.homes["w1"], self.cluster))
         wait_joined(self.idle, self.homes["idle"])
@@ -202,10 +202,10 @@ class House:
         return "\n\n".join(f"{name}:\n{run.output}" for name, run in self.daemons.items())
 
 
-def trust(home: Path, device: Identity, name: str = "rogue") -> None:
+def trust(home: Path, device: Identity, role: TrustRole) -> None:
     """Let the device of ``home`` trust ``device``, as its owner does with ``primad devices trust``."""
     store = TrustStore(home, load_identity(home), LocalTrust(home / "nobody"))
-    store.add(trusted_now(name, device.public, BY_HAND))
+    store.add(trusted_now("rogue", device.public, BY_HAND, role))
 
 
 def steady(run: Primad) -> list[psutil.Process]:

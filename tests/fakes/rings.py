@@ -234,7 +234,9 @@ class FakeDiscovery:
         self._peers: dict[str, Peer] = {}
         self.announced = asyncio.Event()
 
-    def __call__(self, host: str, interface: str | None, *, timings: DiscoveryTimings) -> FakeDiscovery:
+    def __call__(
+        self, host: str, interface: str | None, *, timings: DiscoveryTimings, trusts: Callable[[str], bool]
+    ) -> FakeDiscovery:
         assert host == HOST
         return self
 
@@ -253,8 +255,8 @@ class FakeDiscovery:
     async def close(self) -> None:
         self._changed = None
 
-    def sees(self, device: FakeDevice, **changes: Any) -> None:
-        """``device`` comes in sight, or announces something else."""
+    def sees(self, device: FakeDevice, /, at: str | None = None, **changes: Any) -> None:
+        """``device`` comes in sight, or announces something else, in mDNS as ``at``."""
         fields: dict[str, Any] = {
             "device": device.name,
             "cluster": "test",
@@ -266,7 +268,7 @@ class FakeDiscovery:
             "key": device.key,
             "pairing": None,
         }
-        self._peers[device.name] = Peer(**(fields | changes))
+        self._peers[at or device.name] = Peer(**(fields | changes))
         self._tell()
 
     def misses(self, device: FakeDevice) -> None:

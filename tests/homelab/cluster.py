@@ -223,7 +223,7 @@ def introduce(devices: Sequence[Device]) -> None:
     """Write into the home of each device that it trusts all the others."""
     from primad.trust.identity import load_identity
     from primad.trust.local_trust import LocalTrust
-    from primad.trust.trust import BY_HAND, TrustStore, trusted_now
+    from primad.trust.trust import BY_HAND, HEAD, TrustStore, trusted_now
 
     for device in devices:
         home(device).mkdir(parents=True, exist_ok=True)
@@ -232,4 +232,4 @@ def introduce(devices: Sequence[Device]) -> None:
         store = TrustStore(home(device), identities[device.name], LocalTrust(device.outside / "local-trust"))
         for name, identity in identities.items():
             if name != device.name:
-                store.add(trusted_now(name, identity.public, BY_HAND))
+                store.add(trusted_now(name, identity.public, BY_HAND, HEAD))

@@ -370,10 +370,22 @@ def test_the_state_is_the_daemons_word_where_one_runs(command, sight, daemon):
     assert states == {"desk": "serving layers 0-9", "lamp": "in sight"}
 
 
+def test_names_are_labels_of_keys_and_whom_a_head_introduced_is_told_apart(command, sight, daemon, home):
+    TrustStore(home, load_identity(home)).add(trusted_now("den", DESK, "paired"))
+    sight += [PEER, replace(PEER, device="den", key=LAMP), replace(PEER, device="attic", key=ATTIC)]
+    daemon[admin.Describe] = Described(status={"devices": {"den": "serving"}, "introduced": [ATTIC]})
+    rows = json.loads(command("devices", "--json")[1])
+    assert [(row["device"], row["key"], row["trusted"], row["state"]) for row in rows] == [
+        ("den", key_hex(DESK), "yes", "serving"),
+        ("den", key_hex(LAMP), "no", "in sight"),
+        ("attic", key_hex(ATTIC), "introduced", "in sight"),
+    ]
+
+
 @pytest.mark.parametrize("answer", [Described(status={}), Described(status={"devices": 5}), Refusal(reason="x")])
 def test_a_daemon_that_says_nothing_of_devices_changes_nothing(daemon, home, answer):
     daemon[admin.Describe] = answer
-    assert devices_command.states(home) == {}
+    assert devices_command.report(home) == devices_command.DaemonReport()
 
 
 def test_a_name_from_the_network_is_no_markup(command, sight):

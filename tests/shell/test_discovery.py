@@ -6,10 +6,10 @@ import asyncio
 import math
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 
 import pytest
-from zeroconf import DNSIncoming, DNSQuestion, IPVersion, NotRunningException, Zeroconf
+from zeroconf import DNSIncoming, DNSQuestion, IPVersion, NonUniqueNameException, NotRunningException, Zeroconf
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from primad.errors import ClusterError
@@ -18,6 +18,7 @@ from primad.network.discovery import Discovery, MulticastError, Peer, look
 from primad.network.messages import PROTOCOL
 from primad.network.peer import SERVICE
 from primad.settings.timings import DiscoveryTimings
+from primad.trust.identity import new_identity
 
 HOST = "127.0.0.1"
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
@@ -135,6 +136,49 @@ def test_the_longest_name_gets_a_number_too(cluster):
             assert await announce(first, name, cluster, port=1) == name
             assert await announce(second, name, cluster, port=2) == f"{name[:59]}-2"
             await sight.wait(lambda: len(sight.of(cluster)) == 2)
+
+    asyncio.run(once())
+
+
+def test_who_takes_every_name_keeps_no_device_from_announcing_itself(cluster, monkeypatch):
+    """It answers whoever asks for a name that it has it; so nobody is asked any more."""
+    register, asked = AsyncZeroconf.async_register_service, list[str]()
+
+    async def taken(self: AsyncZeroconf, info: AsyncServiceInfo, cooperating_responders: bool = False) -> object:
+        if not cooperating_responders:
+            asked.append(info.name)
+            raise NonUniqueNameException
+        return await register(self, info, cooperating_responders=True)
+
+    monkeypatch.setattr(AsyncZeroconf, "async_register_service", taken)
+
+    async def once() -> None:
+        sight = Sight()
+        async with device() as desk, device() as viewer:
+            name = await announce(desk, cluster, cluster)
+            assert name.startswith(f"{cluster}-")
+            assert len(asked) == discovery_module.TRIES
+            await viewer.browse(sight.changed)
+            await sight.wait(lambda: set(sight.of(cluster)) == {name})
+
+    asyncio.run(once())
+
+
+def test_strangers_without_end_leave_room_for_a_device_that_is_trusted(cluster, monkeypatch):
+    monkeypatch.setattr(discovery_module, "MAX_PEERS", 1)
+    service, ours = "_primad-room._tcp.local.", new_identity().public
+
+    async def once() -> None:
+        sight = Sight()
+        async with AsyncExitStack() as stack:
+            viewer = Discovery(HOST, service=service, trusts=ours.__eq__)
+            stack.push_async_callback(viewer.close)
+            await viewer.browse(sight.changed)
+            for number, key in enumerate((KEY, ours)):
+                made = await stack.enter_async_context(device(service=service))
+                name = f"{cluster}-{number}"
+                await made.announce(name, cluster=cluster, role="worker", version="1", port=7770, key=key)
+                await sight.wait(lambda key=key: [peer.key for peer in sight.peers.values()] == [key])
 
     asyncio.run(once())
 

@@ -1,11 +1,35 @@
-"""Strangers announce what they like; the head's owner is not told of it without end."""
+"""Devices are known by their keys: what strangers announce, and what devices call themselves, keeps nobody out."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from primad.api.page.desk import Loan
+from primad.head.desk import MOST_SHOWN, known_devices
 from primad.head.devices import MOST_TOLD
+from primad.head.lending import Lending
+from primad.network.messages import Introduce
+from primad.network.peer import Peer
+from primad.trust.identity import key_hex, new_identity
+from primad.trust.local_trust import LocalTrust
+from primad.trust.trust import PAIRED, TrustStore, trusted_now
+from tests.fakes.control import HEAD, FakeDevice
 from tests.shell.test_head_daemon import Lab, header, lab, run
 
 __all__ = ["header", "lab"]
+
+KEY = new_identity().public
+A_PEER = Peer(
+    device="worker",
+    cluster="test",
+    role="worker",
+    version="7",
+    protocol=5,
+    addresses=("127.0.0.1",),
+    port=9,
+    key=KEY,
+    pairing=None,
+)
 
 
 def test_strangers_without_end_are_not_named_without_end(lab):
@@ -19,3 +43,49 @@ def test_strangers_without_end_are_not_named_without_end(lab):
         assert sum("more devices that are not trusted" in line for line in here.said) == 1
 
     run(lab, test)
+
+
+def test_a_stranger_that_has_a_name_first_keeps_no_device_of_that_name_out(lab):
+    async def test(here: Lab) -> None:
+        here.solver.value = lambda count: 10.0 / count
+        impostor = FakeDevice(here.context, "nas", identity=new_identity())
+        here.discovery.sees(impostor)
+        nas = here.device("nas", seen=False)
+        here.discovery.sees(nas, at="nas-2", device="nas-2")  # mDNS gives it the next name that is free
+        here.start()
+        ring = await here.serves("nas")
+        assert "a device that is not trusted calls itself nas" in await here.says("a device that is not trusted")
+        here.discovery.sees(impostor, at="nas-2", device="nas-2")
+        here.discovery.sees(nas, at="elsewhere", addresses=("127.0.0.66",), port=9)
+        here.device("lap")
+        await here.serves("nas", "lap", after=ring.epoch)
+        assert impostor.knocks == 0
+
+    run(lab, test)
+
+
+def test_a_device_that_says_it_is_another_gets_its_own_name_and_links(lab):
+    async def test(here: Lab) -> None:
+        nas, liar = here.device("nas"), FakeDevice(here.context, "nas", identity=new_identity())
+        here.trust.add(trusted_now("desk", liar.key, PAIRED))  # which is the head's name
+        here.discovery.sees(liar, at="liar")
+        here.start()
+        await here.serves("nas", "desk-2")
+        assert here.daemon.desk._devices.workers["nas"].key == nas.key
+        told = {each.device: each.key for each in (await liar.hear(Introduce)).devices}
+        assert told == {"nas": nas.key}
+        links = here.daemon._devices.book.between(["desk", "nas", "desk-2"])
+        assert len({(link.source, link.target) for link in links}) == 6
+
+    run(lab, test)
+
+
+def test_strangers_fill_no_list_of_devices_that_the_owner_is_shown(tmp_path):
+    trust, lending = TrustStore(tmp_path, HEAD, LocalTrust(tmp_path / "local")), Lending(tmp_path)
+    trust.add(trusted_now("nas", KEY, PAIRED))
+    lending.put(Loan(device="nas", is_paused=True))
+    strangers = [replace(A_PEER, device="nas", key=new_identity().public) for _ in range(MOST_SHOWN)]
+    shown = known_devices(trust, {KEY: "nas"}, [*strangers, replace(A_PEER, key=KEY)], lending)
+    assert len({each.device for each in shown}) == MOST_SHOWN
+    assert [(each.device, each.key) for each in shown if each.trusted == "yes"] == [("nas", key_hex(KEY))]
+    assert [each.device for each in shown if each.is_paused] == ["nas"]

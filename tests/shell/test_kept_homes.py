@@ -58,6 +58,7 @@ def test_the_device_is_the_same_and_trusts_whom_it_trusted(home, tmp_path):
     assert identity.public == OWN
     trust = TrustStore(home, identity, LocalTrust(tmp_path / "nobody"))
     assert [(each.device, each.key, each.how) for each in trust.entries()] == [("desk", DESK, PAIRED)]
+    assert trust.is_head(DESK), "the head for which it worked"
     assert trust.revoked() == {LAMP}
 
 

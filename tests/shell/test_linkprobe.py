@@ -74,7 +74,7 @@ async def greeted(context: zmq.asyncio.Context, *made: FakeDevice, host: str = H
     ends = [head_end(context, device.end, device.key) for device in made]
     for end in ends:
         end.host = host
-    return [await greet(caller, end, alive) for end in ends]
+    return [await greet(caller, end, alive, device.name) for end, device in zip(ends, made, strict=True)]
 
 
 def book_of(context: zmq.asyncio.Context, **timings: float) -> LinkBook:

@@ -88,11 +88,12 @@ def around(monkeypatch):
         knocks.append((port, set(keys)))
         if port not in answers:
             raise ClusterError("it works for another head now")
-        return port, None
+        return SimpleNamespace(port=port, key=key_of(answers[port])), None
 
-    async def greet(caller, port, listener):
+    async def greet(caller, end, listener, name):
         assert caller.identity.secret
-        return FakeWorker(answers[port], closed, introduced)
+        assert name == answers[end.port]
+        return FakeWorker(name, closed, introduced)
 
     class Book:
         def __init__(self, context, identity, head, **_: object) -> None:
@@ -116,7 +117,7 @@ def config(tmp_path, **flags):
     """A configuration; all devices of these tests are trusted but the stranger."""
     made = load_config({"home": tmp_path, "name": "me", "cluster": "test", **flags}, {})
     trust = TrustStore(tmp_path, load_identity(tmp_path))
-    for name in ("a", "b", "x", "y", "me", "busy", "silent", "gone"):
+    for name in ("a", "b", "x", "y", "busy", "silent", "gone"):
         trust.add(trusted_now(name, key_of(name), PAIRED))
     return made
 
@@ -167,7 +168,8 @@ def test_who_refuses_is_left_out_and_named(around, tmp_path):
 
 
 def test_other_clusters_heads_and_this_device_again_do_not_count(around, tmp_path):
-    around.sight += [peer("x", 1, cluster="other"), peer("y", 2, role="head"), peer("me", 3)]
+    own = load_identity(tmp_path).public
+    around.sight += [peer("x", 1, cluster="other"), peer("y", 2, role="head"), peer("me", 3, key=own)]
     around.answers.update({1: "x", 2: "y", 3: "me"})
     assert [one.device for one in survey(config(tmp_path), 0.1, Lines()).devices] == ["me"]
 

@@ -40,6 +40,13 @@ def test_a_device_is_trusted_by_its_key_in_either_spelling_and_revoked_by_name_o
             assert fingerprint(KEY) in said
             assert f"--key {key_hex(own.public)}" in said
             assert own.secret not in said
+            assert "--head" in said, "one of the two leads"
+            primad("trust", "pi", "--key", key, "--head", "--home", str(home))
+            assert store.is_head(KEY)
+            assert "--head" not in capsys.readouterr().out
+            primad("trust", "pi", "--key", new_identity().public, "--home", str(home))
+            assert "pi-2 is trusted here as a worker now" in capsys.readouterr().out
+            primad("revoke", "pi-2", "--home", str(home))
             primad("revoke", name, "--home", str(home))
             assert not store.trusts(KEY)
             assert "pi is not trusted here any more" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import asyncio
 from primad.network import linkprobe
 from primad.network.messages import (
     ECHO_BYTES,
+    MAX_DEVICES,
     OLDEST,
     PROTOCOL,
     Echo,
@@ -20,7 +21,6 @@ from primad.network.messages import (
 )
 from primad.settings.timings import Timings, WorkerTimings
 from primad.trust.identity import new_identity
-from primad.trust.trust import MAX_DEVICES
 from primad.worker import participations as parts
 from primad.worker.participations import MOST_PARTICIPATIONS
 from tests.fakes.load import a_load
@@ -31,17 +31,20 @@ __all__ = ["lab"]
 SELDOM = Timings(worker=WorkerTimings(say_every_s=1000.0))
 
 
-def test_a_list_of_devices_that_is_too_long_to_keep_costs_a_line(lab):
+def test_lists_of_devices_without_end_leave_room_for_the_owner(lab):
     async def scenario() -> None:
         async with lab() as lap:
             head = lap.head()
             await head.takes()
-            for _ in range(2):
-                many = [Introduction(f"d{number}", new_identity().public) for number in range(MAX_DEVICES)]
+            keys = [new_identity().public for _ in range(MAX_DEVICES)]
+            for _ in range(5):
+                many = [Introduction("d", key) for key in keys]
+                await head.say(Introduce(devices=many, revoked=keys))
                 await head.say(Introduce(devices=many, revoked=[]))
-            await lap.says("whom desk trusts, and whom not any more, is not kept")
             await head.say(Ping(status=False))
             await head.hear(Pong)
+            assert lap.daemon._lease.introduced == set(keys)
+            assert (len(lap.trust.entries()), lap.trust.lost()) == (2, [])
 
     asyncio.run(scenario())
 

@@ -20,6 +20,7 @@ from primad.head.worker_link import Caller, WorkerLink, greet, probe
 from primad.membership import types
 from primad.network.control import WorkerEnd
 from primad.network.messages import (
+    MAX_DEVICES,
     Broken,
     Dismiss,
     Fault,
@@ -106,7 +107,7 @@ def caller(context: zmq.asyncio.Context, *, versions: Versions = OURS, **timings
 
 async def link_to(context: zmq.asyncio.Context, device: FakeDevice, heard: Heard, **timings: float) -> WorkerLink:
     end, _ = await probe(caller(context, **timings), [(HOST, device.port)], [device.key])
-    return await greet(caller(context, **timings), end, heard)
+    return await greet(caller(context, **timings), end, heard, device.name)
 
 
 @asynccontextmanager
@@ -285,7 +286,7 @@ def test_who_refuses_or_does_not_answer_is_one_clear_error():
             end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
             device.silent = True
             with pytest.raises(ClusterError, match=r"^no answer from 127\.0\.0\.1:\d+ within 0\.3 s$"):
-                await greet(caller(context, hello_timeout_s=0.3), end, heard)
+                await greet(caller(context, hello_timeout_s=0.3), end, heard, "nas")
             assert heard.gone == []
 
     asyncio.run(once())
@@ -297,7 +298,7 @@ def test_what_it_says_to_an_earlier_session_is_passed_over():
             device, heard = FakeDevice(context, "nas"), Heard()
             end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
             await device.tell(ParticipationStates(revision=9, states=[state(9, broken="of long ago")]))
-            link = await greet(caller(context), end, heard)
+            link = await greet(caller(context), end, heard, "nas")
             assert link.name == "nas"
             link.close()
 
@@ -402,6 +403,11 @@ def test_whom_the_head_trusts_is_introduced():
         async with greeted() as (device, _, link):
             await link.introduce([("lap", KEY)], {OTHER_KEY})
             assert await device.hear(Introduce) == Introduce(devices=[Introduction("lap", KEY)], revoked=[OTHER_KEY])
+            many = [new_identity().public for _ in range(MAX_DEVICES + 1)]
+            await link.introduce([("lap", key) for key in many], many)
+            introduced = await device.hear(Introduce)  # the whole of it would be refused
+            assert [each.key for each in introduced.devices] == many[:MAX_DEVICES]
+            assert len(introduced.revoked) == MAX_DEVICES
 
     asyncio.run(once())
 

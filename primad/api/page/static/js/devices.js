@@ -181,7 +181,7 @@ function drawn(device, member, own) {
 /** What is left to type on the device itself: this head changes what it trusts and asks for, and not what others do. */
 function elsewhere(device, member, own) {
   if (device.trusted === "yes" && device.how === BY_HAND && !SPOKEN_TO.has(member?.phase))
-    return [h("p", {}, `It has to trust this head, too. On ${device.device} type:`), command(`primad devices trust ${own.device} --key ${own.key}`)];
+    return [h("p", {}, `It has to trust this head, too. On ${device.device} type:`), command(`primad devices trust ${own.device} --key ${own.key} --head`)];
   if (device.trusted === "yes" && device.is_paused)
     return [h("p", { class: "muted" }, "This head asks nothing of it. That it computes for nobody is said there: ", h("code", {}, "primad pause"), ".")];
   if (device.trusted === "revoked")
@@ -214,7 +214,7 @@ function approve(device, own) {
       {},
       h("p", {}, "This is trust by hand, on this head alone; a code above pairs both sides at once. Compare the fingerprint with what ", h("code", {}, "primad devices"), " shows there: ", h("code", {}, device.fingerprint)),
       h("p", {}, `It has to trust this head as well. On ${device.device} type:`),
-      command(`primad devices trust ${own.device} --key ${own.key}`),
+      command(`primad devices trust ${own.device} --key ${own.key} --head`),
     ),
     "Approve",
     () => change("/ui/trust", { device: device.device, key: device.key }, `${device.device} is approved here; on it trust is still to be typed.`),

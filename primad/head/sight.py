@@ -1,0 +1,86 @@
+"""Whom a head sees, by label. Devices are known by their keys: anyone can announce any name, and any key.
+
+So nothing that a stranger announces takes the place of a trusted device: it gets a label that no trusted one has, or none.
+Where another one announces itself under the very mDNS name of a trusted device, what that said before still counts. All
+places that are announced for a trusted key are tried, since only who has the key can answer there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from primad.network.peer import MOST_OF_ONE, Peer
+from primad.trust.labels import Labels
+
+
+@dataclass(frozen=True, slots=True)
+class Sighted:
+    """A device in sight: all that is announced of it."""
+
+    peers: tuple[Peer, ...]
+    trusted: bool
+
+    @property
+    def key(self) -> str:
+        """Its public key; a stranger only claims it."""
+        return self.peers[0].key
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether it measures itself and takes no head yet."""
+        return all(peer.is_measuring for peer in self.peers)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where it says that it is."""
+        return tuple(dict.fromkeys(address for peer in self.peers for address in peer.addresses))
+
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        """The addresses with their ports."""
+        return list(dict.fromkeys((address, peer.port) for peer in self.peers for address in peer.addresses))
+
+
+class Sight:
+    """The workers of ``cluster`` that the head ``own`` sees.
+
+    ``devices`` are those in sight, by label; ``impostors`` are strangers that use the label of another device;
+    ``labels`` are those of all that are trusted, by key.
+    """
+
+    def __init__(self, own: str, cluster: str) -> None:
+        self._cluster = cluster
+        self._own = own
+        self._labels = Labels(own)
+        self._heard: dict[tuple[str, str], Peer] = {}
+        """What trusted devices announced, by mDNS name and key."""
+        self.labels: dict[str, str] = {}
+        self.devices: dict[str, Sighted] = {}
+        self.impostors: list[Peer] = []
+
+    def look(self, announced: Mapping[str, Peer], trusted: Mapping[str, str]) -> None:
+        """``announced`` is what is in sight by mDNS name, ``trusted`` the names of the devices that are, by key."""
+        self.labels = self._labels.of(trusted)
+        kept = {(at, key): peer for (at, key), peer in self._heard.items() if at in announced and key in trusted}
+        now = {(at, peer.key): peer for at, peer in announced.items() if peer.key in trusted}
+        known: dict[str, list[Peer]] = {}
+        self._heard = {}
+        for (at, key), peer in (kept | now).items():  # who was there before comes first
+            found = known.setdefault(self.labels[key], [])
+            if len(found) < MOST_OF_ONE and peer.is_worker_of(self._cluster):
+                found.append(peer)
+                self._heard[at, key] = peer
+        taken = {self._own, *self.labels.values()}
+        strangers: dict[str, Sighted] = {}
+        self.impostors = []
+        for peer in announced.values():
+            if peer.key in trusted or not peer.is_worker_of(self._cluster):
+                continue
+            if peer.device in taken:
+                self.impostors.append(peer)
+            else:
+                strangers.setdefault(peer.device, Sighted((peer,), trusted=False))
+        self.devices = strangers | {
+            label: Sighted(tuple(peers), trusted=True) for label, peers in known.items() if peers
+        }

@@ -1,0 +1,130 @@
+"""Strangers announce what they like: it neither displaces nor keeps out a device that is trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primad.head.sight import Sight
+from primad.network.peer import MOST_OF_ONE, Peer
+from primad.trust.identity import new_identity
+from primad.trust.labels import Labels
+
+NAS, LAP, STRANGER, OTHER = (new_identity().public for _ in range(4))
+TRUSTED: Final[Mapping[str, str]] = {NAS: "nas", LAP: "lap"}
+GOOD: Final = Peer(
+    device="nas",
+    cluster="home",
+    role="worker",
+    version="1",
+    protocol=5,
+    addresses=("10.0.0.2",),
+    port=7770,
+    key=NAS,
+    pairing=None,
+)
+FAKE: Final = replace(GOOD, key=STRANGER, addresses=("10.0.0.66",), port=9)
+
+
+def sight_of(*announced: Mapping[str, Peer]) -> Sight:
+    """What is seen after it was ``announced`` so, one after the other."""
+    sight = Sight("desk", "home")
+    for each in announced:
+        sight.look(each, TRUSTED)
+    return sight
+
+
+def test_a_device_is_called_what_it_is_trusted_as_whatever_it_calls_itself():
+    sight = sight_of({"a": replace(GOOD, device="lap"), "b": replace(GOOD, device="desk", key=LAP)})
+    assert {label: each.key for label, each in sight.devices.items()} == {"nas": NAS, "lap": LAP}
+    assert sight.impostors == []
+
+
+@pytest.mark.parametrize(
+    "announced",
+    [
+        [{"nas": FAKE}, {"nas": FAKE, "nas-2": GOOD}],
+        [{"nas": GOOD}, {"nas": GOOD, "x": FAKE}],
+        [{"nas": GOOD}, {"x": FAKE, "nas": GOOD}],
+        [{"nas": GOOD}, {"nas": FAKE}],
+        [{"nas": GOOD}, {"nas": FAKE}, {"nas": replace(FAKE, cluster="away", role="head")}],
+        [{"nas": GOOD}, {"nas": FAKE}, {"nas": replace(FAKE, key=OTHER)}],
+        [{"nas": GOOD}, {"nas": replace(FAKE, device="x")}],
+    ],
+    ids=["first", "behind", "before", "in its place", "as no worker", "as two", "under another name"],
+)
+def test_a_stranger_does_not_displace_a_device_that_is_trusted(announced):
+    sight = sight_of(*announced)
+    assert sight.devices["nas"].trusted
+    assert sight.devices["nas"].places == [("10.0.0.2", 7770)]
+
+
+def test_two_devices_that_took_one_mdns_name_at_once_are_both_seen():
+    second = replace(GOOD, key=LAP, addresses=("10.0.0.3",))
+    sight = sight_of({"nas": GOOD}, {"nas": second}, {"nas": GOOD})
+    assert {label: each.places for label, each in sight.devices.items()} == {
+        "nas": [("10.0.0.2", 7770)],
+        "lap": [("10.0.0.3", 7770)],
+    }
+    sight.look({"nas": GOOD}, {NAS: "nas"})
+    assert set(sight.devices) == {"nas"}
+
+
+def test_who_announces_a_trusted_key_elsewhere_adds_a_place_and_hides_none():
+    elsewhere = {f"x{at}": replace(GOOD, addresses=(f"10.9.9.{at}",), is_measuring=True) for at in range(50)}
+    for announced in ([{"nas": GOOD}, elsewhere | {"nas": GOOD}], [{"nas": GOOD} | elsewhere]):
+        nas = sight_of(*announced).devices["nas"]
+        assert nas.places[0] == ("10.0.0.2", 7770)
+        assert len(nas.places) == MOST_OF_ONE
+        assert not nas.is_measuring, "one of them says that it can be greeted"
+
+
+def test_who_is_not_announced_any_more_is_out_of_sight_and_comes_back_where_it_is_then():
+    assert sight_of({"nas": GOOD}, {}).devices == {}
+    assert sight_of({"nas": GOOD}, {"nas": FAKE}, {}).devices == {}
+    moved = replace(GOOD, addresses=("10.0.0.3",))
+    assert sight_of({"nas": GOOD}, {"nas": FAKE}, {"nas": moved}).devices["nas"].places == [("10.0.0.3", 7770)]
+
+
+def test_strangers_get_the_names_that_are_left():
+    strangers = {
+        "a": replace(FAKE, device="sofa"),
+        "b": replace(FAKE, device="lap"),
+        "c": replace(FAKE, device="desk"),
+        "d": replace(FAKE, device="sofa", key=OTHER),
+        "e": replace(FAKE, device="far", cluster="other"),
+    }
+    sight = sight_of(strangers)
+    assert {label: (each.key, each.trusted) for label, each in sight.devices.items()} == {"sofa": (STRANGER, False)}
+    assert [peer.device for peer in sight.impostors] == ["lap", "desk"]
+
+
+def test_whose_trust_ends_is_a_stranger_and_whose_trust_begins_is_none():
+    sight = sight_of({"nas": GOOD, "sofa": replace(FAKE, device="sofa")})
+    sight.look({"nas": GOOD, "sofa": replace(FAKE, device="sofa")}, {STRANGER: "nas"})
+    assert {label: (each.key, each.trusted) for label, each in sight.devices.items()} == {"nas": (STRANGER, True)}
+    assert [peer.key for peer in sight.impostors] == [NAS]
+
+
+KEYS: Final = [new_identity().public for _ in range(5)]
+
+
+@given(
+    st.lists(st.dictionaries(st.sampled_from(KEYS), st.sampled_from(["desk", "a", "b", "a-2", "b-2", "c"])), max_size=6)
+)
+def test_a_label_is_of_one_key_and_stays_with_it(steps):
+    labels, before = Labels("desk"), dict[str, str]()
+    for step in steps:
+        trusted = {name: key for key, name in step.items()}  # no two have one name
+        now = labels.of({key: name for name, key in trusted.items()})
+        assert now.keys() == set(trusted.values())
+        assert len({"desk", *now.values()}) == len(now) + 1
+        assert {key: now[key] for key in now.keys() & before.keys()} == {
+            key: before[key] for key in now.keys() & before.keys()
+        }
+        before = now

@@ -1,0 +1,151 @@
+"""What a worker lets other devices do: the owner's heads lead it, whom they introduce may do what a ring needs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final, get_args
+
+from primad.network.admin import Describe
+from primad.network.messages import (
+    PROTOCOL,
+    Dismiss,
+    Echo,
+    Echoed,
+    GuessLoad,
+    GuessRelease,
+    GuessText,
+    HeadMessage,
+    Hello,
+    Introduce,
+    Introduction,
+    KvForget,
+    KvHold,
+    Link,
+    MeasureLinks,
+    Ping,
+    Pong,
+    Probe,
+    Probed,
+    Refused,
+    Release,
+)
+from primad.ring.drafting.messages import DraftText
+from primad.trust.identity import Identity, new_identity
+from primad.trust.trust import BY_HAND, WORKER, trusted_now
+from tests.fakes.load import LAYER, a_load
+from tests.shell.test_worker_daemon import DESK, SILENCE_S, STRANGER, TOWER, FakeHead, lab
+
+__all__ = ["lab"]
+
+WORDS_OF_A_HEAD: Final[Sequence[HeadMessage]] = (
+    Hello(protocol=PROTOCOL, version="0", device="desk", session=1, build="a build", gone_after_s=4.0),
+    Introduce(devices=[Introduction("x", STRANGER.public)], revoked=[DESK.public]),
+    a_load(1),
+    Link(epoch=1, address="tcp://127.0.0.1:1", key=STRANGER.public, sender=STRANGER.public),
+    Release(epoch=1),
+    Ping(status=True),
+    MeasureLinks(targets=[]),
+    Dismiss(),
+    KvHold(number=1, blocks=[], layers=[], sources=[], timeout_s=0.0, verify=False),
+    KvForget(keys=[], lasting=False),
+    GuessLoad(
+        epoch=1,
+        window=a_load(1, first=0, layers=(LAYER,) * 5).windows[0],
+        vocabulary=8,
+        context=8,
+        most=1,
+        first=1,
+        sources=[],
+    ),
+    GuessText(epoch=1, task=DraftText(number=1, tokens=[1])),
+    GuessRelease(epoch=1),
+)
+
+
+def test_the_words_of_a_head_are_all_but_two():
+    assert {type(message) for message in WORDS_OF_A_HEAD} | {Probe, Echo} == set(get_args(HeadMessage))
+
+
+def introduces(*identities: Identity, revoked: Sequence[Identity] = ()) -> Introduce:
+    devices = [Introduction(f"d{at}", each.public) for at, each in enumerate(identities)]
+    return Introduce(devices=devices, revoked=[each.public for each in revoked])
+
+
+async def is_let_in(device: FakeHead) -> bool:
+    """Whether a device that spoke with the worker before may still ask who it is."""
+    await device.say(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device=device.name))
+    return isinstance(await device.next(), Probed)
+
+
+def test_whom_a_head_introduces_may_do_what_a_ring_needs_as_long_as_that_head_may_lead(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            desk, tower = lap.head(), lap.head("tower", TOWER)
+            nas, pc = new_identity(), new_identity()
+            lap.trust.add(trusted_now("pc", pc.public, BY_HAND))
+            written = (lap.home / "trust.json").stat().st_ino
+            await desk.takes()
+            await desk.say(introduces(nas, pc, lap.identity, TOWER))
+            await desk.say(Ping(status=False))
+            await desk.hear(Pong)
+            neighbour, friend = lap.head("nas", nas), lap.head("pc", pc)
+            assert await is_let_in(neighbour)
+            assert lap.daemon._layers._allows(nas.public)
+            described = await lap.admin(Describe())
+            assert nas.public in described.status["introduced"]
+            # Each list stands for all before; whom the owner trusts, and who leads, no other device can keep out.
+            for message in (introduces(revoked=[nas, pc, TOWER, DESK]), introduces(nas, revoked=[nas])):
+                await desk.say(message)
+                await desk.say(Ping(status=False))
+                await desk.hear(Pong)
+                assert not await is_let_in(neighbour)
+                assert not lap.daemon._layers._allows(nas.public)
+                assert await is_let_in(friend)
+                assert await is_let_in(tower)
+            await desk.say(introduces(nas))
+            await desk.takes(session=2)  # it starts anew
+            assert await is_let_in(neighbour)
+            await desk.takes(session=3, gone_after_s=SILENCE_S)
+            assert (lap.home / "trust.json").stat().st_ino == written, "nobody but the owner writes there"
+            lap.trust.revoke("desk")
+            assert not await is_let_in(neighbour)
+            await lap.says("head desk went away")
+            await tower.takes()
+            assert not await is_let_in(neighbour)
+            await tower.say(introduces(nas, DESK))
+            assert await is_let_in(neighbour)
+            assert not await is_let_in(desk), "what the owner revoked nobody introduces"
+
+    asyncio.run(once())
+
+
+def test_who_is_no_head_here_may_ask_who_this_is_and_measure_links_and_nothing_else(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            desk, paired, introduced, friend = lap.head(), new_identity(), new_identity(), new_identity()
+            lap.trust.add(trusted_now("pc", paired.public, BY_HAND, WORKER))
+            before = lap.trust.revoked(), lap.trust.entries()
+            for lead in (False, True):
+                if lead:
+                    await desk.takes()
+                    await desk.say(introduces(introduced, paired))
+                    await desk.say(Ping(status=False))
+                    await desk.hear(Pong)
+                for other in (lap.head("desk", paired), *([lap.head("desk", introduced)] if lead else [])):
+                    assert await is_let_in(other)
+                    await other.say(Echo(payload=b"", answer_bytes=0))
+                    await other.hear(Echoed)
+                    for message in WORDS_OF_A_HEAD:
+                        await other.say(message)
+                        refused = await other.next()
+                        assert isinstance(refused, Refused), f"{message} was answered by {refused}"
+                        assert refused.reason.startswith("lap does not take this device as a head; type 'primad pair'")
+                    await other.say(introduces(friend, revoked=[DESK]))
+                    await other.hear(Refused)
+                    assert not lap.daemon._admits(friend.public)
+            await desk.say(Ping(status=False))
+            await desk.hear(Pong)
+            assert (lap.trust.revoked(), lap.trust.entries()) == before
+
+    asyncio.run(once())
