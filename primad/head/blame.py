@@ -96,7 +96,8 @@ def blamed(error: PrimadError, plan: Plan) -> Blame:
             if fault == "next":
                 return Blame(reason=reason, parties=among(after, device))
             if fault == SENT:
-                return Blame(reason=reason.replace(SENDER, before), parties=among(before, device))
+                said = reason.removeprefix(f"{device}: ").replace(SENDER, before)
+                return Blame(reason=f"{said}, as {device} says", parties=among(before, device))
             parties = among(device, before) if fault == "ring" and before in workers else ()
             return Blame(reason=reason, device=device, parties=parties, lasting=fault in ("disk", UNREACHED))
         case _:

@@ -306,8 +306,8 @@ def test_a_worker_that_no_way_leads_to_is_to_blame_for_good(leaving):
         ("desk", "next", ("lap", ()), "it: what is wrong"),
         ("lap", "next", (None, ("tab", "lap")), "it: what is wrong"),
         ("tab", "next", (None, ("tab",)), "it: what is wrong"),
-        ("lap", SENT, (None, ("lap",)), "it: desk sent"),
-        ("tab", SENT, (None, ("lap", "tab")), "it: lap sent"),
+        ("lap", SENT, (None, ("lap",)), "desk sent NaN, as lap says"),
+        ("tab", SENT, (None, ("lap", "tab")), "lap sent NaN, as tab says"),
         ("lap", "ring", ("lap", ()), "it: what is wrong"),
         ("tab", "ring", ("tab", ("tab", "lap")), "it: what is wrong"),
         ("tab", "load", ("tab", ()), "it: what is wrong"),
@@ -316,7 +316,7 @@ def test_a_worker_that_no_way_leads_to_is_to_blame_for_good(leaving):
 )
 def test_who_accuses_another_device_is_a_party_and_the_head_is_trusted(device, fault, blame, reason):
     """desk gives steps to lap, lap to tab, and tab to desk, the head."""
-    text = "it: the device before this one sent" if fault == SENT else "it: what is wrong"
+    text = f"{device}: the device before this one sent NaN" if fault == SENT else "it: what is wrong"
     found = blamed(ParticipationError(text, device, fault), PAIR)
     assert ((found.device, found.parties), found.reason) == (blame, reason)
 
