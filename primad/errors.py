@@ -10,9 +10,13 @@
     ├── ProtocolError     bytes from a peer that are not a message of ours
     ├── EngineError       llama.cpp refused or failed
     │   ├── WeightsError  weights that are in use: their file is cut short, cannot be read or was written to
+    │   ├── NotFiniteError  a window gave NaN or infinity
     │   └── GrammarError  a grammar that cannot be followed any further; one answer ends, the window goes on
     ├── RingError         the ring broke while serving: a device, a deadline, a process
     │   ├── NextDeviceError  the device behind this one cannot be reached, or takes no steps
+    │   ├── SenderError      the device before this one sent what is no step, or not all steps
+    │   ├── AlteredStepError a step came back otherwise than it left
+    │   ├── LateStepError    a step did not come back in time
     │   └── LoadAgainError   a device has other room than it loaded for; no device is to blame
     └── RequestError      an HTTP request that cannot be served as asked (carries status, code, parameter)
         └── PromptTooLongError  the prompt does not fit the context (carries both sizes)
@@ -81,6 +85,10 @@ class WeightsError(EngineError):
         self.file = file
 
 
+class NotFiniteError(EngineError):
+    """A window gave NaN or infinity: the model file or this device is at fault, since what it was given was finite."""
+
+
 class GrammarError(EngineError):
     """An answer's grammar is wrong, or too much work; the answer ends with it, and nothing else does."""
 
@@ -91,6 +99,18 @@ class RingError(PrimadError):
 
 class NextDeviceError(RingError):
     """The device behind this one in the ring cannot be reached, or takes no steps."""
+
+
+class SenderError(RingError):
+    """The device before this one in the ring sent what is no step, skipped one, or sent NaN or infinity."""
+
+
+class AlteredStepError(RingError):
+    """A step came back to the head otherwise than it left; every device of the ring may have done it."""
+
+
+class LateStepError(RingError):
+    """A step did not come back in time."""
 
 
 class LoadAgainError(RingError):

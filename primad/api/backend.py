@@ -177,9 +177,13 @@ It is a pure function that runs in the text process. Its annotation names what i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Whether requests can be served now, and one line that says what is going on."""
+    """Whether requests are computed now or will be in a moment, and one line that says what is going on.
+
+    They are ``taken`` also where they have to wait for longer: answers go on once devices serve again.
+    """
 
     serving: bool
+    taken: bool
     detail: str
 
 

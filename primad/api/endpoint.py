@@ -54,7 +54,7 @@ class Endpoint:
     def serving(self) -> ServedModel:
         """The model, when it can be asked. Raises ``RingError`` when it cannot."""
         health, served = self.backend.health(), self.model()
-        if not health.serving or served is None:
+        if not health.taken or served is None:
             raise RingError(f"not serving yet: {health.detail}")
         return served
 

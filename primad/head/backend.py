@@ -34,6 +34,13 @@ MAX_WAITING: Final = 64
 """Generations that may run or wait at one time."""
 
 
+A_MOMENT_S: Final = 10.0
+"""When a ring breaks the next one computes after 2 to 5 s (``docs/faults.md``); after longer the health check says that none
+does. Its warm-up lap counts as computing where nobody waits for more."""
+MOST_RINGS: Final = 4
+"""An answer under which so many rings in a row broke, and that got no further in any, may be what breaks them."""
+
+
 class SendCommands(Protocol):
     """Gives commands to the head's ring process, all of them at once."""
 
@@ -95,6 +102,10 @@ class _Open:
     mirostat_mu: float | None = None
     begun: bool = False
     ended: bool = False
+    moved: bool = False
+    """Whether it got any further in its ring."""
+    breaks: int = 0
+    """In how many rings in a row it did not, before they broke."""
 
     @property
     def computed(self) -> int:
@@ -162,8 +173,12 @@ class RingBackend:
         max_waiting: int = MAX_WAITING,
         max_wait_s: float | None = None,
         reuses: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._texts = texts
+        self._clock = clock
+        self._stands_since_s: float | None = None
+        """Since when nothing is computed for who waits; None when something was since."""
         self._max_waiting = max_waiting
         self._reuses = reuses
         self._max_wait_s = max_wait_s
@@ -181,7 +196,11 @@ class RingBackend:
         self.created = int(time.time())
 
     def health(self) -> Health:
-        return Health(serving=self._ring is not None or self._holding, detail=self._detail)
+        taken = self._ring is not None or self._holding
+        stood_s = 0.0 if self._stands_since_s is None else self._clock() - self._stands_since_s
+        if not taken or stood_s <= A_MOMENT_S:
+            return Health(serving=taken, taken=taken, detail=self._detail)
+        return Health(serving=False, taken=True, detail=f"no answer gets any further: {self._detail}")
 
     def model(self) -> ServedModel | None:
         return self._served
@@ -240,6 +259,7 @@ class RingBackend:
         self._served, self._ring, self._detail = served, _Ring(epoch, send, status), detail
         self._holding = False
         self._handing_over = False
+        self._rest()
         self._unsent.clear()
         for request, generation in list(self._open.items()):
             if len(generation.generate.prompt) >= served.context_tokens:
@@ -254,6 +274,18 @@ class RingBackend:
     def hold(self, detail: str) -> None:
         """No ring serves, but one will: open generations and new ones wait."""
         self._ring, self._holding, self._handing_over, self._detail = None, True, False, detail
+        if self._stands_since_s is None:
+            self._stands_since_s = self._clock()
+        for generation in self._open.values():
+            generation.breaks = 0 if generation.moved else generation.breaks + 1
+            generation.moved = False
+            if generation.breaks >= MOST_RINGS:
+                generation.fail(f"{MOST_RINGS} rings in a row broke before this answer got any further; {detail}")
+
+    def _rest(self) -> None:
+        """Nobody waits any more, if that is so: a ring that serves has proved by its warm-up lap that it computes."""
+        if self._ring is not None and all(generation.ended for generation in self._open.values()):
+            self._stands_since_s = None
 
     def fail(self, error: str) -> None:
         """No ring serves and none is awaited: every open generation ends with ``error``."""
@@ -267,6 +299,7 @@ class RingBackend:
         if generation is None or generation.ended or self._ring is None or self._ring.epoch != epoch:
             return
         generation.begun = True
+        self._stands_since_s = None
         match event:
             case Sampled():
                 generation.sampled.append(event.token)
@@ -277,6 +310,7 @@ class RingBackend:
                 generation.read_tokens = event.tokens
             case Finished():
                 generation.ended = True
+        generation.moved = True
         generation.events.put_nowait(event)
 
     def kept(self, epoch: int, event: KvKept) -> int:
@@ -348,6 +382,7 @@ class RingBackend:
                 yield event
         finally:
             del self._open[request]
+            self._rest()
             if expiry is not None:
                 expiry.cancel()
             if generate in self._unsent:

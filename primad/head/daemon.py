@@ -296,7 +296,7 @@ class HeadDaemon:
 
     def describe(self, what: str) -> None:
         """What the health check says goes on, while nothing is served."""
-        if not self._backend.health().serving:
+        if not self._backend.health().taken:
             self._backend.describe(what)
 
     def _around(self) -> dict[str, Any]:

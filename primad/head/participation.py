@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from primad.errors import ClusterError
-from primad.head.blame import AGAIN, DeviceLostError, ParticipationError
+from primad.head.blame import AGAIN, SENT, DeviceLostError, ParticipationError
 from primad.network.messages import (
     DrawnLayer,
     HeadMessage,
@@ -173,11 +173,8 @@ class Participation:
                 if linked:
                     settle(self.linked, None)
                 if broken is not None:
-                    self.fail(
-                        ParticipationError(
-                            f"{self.name}: {broken.error}", self.name, AGAIN if broken.again else broken.fault
-                        )
-                    )
+                    fault = AGAIN if broken.again else SENT if broken.sender else broken.fault
+                    self.fail(ParticipationError(f"{self.name}: {broken.error}", self.name, fault))
             case WorkerStatus():
                 self.status = message
                 self._status_news.set()

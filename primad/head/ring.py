@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -18,8 +19,8 @@ from halda import DeviceProfile, Plan, Prediction
 from primad.api.status import AnswerFigures
 from primad.daemon.layer_files import distrust, release_files
 from primad.daemon.loaded_process import LoadedProcess
-from primad.errors import ClusterError, NextDeviceError, PrimadError, RingError, WeightsError
-from primad.head.blame import ParticipationError, blamed
+from primad.errors import ClusterError, LateStepError, NextDeviceError, PrimadError, RingError, WeightsError
+from primad.head.blame import ParticipationError, StuckStepError, blamed, workers_of
 from primad.head.drawn import learn_drawn
 from primad.head.guesses import GuessesElsewhere
 from primad.head.load_own import load_own
@@ -28,6 +29,7 @@ from primad.head.participation import Participation
 from primad.head.ring_inputs import RingInputs
 from primad.head.status import Costs, device_status, link_status, plan_lines, promises
 from primad.head.ways import Ways
+from primad.membership.types import LoadStage
 from primad.network.contacts import Contact
 from primad.network.messages import Load, Progress
 from primad.network.sockets import endpoint
@@ -57,7 +59,12 @@ logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S: Final = 3600.0
 LOST_S: Final = 4.0
-"""A step that is out for so long, and that nobody has had since it was looked for before, comes no more."""
+"""A step that is out for so long, and got no further since it was looked for before, comes no more."""
+FIRST_STEP_SHARE: Final = 0.25
+"""A process that is at its first step may be silent for this share of what a step may take: it may read all its layers."""
+LINK_TIMEOUT_S: Final = 30.0
+"""A worker says that it connects to the next one: it has said all else already."""
+STAGES: Final = {"fetch": LoadStage.FETCH, "load": LoadStage.LOAD}
 DRAIN_TIMEOUT_S: Final = 10.0
 
 
@@ -83,7 +90,8 @@ class HeadRing:
         """What its latest answer that was long enough took, as whoever learns from it says."""
         self._asking: asyncio.Task[dict[str, Any]] | None = None
         self._finding_fault: asyncio.Task[None] | None = None
-        self._computed: list[int] | None = None
+        self._looked: tuple[int, int] | None = None
+        self._parties: Sequence[str] = ()
         self._own_keeps = False
         self._guesses: GuessesElsewhere | None = None
 
@@ -150,6 +158,7 @@ class HeadRing:
         own_load = loads[self.plan.head]
         for name, worker in self._inputs.devices.workers.items():
             participation = Participation(worker, loads[name], self._on_progress)
+            participation.loaded.add_done_callback(partial(self._loaded, name))
             self._workers[name] = participation
             self._start(self._watch(participation))
             await participation.load()
@@ -221,8 +230,7 @@ class HeadRing:
         if self._closed or self._broken.done():
             return
         self._broken.set_result(error)
-        device, lasting = blamed(error, self.plan, forming=not self._serving.done())
-        self._inputs.listener.broken(self.epoch, device, str(error), lasting)
+        self._inputs.listener.broken(self.epoch, blamed(error, self.plan))
 
     async def _watch(self, participation: Participation) -> None:
         raise await participation.broken
@@ -327,6 +335,8 @@ class HeadRing:
             raise distrust(self._inputs.station.workspace.cache, exc, refs) from exc
         except NextDeviceError as exc:
             raise ParticipationError(f"{self.plan.head}: {exc}", self.plan.head, "next") from exc
+        except LateStepError as exc:
+            raise StuckStepError(str(exc), self._parties) from exc
 
     def _hear(self, event: RingEvent, windows: int) -> None:
         """What the head's ring process says. Raises ``RingError`` where that is nothing for a head."""
@@ -347,8 +357,8 @@ class HeadRing:
                 settle(self._serving, None)
             case Drained():
                 settle(self._drained, None)
-            case Overdue(step=step, waited_s=waited_s):
-                self._look_for_fault(step, waited_s)
+            case Overdue():
+                self._look_for_fault(event)
             case ProcessMemoryLow(needed_bytes):
                 logger.info("epoch %d: the head is short of %d bytes of memory", self.epoch, needed_bytes)
                 self._inputs.listener.memory_low(needed_bytes)
@@ -359,33 +369,40 @@ class HeadRing:
             case _:
                 raise RingError(f"the head's ring process said {type(event).__name__}")
 
-    def _look_for_fault(self, step: int, waited_s: float) -> None:
-        logger.info("epoch %d: step %d is out for %.1f s", self.epoch, step, waited_s)
+    def _look_for_fault(self, overdue: Overdue) -> None:
+        logger.info("epoch %d: step %d is out for %.1f s", self.epoch, overdue.step, overdue.waited_s)
         if self._finding_fault is None or self._finding_fault.done():
-            self._finding_fault = self._start(self._find_fault(step, waited_s))
+            self._finding_fault = self._start(self._find_fault(overdue))
 
-    async def _find_fault(self, step: int, waited_s: float) -> None:
+    async def _find_fault(self, overdue: Overdue) -> None:
         """A step is late. A worker whose ring process does not even answer hangs; one that answers is slow.
 
-        Raises ``ParticipationError`` for the one that hangs. Where all answer, and not one has computed anything since it
-        was asked last, nobody has the step: a connection between two of them broke and took it along. Raises
-        ``RingError`` then.
+        Raises ``ParticipationError`` for the one that hangs, unless it may be at its first step, for which nobody knows
+        what is slow. Where all answer, the step is between the last worker that says it passed it on and the first one that
+        says it did not have it. Raises ``StuckStepError`` when it got no further since this was asked last.
         """
-        names = list(self._workers)
+        names = workers_of(self.plan)
         timeout_s = self._inputs.station.timings.head.overdue_timeout_s
         answers = await asyncio.gather(*(self._worker_status(name, timeout_s) for name in names))
         silent = [name for name, (status, _) in zip(names, answers, strict=True) if status is None]
+        waited_s = overdue.waited_s + timeout_s * bool(silent)
         if silent:
-            reason = f"{silent[0]}: its ring process hangs; a step is out for {waited_s + timeout_s:.1f} s"
+            self._parties, self._looked = silent[:1], None
+            if overdue.is_first and waited_s < FIRST_STEP_SHARE * self._inputs.service.options.step_timeout_s:
+                return
+            reason = f"{silent[0]}: its ring process hangs; a step is out for {waited_s:.1f} s"
             raise ParticipationError(reason, silent[0], "ring")
-        own = await self._own_status(timeout_s)
-        if own is None:  # it computes another step, and may not have looked at what arrived
-            self._computed = None
+        if (
+            await self._own_status(timeout_s) is None
+        ):  # it computes another step, and may not have looked at what arrived
+            self._looked = None
             return
-        counts = [step, own.steps, *(status.steps for status, _ in answers if status is not None)]
-        if waited_s >= LOST_S and counts == self._computed:
-            raise RingError(f"step {step} is out for {waited_s:.1f} s, and no device has it: it was lost on its way")
-        self._computed = counts
+        had = [status is not None and status.steps > overdue.laps for status, _ in answers]
+        place = had.index(False) if False in had else len(names)
+        before, self._looked = self._looked, (overdue.step, place)
+        self._parties = names[max(0, place - 1) : place + 1]
+        if waited_s >= LOST_S and before is not None and before[0] == overdue.step and place <= before[1]:
+            raise StuckStepError(_lost(overdue, [self.plan.head, *names, self.plan.head][place:][:2]), self._parties)
 
     async def _link(self, own: tuple[str, str], loaded: Mapping[str, tuple[int, str]]) -> None:
         """Tell every device where its steps go, and from whom they come."""
@@ -407,11 +424,28 @@ class HeadRing:
         first = self.plan.after(head)
         way = endpoint(await self._ways.to_first(self._inputs.devices.workers[first]), loaded[first][0])
         await self._process.send(Connect(way, keys[first], keys[before[head]]))
-        for participation in self._workers.values():
-            await participation.linked
+        for name, participation in self._workers.items():
+            await _first_of(participation.linked, timeout_s=LINK_TIMEOUT_S)
+            if not participation.linked.done():
+                raise ParticipationError(f"{name}: it does not connect to the next device", name, "load")
 
     def _on_progress(self, device: str, progress: Progress) -> None:
         self._inputs.reporter.progress(device, progress.phase, progress.done, progress.total)
+        share = progress.done / progress.total if progress.total else 1.0
+        self._inputs.listener.progressed(self.epoch, device, STAGES[progress.phase], share)
+
+    def _loaded(self, device: str, loaded: asyncio.Future[tuple[int, str]]) -> None:
+        if not loaded.cancelled():
+            self._inputs.listener.progressed(self.epoch, device, LoadStage.READY, 1.0)
+
+
+def _lost(overdue: Overdue, between: Sequence[str]) -> str:
+    """Where a step is that got no further."""
+    sender, receiver = between
+    return (
+        f"step {overdue.step} is out for {overdue.waited_s:.1f} s: {sender} says that it passed it on, {receiver} that it "
+        "did not come"
+    )
 
 
 async def _first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:

@@ -12,10 +12,12 @@ from msgspec.structs import replace
 from halda import DeviceProfile
 from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
+from primad.head.blame import Blame
 from primad.head.link_book import LinkBook
 from primad.head.promise import Promise
 from primad.head.service import Service
 from primad.head.worker_link import WorkerLink
+from primad.membership.types import LoadStage
 from primad.ring.drafting.drafter import Drafting
 from primad.ring.drafting.messages import DraftModel
 from primad.ring.messages import GenerationEvent, KvForgotten, KvKept
@@ -30,8 +32,11 @@ class RingListener(Protocol):
     def cells(self, epoch: int, event: KvKept | KvForgotten) -> None:
         """Ring ``epoch`` keeps KV cells, or does not need them any more."""
 
-    def broken(self, epoch: int, device: str | None, reason: str, lasting: bool) -> None:
-        """Ring ``epoch`` broke: the device to blame or None, the reason, and whether it will last."""
+    def progressed(self, epoch: int, device: str, stage: LoadStage, share: float) -> None:
+        """A worker says how far it is with loading for ring ``epoch``."""
+
+    def broken(self, epoch: int, blame: Blame) -> None:
+        """Ring ``epoch`` broke."""
 
     def memory_low(self, needed_bytes: int) -> None:
         """The head itself is short of so much memory for its windows."""

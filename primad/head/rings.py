@@ -21,7 +21,7 @@ from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
 from primad.errors import ModelError, PlanError, PrimadError
 from primad.head.backend import GoOn, RingBackend, StatusOf
-from primad.head.blame import blamed, loads_again
+from primad.head.blame import Blame, blamed, loads_again
 from primad.head.core import Core
 from primad.head.corrections import LEAST_TOKENS
 from primad.head.devices import Devices
@@ -169,8 +169,12 @@ class Rings:
             await preparing
         except PrimadError as exc:
             self._model.remember(exc)
-            device, lasting = blamed(exc, ring.plan, forming=True)
-            self._core.post(types.RingFailed(epoch, device, str(exc), lasting, loads_again(exc)))
+            blame = blamed(exc, ring.plan)
+            self._core.post(
+                types.RingFailed(
+                    epoch, blame.device, blame.reason, blame.lasting, again=loads_again(exc), parties=blame.parties
+                )
+            )
             return
         except Exception as exc:  # as above
             logger.exception("ring %d cannot be formed", epoch)
@@ -242,11 +246,15 @@ class Rings:
         else:
             self._kv.forgotten(epoch, event.keys)
 
-    def broken(self, epoch: int, device: str | None, reason: str, lasting: bool) -> None:
+    def progressed(self, epoch: int, device: str, stage: types.LoadStage, share: float) -> None:
+        """A worker loads for a ring."""
+        self._core.post(types.Progressed(epoch, device, stage, share))
+
+    def broken(self, epoch: int, blame: Blame) -> None:
         """A ring broke, while it was formed or later."""
         if epoch in self._rings:
             self._model.remember(self._rings[epoch].broken_by)
-        self._core.post(types.RingFailed(epoch, device, reason, lasting))
+        self._core.post(types.RingFailed(epoch, blame.device, blame.reason, blame.lasting, parties=blame.parties))
 
     def memory_low(self, needed_bytes: int) -> None:
         """The head's own windows need memory that is not there."""

@@ -25,6 +25,10 @@ from primad.membership.types import (
 
 RELIEVE_S: Final = 60.0
 """Between two looks for a plan that asks less of devices which are short of memory."""
+LOAD_STALL_S: Final = 300.0
+"""A device that loads and gets no further for so long is not waited for."""
+LOAD_PARTS: Final = 16
+"""Further is so much of all that it lacks, or of its windows: who needs more than 80 minutes is not waited for either."""
 REGAIN_S: Final = 60.0
 """Between two looks for a better plan since devices have room again."""
 
@@ -64,6 +68,8 @@ def wake_at(state: State, now: float) -> float | None:
         times.append(state.serving.since_s + timings.settle_s)
         if state.again_at_s is not None:
             times.append(state.again_at_s)
+    if state.attempt is not None:
+        times += [pace.since_s + LOAD_STALL_S for pace in state.attempt.loading.values()]
     if state.memory_low:
         times.append(state.recover_at_s)
     if state.memory_recovered or state.corrected:

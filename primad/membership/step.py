@@ -10,7 +10,9 @@ Each rule stands in one place: here, in ``due.py`` (what is due) or in ``transit
 * A better plan is taken only if it gains enough; candidates that gave none are not asked again until they change.
 * A link that does not work is measured again while a ring serves, after a pause that doubles each time; when it works, its
   devices are planned for as if they had just come.
-* A device to blame for a break takes no part for a while, which doubles each time, unless there is no plan without it.
+* A device to blame for a break takes no part for a while, which doubles each time, unless there is no plan without it. Where
+  several may be to blame, one of them is (``doubt.py``). It does not help to go away and come back.
+* A device that loads no further, or hardly, is to blame like one that fails to load.
 * A device that leaves hands its layers over first; if nobody can take them it may go nonetheless.
 * For a device that is short of memory another plan is formed in the shadow, whether it gains or not; if there is none the
   ring goes on as it is. When it has room again a plan that gains enough is taken, as when a device joins.
@@ -23,13 +25,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from primad.membership.due import pursue, settled_s, wake_at
+from primad.membership.doubt import culprit, doubt
+from primad.membership.due import LOAD_PARTS, LOAD_STALL_S, pursue, settled_s, wake_at
 from primad.membership.transitions import (
-    BAR_S,
     GREET_S,
     MOST_BAR_S,
     abandon,
     bar,
+    bar_s,
     close,
     dismissals,
     give_up,
@@ -58,9 +61,12 @@ from primad.membership.types import (
     Formed,
     Heard,
     LetGo,
+    LoadPace,
+    LoadStage,
     Lost,
     Measured,
     NoPlan,
+    Progressed,
     Purpose,
     RingFailed,
     SayLine,
@@ -93,6 +99,8 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Effect, .
     if not state.ended:
         state = _take(state, event, now, effects)
     if not state.ended:
+        state = _judge_loading(state, now, effects)
+    if not state.ended:
         state = pursue(state, now, effects)
     return state, tuple(effects)
 
@@ -112,7 +120,7 @@ def _take(state: State, event: Event, now: float, effects: list[Effect]) -> Stat
         case Seen(device, trusted):
             return _seen(state, device, trusted, now)
         case Vanished(device):
-            return _vanished(state, device)
+            return _vanished(state, device, now)
         case Welcomed(device):
             return _welcomed(state, device, now, effects)
         case DeviceRefused(device, reason):
@@ -132,9 +140,11 @@ def _take(state: State, event: Event, now: float, effects: list[Effect]) -> Stat
         case DevicesCorrected(devices):
             return _corrected(state, devices)
         case Solved():
-            return _solved(state, event, effects)
+            return _solved(state, event, now, effects)
         case NoPlan(epoch, reason):
             return _no_plan(state, epoch, reason, now, effects)
+        case Progressed():
+            return _progressed(state, event, now)
         case Formed(epoch):
             return _formed(state, epoch)
         case RingFailed():
@@ -159,12 +169,12 @@ def _seen(state: State, name: str, trusted: bool, now: float) -> State:
     return put(state, name, replace(known, phase=phase, in_sight=True, greet_at_s=now, greets=0))
 
 
-def _vanished(state: State, name: str) -> State:
+def _vanished(state: State, name: str, now: float) -> State:
     known = state.devices.get(name)
     if known is None:
         return state
     if not is_spoken_to(known) and not known.greeting:
-        return without(state, name)
+        return without(state, name, now)
     return put(state, name, replace(known, in_sight=False))  # its link tells whether it is there
 
 
@@ -174,11 +184,12 @@ def _welcomed(state: State, name: str, now: float, effects: list[Effect]) -> Sta
         return _heard(state, name, now, effects)
     if known.phase is DevicePhase.DISCOVERED:  # its trust was withdrawn while it was greeted
         effects.append(Drop(name))
-        return put(state, name, replace(known, greeting=False)) if known.in_sight else without(state, name)
-    # A bar for what would last is over when the device comes anew: its owner may have made room and started it again.
-    until_s = (
-        min(known.barred_until_s, now + BAR_S) if known.barred_until_s > now + MOST_BAR_S else known.barred_until_s
-    )
+        return put(state, name, replace(known, greeting=False)) if known.in_sight else without(state, name, now)
+    # A bar for what would last is as long as any when the device comes anew: its owner may have made room and started it
+    # again.
+    until_s = known.barred_until_s
+    if until_s > now + MOST_BAR_S:
+        until_s = now + bar_s(known.failures)
     fresh = replace(
         known, phase=DevicePhase.PROFILED, heard_s=now, greeting=False, greets=0, reason="", barred_until_s=until_s
     )
@@ -190,7 +201,7 @@ def _refused(state: State, name: str, reason: str, now: float) -> State:
     if known is None or not known.greeting:
         return state
     if not known.in_sight:
-        return without(state, name)
+        return without(state, name, now)
     pause_s = min(GREET_S * 2**known.greets, _MOST_GREET_S) if state.has_served else GREET_S
     greets = min(known.greets + 1, 10)
     return put(state, name, replace(known, greeting=False, greets=greets, greet_at_s=now + pause_s, reason=reason))
@@ -279,7 +290,7 @@ def _corrected(state: State, names: frozenset[str]) -> State:
 # ---- attempts and rings ---------------------------------------------------------------------------------------------
 
 
-def _solved(state: State, event: Solved, effects: list[Effect]) -> State:
+def _solved(state: State, event: Solved, now: float, effects: list[Effect]) -> State:
     attempt, serving = state.attempt, state.serving
     if attempt is None or attempt.epoch != event.epoch or attempt.members is not None:
         return state
@@ -298,7 +309,8 @@ def _solved(state: State, event: Solved, effects: list[Effect]) -> State:
         )
         effects.append(SayLine(f"a plan with {names} {how}"))
     effects.append(Form(event.epoch))
-    return replace(state, attempt=replace(attempt, members=event.members, value=event.value))
+    loading = {name: LoadPace(since_s=now) for name in event.members}
+    return replace(state, attempt=replace(attempt, members=event.members, loading=loading, value=event.value))
 
 
 def _granted(attempt: Attempt) -> Attempt:
@@ -329,19 +341,50 @@ def _no_plan(state: State, epoch: int, reason: str, now: float, effects: list[Ef
     return replace(state, holding_s=None, retry_at_s=now + state.settings.timings.retry_s)
 
 
+def _progressed(state: State, event: Progressed, now: float) -> State:
+    """A device gets further where it does so by enough; what it said of an earlier stage is over."""
+    attempt = state.attempt
+    before = attempt.loading.get(event.device) if attempt is not None and attempt.epoch == event.epoch else None
+    if attempt is None or before is None:
+        return state
+    loading = dict(attempt.loading)
+    if event.stage is LoadStage.READY:
+        del loading[event.device]
+    elif event.stage > before.stage or (event.stage, event.share) >= (before.stage, before.share + 1 / LOAD_PARTS):
+        loading[event.device] = LoadPace(since_s=now, stage=event.stage, share=event.share)
+    return replace(state, attempt=replace(attempt, loading=loading))
+
+
+def _judge_loading(state: State, now: float, effects: list[Effect]) -> State:
+    """An attempt ends by the device that has not got any further for the longest, if that is too long."""
+    attempt = state.attempt
+    if attempt is None or not attempt.loading:
+        return state
+    name, pace = min(attempt.loading.items(), key=lambda each: each[1].since_s)
+    if now < pace.since_s + LOAD_STALL_S:
+        return state
+    what = "fetches its layers" if pace.stage is LoadStage.FETCH else "loads its windows"
+    reason = f"{name} {what} too slowly: {pace.share:.0%} done, and hardly any more in {LOAD_STALL_S:g} s"
+    return _broken(state, RingFailed(attempt.epoch, name, reason), now, effects)
+
+
 def _formed(state: State, epoch: int) -> State:
     attempt = state.attempt
     if attempt is None or attempt.epoch != epoch or attempt.members is None:
         return state
-    return replace(state, attempt=replace(attempt, formed=True))
+    return replace(state, attempt=replace(attempt, loading={}, formed=True))
 
 
 def _broken(state: State, event: RingFailed, now: float, effects: list[Effect]) -> State:
-    if state.attempt is not None and state.attempt.epoch == event.epoch:
-        return _attempt_broke(state, state.attempt, event, now, effects)
-    if state.serving is not None and state.serving.epoch == event.epoch:
-        return _ring_broke(state, event, now, effects)
-    return state
+    attempt, serving = state.attempt, state.serving
+    served = serving is not None and serving.epoch == event.epoch
+    if not served and (attempt is None or attempt.epoch != event.epoch):
+        return state
+    state = doubt(state, event, now)
+    event = replace(event, device=culprit(state, event, served=served))
+    if attempt is not None and not served:
+        return _attempt_broke(state, attempt, event, now, effects)
+    return _ring_broke(state, event, now, effects)
 
 
 def _attempt_broke(state: State, attempt: Attempt, event: RingFailed, now: float, effects: list[Effect]) -> State:

@@ -71,8 +71,11 @@ def put(state: State, name: str, device: Device) -> State:
     return replace(state, devices={**state.devices, name: device})
 
 
-def without(state: State, name: str) -> State:
-    """The state without the device ``name``."""
+def without(state: State, name: str, now: float) -> State:
+    """The state without the device ``name``, which is not there; but what it did is remembered until it is forgiven."""
+    device = state.devices[name]
+    if device.failures and now <= device.barred_until_s + FORGIVEN_S:
+        return put(state, name, replace(device, in_sight=False, greeting=False))
     return replace(state, devices={key: device for key, device in state.devices.items() if key != name})
 
 
@@ -117,10 +120,15 @@ def bar(state: State, name: str | None, reason: str, now: float, *, lasting: boo
     if name is None or device is None:
         return state
     failures = 1 if now - device.barred_until_s > FORGIVEN_S else device.failures + 1
-    pause_s = LASTING_BAR_S if lasting else min(BAR_S * 2 ** min(failures - 1, 10), MOST_BAR_S)
+    pause_s = LASTING_BAR_S if lasting else bar_s(failures)
     until_s = max(device.barred_until_s, now + pause_s)
     shown = reason if lasting else device.reason
     return put(state, name, replace(device, failures=failures, barred_until_s=until_s, reason=shown))
+
+
+def bar_s(failures: int) -> float:
+    """How long a device is barred after so many ``failures``."""
+    return min(BAR_S * 2.0 ** min(failures - 1, 10), MOST_BAR_S)
 
 
 def lose(state: State, name: str, reason: str, now: float, effects: list[Effect]) -> State:

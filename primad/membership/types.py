@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Final
 
 from primad.settings.timings import MembershipTimings
@@ -67,8 +67,9 @@ class Device:
 
     ``phase`` is its own (discovered, paired, profiled, ready, suspected or gone; see ``membership.phase_of`` for the one to
     show). A suspected device was in ``before``. It is greeted when ``greet_at_s`` has come and ``greeting`` is not under
-    way; after ``failures`` it gets no part until ``barred_until_s``. ``leaving``: it asked to go. ``reason`` is why it is
-    where it is, one line or empty.
+    way; after ``failures`` it gets no part until ``barred_until_s``. It was party to ``doubts`` breaks, the last one at
+    ``doubted_s``, of which nobody knows who did it. ``leaving``: it asked to go. ``reason`` is why it is where it is, one
+    line or empty.
     """
 
     phase: DevicePhase
@@ -80,6 +81,8 @@ class Device:
     greets: int = 0
     failures: int = 0
     barred_until_s: float = 0.0
+    doubts: int = 0
+    doubted_s: float = 0.0
     leaving: bool = False
     reason: str = ""
 
@@ -95,12 +98,32 @@ class Purpose(StrEnum):
     GAIN = "a better plan"
 
 
+class LoadStage(IntEnum):
+    """How far a device of a ring on its way is."""
+
+    FETCH = 1
+    """It fetches layers."""
+    LOAD = 2
+    """It loads its windows."""
+    READY = 3
+    """It has loaded them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPace:
+    """A device got to ``share`` of ``stage`` at ``since_s``; it has ``LOAD_STALL_S`` from then on to get further."""
+
+    since_s: float
+    stage: LoadStage = LoadStage.FETCH
+    share: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """A ring on its way: of the workers ``candidates``, of ``members`` once it is solved; ``formed`` when it could serve.
 
-    ``memory_recovered`` are the devices that it is tried for since they have room again, ``corrected`` those whose figures
-    are others than the serving ring was planned with.
+    While it is formed, ``loading`` are the members that are not ready. ``memory_recovered`` are the devices that it is tried
+    for since they have room again, ``corrected`` those whose figures are others than the serving ring was planned with.
     """
 
     epoch: int
@@ -109,6 +132,7 @@ class Attempt:
     memory_recovered: frozenset[str] = frozenset()
     corrected: frozenset[str] = frozenset()
     members: frozenset[str] | None = None
+    loading: Mapping[str, LoadPace] = field(default_factory=dict)
     value: float = 0.0
     formed: bool = False
 
@@ -293,10 +317,21 @@ class Formed:
 
 
 @dataclass(frozen=True, slots=True)
+class Progressed:
+    """A member of attempt ``epoch`` says that ``share`` (0 to 1) of ``stage`` is done."""
+
+    epoch: int
+    device: str
+    stage: LoadStage
+    share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class RingFailed:
     """Ring ``epoch`` broke, or could not be formed. ``device`` is to blame if that is known.
 
-    ``lasting``: the device will not do better soon (as with a full disk). ``again``: form it once more.
+    Else one of the ``parties`` may be, the accused before the accuser (``doubt.py``); parties that ``device`` is one of may
+    have made it fail. ``lasting``: the device will not do better soon (as with a full disk). ``again``: form it once more.
     """
 
     epoch: int
@@ -304,6 +339,7 @@ class RingFailed:
     reason: str
     lasting: bool = False
     again: bool = False
+    parties: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +361,7 @@ Event = (
     | DevicesCorrected
     | Solved
     | NoPlan
+    | Progressed
     | Formed
     | RingFailed
     | Tick

@@ -359,12 +359,14 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True):
 
     ``fault`` is what it was doing: fetch, disk, load, ring, or next where the device behind it in the ring takes no steps.
     If ``again``, nothing is wrong: the device is to load once more, since it has other room than it loaded for. An older
-    head leaves it out for a while instead.
+    head leaves it out for a while instead; so it does where the fault is that of the ``sender``, the device before it, which
+    sent what is no step, or not all steps, or no numbers.
     """
 
     error: str
     fault: Fault
     again: bool = False
+    sender: bool = False
 
 
 class ParticipationState(msgspec.Struct, frozen=True, kw_only=True):
@@ -558,7 +560,7 @@ def _checked_state(state: ParticipationState) -> ParticipationState:
         _check_key(state.loaded.key)
     if state.broken is None:
         return state
-    broken = Broken(error=printable(state.broken.error), fault=state.broken.fault)
+    broken = msgspec.structs.replace(state.broken, error=printable(state.broken.error))
     return msgspec.structs.replace(state, broken=broken)
 
 

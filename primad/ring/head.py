@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from primad.engine.protocol import GREEDY, Hidden, HiddenWindow, LogitsWindow, Sampler, Tokens
-from primad.errors import GrammarError, ProtocolError, RingError
+from primad.errors import AlteredStepError, GrammarError, LateStepError, NotFiniteError, SenderError
 from primad.ring.drafting.tree import child
 from primad.ring.lateness import Lateness
 from primad.ring.logprobs import log_softmax, most_likely
@@ -23,6 +23,7 @@ from primad.ring.messages import (
     HIDDEN_DTYPE,
     MAX_SKIPPED,
     PROTOCOL,
+    SENDER,
     Cancel,
     DraftStatus,
     Drained,
@@ -38,7 +39,7 @@ from primad.ring.messages import (
     StepLimits,
 )
 from primad.ring.scheduler import Draw, PlannedStep, Scheduler
-from primad.ring.worker import Shelf, apply, rows_of, skipped, visit
+from primad.ring.worker import Shelf, apply, check_sent, not_finite, rows_of, skipped, visit
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,8 @@ class Head:
         self._news: list[HeadEvent] = []
         self._is_draining = False
         self._is_drained = False
+        self._failure: NotFiniteError | None = None
+        """What it computed is not finite: whose answer it was ends with it, and then the ring."""
         self.shelf = shelf
         self._samplers: dict[int, Sampler] = {}
         self._clock = clock
@@ -151,21 +154,24 @@ class Head:
     def receive(self, step: Step, hidden: Hidden) -> None:
         """Take a judged step from the ring; it is computed by a later ``turn``.
 
-        Raises ``ProtocolError`` for a step that is not under way, or that came back with other rows than it left with, and
-        ``RingError`` when a step before it was lost.
+        Raises ``SenderError`` for what the device before this one must have seen to: a step that is not under way, one
+        before it that was lost, what are no numbers. Raises ``AlteredStepError`` for one that any device may have altered.
         """
         sent = self._under_way.get(step.step)
         if sent is None:
-            raise ProtocolError(f"step {step.step} came back to the head although it is not under way")
+            raise SenderError(f"{SENDER} sent step {step.step}, which is not under way")
         if step.window <= sent.window:
-            raise ProtocolError(f"step {step.step} came back for window {step.window}, where it has been already")
+            raise AlteredStepError(f"step {step.step} came back for window {step.window}, where it has been already")
         if step.skipped and not self._scheduler.is_void(step.step):
-            raise ProtocolError(f"step {step.step} came back without having been computed, which nobody asked for")
+            raise AlteredStepError(f"step {step.step} came back without having been computed, which nobody asked for")
         if msgspec.structs.replace(sent, window=step.window, skipped=sent.skipped or step.skipped) != step:
-            raise ProtocolError(f"step {step.step} came back with other rows than it left with")
+            raise AlteredStepError(f"step {step.step} came back with other rows than it left with")
         for number, other in self._under_way.items():
             if number < step.step and other.window < step.window:
-                raise RingError(f"step {number} was lost on its way; a connection of the ring was interrupted")
+                raise SenderError(
+                    f"{SENDER} sent step {step.step} but not step {number}, or a connection was interrupted"
+                )
+        check_sent(step, hidden)
         now = self._clock()
         self._under_way[step.step] = step
         self._deadlines[step.step] = now + self._step_timeout_s
@@ -175,16 +181,16 @@ class Head:
     def wait_s(self, *, may_compute: bool = True) -> float:
         """Seconds until something is due without a message: 0 when there is work, infinity when all is quiet.
 
-        Without ``may_compute``, steps that could be computed are no work. Raises ``RingError`` when a step's time is up.
+        Without ``may_compute``, steps that could be computed are no work. Raises ``LateStepError`` when a step's time is up.
         """
-        if self._news or (self._arrived and may_compute):
+        if self._news or self._failure is not None or (self._arrived and may_compute):
             return 0.0
         now, waits_until_s = self._clock(), self._scheduler.waits_until_s
         if not self._deadlines:
             return math.inf if waits_until_s is None else max(0.0, waits_until_s - now)
         step, deadline = min(self._deadlines.items(), key=lambda item: item[1])
         if deadline <= now:
-            raise RingError(f"step {step} did not come back within {self._step_timeout_s:g} s; a device hangs")
+            raise LateStepError(f"step {step} did not come back within {self._step_timeout_s:g} s; a device hangs")
         return max(0.0, min(deadline, self._laps.due_s()) - now)
 
     def news(self) -> Sequence[HeadEvent]:
@@ -198,6 +204,8 @@ class Head:
 
         What the others need not compute is said before. Raises ``EngineError`` when a window fails.
         """
+        if self._failure is not None:
+            raise self._failure
         if skip := self._skip():
             return skip
         if news := self.news():
@@ -253,8 +261,12 @@ class Head:
         if self._scheduler.skips(step.step):
             self._under_way[step.step] = step = skipped(step)
             content = np.empty(step.payload_shape, np.float32)
-        while step.window in self._windows:
-            step, content = visit(self._windows[step.window], step, content, self.shelf)
+        try:
+            while step.window in self._windows:
+                step, content = visit(self._windows[step.window], step, content, self.shelf)
+        except NotFiniteError as exc:
+            self._failure = exc
+            return Tell(self._announce(self._scheduler.fail(step.step, str(exc), self._clock())))
         if step.window < self._last:
             self._laps.left(step.step, step.rows, self._clock())
             return Send(step, content)  # type: ignore[arg-type]
@@ -273,7 +285,7 @@ class Head:
     def _announce(self, events: list[GenerationEvent]) -> list[HeadEvent]:
         """The warm-up's own events become one ``Serving``."""
         told: list[HeadEvent] = [event for event in events if event.request >= 0]
-        if any(isinstance(event, Finished) and event.request < 0 for event in events):
+        if self._failure is None and any(isinstance(event, Finished) and event.request < 0 for event in events):
             told.append(Serving())
         return told
 
@@ -295,6 +307,10 @@ class Head:
     def _draw(self, generate: Generate, row: int) -> Draw:
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
+        # The best logit is NaN where any is; some models rule tokens out with minus infinity. 15 us for 128,000 tokens.
+        if not math.isfinite(self._tail.logits(row).max()):
+            self._failure = not_finite(self._tail)
+            return Draw(token=0, ends=True, error=str(self._failure))
         try:
             sampler = self._sampler_for(generate)
             if generate.logprobs is not None:

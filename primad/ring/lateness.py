@@ -4,6 +4,9 @@ Every hop keeps the order of the steps, so of all that are out only the one that
 behind it. Its clock starts when it left, or when the step before it came back. Laps of one row (decode) and of several
 (prefill) are told apart: the first are expected to take as long as the longest of late, the others that and a time for
 each row. "Of late" is a maximum that fades, so that one bad lap does not excuse the next for ever.
+
+Before any lap was measured nothing is known of a ring that may load from a slow disk as it computes, so the first one is
+given longer; the first of several rows as long as its rows would take one by one.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ TIMEOUT_FACTOR: Final = 8.0
 """A lap may take so many times what is expected of it."""
 LEAST_WAIT_S: Final = 1.0
 """No lap is late before that, however quick laps are."""
+FIRST_WAIT_S: Final = 5.0
+"""The first lap, and the first of several rows, is not late before that."""
 FADE: Final = 0.9
 """What is left of a maximum at the next lap."""
 
@@ -27,6 +32,7 @@ class Lateness:
     def __init__(self) -> None:
         self._out: dict[int, tuple[int, float]] = {}
         self._returned_s = -math.inf
+        self._returned = 0
         self._notices = 0
         self._one_row_s: float | None = None
         self._per_row_s: float | None = None
@@ -40,6 +46,7 @@ class Lateness:
         rows, left_s = self._out.pop(step)
         self._learn(rows, now - max(left_s, self._returned_s))
         self._returned_s = now
+        self._returned += 1
         self._notices = 0
 
     def expected_s(self, rows: int) -> float | None:
@@ -51,15 +58,17 @@ class Lateness:
         return (self._one_row_s or 0.0) + rows * self._per_row_s
 
     def due_s(self) -> float:
-        """When ``overdue`` has something to say next; infinity when nothing that was measured tells."""
+        """When ``overdue`` has something to say next; infinity when nothing is out."""
         if not self._out:
             return math.inf
         rows, left_s = next(iter(self._out.values()))
+        return max(left_s, self._returned_s) + math.ldexp(self._patience_s(rows), self._notices)
+
+    def _patience_s(self, rows: int) -> float:
         expected_s = self.expected_s(rows)
-        if expected_s is None:
-            return math.inf
-        timeout_s = math.ldexp(max(LEAST_WAIT_S, TIMEOUT_FACTOR * expected_s), self._notices)
-        return max(left_s, self._returned_s) + timeout_s
+        if expected_s is not None:
+            return max(LEAST_WAIT_S, TIMEOUT_FACTOR * expected_s)
+        return max(FIRST_WAIT_S, rows * (self._one_row_s or 0.0))
 
     def overdue(self, now: float) -> Overdue | None:
         """The step that is late, at first and at each doubling of the wait; None otherwise."""
@@ -67,8 +76,13 @@ class Lateness:
             return None
         while self.due_s() <= now:
             self._notices += 1
-        step, (_, left_s) = next(iter(self._out.items()))
-        return Overdue(step=step, waited_s=now - max(left_s, self._returned_s))
+        step, (rows, left_s) = next(iter(self._out.items()))
+        return Overdue(
+            step=step,
+            waited_s=now - max(left_s, self._returned_s),
+            laps=self._returned,
+            is_first=self.expected_s(rows) is None,
+        )
 
     def _learn(self, rows: int, took_s: float) -> None:
         if rows <= 1:

@@ -26,12 +26,12 @@ import zmq
 from zmq.utils import z85
 
 from primad.engine.protocol import Hidden
-from primad.errors import NextDeviceError, ProtocolError, RingError
+from primad.errors import NextDeviceError, ProtocolError, RingError, SenderError
 from primad.ring.messages import (
     MAX_HEADER_BYTES,
+    SENDER,
     Overdue,
     Skip,
-    StaleEpochError,
     Step,
     StepLimits,
     decode_route,
@@ -217,35 +217,31 @@ class Links:
             self.zap.send_multipart([version, number, *answer, b""])
 
     def receive(self) -> tuple[Step, Hidden] | Skip | None:
-        """What has arrived next, or None. A message that is nothing valid is refused with a log line."""
+        """What has arrived next, or None. What is not of the device before this one is refused with a log line.
+
+        Raises ``SenderError`` for a message of that device which is nothing valid. Keys and connections are new with each
+        epoch, so one of another epoch is not merely late.
+        """
         while int(self.pull.get(zmq.EVENTS)) & zmq.POLLIN:  # quicker than an error where there is nothing
             try:
                 frames = self.pull.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return None
+            if frames[0].get("User-Id") != self._sender:
+                self.refused += 1
+                self._complaints.add("refused a message on the ring", "its device is no longer before this one")
+                continue
             try:
                 if len(frames) != 2:
                     raise ProtocolError(f"message of {len(frames)} frames; a step has 2")
-                if frames[0].get("User-Id") != self._sender:
-                    raise ProtocolError("a step of a device that is no longer before this one")
                 payload = frames[1].buffer
                 message = decode_route(frames[0].buffer, payload.nbytes, self._limits)
-            except StaleEpochError as exc:
-                self.refused += 1
-                logger.debug("dropped: %s", exc)
-                continue
             except ProtocolError as exc:
-                self.refuse(exc)
-                continue
+                raise SenderError(f"{SENDER} sent what is no step of this ring: {exc}") from exc
             if isinstance(message, Skip):
                 return message
             return message, np.frombuffer(payload, np.float32).reshape(message.payload_shape)
         return None
-
-    def refuse(self, why: ProtocolError) -> None:
-        """Count a message that is not used, with a log line at most every ``timings.log_every_s``."""
-        self.refused += 1
-        self._complaints.add("refused a message on the ring", why)
 
     def close(self) -> None:
         """Close the sockets; what was not sent yet is dropped."""

@@ -23,7 +23,18 @@ from halda import WindowAssignment
 from primad.engine.protocol import GREEDY as GREEDY
 from primad.engine.protocol import AdapterFile, EngineOptions, WindowSource
 from primad.engine.protocol import Sampling as Sampling
-from primad.errors import ProtocolError, printable
+from primad.errors import (
+    AlteredStepError,
+    LateStepError,
+    NextDeviceError,
+    NotFiniteError,
+    PrimadError,
+    ProtocolError,
+    RingError,
+    SenderError,
+    WeightsError,
+    printable,
+)
 from primad.kv.cells import is_block, is_key
 from primad.kv.keys import KvBlock
 from primad.ring.chunks import Pieces
@@ -147,10 +158,6 @@ class StepLimits(msgspec.Struct, frozen=True):
     sequences: int
 
 
-class StaleEpochError(ProtocolError):
-    """A message of another ring or an older epoch: dropped by number, no one's fault."""
-
-
 _route_decoder: Final[msgspec.msgpack.Decoder[RouteMessage]] = msgspec.msgpack.Decoder(RouteMessage)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -163,8 +170,7 @@ def encode(message: msgspec.Struct) -> bytes:
 def decode_route(header: bytes | memoryview, payload_bytes: int, limits: StepLimits) -> RouteMessage:
     """The header frame as a ``Step`` that is safe to compute, or as a ``Skip``, judged against ``limits``.
 
-    Raises ``StaleEpochError`` for another ring or epoch and ``ProtocolError`` for anything that is not a valid step,
-    naming the field.
+    Raises ``ProtocolError`` for anything that is not a valid step of this ring and epoch, naming the field.
     """
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"step header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are allowed")
@@ -175,7 +181,7 @@ def decode_route(header: bytes | memoryview, payload_bytes: int, limits: StepLim
     if step.protocol != PROTOCOL:
         raise ProtocolError(f"step of protocol {step.protocol}; this device speaks {PROTOCOL}")
     if (step.ring, step.epoch) != (limits.ring, limits.epoch):
-        raise StaleEpochError(f"step of ring {step.ring:x} epoch {step.epoch}; serving {limits.ring:x} {limits.epoch}")
+        raise ProtocolError(f"step of ring {step.ring:x} epoch {step.epoch}; serving {limits.ring:x} {limits.epoch}")
     if isinstance(step, Skip):
         if payload_bytes or not 0 < len(step.steps) <= MAX_SKIPPED or min(step.steps) < 0:
             raise ProtocolError(f"a message skips {len(step.steps)} steps, with a payload of {payload_bytes} bytes")
@@ -343,16 +349,40 @@ class KvForgotten(msgspec.Struct, frozen=True, kw_only=True, tag="forgotten"):
     keys: list[str]
 
 
+SENDER: Final = "the device before this one"
+"""How errors call the sender of what arrived, since only the head knows its name."""
+RingFault = Literal["own", "next", "sender", "altered", "late", "values"]
+FAULTS: Final[dict[RingFault, type[PrimadError]]] = {
+    "own": RingError,
+    "next": NextDeviceError,
+    "sender": SenderError,
+    "altered": AlteredStepError,
+    "late": LateStepError,
+    "values": NotFiniteError,
+}
+
+
 class RingBroken(msgspec.Struct, frozen=True, tag="broken"):
     """This ring process cannot go on; ``error`` is one line. It is the process's last event.
 
     ``weights`` is the file whose weights cannot be read or are not what they were, None where that is not what is wrong.
-    ``next_device``: it is the device behind this one that cannot be reached or takes no steps.
+    ``fault`` says which error it was (``FAULTS``), and so who may be to blame.
     """
 
     error: str
     weights: str | None
-    next_device: bool = False
+    fault: RingFault = "own"
+
+
+def broken_by(error: PrimadError) -> RingBroken:
+    """What a ring process says of ``error``, which ends it."""
+    fault: RingFault = next((fault for fault, kind in FAULTS.items() if type(error) is kind), "own")
+    return RingBroken(str(error), error.file if isinstance(error, WeightsError) else None, fault)
+
+
+def cause_of(broken: RingBroken) -> PrimadError:
+    """The error that ended a ring process."""
+    return FAULTS[broken.fault](broken.error) if broken.weights is None else WeightsError(broken.error, broken.weights)
 
 
 # ---- between a daemon and its ring process --------------------------------------------------------------------------
@@ -478,12 +508,15 @@ class Drained(msgspec.Struct, frozen=True, tag="drained"):
 class Overdue(msgspec.Struct, frozen=True, kw_only=True, tag="overdue"):
     """Step ``step`` is late, and told to be so again at every doubling of ``waited_s``.
 
-    From the head: it is out for much longer than such steps were before. It may still come, since a slow device is not a
-    dead one; ``Open.step_timeout_s`` is where the ring breaks. From a worker: its next device does not take the step.
+    From the head: it is out for much longer than such steps were before, or, if it ``is_first``, than the first of its kind
+    may be; ``laps`` laps came back before it. It may still come, since a slow device is not a dead one;
+    ``Open.step_timeout_s`` is where the ring breaks. From a worker: its next device does not take the step.
     """
 
     step: int
     waited_s: float
+    laps: int = 0
+    is_first: bool = False
 
 
 class ProcessMemoryLow(msgspec.Struct, frozen=True, tag="pressed"):

@@ -17,11 +17,11 @@ from typing import Final
 
 import zmq
 
-from primad.errors import NextDeviceError, PrimadError, RingError, WeightsError
+from primad.errors import PrimadError, RingError
 from primad.ring.channel import RingChannel
 from primad.ring.child import inherited
 from primad.ring.gpu_watch import GpuWatch, watch_gpu
-from primad.ring.messages import Open, RingBroken, RingCommand, command_decoder
+from primad.ring.messages import Open, RingBroken, RingCommand, broken_by, command_decoder
 from primad.ring.roles import Role, open_role
 from primad.settings.timings import RingTimings, Timings
 
@@ -83,12 +83,8 @@ def main() -> None:
     channel: RingChannel[RingCommand] = RingChannel(inherited(sys.argv[1]), command_decoder)
     try:
         _serve(channel, Timings().ring)
-    except WeightsError as exc:
-        channel.tell(RingBroken(str(exc), exc.file))
-    except NextDeviceError as exc:
-        channel.tell(RingBroken(str(exc), None, next_device=True))
     except PrimadError as exc:
-        channel.tell(RingBroken(str(exc), None))
+        channel.tell(broken_by(exc))
     except Exception as exc:  # the top of the process: whatever it is, the daemon must hear of it
         logger.exception("the ring process failed")
         channel.tell(RingBroken(f"internal error in the ring process: {type(exc).__name__}: {exc}", None))

@@ -17,7 +17,7 @@ import zmq
 
 from primad.engine.protocol import EngineOptions, Hidden, HiddenWindow
 from primad.engine.streaming.streams import Streamable, Streams
-from primad.errors import NextDeviceError, PrimadError, ProtocolError, RingError
+from primad.errors import NextDeviceError, PrimadError, RingError
 from primad.ring.channel import RingChannel
 from primad.ring.drafting.lookup import PromptLookup
 from primad.ring.guesses import GuessPlace
@@ -282,10 +282,7 @@ class HeadRole:
         while self._links is not None and (message := self._links.receive()) is not None:
             if isinstance(message, Skip):  # it was everywhere
                 continue
-            try:
-                self._head.receive(*message)
-            except ProtocolError as exc:
-                self._links.refuse(exc)
+            self._head.receive(*message)
 
     def _may_compute(self) -> bool:
         if not self._is_connected or self._links is None or self._links.flush():

@@ -596,6 +596,11 @@ class Scheduler:
             self._settle(None, back.tree, None)
         return told
 
+    def fail(self, step: int, error: str, now: float) -> list[GenerationEvent]:
+        """End the generations that step ``step`` is for with ``error``. The ring ends with them."""
+        found = [self._running[request] for request in self._in_flight[step].computed if request in self._running]
+        return [self._finish(running, "error", now, error=error) for running in found]
+
     def _drawn(self, running: Running, draw: Draw, now: float, lap_s: float) -> list[GenerationEvent]:
         told: list[GenerationEvent] = []
         for each in (draw, *draw.more):

@@ -15,10 +15,10 @@ from typing import Final
 
 import msgspec
 
-from primad.errors import NextDeviceError, PrimadError, ProtocolError, RingError, WeightsError
+from primad.errors import PrimadError, ProtocolError, RingError, WeightsError
 from primad.ring.channel import LENGTH, frame, frame_bytes
 from primad.ring.child import begin_child
-from primad.ring.messages import RingBroken, RingCommand, RingEvent, event_decoder
+from primad.ring.messages import RingBroken, RingCommand, RingEvent, cause_of, event_decoder
 from primad.system.hidden_gpus import NO_GPU
 
 GRACE_S: Final = 1.0
@@ -136,8 +136,8 @@ class RingProcess:
     async def events(self) -> AsyncIterator[RingEvent]:
         """Its events as they come.
 
-        Raises ``RingError`` when it breaks or ends, with the reason, and ``WeightsError`` where that is its weights; it
-        never ends quietly.
+        Raises the error that it broke by (``messages.FAULTS``), or ``WeightsError`` where that is its weights, and
+        ``RingError`` when it ends; it never ends quietly.
         """
         while True:
             try:
@@ -147,7 +147,7 @@ class RingProcess:
             except msgspec.DecodeError as exc:
                 raise ProtocolError(f"not an event of the ring process: {exc}") from exc
             if isinstance(event, RingBroken):
-                raise _cause(event)
+                raise cause_of(event)
             yield event
 
     async def _obituary(self) -> PrimadError:
@@ -184,13 +184,6 @@ def _remove_empty(log: Path) -> None:
     with contextlib.suppress(OSError):
         if log.stat().st_size == 0:
             log.unlink()
-
-
-def _cause(broken: RingBroken) -> PrimadError:
-    """The error that a ring process ended with."""
-    if broken.weights is not None:
-        return WeightsError(broken.error, broken.weights)
-    return NextDeviceError(broken.error) if broken.next_device else RingError(broken.error)
 
 
 def _last_line(log: Path) -> str:

@@ -32,6 +32,7 @@ from primad.errors import (
     NextDeviceError,
     PrimadError,
     RingError,
+    SenderError,
     WeightsError,
 )
 from primad.gguf.layers import LayerRef
@@ -197,7 +198,8 @@ class Participations:
         except NextDeviceError as exc:
             await self._broke(load, exc, "next")
         except PrimadError as exc:
-            await self._broke(load, exc, fault, again=isinstance(exc, LoadAgainError))
+            again, sender = isinstance(exc, LoadAgainError), isinstance(exc, SenderError)
+            await self._broke(load, exc, fault, again=again, sender=sender)
         except Exception as exc:  # our own mistake; the head is to hear of it, or it waits for this participation
             logger.exception("the participation in epoch %d failed", load.epoch)
             await self._broke(load, RingError(f"internal error: {type(exc).__name__}: {exc}"), fault)
@@ -217,12 +219,12 @@ class Participations:
         self._unreadable = [*lately, (str(error), now)]
         return "disk" if str(error) in dict(lately) or len(lately) >= MOST_UNREADABLE else fault
 
-    async def _broke(self, load: Load, error: PrimadError, fault: Fault, *, again: bool = False) -> None:
+    async def _broke(self, load: Load, error: PrimadError, fault: Fault, **how: bool) -> None:
         if fault == "fetch":  # the head says it, unless it is what went away
             logger.info("epoch %d: %s", load.epoch, error)
         else:
             self._say(str(error))
-        await self._change(load, broken=Broken(error=str(error), fault=fault, again=again))
+        await self._change(load, broken=Broken(error=str(error), fault=fault, **how))
 
     async def _change(self, load: Load, **changes: Any) -> None:
         """The participation whose task this is stands otherwise now; one that was released meanwhile is of no interest."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from primad.api.backend import ServedModel
 from primad.errors import PromptTooLongError, RequestError, RingError
-from primad.head.backend import GoOn, RingBackend
+from primad.head.backend import A_MOMENT_S, MOST_RINGS, GoOn, RingBackend
 from primad.kv import keys
 from primad.kv.keys import KvBlock
 from primad.ring.messages import (
@@ -281,6 +281,79 @@ def test_while_a_ring_is_on_its_way_requests_are_taken_and_wait():
     asyncio.run(once())
 
 
+def test_health_is_well_for_a_moment_without_a_ring_and_again_once_something_is_computed():
+    """A ring that was formed, and computes nothing for who waits, is no better than none."""
+
+    async def once() -> None:
+        now = 100.0
+        backend = RingBackend(clock=lambda: now)
+
+        def health() -> tuple[bool, bool]:
+            return backend.health().serving, backend.health().taken
+
+        assert health() == (False, False)
+        first = await attach(backend, 1)
+        reader = Reader(ask(backend, 5, 6))
+        await settled()
+        (sent,) = first.generates
+        now += 1e6
+        assert health() == (True, True), "a ring that has not broken is believed"
+        for epoch in (2, 3):
+            backend.hold("forming the ring again: bo sent nothing")
+            now += A_MOMENT_S / 2
+            assert health() == (True, True)
+            await attach(backend, epoch)
+        now += 1
+        assert health() == (False, True)
+        assert backend.health().detail == "no answer gets any further: serving 3"
+        waiting = Reader(ask(backend, 7))
+        backend.deliver(2, sampled(sent.request, 9))
+        assert health() == (False, True), "what an older ring said late"
+        backend.deliver(3, sampled(sent.request, 10))
+        assert health() == (True, True)
+        await settled()
+        backend.hold("forming the ring again: bo is gone")
+        now += A_MOMENT_S + 1
+        assert backend.health().detail == "no answer gets any further: forming the ring again: bo is gone"
+        await attach(backend, 4)
+        assert health() == (False, True)
+        for each in (reader, waiting):
+            await each.cancel()
+        assert health() == (True, True), "nobody waits for more than the warm-up lap has proved"
+        backend.hold("again")
+        now += A_MOMENT_S + 1
+        backend.fail("there is no plan")
+        assert (health(), backend.health().detail) == ((False, False), "there is no plan")
+        await attach(backend, 5)
+        assert health() == (True, True)
+
+    asyncio.run(once())
+
+
+def test_an_answer_under_which_ring_after_ring_breaks_ends_and_those_that_get_further_go_on():
+    async def once() -> None:
+        backend = RingBackend()
+        ring = await attach(backend, 1)
+        poison, other = (Reader(ask(backend, number)) for number in (1, 2))
+        await settled()
+        spoilt, well = (each.request for each in ring.generates)
+        backend.deliver(1, PromptProgress(request=spoilt, tokens=1))
+        backend.hold("bo computed NaN")
+        for epoch in range(2, 2 + MOST_RINGS):
+            assert not poison.task.done()
+            await attach(backend, epoch)
+            backend.deliver(epoch, PromptProgress(request=spoilt, tokens=1))  # as before
+            backend.deliver(epoch, sampled(well, epoch))
+            backend.hold("bo computed NaN")
+            await settled()
+        (end,) = poison.ends
+        assert end.error == f"{MOST_RINGS} rings in a row broke before this answer got any further; bo computed NaN"
+        assert not other.task.done()
+        await other.cancel()
+
+    asyncio.run(once())
+
+
 def test_who_goes_away_cancels_in_the_ring_that_serves_then():
     async def once() -> None:
         backend = RingBackend()
@@ -489,7 +562,7 @@ def test_every_generation_ends_exactly_once_whatever_happens(operations):
                     ring = None
                 case "hand over" if ring is not None:
                     backend.hand_over()
-                case "ask" if backend.health().serving:
+                case "ask" if backend.health().taken:
                     readers.append(Reader(ask(backend, tokens=100)))
                     requests[len(readers)] = []
                 case "token":

@@ -1,4 +1,4 @@
-"""When a lap of the ring is late: never before any was measured, then by what laps took of late."""
+"""When a lap of the ring is late: the first one by a rule, the others by what laps took of late."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from primad.ring.lateness import LEAST_WAIT_S, TIMEOUT_FACTOR, Lateness
+from primad.ring.lateness import FIRST_WAIT_S, LEAST_WAIT_S, TIMEOUT_FACTOR, Lateness
 from primad.ring.messages import Overdue
 from tests.fakes.ring import FakeRing, generate
 
@@ -16,11 +16,22 @@ def lap(laps: Lateness, step: int, *, at: float, took: float, rows: int = 1) -> 
     laps.back(step, at + took)
 
 
-def test_nothing_is_late_before_a_lap_was_measured():
+def test_the_first_lap_is_given_longer_and_the_first_of_several_rows_as_long_as_they_take_one_by_one():
     laps = Lateness()
     laps.left(0, 1, 0.0)
-    assert laps.due_s() == math.inf
-    assert laps.overdue(1e9) is None
+    assert laps.due_s() == FIRST_WAIT_S
+    assert laps.overdue(FIRST_WAIT_S) == Overdue(step=0, waited_s=FIRST_WAIT_S, laps=0, is_first=True)
+    laps.back(0, 6.0)
+    laps.left(1, 512, 10.0)
+    assert laps.due_s() == 10.0 + 512 * 6.0
+    assert laps.overdue(1e9) == Overdue(step=1, waited_s=1e9 - 10.0, laps=1, is_first=True)
+
+
+def test_the_first_lap_of_several_rows_of_a_quick_ring_is_given_as_long_as_the_first_of_all():
+    laps = Lateness()
+    lap(laps, 0, at=0, took=0.001)
+    laps.left(1, 512, 10.0)
+    assert laps.due_s() == 10.0 + FIRST_WAIT_S
 
 
 def test_nothing_is_late_when_nothing_is_out():
@@ -36,7 +47,7 @@ def test_no_lap_is_late_within_the_least_wait():
     laps.left(1, 1, 5.0)
     assert laps.due_s() == 5.0 + LEAST_WAIT_S
     assert laps.overdue(5.99) is None
-    assert laps.overdue(6.0) == Overdue(step=1, waited_s=1.0)
+    assert laps.overdue(6.0) == Overdue(step=1, waited_s=1.0, laps=1)
 
 
 def test_slow_laps_are_given_time():
@@ -59,7 +70,7 @@ def test_who_looks_late_hears_of_it_once():
     laps = Lateness()
     lap(laps, 0, at=0, took=0.01)
     laps.left(1, 1, 1.0)
-    assert laps.overdue(101.0) == Overdue(step=1, waited_s=100.0)
+    assert laps.overdue(101.0) == Overdue(step=1, waited_s=100.0, laps=1)
     assert laps.overdue(101.0) is None
     assert laps.due_s() == 1.0 + 128
 
@@ -124,11 +135,11 @@ def test_the_head_tells_of_a_late_step_and_goes_on():
     ring.now_s += 1
     assert ring.head.wait_s() == 0
     assert ring._turn()
-    assert ring.events == [Overdue(step=3, waited_s=1.0)]
+    assert ring.events == [Overdue(step=3, waited_s=1.0, laps=3)]
     assert ring.head.wait_s() == 1.0
     ring.now_s += 1
     ring._turn()
-    assert ring.events[1:] == [Overdue(step=3, waited_s=2.0)]
+    assert ring.events[1:] == [Overdue(step=3, waited_s=2.0, laps=3)]
     ring.events.clear()
     ring.run()
     assert ring.answer(1)[0] == ring.model.answer([1], 3, generate(0, [1]).sampling)

@@ -85,11 +85,11 @@ def members(shell: Shell) -> frozenset[str]:
     return shell.state.serving.members
 
 
-def broken(shell: Shell, device: str | None = None, *, lasting: bool = False) -> list[m.Effect]:
-    """The attempt under way, or else the ring that serves, breaks."""
+def broken(shell: Shell, device: str | None = None, *parties: str, lasting: bool = False) -> list[m.Effect]:
+    """The attempt under way, or else the ring that serves, breaks by ``device``, or by one of ``parties``."""
     epoch = shell.attempt or shell.serving
     assert epoch is not None
-    return acts(shell.tell(m.RingFailed(epoch, device, "it broke", lasting)))
+    return acts(shell.tell(m.RingFailed(epoch, device, "it broke", lasting, parties=parties)))
 
 
 def no_plan(shell: Shell) -> list[m.Effect]:
@@ -1180,6 +1180,8 @@ def test_a_plan_that_gained_too_little_does_not_keep_a_device_from_handing_over(
         m.NoPlan(1, "too large"),
         m.Formed(1),
         m.RingFailed(1, "ada", "it broke"),
+        m.RingFailed(1, None, "it broke", parties=("ada",)),
+        m.Progressed(1, "ada", m.LoadStage.LOAD, 0.5),
         m.Formed(7),
         m.RingFailed(7, "ada", "it broke"),
         m.Heard("eve"),

@@ -21,6 +21,8 @@ NAMES = ("ada", "bo", "cy", "di")
 names = st.sampled_from(NAMES)
 subsets = st.frozensets(names)
 blames = st.one_of(st.none(), names, st.just("head"))
+parties = st.lists(st.one_of(names, st.just("head")), max_size=3, unique=True).map(tuple)
+stages = st.sampled_from(m.LoadStage)
 values = st.sampled_from((1.0, 0.95, 0.8, 0.5))
 pauses_s = st.one_of(st.sampled_from((0.0, 0.1, 0.5, 1.5, 2.5, 4.0, 5.0)), st.floats(0.0, 20.0))
 sleeps_s = [0.01, 0.2, 0.7, 1.9, 3.3, 9.0, 31.0, 400.0]
@@ -173,14 +175,19 @@ class Cluster(RuleBasedStateMachine):
         self.shell.tell(m.Formed(self.shell.attempt))
 
     @precondition(lambda self: self.shell.attempt is not None)
-    @rule(blame=blames, lasting=st.booleans())
-    def break_attempt(self, blame, lasting):
-        self.shell.tell(m.RingFailed(self.shell.attempt, blame, "it broke", lasting))
+    @rule(blame=blames, lasting=st.booleans(), parties=parties)
+    def break_attempt(self, blame, lasting, parties):
+        self.shell.tell(m.RingFailed(self.shell.attempt, blame, "it broke", lasting, parties=parties))
+
+    @precondition(lambda self: self.shell.attempt is not None and self.shell.forming)
+    @rule(name=names, stage=stages, share=st.floats(0.0, 1.0))
+    def load(self, name, stage, share):
+        self.shell.tell(m.Progressed(self.shell.attempt, name, stage, share))
 
     @precondition(lambda self: self.shell.serving is not None)
-    @rule(blame=blames)
-    def break_ring(self, blame):
-        self.shell.tell(m.RingFailed(self.shell.serving, blame, "it broke"))
+    @rule(blame=blames, parties=parties)
+    def break_ring(self, blame, parties):
+        self.shell.tell(m.RingFailed(self.shell.serving, blame, "it broke", parties=parties))
 
     @rule(age=st.integers(1, 3), blame=blames, members=subsets)
     def hear_of_long_ago(self, age, blame, members):
@@ -265,7 +272,8 @@ events = st.one_of(
     st.builds(m.Solved, epochs, subsets, values),
     st.builds(m.NoPlan, epochs, reasons),
     st.builds(m.Formed, epochs),
-    st.builds(m.RingFailed, epochs, blames, reasons, st.booleans()),
+    st.builds(m.Progressed, epochs, names, stages, st.floats(0.0, 1.0)),
+    st.builds(m.RingFailed, epochs, blames, reasons, st.booleans(), parties=parties),
     st.just(m.Tick()),
 )
 

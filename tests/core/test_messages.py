@@ -493,6 +493,13 @@ def test_the_texts_of_a_worker_are_one_printable_line(message):
     assert len(text) < 400
 
 
+def test_whose_fault_a_break_is_stays_as_it_was_said_when_the_text_is_made_printable():
+    for said in ({"again": True}, {"sender": True}, {}):
+        broken = cluster.Broken(error="why", fault="ring", **said)
+        received = cluster.decode_from_worker(encode(the_states(a_state(broken=broken))))
+        assert received.states[0].broken == broken
+
+
 def test_the_build_and_version_of_a_worker_are_one_printable_line():
     hostile = msgspec.structs.replace(a_welcome(), build=HOSTILE, version=HOSTILE)
     received = cluster.decode_from_worker(encode(hostile))

@@ -39,7 +39,6 @@ from primad.ring.messages import (
     RingBroken,
     Sampled,
     Serving,
-    StaleEpochError,
     Status,
     Step,
     StepLimits,
@@ -137,8 +136,8 @@ def test_a_step_of_operations_alone_has_no_payload():
 
 
 @pytest.mark.parametrize("changes", [{"ring": 1}, {"epoch": 3}, {"epoch": 5}, {"ring": -(1 << 63), "epoch": 1 << 63}])
-def test_another_ring_or_epoch_is_stale(changes):
-    with pytest.raises(StaleEpochError, match="serving abc 4"):
+def test_another_ring_or_epoch_is_none_of_this_ring(changes):
+    with pytest.raises(ProtocolError, match="serving abc 4"):
         judged(a_step(**changes))
 
 
@@ -200,9 +199,8 @@ def test_another_ring_or_epoch_is_stale(changes):
 def test_a_step_outside_the_limits_is_refused_by_name(changes, why):
     step = a_step(**changes)
     payload = 72 if "shape" not in changes else max(0, 4 * step.shape[0] * step.shape[1])
-    with pytest.raises(ProtocolError, match=why) as caught:
+    with pytest.raises(ProtocolError, match=why):
         judged(step, payload)
-    assert not isinstance(caught.value, StaleEpochError)
 
 
 @pytest.mark.parametrize("size", [0, 71, 73, 72 * 2, 1 << 40])

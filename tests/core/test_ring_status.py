@@ -233,7 +233,7 @@ def test_the_body_says_whether_it_serves_and_what_the_ring_says():
         "links": [msgspec.to_builtins(link_status(link))],
         "cluster": [{"device": "lap", "phase": "serving", "reason": ""}],
     }
-    body = status_body(Health(serving=True, detail="serving with 2 devices"), None, ring)
+    body = status_body(Health(serving=True, taken=True, detail="serving with 2 devices"), None, ring)
     assert (body.serving, body.detail, body.model, body.epoch, body.rounds) == (
         True,
         "serving with 2 devices",
@@ -248,7 +248,7 @@ def test_the_body_says_whether_it_serves_and_what_the_ring_says():
 
 
 def test_the_body_without_a_ring():
-    body = status_body(Health(serving=False, detail="planning"), None, {})
+    body = status_body(Health(serving=False, taken=False, detail="planning"), None, {})
     plain = msgspec.json.decode(msgspec.json.encode(body))
     assert plain == {
         "serving": False,

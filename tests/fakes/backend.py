@@ -104,7 +104,7 @@ class FakeBackend:
         self.served: ServedModel | None = ServedModel(
             id="toy", created=1_700_000_000, context_tokens=context_tokens, vocabulary=self.vocabulary
         )
-        self.state = Health(serving=True, detail="serving toy on 1 device")
+        self.state = Health(serving=True, taken=True, detail="serving toy on 1 device")
         self.ending: tuple[str, str | None] = ("stop", None)
         self.ring: dict[str, Any] = {}
         self.drafts = (0, 0)
@@ -158,7 +158,7 @@ class FakeBackend:
         may_expire: bool = True,
         speculates: bool = True,
     ) -> AsyncGenerator[GenerationEvent, None]:
-        assert self.state.serving, "asked while not serving"
+        assert self.state.taken, "asked while not serving"
         assert self.served is not None, "asked without a model"
         assert prompt, "the prompt is empty"
         assert all(type(token) is int and 0 <= token < SIZE for token in prompt), "the prompt leaves the vocabulary"

@@ -147,6 +147,8 @@ class _Window:
         self._open = True
         self.failure: EngineError | None = None
         """Set it, and the next ``forward`` raises it."""
+        self.spoils: float | None = None
+        """Set it, and it is among what a ``forward`` gives."""
         self.steps: list[tuple[int, ...]] = []
         """The positions of every forward."""
         model.open_windows += 1
@@ -301,7 +303,10 @@ class FakeHiddenWindow(_Window):
     """A window whose output is the next window's input."""
 
     def forward(self, rows: Rows) -> Hidden:
-        return np.array([row.encoded() for row in self._through_layers(rows)], np.float32)
+        hidden = np.array([row.encoded() for row in self._through_layers(rows)], np.float32)
+        if self.spoils is not None:
+            hidden[-1, -1] = self.spoils
+        return hidden
 
 
 class FakeLogitsWindow(_Window):
@@ -318,6 +323,8 @@ class FakeLogitsWindow(_Window):
             assert row.trail == self._trail, f"row {i} did not go through every layer in order"
             if rows.outputs[i]:
                 self._logits[i] = self._model.scores(row.history)
+                if self.spoils is not None:
+                    self._logits[i] = np.full_like(self._logits[i], self.spoils)
 
     def logits(self, row: int) -> NDArray[np.float32]:
         self._check_open()

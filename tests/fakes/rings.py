@@ -10,6 +10,7 @@ from typing import Any
 from halda import DeviceProfile, Infeasible, Plan, Prediction, Window
 from primad.api.status import AnswerFigures
 from primad.errors import PrimadError, RingError
+from primad.head.blame import Blame
 from primad.head.ring import RingInputs
 from primad.head.solver_process import SolverRequest
 from primad.kv.keys import KvBlock
@@ -191,7 +192,7 @@ class FakeRing:
     def breaks(self, device: str | None, reason: str | PrimadError, *, lasting: bool = False) -> None:
         """It cannot go on."""
         self.broken_by = RingError(reason) if isinstance(reason, str) else reason
-        self.inputs.listener.broken(self.epoch, device, str(reason), lasting)
+        self.inputs.listener.broken(self.epoch, Blame(reason=str(reason), device=device, lasting=lasting))
 
 
 class FakeRings:

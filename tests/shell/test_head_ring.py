@@ -10,15 +10,34 @@ from typing import NoReturn
 import pytest
 
 from halda import Plan, Window
-from primad.errors import ClusterError, LoadAgainError, NextDeviceError, RingError
+from primad.errors import (
+    AlteredStepError,
+    ClusterError,
+    LateStepError,
+    LoadAgainError,
+    NextDeviceError,
+    NotFiniteError,
+    RingError,
+    SenderError,
+)
 from primad.head import ring as head_ring
 from primad.head import ways as head_ways
-from primad.head.blame import AGAIN, DeviceLostError, ParticipationError, blamed, loads_again
+from primad.head.blame import (
+    AGAIN,
+    SENT,
+    Blame,
+    DeviceLostError,
+    ParticipationError,
+    StuckStepError,
+    blamed,
+    loads_again,
+)
 from primad.head.participation import Participation
 from primad.head.ring import HeadRing
 from primad.ring.messages import (
     Drained,
     Opened,
+    Overdue,
     ProcessMemoryLow,
     Report,
     RingCommand,
@@ -98,6 +117,8 @@ class Answers:
         return Status(**values)
 
     async def wait_status(self) -> SimpleNamespace:
+        if not self._steps:
+            await asyncio.Future()
         return SimpleNamespace(status=self.status(), daemon_rss_bytes=0)
 
     async def send(self, command: RingCommand) -> None:
@@ -106,30 +127,75 @@ class Answers:
             self.ring._status.put_nowait(self.status())
 
 
+def looking(*, own: tuple[int, ...] = (7, 7), **workers: tuple[int, ...]) -> HeadRing:
+    """The ring of ``PAIR``, whose devices have computed so many laps when they are asked, one time after the other."""
+    impatient = Timings(head=HeadTimings(overdue_timeout_s=0.1))
+    service = SimpleNamespace(options=SimpleNamespace(step_timeout_s=120.0))
+    ring = HeadRing(inputs_of(PAIR, station=SimpleNamespace(timings=impatient), service=service))
+    ring._process = Answers(*own)
+    ring._process.ring = ring
+    ring._workers = {name: Answers(*laps) for name, laps in workers.items()}
+    return ring
+
+
+def overdue(waited_s: float, *, is_first: bool = False) -> Overdue:
+    """Four laps came back; the fifth one is step 12, and late."""
+    return Overdue(step=12, waited_s=waited_s, laps=4, is_first=is_first)
+
+
 @pytest.mark.parametrize(
-    ("own", "lap", "is_lost"),
+    ("own", "lap", "tab", "parties"),
     [
-        ((7, 7), (4, 4), True),
-        ((7, 7), (4, 5), False),  # it goes on
-        ((7, 8), (4, 4), False),
-        ((7,), (4, 4), False),  # the head computes and does not answer
+        ((7, 7), (4, 4), (4, 4), ("lap",)),  # the head sent it, and is believed
+        ((7, 7), (5, 5), (4, 4), ("lap", "tab")),
+        ((7, 7), (5, 5), (5, 5), ("tab",)),
+        ((7, 7), (99, 99), (4, 4), ("lap", "tab")),  # who says that it computes on and on
+        ((7, 7), (5, 4), (4, 4), ("lap",)),  # who takes back what it said
+        ((7, 7), (4, 5), (4, 4), None),  # it goes on
+        ((7, 7), (5, 5), (4, 5), None),
+        ((7,), (4, 4), (4, 4), None),  # the head computes and does not answer
     ],
 )
-def test_a_step_that_nobody_has_is_lost(own, lap, is_lost):
-    """All answer, and nobody has computed anything since they were asked before: the ring is formed anew at once."""
+def test_a_step_that_gets_no_further_is_between_who_had_it_and_who_has_not(own, lap, tab, parties):
+    async def once() -> None:
+        ring = looking(own=own, lap=lap, tab=tab)
+        await ring._find_fault(overdue(head_ring.LOST_S / 2))
+        if parties is None:
+            await ring._find_fault(overdue(head_ring.LOST_S))
+            return
+        with pytest.raises(StuckStepError, match=r"step 12 is out for 4\.0 s: \w+ says that it passed it on") as caught:
+            await ring._find_fault(overdue(head_ring.LOST_S))
+        assert blamed(caught.value, PAIR).parties == parties
+
+    asyncio.run(once())
+
+
+def test_a_process_at_its_first_step_may_be_silent_for_longer_than_one_that_has_computed():
+    async def once() -> None:
+        for is_first, waited_s, hangs in ((False, 1.0, True), (True, 5.0, False), (True, 40.0, True)):
+            ring = looking(lap=(4,), tab=())
+            asking = ring._find_fault(overdue(waited_s, is_first=is_first))
+            if hangs:
+                with pytest.raises(ParticipationError, match="tab: its ring process hangs") as caught:
+                    await asking
+                assert blamed(caught.value, PAIR).device == "tab"
+            else:
+                await asking
+
+    asyncio.run(once())
+
+
+def test_when_the_time_of_a_step_is_up_the_parties_are_those_of_the_last_look():
+    class Late:
+        async def listen(self, heard: Callable[[RingEvent], None]) -> NoReturn:
+            raise LateStepError("step 12 did not come back within 120 s; a device hangs")
 
     async def once() -> None:
-        impatient = Timings(head=HeadTimings(overdue_timeout_s=0.1))
-        ring = HeadRing(inputs_of(ALONE, station=SimpleNamespace(timings=impatient)))
-        ring._process = Answers(*own)
-        ring._process.ring = ring
-        ring._workers = {"lap": Answers(*lap)}
-        await ring._find_fault(12, head_ring.LOST_S / 2)
-        if is_lost:
-            with pytest.raises(RingError, match=r"step 12 is out for 4\.0 s, and no device has it"):
-                await ring._find_fault(12, head_ring.LOST_S)
-        else:
-            await ring._find_fault(12, head_ring.LOST_S)
+        ring = looking(lap=(5,), tab=(4,))
+        await ring._find_fault(overdue(1.0))
+        with pytest.raises(StuckStepError, match="step 12 did not come back") as caught:
+            await ring._attend_own(Late(), SimpleNamespace(windows=[]))
+        assert blamed(caught.value, PAIR).parties == ("lap", "tab")
 
     asyncio.run(once())
 
@@ -229,21 +295,43 @@ def test_a_worker_that_no_way_leads_to_is_to_blame_for_good(leaving):
         reason = r"no route to lap at fe80::2%4:9: Invalid argument; no route to lap at 192\.168\.1\.7:9: Invalid"
         with pytest.raises(ParticipationError, match=reason) as caught:
             await home.ring._ways.to_head(home.links["lap"])
-        assert blamed(caught.value, PAIR, forming=True) == ("lap", True)
+        assert blamed(caught.value, PAIR) == Blame(reason=str(caught.value), device="lap", lasting=True)
 
     asyncio.run(once())
 
 
-def test_a_worker_that_does_not_reach_the_head_is_done_without_when_a_ring_is_formed():
-    error = ParticipationError("tab: the next device took no step", "tab", "next")
-    assert blamed(error, PAIR, forming=True) == ("tab", False)
-    assert blamed(error, PAIR) == (None, False), "the head cannot be left out"
-    assert blamed(ParticipationError("lap: the same", "lap", "next"), PAIR, forming=True) == ("tab", False)
+@pytest.mark.parametrize(
+    ("device", "fault", "blame", "reason"),
+    [
+        ("desk", "next", ("lap", ()), "it: what is wrong"),
+        ("lap", "next", (None, ("tab", "lap")), "it: what is wrong"),
+        ("tab", "next", (None, ("tab",)), "it: what is wrong"),
+        ("lap", SENT, (None, ("lap",)), "desk sent NaN, as lap says"),
+        ("tab", SENT, (None, ("lap", "tab")), "lap sent NaN, as tab says"),
+        ("lap", "ring", ("lap", ()), "it: what is wrong"),
+        ("tab", "ring", ("tab", ("tab", "lap")), "it: what is wrong"),
+        ("tab", "load", ("tab", ()), "it: what is wrong"),
+        ("gone", "ring", ("gone", ()), "it: what is wrong"),
+    ],
+)
+def test_who_accuses_another_device_is_a_party_and_the_head_is_trusted(device, fault, blame, reason):
+    """desk gives steps to lap, lap to tab, and tab to desk, the head."""
+    text = f"{device}: the device before this one sent NaN" if fault == SENT else "it: what is wrong"
+    found = blamed(ParticipationError(text, device, fault), PAIR)
+    assert ((found.device, found.parties), found.reason) == (blame, reason)
+
+
+def test_what_the_heads_process_says_of_the_ring_is_believed():
+    found = blamed(SenderError("the device before this one sent what is no step"), PAIR)
+    assert (found.device, found.parties, found.reason) == (None, ("tab",), "tab sent what is no step")
+    assert blamed(AlteredStepError("step 1 came back with other rows"), PAIR).parties == ("lap", "tab")
+    assert blamed(NotFiniteError("layers 0 to 2 gave NaN"), PAIR) == Blame(reason="layers 0 to 2 gave NaN")
+    assert blamed(RingError("ended"), ALONE) == Blame(reason="ended")
 
 
 def test_nobody_is_to_blame_for_layers_that_are_loaded_again():
     error = ParticipationError("lap: other programs need memory of the GPU", "lap", AGAIN)
-    assert blamed(error, PAIR, forming=True) == (None, False)
+    assert blamed(error, PAIR) == Blame(reason=str(error))
     assert [loads_again(each) for each in (error, LoadAgainError("the same"), RingError("broken"))] == [
         True,
         True,
@@ -260,8 +348,7 @@ def test_a_first_worker_that_the_heads_process_does_not_reach_is_to_blame():
         ring = Home(lap="192.168.1.7", tab="192.168.1.8").ring
         with pytest.raises(ParticipationError, match="desk: the next device took no step") as caught:
             await ring._attend_own(Blocked(), SimpleNamespace(route=4, windows=[]))
-        assert blamed(caught.value, PAIR, forming=True) == ("lap", False)
-        assert blamed(caught.value, PAIR) == ("lap", False)
+        assert blamed(caught.value, PAIR) == Blame(reason=str(caught.value), device="lap")
 
     asyncio.run(once())
 
@@ -276,6 +363,6 @@ def test_a_worker_that_takes_no_messages_is_lost():
         for asking in (part.load(), part.connect("tcp://127.0.0.1:1", "key", "key")):
             with pytest.raises(DeviceLostError, match="lap is gone: the device at lap:1 takes no messages") as caught:
                 await asking
-            assert blamed(caught.value, PAIR) == ("lap", False)
+            assert blamed(caught.value, PAIR) == Blame(reason=str(caught.value), device="lap")
 
     asyncio.run(once())

@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_counted_all_the_same():
 
 def test_bad_days_have_its_own_shape():
     backend = FakeBackend(says())
-    backend.state = Health(serving=False, detail="loading")
+    backend.state = Health(serving=False, taken=False, detail="loading")
     assert refused(post(backend, PATH, **ASK), 503)["type"] == "overloaded_error"
     full = FakeBackend(says(RequestError("full", status=429)))
     assert refused(post(full, PATH, **ASK, stream=True), 429)["type"] == "rate_limit_error"

@@ -94,7 +94,7 @@ def test_what_is_wrong_is_told():
     got = events(post(FakeBackend(says("a", RingError("gone"))), "/completion", prompt="Hi", stream=True))
     assert got[-1]["error"]["message"] == "gone"
     backend = FakeBackend(says())
-    backend.state = Health(serving=False, detail="loading")
+    backend.state = Health(serving=False, taken=False, detail="loading")
     assert call(backend, "GET", "/props").status_code == 503
 
 

@@ -247,7 +247,7 @@ def test_a_device_that_left_is_told_no_more():
 
 def test_before_the_first_ring():
     backend = FakeBackend(says())
-    backend.state, backend.served = Health(serving=False, detail="planning"), None
+    backend.state, backend.served = Health(serving=False, taken=False, detail="planning"), None
     found = scrape(backend)
     assert (found("serving"), found("ring_devices"), found("ring_epoch")) == (0, 0, None)
 

@@ -128,7 +128,7 @@ def test_errors_have_its_shape(path):
         assert response.json().keys() == {"error"}
         assert told in response.json()["error"]
     backend = FakeBackend(says())
-    backend.state = Health(serving=False, detail="loading")
+    backend.state = Health(serving=False, taken=False, detail="loading")
     assert post(backend, path, **VALID[path]).status_code == 503
     lines = post(FakeBackend(says("a", RingError("gone"))), path, **VALID[path]).text.splitlines()
     assert json.loads(lines[-1]) == {"error": "gone"}

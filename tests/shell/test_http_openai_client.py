@@ -150,7 +150,7 @@ def test_a_bad_day(stream):
 
     with_client(FakeBackend(says(RingError("gone"))), scenario)
     loading = FakeBackend(says())
-    loading.state = Health(serving=False, detail="loading")
+    loading.state = Health(serving=False, taken=False, detail="loading")
     with_client(loading, scenario)
 
 

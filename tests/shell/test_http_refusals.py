@@ -128,7 +128,7 @@ def test_a_template_that_is_broken():
 
 def test_while_loading():
     backend = FakeBackend(says())
-    backend.state, backend.served = Health(serving=False, detail="shipping layers"), None
+    backend.state, backend.served = Health(serving=False, taken=False, detail="shipping layers"), None
     response = call(backend, "GET", "/health")
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) > 0

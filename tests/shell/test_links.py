@@ -1,9 +1,8 @@
-"""The ring's sockets refuse what is no step, say so, and let every valid step through."""
+"""The ring's sockets let every valid step of the device before them through, and end by any other of its messages."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import select
 import signal
@@ -20,10 +19,9 @@ import numpy as np
 import pytest
 import zmq
 
-from primad.errors import RingError
-from primad.ring import links as links_module
+from primad.errors import RingError, SenderError
 from primad.ring.links import Links
-from primad.ring.messages import MAX_HEADER_BYTES, PROTOCOL, Step, StepLimits, encode
+from primad.ring.messages import MAX_HEADER_BYTES, PROTOCOL, Skip, Step, StepLimits, encode
 from primad.settings.timings import RingTimings
 
 LIMITS = StepLimits(ring=9, epoch=2, windows=frozenset({1}), width=4, rows=8, context=64, sequences=2)
@@ -122,7 +120,7 @@ def turn(*all_links: Links, timeout_ms: int) -> bool:
 
 
 def wait_step(links: Links, *others: Links) -> tuple[Step, np.ndarray]:
-    """The next valid step; refuses what comes before it, and lets ``others`` send meanwhile."""
+    """The next step; ``others`` send meanwhile."""
     deadline = time.monotonic() + PATIENCE_MS / 1000
     while time.monotonic() < deadline:
         turn(links, *others, timeout_ms=PATIENCE_MS)
@@ -353,51 +351,24 @@ REFUSED = {
     "a later protocol": [encode(msgspec.structs.replace(a_step(), protocol=99)), VALID[1]],
     "too many rows": [encode(a_step(0, rows=9)), hidden(9).tobytes()],
     "nested without end": [b"\x91" * 50_000, b""],
+    "an older epoch": [encode(msgspec.structs.replace(a_step(), epoch=1)), VALID[1]],
+    "a later epoch": [encode(msgspec.structs.replace(a_step(), epoch=3)), VALID[1]],
+    "another ring": [encode(msgspec.structs.replace(a_step(), ring=8)), VALID[1]],
+    "a skip of another epoch": [encode(Skip(protocol=PROTOCOL, ring=9, epoch=1, steps=[1])), b""],
+    "a skip of nothing": [encode(Skip(protocol=PROTOCOL, ring=9, epoch=2, steps=[])), b""],
     "a length without content": [b"\x9c\xa4step" + b"\xdd\xff\xff\xff\xff", b""],
 }
 
 
-def lines_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """What links said, and nobody else in this process."""
-    return [record for record in caplog.records if record.name == links_module.__name__]
-
-
 @pytest.mark.parametrize("frames", REFUSED.values(), ids=REFUSED.keys())
-def test_what_is_no_step_is_refused_with_a_line_and_the_next_step_comes_through(receiver, caplog, frames):
-    with caplog.at_level(logging.WARNING, "primad.ring.links"), stranger(receiver) as push:
+def test_what_is_no_step_breaks_the_ring_by_the_device_before_this_one(receiver, frames):
+    with stranger(receiver) as push:
         push.send_multipart(frames)
-        push.send_multipart(VALID)
-        step, content = wait_step(receiver)
-    assert step == a_step()
-    assert np.array_equal(content, hidden())
-    assert receiver.refused == 1
-    (record,) = lines_of(caplog)
-    assert record.getMessage().startswith("refused a message on the ring (1 so far): ")
-    assert len(record.getMessage()) < 500
-
-
-@pytest.mark.parametrize("changes", [{"epoch": 1}, {"epoch": 3}, {"ring": 8}])
-def test_a_stale_step_is_dropped_and_counted_in_silence(receiver, caplog, changes):
-    with caplog.at_level(logging.INFO, "primad.ring.links"), stranger(receiver) as push:
-        push.send_multipart([encode(msgspec.structs.replace(a_step(), **changes)), VALID[1]])
-        push.send_multipart(VALID)
-        wait_step(receiver)
-    assert receiver.refused == 1
-    assert lines_of(caplog) == []
-
-
-def test_many_refusals_are_one_line(caplog):
-    receiver = with_sender(Links("127.0.0.1", LIMITS, timings=RingTimings(log_every_s=1e9)))
-    try:
-        with caplog.at_level(logging.WARNING, "primad.ring.links"), stranger(receiver) as push:
-            for _ in range(50):
-                push.send_multipart([b"garbage"])
-            push.send_multipart(VALID)
+        with pytest.raises(
+            SenderError, match="the device before this one sent what is no step of this ring: "
+        ) as caught:
             wait_step(receiver)
-        assert receiver.refused == 50
-        assert len(lines_of(caplog)) == 1
-    finally:
-        receiver.close()
+    assert len(str(caught.value)) < 500
 
 
 OVERSIZED = """

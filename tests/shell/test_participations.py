@@ -21,7 +21,7 @@ from primad.daemon.layer_files import Workspace
 from primad.daemon.memory_watch import MemoryWatch, ram_room
 from primad.daemon.station import Station
 from primad.engine.protocol import WindowSource
-from primad.errors import ClusterError, DiskError, ModelError, WeightsError
+from primad.errors import ClusterError, DiskError, ModelError, SenderError, WeightsError
 from primad.gguf.layers import LayerRef, layer_digest, tree_of
 from primad.gguf.windows import WindowSpec
 from primad.kv.store import KvStore
@@ -774,6 +774,17 @@ def test_a_ring_process_is_not_kept_while_another_one_lacks_its_room_on_the_gpu(
             broken = await lap.breaks(2)
             assert broken.again
             assert "the GPU has room" in broken.error
+
+    asyncio.run(once())
+
+
+def test_what_the_device_before_it_sent_is_told_as_that_devices_doing(worker):
+    async def once() -> None:
+        async with worker() as lap:
+            process = await lap.serve(a_load(1))
+            process.die(SenderError("the device before this one sent NaN"))
+            broken = await lap.breaks()
+            assert broken == Broken(error="the device before this one sent NaN", fault="ring", sender=True)
 
     asyncio.run(once())
 

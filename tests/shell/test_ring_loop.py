@@ -344,14 +344,14 @@ def test_a_worker_is_reopened_in_another_place_of_another_epoch_without_its_past
             process.send(Connect(later.endpoint, later.key, before.key))
             later.connect(NOWHERE, NOBODY, opened.key)
             before.connect(opened.endpoint, opened.key, NOBODY)
-            stale = a_step(1)
-            before.send(stale, hidden(model, [4, 5]))
-            exchange(before, later, until=lambda: not before.is_waiting)
             step, _ = through(before, later, a_step(7, epoch=9), hidden(model, [8, 9]))
             assert (step.window, step.epoch) == (9, 9)
             process.send(Report())
             status = process.expect(Status)
-            assert (status.steps, status.refused) == (1, 1), "the stale step is refused, and the meter starts anew"
+            assert (status.steps, status.refused) == (1, 0), "the meter starts anew"
+            before.send(a_step(1, start=1), hidden(model, [4, 5]))
+            exchange(before, later, until=lambda: not before.is_waiting)
+            assert "sent what is no step of this ring: step of ring 1 epoch 1; serving 1 9" in process.failed()
 
 
 def test_a_reopening_ends_the_wait_for_a_next_device_and_drops_the_step(model, windows):

@@ -19,9 +19,10 @@ import zmq
 
 from halda.assignment import in_memory
 from primad.engine.protocol import EngineOptions, WindowSource
-from primad.errors import NextDeviceError, ProtocolError, RingError, WeightsError
+from primad.errors import ProtocolError, RingError, WeightsError
 from primad.ring.channel import LENGTH, frame
 from primad.ring.messages import (
+    FAULTS,
     Cancel,
     Connect,
     Drain,
@@ -337,7 +338,7 @@ def test_an_open_that_makes_no_sense_is_one_line_and_no_silence(tmp_path, openin
     ("event", "error"),
     [
         (RingBroken("it broke", None), RingError),
-        (RingBroken("it takes no step", None, next_device=True), NextDeviceError),
+        *((RingBroken("it takes no step", None, fault), kind) for fault, kind in FAULTS.items()),
         (RingBroken("it cannot be read", "/a/file"), WeightsError),
     ],
 )

@@ -27,7 +27,7 @@ from tests.fakes.embeddings import FakeEmbeddings
 from tests.fakes.http import answering
 from tests.fakes.status import DRAFTS, KV, MEMORY, PLANNED, device, ring
 
-SERVING = Health(serving=True, detail="serving with 2 devices")
+SERVING = Health(serving=True, taken=True, detail="serving with 2 devices")
 PROMISES = Promises(tokens_per_s=4.2, tpot_ms=238, ttft_ms=900)
 
 
@@ -161,7 +161,7 @@ def test_it_names_what_is_known_of_the_models_windows(command, endpoint):
 
 
 def test_before_the_first_ring(command, endpoint):
-    endpoint.says({}, Health(serving=False, detail="looking for devices"))
+    endpoint.says({}, Health(serving=False, taken=False, detail="looking for devices"))
     assert command("status", "--url", endpoint.url) == (0, "looking for devices\n", "")
 
 
@@ -174,7 +174,10 @@ def test_json_is_what_the_endpoint_says(command, endpoint):
 
 
 def test_nothing_of_an_endpoint_steers_the_terminal(command, endpoint):
-    endpoint.says(ring(device("\x1b[2Jdesk", predicted=PlannedFigures())), Health(serving=True, detail="a\x1b]0;b\x07"))
+    endpoint.says(
+        ring(device("\x1b[2Jdesk", predicted=PlannedFigures())),
+        Health(serving=True, taken=True, detail="a\x1b]0;b\x07"),
+    )
     _, out, _ = command("status", "--url", endpoint.url)
     assert "\x1b" not in out
     assert "\x07" not in out

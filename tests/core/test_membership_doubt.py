@@ -1,0 +1,253 @@
+"""Devices that lie, stall or flap: whoever they accuse, the ring soon serves without them, and with the honest ones."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from primad.membership import types as m
+from primad.membership.doubt import DOUBT_S
+from primad.membership.due import LOAD_PARTS, LOAD_STALL_S
+from primad.membership.step import wake_at
+from primad.membership.transitions import BAR_S, FORGIVEN_S, LASTING_BAR_S
+from tests.core.test_membership import broken, form, head, live, members, serving, solve, solves, welcome
+from tests.fakes.membership import Shell
+
+HONEST = ("ada", "bo", "cy")
+EVERYBODY = (*HONEST, "liar")
+
+
+def barred(shell: Shell) -> set[str]:
+    """Who takes no part now."""
+    return {name for name, device in shell.state.devices.items() if device.barred_until_s > shell.now}
+
+
+def left_out(shell: Shell, device: str | None, *parties: str) -> list[str]:
+    """Who is left out for a break by ``device``, or by one of ``parties``."""
+    before = {name: each.failures for name, each in shell.state.devices.items()}
+    broken(shell, device, *parties)
+    return [name for name, each in shell.state.devices.items() if each.failures > before[name]]
+
+
+def formed(shell: Shell, *names: str) -> frozenset[str]:
+    """The next ring serves, of all who may; or later ones, until all of ``names`` are in it."""
+    while shell.serving is None or not members(shell) >= set(names):
+        if shell.attempt is None:
+            live(shell, 1.0, *EVERYBODY)
+        else:
+            solve(shell, value=0.5**shell.attempt)
+            form(shell)
+    return members(shell)
+
+
+# ---- who accuses whom -----------------------------------------------------------------------------------------------
+
+
+def test_the_first_break_between_two_leaves_out_nobody_as_a_connection_may_have_been_interrupted():
+    shell = serving("ada", "bo", "cy")
+    assert solves(broken(shell, None, "bo", "ada")) == [{"ada", "bo", "cy"}]
+    assert barred(shell) == set()
+
+
+def test_the_second_one_leaves_out_the_accused_and_the_third_the_accuser():
+    shell = serving("ada", "bo")
+    blamed = []
+    for _ in range(5):
+        blamed.append(left_out(shell, None, "bo", "ada"))
+        formed(shell, "ada", "bo")
+    assert blamed == [[], ["bo"], ["ada"], ["bo"], ["ada"]]
+
+
+def test_a_device_that_breaks_what_it_sends_to_the_head_is_left_out_the_second_time():
+    shell = serving("ada", "bo")
+    broken(shell, None, "bo")
+    assert formed(shell) == {"ada", "bo"}
+    broken(shell, None, "bo")
+    assert barred(shell) == {"bo"}
+    assert formed(shell) == {"ada"}
+
+
+def test_while_a_ring_is_formed_one_party_is_left_out_at_once():
+    shell = head(wanted=2)
+    welcome(shell, "ada", "bo")
+    solve(shell)
+    assert broken(shell, None, "bo", "ada") == [m.Abandon(1), m.Solve(2, frozenset({"ada"}))]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_liar_gets_one_honest_device_left_out_at_most_and_then_itself(seed):
+    """It accuses one neighbour after the other, has itself accused, or makes them fail by what it sends."""
+    chance = random.Random(seed)
+    shell, victim = serving(*EVERYBODY), ""
+    blamed: list[str] = []
+    for _ in range(6):
+        victim = chance.choice(sorted(members(shell) - {"liar", victim}))
+        device, parties = chance.choice(
+            [(None, (victim, "liar")), (None, ("liar", victim)), (victim, (victim, "liar"))],
+        )
+        blamed += left_out(shell, device, *parties)
+        formed(shell, *EVERYBODY)
+    assert sum(name != "liar" for name in blamed) <= 1, blamed
+    assert blamed.count("liar") >= 4
+
+
+@pytest.mark.parametrize("liar", EVERYBODY[::3])
+def test_who_alters_what_all_pass_on_is_found_since_it_is_in_each_such_ring(liar):
+    """Nobody knows whose doing it was: each may be left out once, until the liar is."""
+    shell = serving(*EVERYBODY)
+    blamed: list[str] = []
+    for _ in range(10):
+        blamed += left_out(shell, None, *sorted(members(shell)))
+        formed(shell, liar)
+    assert all(blamed.count(name) <= 1 for name in EVERYBODY if name != liar), blamed
+    assert blamed.count(liar) >= 4
+
+
+def test_a_device_that_fails_by_itself_takes_nobody_with_it():
+    shell = serving("ada", "bo")
+    for _ in range(4):
+        broken(shell, "bo", "bo", "ada")
+        assert barred(shell) == {"bo"}
+        assert formed(shell) == {"ada"}
+        formed(shell, "ada", "bo")
+
+
+def test_who_makes_one_neighbour_after_the_other_fail_is_left_out_instead():
+    shell = serving(*HONEST)
+    broken(shell, "ada", "ada", "cy")
+    assert barred(shell) == {"ada"}
+    formed(shell)
+    broken(shell, "bo", "bo", "cy")
+    assert barred(shell) == {"ada", "cy"}
+
+
+def test_a_doubt_is_forgotten_in_time():
+    shell = serving("ada", "bo")
+    broken(shell, None, "bo", "ada")
+    formed(shell)
+    live(shell, 1.0, "ada", "bo")
+    shell.state = replace(shell.state, devices={
+        name: replace(device, doubted_s=device.doubted_s - DOUBT_S) for name, device in shell.state.devices.items()
+    })  # fmt: skip
+    broken(shell, None, "bo", "ada")
+    assert barred(shell) == set()
+
+
+def test_parties_that_nobody_knows_are_none():
+    shell = serving("ada", "bo")
+    broken(shell, None, "eve", "head")
+    assert barred(shell) == set()
+    assert solves(shell.effects[-1:]) == [{"ada", "bo"}]
+
+
+# ---- who loads ------------------------------------------------------------------------------------------------------
+
+
+def loading() -> Shell:
+    """A ring of two is formed, and bo has all that it needs."""
+    shell = head(wanted=2)
+    welcome(shell, "ada", "bo")
+    solve(shell)
+    shell.tell(m.Progressed(1, "bo", m.LoadStage.READY, 1.0))
+    return shell
+
+
+def loads(
+    shell: Shell, seconds: float, every_s: float, stages: tuple[m.LoadStage, ...], share: float
+) -> list[m.Effect]:
+    """Ada says every so often that it got on by ``share``, in one stage after the other; what the core does meanwhile."""
+    start, done, count = len(shell.effects), 0.0, 0
+    end = shell.now + seconds
+    while shell.now < end:
+        live(shell, every_s, "ada", "bo")
+        done, count = done + share, count + 1
+        shell.tell(m.Progressed(1, "ada", stages[count % len(stages)], done))
+    return [each for each in shell.effects[start:] if isinstance(each, m.Abandon | m.Solve)]
+
+
+@pytest.mark.parametrize(
+    ("stages", "share"),
+    [
+        ((m.LoadStage.FETCH,), 0.0),  # nothing comes
+        ((m.LoadStage.FETCH,), 1e-9),  # a byte a second
+        ((m.LoadStage.FETCH, m.LoadStage.LOAD), 1e-9),  # and says that it loads, then that it fetches
+    ],
+)
+def test_a_device_that_never_loads_is_left_out_and_the_ring_is_formed_without_it(stages, share):
+    shell = loading()
+    patience_s = LOAD_STALL_S + 10 * (len(stages) - 1)
+    assert loads(shell, LOAD_STALL_S - 10, 10.0, stages, share) == []
+    assert loads(shell, patience_s - LOAD_STALL_S + 20, 10.0, stages, share) == [
+        m.Abandon(1),
+        m.Solve(2, frozenset({"bo"})),
+    ]
+    assert shell.state.devices["ada"].failures == 1
+
+
+def test_a_slow_device_that_gets_on_is_waited_for():
+    shell = loading()
+    enough = 1.2 / LOAD_PARTS / LOAD_STALL_S * 20
+    assert loads(shell, 4 * LOAD_STALL_S, 20.0, (m.LoadStage.FETCH,), enough) == []
+    shell.tell(m.Progressed(1, "ada", m.LoadStage.LOAD, 0.0))
+    live(shell, LOAD_STALL_S - 1, "ada", "bo")
+    shell.tell(m.Progressed(1, "ada", m.LoadStage.READY, 1.0))
+    live(shell, 2 * LOAD_STALL_S, "ada", "bo")
+    assert shell.attempt == 1
+    assert m.Serve(1, None) in form(shell)
+
+
+def test_the_end_of_patience_with_who_loads_is_a_moment_to_wake_at():
+    shell = loading()
+    live(shell, 1.0, "ada", "bo")
+    due_s = shell.state.attempt.loading["ada"].since_s + LOAD_STALL_S
+    while shell.now < due_s - 1:
+        live(shell, 1.0, "ada", "bo")
+    shell.tell(m.Heard("ada"))
+    shell.tell(m.Heard("bo"))
+    assert wake_at(shell.state, shell.now) <= due_s
+    live(shell, due_s - shell.now, "ada", "bo")
+    assert barred(shell) == {"ada"}
+
+
+# ---- who comes and goes ---------------------------------------------------------------------------------------------
+
+
+def test_who_goes_out_of_sight_and_comes_back_is_not_forgiven_for_that():
+    shell = serving("ada", "bo")
+    pauses_s = []
+    for _ in range(4):
+        shell.tell(m.Lost("bo", "it closed the link"))
+        shell.tell(m.Vanished("bo"))
+        pauses_s.append(shell.state.devices["bo"].barred_until_s - shell.now)
+        formed(shell)
+        live(shell, 1.0, "ada")
+        welcome(shell, "bo")
+        formed(shell, "bo")
+    assert pauses_s == pytest.approx([BAR_S, 2 * BAR_S, 4 * BAR_S, 8 * BAR_S])
+
+
+def test_who_did_no_harm_for_long_is_forgotten_when_it_goes():
+    shell = serving("ada", "bo")
+    broken(shell, "bo")
+    formed(shell)
+    shell.tell(m.Lost("bo", "it closed the link"))
+    live(shell, BAR_S + FORGIVEN_S + 1, "ada")
+    shell.tell(m.DeviceRefused("bo", "busy"))
+    shell.tell(m.Vanished("bo"))
+    assert "bo" not in shell.state.devices
+
+
+def test_a_lasting_fault_that_is_over_each_time_the_device_comes_anew_counts_as_any_other():
+    shell = serving("ada", "bo")
+    pauses_s = []
+    for _ in range(3):
+        broken(shell, "bo", lasting=True)
+        assert shell.state.devices["bo"].barred_until_s - shell.now == pytest.approx(LASTING_BAR_S)
+        formed(shell)
+        shell.tell(m.Lost("bo", "it closed the link"))
+        welcome(shell, "bo")
+        pauses_s.append(shell.state.devices["bo"].barred_until_s - shell.now)
+        formed(shell, "bo")
+    assert pauses_s == pytest.approx([BAR_S, 2 * BAR_S, 4 * BAR_S])
