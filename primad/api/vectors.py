@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from starlette.requests import Request
 
-from primad.api.access import charge
+from primad.api.access import caller, charge
 from primad.api.connection import while_connected
 from primad.api.endpoint import Endpoint
 from primad.errors import RequestError, printable
@@ -70,7 +70,8 @@ async def embed(
         raise RequestError(
             f"dimensions: the embedding model has {embeddings.width}; ask for at most as many", param="dimensions"
         )
-    found, tokens = await while_connected(request.receive, embeddings.embed(texts, called, cuts=cuts))
+    work = embeddings.embed(texts, called, cuts=cuts, owner=caller())
+    found, tokens = await while_connected(request.receive, work)
     charge(tokens)
     rows = np.stack([np.frombuffer(vector, "<f4") for vector in found])
     return Vectors(model=embeddings.name, rows=rows if dimensions is None else _cut(rows, dimensions), tokens=tokens)

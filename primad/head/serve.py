@@ -18,7 +18,7 @@ from primad.api.app import create_app
 from primad.api.backend import ModelNames
 from primad.api.key_file import KeyFile
 from primad.api.keys import ApiKey, digest_of, new_key
-from primad.api.patience import Silent
+from primad.api.patience import Patience
 from primad.certify.first import certified, warning
 from primad.certify.verdict import load_verdict, with_verdict
 from primad.daemon.measuring import OwnProfile
@@ -300,7 +300,7 @@ def _http_server(
     config = uvicorn.Config(
         app,
         lifespan="off",
-        http=Silent(timings.request_timeout_s).protocol,  # type: ignore[arg-type]
+        http=Patience(timings.request_timeout_s, timings.send_timeout_s).protocol,  # type: ignore[arg-type]
         ws="none",
         log_level="error",  # its warnings are one a request that is none, as many as somebody likes to send
         access_log=False,
