@@ -18,7 +18,7 @@ from primad.api.app import create_app
 from primad.api.backend import ModelNames
 from primad.api.key_file import KeyFile
 from primad.api.keys import ApiKey, digest_of, new_key
-from primad.api.patience import Patience
+from primad.api.patience import MOST_CONNECTIONS, Patience
 from primad.certify.first import certified, warning
 from primad.certify.verdict import load_verdict, with_verdict
 from primad.daemon.measuring import OwnProfile
@@ -39,6 +39,7 @@ from primad.head.facts import facts_of
 from primad.head.options import ServeOptions, bind_http, is_for_several, model_id, plan_by_hand, workload_of
 from primad.head.service import service_of
 from primad.network.local_heads import announced_head
+from primad.network.sockets import raise_descriptor_limit
 from primad.planning.adapters import check_adapters, open_adapters, with_adapters
 from primad.planning.angles import with_rope
 from primad.planning.draft_choice import AUTO, choose_draft, models_here
@@ -297,10 +298,12 @@ def _http_server(
         owner_key=own_key,
         desk=desk,
     )
+    descriptors = raise_descriptor_limit()
+    most = MOST_CONNECTIONS if descriptors is None else min(MOST_CONNECTIONS, descriptors // 2)
     config = uvicorn.Config(
         app,
         lifespan="off",
-        http=Patience(timings.request_timeout_s, timings.send_timeout_s).protocol,  # type: ignore[arg-type]
+        http=Patience(timings.request_timeout_s, timings.send_timeout_s, most=most).protocol,  # type: ignore[arg-type]
         ws="none",
         log_level="error",  # its warnings are one a request that is none, as many as somebody likes to send
         access_log=False,
