@@ -7,6 +7,7 @@ Without keys everybody may ask who reaches the server. ``Door`` decides and know
 from __future__ import annotations
 
 import contextvars
+import ipaddress
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from typing import Final
@@ -21,6 +22,7 @@ OPEN_FOLDER: Final = "/page/"
 """The page's files, which hold no secret."""
 
 _asking: contextvars.ContextVar[Allowance | None] = contextvars.ContextVar("asking", default=None)
+_address: contextvars.ContextVar[str] = contextvars.ContextVar("address", default="")
 
 
 class Door:
@@ -79,15 +81,29 @@ class TooOftenError(RequestError):
         self.wait_s = wait_s
 
 
-def let_in(allowance: Allowance | None) -> None:
-    """What is written in this context from now on is charged to ``allowance``."""
+def let_in(allowance: Allowance | None, address: str = "") -> None:
+    """What is written in this context from now on is charged to ``allowance``, or is that of ``address`` without one."""
     _asking.set(allowance)
+    _address.set(address)
 
 
 def caller() -> str:
-    """The name of the key that this request came with; empty without."""
+    """Whose share of the server this request takes: that of its key, or where there are no keys of the machine it is from.
+
+    The programs of this machine are one, and have no name.
+    """
     allowance = _asking.get()
-    return "" if allowance is None else allowance.key.name
+    return machine_of(_address.get()) if allowance is None else allowance.key.name
+
+
+def machine_of(address: str) -> str:
+    """One name for all ways to write an IP ``address``; empty for this machine."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return ""
+    found = getattr(found, "ipv4_mapped", None) or found
+    return "" if found.is_loopback else str(found)
 
 
 def charge(tokens: int) -> None:

@@ -23,6 +23,7 @@ from primad import __version__
 from primad.api.access import OPEN, Door
 from primad.api.anthropic import routes as anthropic
 from primad.api.backend import Backend, Embeddings, ModelNames
+from primad.api.connection import MAX_BODIES_BYTES, BodyGuard
 from primad.api.dialect import COMPONENT, EVENT_STREAM, Dialect, Route, schemas
 from primad.api.endpoint import Endpoint, json_response
 from primad.api.guard import HostGuard, KeyGuard
@@ -77,8 +78,9 @@ def create_app(
     dialects = [route for one in DIALECTS for route in one.routes(endpoint)]
     routes = [*server.routes(), *page.routes(), *dialects]
     metrics.know(route.path for route in routes)
+    app.add_middleware(BodyGuard, most_bytes=MAX_BODIES_BYTES)  # the middleware that is added last sees a request first
     app.add_middleware(KeyGuard, door=door, refuse=_refuse)
-    if origins:  # the middleware that is added last sees a request first
+    if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",))
     app.add_middleware(HostGuard, hosts=hosts, refuse=_refuse)
     app.add_middleware(Counted, metrics=metrics)

@@ -208,11 +208,11 @@ class Embeddings(Protocol):
         """``EmbeddingStatus`` as plain data."""
 
     async def embed(
-        self, texts: Sequence[str | list[int]], called: Callable[[int], str], *, cuts: bool = False
+        self, texts: Sequence[str | list[int]], called: Callable[[int], str], *, cuts: bool = False, owner: str = ""
     ) -> tuple[list[bytes], int]:
         """For each of ``texts`` a vector of length 1, as float32, little-endian; and the tokens of all together.
 
-        Errors name a text as it is ``called``. One that is too long is cut if ``cuts``.
+        Errors name a text as it is ``called``. One that is too long is cut if ``cuts``. Owners take turns.
         Raises ``RequestError`` for texts that cannot be embedded or a full queue (429), ``RingError`` after a crash.
         """
 

@@ -16,14 +16,18 @@ from typing import Any, Final, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from primad.api.access import caller
 from primad.api.dialect import Framing
 from primad.errors import PrimadError, RequestError
 from primad.settings.timings import ApiTimings
+from primad.system.shares import Shares
 
 MAX_BODY_BYTES: Final = 8 << 20
 """Several times the text of the longest context in use."""
+MAX_BODIES_BYTES: Final = 128 << 20
+"""Of all requests that are read or answered. What is made of a body, as a list of tokens, takes some times as much."""
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -57,6 +61,35 @@ async def read_json(request: Request, timeout_s: float) -> bytes:
 
 def _too_large() -> RequestError:
     return RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, code="request_too_large")
+
+
+class BodyGuard:
+    """Callers share ``most_bytes`` for the bodies of their requests, from a body's first byte to its answer's end."""
+
+    def __init__(self, app: ASGIApp, most_bytes: int) -> None:
+        self._app, self._bodies = app, Shares(most_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        who, held_bytes = caller(), 0
+
+        async def counted() -> Message:
+            nonlocal held_bytes
+            message = await receive()
+            size = len(message.get("body", b""))
+            if size and not self._bodies.has_room(who, size):
+                raise RequestError(
+                    "your requests that are read or answered have too many bytes together; try again later",
+                    status=429,
+                    code="too_many_bytes",
+                )
+            self._bodies.take(who, size)
+            held_bytes += size
+            return message
+
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._bodies.give_back(who, held_bytes)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -84,7 +84,8 @@ class KeyGuard:
             try:
                 headers = Headers(scope=scope)
                 proxied = comes_from_elsewhere(headers)
-                let_in(self._door.enter(scope["path"], said_key(headers), self._clock(), from_elsewhere=proxied))
+                allowance = self._door.enter(scope["path"], said_key(headers), self._clock(), from_elsewhere=proxied)
+                let_in(allowance, (scope.get("client") or ("",))[0])
             except RequestError as exc:
                 response = self._refuse(scope["path"], exc)
                 if isinstance(exc, TooOftenError):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import Request
 
-from primad.api.access import charge
+from primad.api.access import caller, charge
 from primad.api.connection import while_connected
 from primad.api.endpoint import Endpoint
 from primad.api.openai.prepared import PreparedTexts
@@ -61,7 +61,8 @@ async def embed(endpoint: Endpoint, request: Request, asked: PreparedTexts, *, q
         raise RequestError(
             f"dimensions: the embedding model has {embeddings.width}; ask for at most as many", param="dimensions"
         )
-    found, tokens = await while_connected(request.receive, embeddings.embed(texts, called, cuts=asked.cuts))
+    work = embeddings.embed(texts, called, cuts=asked.cuts, owner=caller())
+    found, tokens = await while_connected(request.receive, work)
     charge(tokens)
     rows = np.frombuffer(b"".join(found), "<f4").reshape(len(found), -1)
     return Vectors(model=embeddings.name, rows=rows if dimensions is None else _cut(rows, dimensions), tokens=tokens)

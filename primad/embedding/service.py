@@ -1,7 +1,7 @@
 """The head's side of its embedding process: start it, ask it, start it again after a crash, end it.
 
-One task speaks with the process, a text at a time. Requests take turns, and a client that leaves costs the others no more
-than the text that is being computed.
+One task speaks with the process, a text at a time, and texts that are only counted some at a time. Callers take turns, and
+of each caller its requests; a client that leaves costs the others no more than what is being computed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -33,10 +34,13 @@ from primad.embedding.messages import (
 from primad.errors import EngineError, PrimadError, RequestError, RingError
 from primad.ring.spawn import environment, how_it_ended
 from primad.system.memory import staying
+from primad.system.shares import Shares, Turns
 from primad.system.tasks import settle
 
 MAX_WAITING: Final = 64
-"""Requests that may wait or be computed at one time."""
+"""Requests that may wait or be computed at one time for one caller; callers share twice as many."""
+CHECKED_CHARS: Final = 1 << 16
+"""Of texts that are counted in one turn, but for one that is longer."""
 TIMEOUT_S: Final = 300.0
 """The process is taken to hang when an answer takes longer."""
 GRACE_S: Final = 60.0
@@ -45,6 +49,7 @@ _LINE_BYTES: Final = 1 << 20
 
 _decoder = msgspec.json.Decoder(EmbeddingAnswer)
 _Answer = TypeVar("_Answer", TextsChecked, EmbeddedText)
+_Text = str | list[int]
 _Turn = tuple[EmbeddingTask, "asyncio.Future[EmbeddingAnswer]"]
 
 
@@ -64,7 +69,9 @@ class EmbeddingService:
         self.most_tokens = self.width = 0
         self._path, self._threads, self._began, self._timeout_s = path, threads, began, timeout_s
         self._child: asyncio.subprocess.Process | None = None
-        self._turns: asyncio.Queue[_Turn] = asyncio.Queue(MAX_WAITING)
+        self._places = Shares(2 * MAX_WAITING, least=1)
+        self._turns = Turns[_Turn]()
+        self._asked = asyncio.Event()
         self._working: asyncio.Task[None] | None = None
         self._waiting = self._requests = self._errors = self._tokens = self._starts = 0
         self._computed_s = 0.0
@@ -102,16 +109,16 @@ class EmbeddingService:
         return ready
 
     async def embed(
-        self, texts: Sequence[str | list[int]], called: Callable[[int], str], *, cuts: bool = False
+        self, texts: Sequence[_Text], called: Callable[[int], str], *, cuts: bool = False, owner: str = ""
     ) -> tuple[list[bytes], int]:
-        """A vector of length 1 for each of ``texts``, which a request has ``called`` so, and the tokens of all.
+        """A vector of length 1 for each of ``texts``, which a request of ``owner`` has ``called`` so, and the tokens of all.
 
         Raises ``RequestError`` for texts that cannot be embedded or where too many requests wait, ``RingError`` when the
         process ended or hung; the next request starts it again.
         """
         self._requests += 1
         try:
-            vectors, tokens = await self._embed(texts, called, cuts=cuts)
+            vectors, tokens = await self._embed(texts, called, cuts, owner)
         except PrimadError:
             self._errors += 1
             raise
@@ -119,23 +126,28 @@ class EmbeddingService:
         return vectors, tokens
 
     async def _embed(
-        self, texts: Sequence[str | list[int]], called: Callable[[int], str], *, cuts: bool
+        self, texts: Sequence[_Text], called: Callable[[int], str], cuts: bool, owner: str
     ) -> tuple[list[bytes], int]:
         if self._working is None:
             raise RingError(f"the embedding model {self.name} is being loaded; try again in a moment")
-        if self._waiting >= MAX_WAITING:
+        if not self._places.has_room(owner):
             raise RequestError(
-                f"{MAX_WAITING} requests for embeddings are waiting already; try again later",
+                "too many of your requests for embeddings are waiting already; try again later",
                 status=429,
                 code="queue_full",
             )
         self._waiting += 1
         try:
-            checked = await self._turn(CheckTexts(texts=list(texts), cuts=cuts), TextsChecked, called)
-            vectors = [
-                (await self._turn(EmbedText(text=text, cuts=cuts), EmbeddedText, called)).vector for text in texts
-            ]
-            return vectors, checked.tokens
+            with self._places.held(owner):
+                tokens, vectors = 0, []
+                for first, some in _parts(texts):
+                    named = partial(_called_from, called, first)
+                    checked = await self._turn(owner, CheckTexts(texts=some, cuts=cuts), TextsChecked, named)
+                    tokens += checked.tokens
+                for text in texts:
+                    embedded = await self._turn(owner, EmbedText(text=text, cuts=cuts), EmbeddedText, called)
+                    vectors.append(embedded.vector)
+                return vectors, tokens
         finally:
             self._waiting -= 1
 
@@ -144,13 +156,16 @@ class EmbeddingService:
         if self._working is not None:
             self._working.cancel()
             await asyncio.wait([self._working])
-        while not self._turns.empty():
-            _fail(self._turns.get_nowait()[1], RingError("primad is stopping"))
+        while self._turns:
+            _fail(self._turns.next()[1], RingError("primad is stopping"))
         await self._end()
 
-    async def _turn(self, task: EmbeddingTask, kind: type[_Answer], called: Callable[[int], str]) -> _Answer:
+    async def _turn(
+        self, owner: str, task: EmbeddingTask, kind: type[_Answer], called: Callable[[int], str]
+    ) -> _Answer:
         future: asyncio.Future[EmbeddingAnswer] = asyncio.get_running_loop().create_future()
-        await self._turns.put((task, future))
+        self._turns.add(owner, (task, future))
+        self._asked.set()
         answer = await future
         if isinstance(answer, TextRefused):
             raise RequestError(f"{called(answer.index)}: {answer.error}", param=called(answer.index))
@@ -159,7 +174,10 @@ class EmbeddingService:
 
     async def _work(self) -> None:
         while True:
-            task, future = await self._turns.get()
+            while not self._turns:
+                self._asked.clear()
+                await self._asked.wait()
+            task, future = self._turns.next()
             if future.cancelled():
                 continue
             try:
@@ -238,6 +256,21 @@ class EmbeddingService:
                     child.kill()
             await child.wait()
             staying.discard(child.pid)
+
+
+def _parts(texts: Sequence[_Text]) -> Iterator[tuple[int, list[_Text]]]:
+    """Runs of ``texts`` that are counted in one turn each, with the index of the first."""
+    first = size = 0
+    for index, text in enumerate(texts):
+        if index > first and size + len(text) > CHECKED_CHARS:
+            yield first, list(texts[first:index])
+            first, size = index, 0
+        size += len(text)
+    yield first, list(texts[first:])
+
+
+def _called_from(called: Callable[[int], str], first: int, index: int) -> str:
+    return called(first + index)
 
 
 def _fail(future: asyncio.Future[EmbeddingAnswer], error: PrimadError) -> None:

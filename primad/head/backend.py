@@ -29,9 +29,12 @@ from primad.ring.messages import (
     Sampled,
     Sampling,
 )
+from primad.system.shares import Shares
 
 MAX_WAITING: Final = 64
-"""Generations that may run or wait at one time."""
+"""Generations that may run or wait at one time for one caller; while others ask too each has a share of twice as many."""
+MAX_UNREAD: Final = 8192
+"""Events of a generation that wait for their reader; as many times fewer as each lists log-probabilities."""
 
 
 A_MOMENT_S: Final = 10.0
@@ -89,8 +92,7 @@ async def _no_cells(prompt: Sequence[int], owner: str) -> tuple[str, list[KvBloc
 
 @dataclass(slots=True)
 class _Open:
-    """A generation: what was asked for, what was sampled, and where its events go (bounded by the tokens of prompt and
-    answer, and one end)."""
+    """A generation: what was asked for, what was sampled, and where its events go, with room for its end."""
 
     generate: Generate
     events: asyncio.Queue[GenerationEvent | PrimadError]
@@ -133,6 +135,17 @@ class _Open:
             replays_rows=cells.most_rows is None or self.computed - there <= cells.most_rows,
         )
 
+    def give(self, event: GenerationEvent | PrimadError) -> None:
+        """To whoever asked. One who is so far behind that there is no room hears that, and nothing more."""
+        if not isinstance(event, Finished) and self.events.qsize() >= self.events.maxsize - 1:
+            while not self.events.empty():
+                self.events.get_nowait()
+            self.ended = True
+            event = RequestError(
+                "the answer was read too slowly; read it as it comes", status=408, code="read_too_slowly"
+            )
+        self.events.put_nowait(event)
+
     def fail(self, error: str) -> None:
         """Ends with ``error``, unless it has ended."""
         if self.ended:
@@ -147,7 +160,7 @@ class _Open:
             prompt_s=0,
             decode_s=0,
         )
-        self.events.put_nowait(failed)
+        self.give(failed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +192,7 @@ class RingBackend:
         self._clock = clock
         self._stands_since_s: float | None = None
         """Since when nothing is computed for who waits; None when something was since."""
-        self._max_waiting = max_waiting
+        self._places = Shares(2 * max_waiting, least=1)
         self._reuses = reuses
         self._max_wait_s = max_wait_s
         self._served: ServedModel | None = None
@@ -311,7 +324,7 @@ class RingBackend:
             case Finished():
                 generation.ended = True
         generation.moved = True
-        generation.events.put_nowait(event)
+        generation.give(event)
 
     def kept(self, epoch: int, event: KvKept) -> int:
         """Ring ``epoch`` keeps the next blocks of a generation; how many tokens its prompt has.
@@ -340,55 +353,58 @@ class RingBackend:
     ) -> AsyncGenerator[GenerationEvent, None]:
         if self._ring is None and not self._holding:
             raise RingError(f"the model cannot be served now: {self._detail}")
-        if len(self._open) >= self._max_waiting:
+        if may_expire and not self._places.has_room(owner):
             raise RequestError(
-                f"{self._max_waiting} requests are waiting already; try again later", status=429, code="queue_full"
+                "too many of your requests are waiting already; try again later", status=429, code="queue_full"
             )
         if self._served is not None and len(prompt) >= self._served.context_tokens:  # it was more when it was asked
             raise PromptTooLongError(len(prompt), self._served.context_tokens, "prompt")
-        ring = self._ring
-        root, blocks = await self.find_cells(prompt, owner)
-        request = next(self._requests)
-        generate = Generate(
-            request=request,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            sampled=[],
-            logprobs=logprobs,
-            reuses=reuses and self._reuses,
-            owner=owner,
-            priority=priority,
-            tells_begin=may_expire and self._max_wait_s is not None,
-            root=root,
-            blocks=blocks if ring is self._ring else [],
-            speculates=speculates,
-        )
-        generation = _Open(
-            generate=generate, chain=list(generate.blocks), events=asyncio.Queue(len(prompt) + max_tokens + 3)
-        )
-        self._open[request] = generation
-        finished = False
-        expiry: asyncio.TimerHandle | None = None
-        try:
-            await self._submit(generate)
-            if may_expire and self._max_wait_s is not None:
-                expiry = asyncio.get_running_loop().call_later(self._max_wait_s, self._expire, generation)
-            while not finished:
-                event = await generation.events.get()
-                if isinstance(event, PrimadError):
-                    raise event
-                finished = isinstance(event, Finished)
-                yield event
-        finally:
-            del self._open[request]
-            self._rest()
-            if expiry is not None:
-                expiry.cancel()
-            if generate in self._unsent:
-                self._unsent.remove(generate)
-            elif not finished and self._ring is not None:
-                await self._ring.send(Cancel(request))
+        with self._places.held(owner):
+            ring = self._ring
+            root, blocks = await self.find_cells(prompt, owner)
+            request = next(self._requests)
+            generate = Generate(
+                request=request,
+                prompt=prompt,
+                max_tokens=max_tokens,
+                sampling=sampling,
+                sampled=[],
+                logprobs=logprobs,
+                reuses=reuses and self._reuses,
+                owner=owner,
+                priority=priority,
+                tells_begin=may_expire and self._max_wait_s is not None,
+                root=root,
+                blocks=blocks if ring is self._ring else [],
+                speculates=speculates,
+            )
+            generation = _Open(
+                generate=generate,
+                chain=list(generate.blocks),
+                events=asyncio.Queue(MAX_UNREAD // (1 + (logprobs or 0)) + 1),
+            )
+            self._open[request] = generation
+            finished = False
+            expiry: asyncio.TimerHandle | None = None
+            try:
+                await self._submit(generate)
+                if may_expire and self._max_wait_s is not None:
+                    expiry = asyncio.get_running_loop().call_later(self._max_wait_s, self._expire, generation)
+                while not finished:
+                    event = await generation.events.get()
+                    if isinstance(event, PrimadError):
+                        raise event
+                    finished = isinstance(event, Finished)
+                    yield event
+            finally:
+                del self._open[request]
+                self._rest()
+                if expiry is not None:
+                    expiry.cancel()
+                if generate in self._unsent:
+                    self._unsent.remove(generate)
+                elif not finished and self._ring is not None:
+                    await self._ring.send(Cancel(request))
 
     def _expire(self, generation: _Open) -> None:
         """Refuse it, unless it has begun."""
@@ -397,10 +413,10 @@ class RingBackend:
         generation.ended = True
         waited = f"the request waited {self._max_wait_s:g} s, as long as this server lets a request wait"
         if self._ring is None:
-            generation.events.put_nowait(RingError(f"{waited}: {self._detail}"))
+            generation.give(RingError(f"{waited}: {self._detail}"))
         else:
             error = RequestError(f"{waited} for others; try again later", status=429, code="waited_too_long")
-            generation.events.put_nowait(error)
+            generation.give(error)
 
     async def _submit(self, generate: Generate) -> None:
         """Give it to the ring, together with those that are asked for in the same turn of the loop.

@@ -54,6 +54,8 @@ MOST_RESTORE_S: Final = 30.0
 _LAST_WRITES_S: Final = (0.02, 0.1, 0.3)
 LEAST_FIND_S: Final = 0.1
 """A prompt waits so long for its beginning to come from other devices, or as long as it takes to compute."""
+MOST_ROOTS: Final = 1024
+"""Owners whose root is remembered."""
 FIRST_TOKENS_PER_S: Final = 20.0
 """As fast are answers taken to be where nothing was predicted."""
 
@@ -348,6 +350,8 @@ class KvBackup:
             return ""
         who = "" if self._service.options.share_prefixes else owner
         if who not in self._roots:
+            if len(self._roots) >= MOST_ROOTS:
+                self._roots.clear()
             model, options = self._service.model, self._service.options
             about = (model.stamp, options.kv_type, self._station.workspace.build, who, options.rope)
             secret = self._station.identity.secret.encode()

@@ -18,7 +18,7 @@ from primad.api.app import create_app
 from primad.api.backend import ModelNames
 from primad.api.key_file import KeyFile
 from primad.api.keys import ApiKey, digest_of, new_key
-from primad.api.patience import Silent
+from primad.api.patience import MOST_CONNECTIONS, Patience
 from primad.certify.first import certified, warning
 from primad.certify.verdict import load_verdict, with_verdict
 from primad.daemon.measuring import OwnProfile
@@ -41,6 +41,7 @@ from primad.head.service import service_of
 from primad.head.text_service import TextService
 from primad.head.vocabulary import chat_template_of
 from primad.network.local_heads import announced_head
+from primad.network.sockets import raise_descriptor_limit
 from primad.planning.adapters import check_adapters, open_adapters, with_adapters
 from primad.planning.angles import with_rope
 from primad.planning.draft_choice import AUTO, choose_draft, models_here
@@ -310,10 +311,12 @@ def _http_server(
         owner_key=own_key,
         desk=desk,
     )
+    descriptors = raise_descriptor_limit()
+    most = MOST_CONNECTIONS if descriptors is None else min(MOST_CONNECTIONS, descriptors // 2)
     config = uvicorn.Config(
         app,
         lifespan="off",
-        http=Silent(timings.request_timeout_s).protocol,  # type: ignore[arg-type]
+        http=Patience(timings.request_timeout_s, timings.send_timeout_s, most=most).protocol,  # type: ignore[arg-type]
         ws="none",
         log_level="error",  # its warnings are one a request that is none, as many as somebody likes to send
         access_log=False,

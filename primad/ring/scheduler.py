@@ -5,10 +5,14 @@ step log) and takes back what was sampled for each. Time is passed in.
 
 Each generation has a KV sequence of its own, and a step computes a chunk of one prompt, or the next tokens of generations
 that are computed together (``grouping.py``). As many run ``at_once`` as may; of those that wait the owner who has the
-fewest running is next, and of theirs the first one of the lowest priority, behind what an earlier epoch began. Of those
-that run it is the owner who waited longest for a step, and of theirs the one that did: so the devices of a ring compute for
-different ones, neither a long prompt nor a long answer keeps the others from going on, and who asks for more at once has no
-larger share.
+fewest running is next, or had a step longest ago, and of theirs the first one of the lowest priority, behind what was begun
+before. Of those that run it is the owner who waited longest for a step, and of theirs the one that did: so the devices of a
+ring compute for different ones, neither a long prompt nor a long answer keeps the others from going on, and who asks for
+more at once has no larger share.
+
+An owner who waits while others have all sequences gets one: of whoever has several the newest generation is set back, and
+where each has one the generation that had its sequence longest, once it has drawn as many tokens as it costs to come back.
+What is set back waits and goes on later as after the end of an epoch.
 
 Prompts are fed in chunks or pieces of them (``chunks.py``). They follow each other into the ring without waiting (up to
 ``depth`` in flight), since only the last one's output is needed; decode steps wait for the tokens before them. Behind each
@@ -31,11 +35,13 @@ from them, and devices that have not computed them need not.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final
+
+import msgspec
 
 from primad.errors import RingError
 from primad.ring.chunks import Chunking
@@ -99,6 +105,12 @@ class Draw:
 
 MOST_DRAFTS: Final = 64
 """Steps of drafts on their way, those that became void among them."""
+LEAST_TURN: Final = 256
+"""So many tokens are drawn for the only generation of an owner before it is set back for another's."""
+PROMPT_SHARE: Final = 16
+"""As many tokens of a prompt are computed in the time of one of an answer, where they are few."""
+MOST_OWNERS: Final = 1024
+"""Whose latest step is known, of those who asked last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,14 +161,18 @@ class Scheduler:
         self._batching = batching or Batching()
         self._depth = depth
         self._at_once = min(sequences, at_once or sequences)
-        self._waiting: deque[Generate] = deque()
+        self._sequences = sequences
+        self._waiting: dict[str, list[Generate]] = {}
+        """By owner, who began to wait first; of each in the order in which they begin."""
         self._running: dict[int, Running] = {}
+        self._set_back: dict[int, Running] = {}
+        """Those that wait again, as they were."""
         self._slots = Slots(sequences, context=context, chunking=chunking, keep_rows=keep_rows)
         self._in_flight: dict[int, _InFlight] = {}
         self._begun: list[GenerationEvent] = []
         self._steps = 0
         self._owners: dict[str, int] = {}
-        """Who asks, and the latest step for them, counted as for ``waits_since``."""
+        """Who asks, and the latest step for them, counted as for ``waits_since``; who had one last comes last."""
         self._drains = False
         self._now_s = 0.0
         self.waits_until_s: float | None = None
@@ -211,17 +227,19 @@ class Scheduler:
         if self._is_full(generate, len(generate.sampled)):
             self._slots.end_lease(generate)
             return _finished(generate, len(generate.sampled), "length", prompt_s=0.0, decode_s=0.0)
-        self._waiting.append(generate)
-        self._order(generate.owner)
+        self._wait(generate)
         return None
 
-    def _order(self, owner: str) -> None:
-        """What waits for ``owner`` has the same places as before among what waits for others, those begun earlier first."""
-        places = [place for place, each in enumerate(self._waiting) if each.owner == owner]
-        of_owner = [self._waiting[place] for place in places]
-        of_owner.sort(key=lambda each: -math.inf if each.sampled else each.priority)
-        for place, each in zip(places, of_owner, strict=True):
-            self._waiting[place] = each
+    def _wait(self, generate: Generate) -> None:
+        """It waits among those of its owner, behind those that were begun and those of its priority."""
+        waiting = self._waiting.setdefault(generate.owner, [])
+        waiting.append(generate)
+        waiting.sort(key=self._place)
+
+    def _place(self, generate: Generate) -> tuple[float, int]:
+        if generate.request in self._set_back:
+            return -math.inf, generate.request
+        return (-math.inf, 0) if generate.sampled else (generate.priority, 0)
 
     def drain(self) -> None:
         """Hand out no row from now on; one more step keeps those of answers that are in no block."""
@@ -233,9 +251,16 @@ class Scheduler:
         """Forget a generation, wherever it is; what is in flight for it is dropped when it comes back."""
         if cancel.request in self._running:
             self._release(cancel.request)
-        for waiting in [waiting for waiting in self._waiting if waiting.request == cancel.request]:
-            self._waiting.remove(waiting)
+        for waiting in [each for of in self._waiting.values() for each in of if each.request == cancel.request]:
+            self._waits_no_longer(waiting)
+            self._set_back.pop(cancel.request, None)
             self._slots.end_lease(waiting)
+
+    def _waits_no_longer(self, generate: Generate) -> None:
+        waiting = self._waiting[generate.owner]
+        waiting.remove(generate)
+        if not waiting:
+            del self._waiting[generate.owner]
 
     def next_step(self, now: float) -> PlannedStep | None:
         """The next step of the log, or None when the ring must answer first or there is nothing to do."""
@@ -244,14 +269,10 @@ class Scheduler:
             return self._without_rows()
         if sum(not step.is_draft for step in self._in_flight.values()) >= self._depth:
             return None
-        while self._waiting and len(self._running) < self._at_once:
-            held = Counter(running.generate.owner for running in self._running.values())
-            generate = min(self._waiting, key=lambda each: held[each.owner])
-            self._waiting.remove(generate)
-            self._begin(generate, now)
+        leaving = self._share(now) if self._waiting else None
         self._slots.go_on(self._running, self._steps)
         ready = sorted(
-            (running for running in self._running.values() if running.has_step),
+            (running for running in self._running.values() if running.has_step and running is not leaving),
             key=lambda each: (self._owners.get(each.generate.owner, 0), each.waits_since),
         )
         for running in ready:
@@ -267,6 +288,49 @@ class Scheduler:
         if not ready and (step := self._draft()) is not None:
             return step
         return None if self._in_flight else self._without_rows()
+
+    def _share(self, now: float) -> Running | None:
+        """Begin what may begin; who is to give its sequence to another owner as soon as nothing is under way for it."""
+        while True:
+            held = Counter(running.generate.owner for running in self._running.values())
+            owner = min(self._waiting, key=lambda each: (held[each], self._owners.get(each, 0)))
+            if len(self._running) < (self._at_once if held[owner] else self._sequences):
+                generate = self._waiting[owner][0]
+                self._waits_no_longer(generate)
+                self._begin(generate, now)
+                if not self._waiting:
+                    return None
+                continue
+            leaving = None if held[owner] else self._leaving(held)
+            if leaving is None:
+                return None
+            request = leaving.generate.request
+            if any(request in step.computed and not step.is_draft for step in self._in_flight.values()):
+                return leaving
+            self._let_wait(leaving)
+
+    def _leaving(self, held: Mapping[str, int]) -> Running | None:
+        """Whose sequence an owner gets who has none; ``held`` says how many each has."""
+        several = [each for each in self._running.values() if held[each.generate.owner] > 1]
+        if several:
+            return max(several, key=lambda each: (held[each.generate.owner], each.generate.request))
+        had_a_turn = [each for each in self._running.values() if each.drawn >= max(LEAST_TURN, each.costs)]
+        return min(had_a_turn, key=lambda each: each.since, default=None)
+
+    def _let_wait(self, running: Running) -> None:
+        """It waits again; nothing is under way for it but drafts."""
+        before = running.generate
+        generate = msgspec.structs.replace(
+            before,
+            sampled=list(running.sampled),
+            sampling=msgspec.structs.replace(before.sampling, mirostat_mu=running.mirostat_mu),
+            blocks=self._slots.kept(running),
+            tells_begin=False,
+        )
+        self._slots.lease(generate)
+        self._release(before.request)
+        self._set_back[before.request] = running
+        self._wait(generate)
 
     def refill(self, now: float) -> PlannedStep | None:
         """A draft, if nobody waits for a step: it keeps the ring full while the head computes what came back."""
@@ -556,15 +620,23 @@ class Scheduler:
             if is_draft:
                 continue  # it takes nobody's turn
             running.waits_since = self._steps + (0 if running.is_decoding else more)
+            self._owners.pop(running.generate.owner, None)
             self._owners[running.generate.owner] = running.waits_since
+        if len(self._owners) > MOST_OWNERS:
+            del self._owners[next(iter(self._owners))]
         return step
 
     def _begin(self, generate: Generate, now: float) -> None:
         running = self._slots.begin(generate, now, self._running.values())
+        running.since = self._steps
+        again = len(generate.prompt) - running.there
+        running.costs = max(0, again) // PROMPT_SHARE + len(generate.sampled) + min(0, again)
         if self._drafting is not None and generate.speculates:
             running.speculation = Speculation(
                 self._drafter(generate.prompt), self._drafting, generate.sampled, self._losses
             )
+        if (before := self._set_back.pop(generate.request, None)) is not None:
+            running.goes_on(before)
         self._running[generate.request] = running
         if generate.tells_begin:
             self._begun.append(PromptProgress(request=generate.request, tokens=0))
@@ -619,6 +691,7 @@ class Scheduler:
         if draw.ends:
             return [self._finish(running, "stop", now)]
         running.sampled.append(draw.token)
+        running.mirostat_mu = draw.mirostat_mu
         if running.speculation is not None:
             accepted = running.speculation.accepted
             if not running.speculation.took(draw.token, now):

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from primad.kv.keys import KvBlock
 from primad.ring.chunks import Chunking, Computed
 from primad.ring.drafting.speculation import Speculation
 from primad.ring.keeping import Chain, Keeping, Usable, usable
@@ -54,6 +55,10 @@ class Running:
     """Tokens of the prompt whose cells were there, until that is told."""
     chunk_end: int = 0
     """Of the chunk that was begun last."""
+    since: int = 0
+    """How many steps there were when it got its sequence."""
+    costs: int = 0
+    """What had to be computed for it then, in tokens of an answer."""
     waits_since: int = 0
     """How many steps there were when it had one last, and some that its turn counts for."""
     first_token_s: float | None = None
@@ -64,8 +69,20 @@ class Running:
     """Tokens of that beginning."""
     is_foreign: bool = False
     """Chunks of its prompt may have ended elsewhere than this ring's do, in the ring that computed them."""
+    mirostat_mu: float | None = None
+    """Of its sampler, behind the token that was drawn last."""
     speculation: Speculation | None = None
     """What is computed ahead of its tokens; its rows are in ``sequence`` behind those of what is known."""
+
+    @property
+    def there(self) -> int:
+        """Cells of its tokens, those that it will copy among them."""
+        return self.sequence.cells if self.behind is None else self.shared
+
+    @property
+    def drawn(self) -> int:
+        """Tokens that were drawn for it since it has its sequence."""
+        return len(self.sampled) - len(self.generate.sampled)
 
     @property
     def certain(self) -> int:
@@ -86,6 +103,13 @@ class Running:
     def is_decoding(self) -> bool:
         """Whether its prompt is in the ring."""
         return self.behind is None and self.sequence.cells >= len(self.generate.prompt)
+
+    def goes_on(self, before: Running) -> None:
+        """It is the generation that ran as ``before``."""
+        self.started_s, self.first_token_s = before.started_s, before.first_token_s
+        if self.speculation is not None and before.speculation is not None:
+            self.speculation.drafted = before.speculation.drafted
+            self.speculation.accepted = before.speculation.accepted
 
     def tokens(self, first: int, last: int) -> list[int]:
         """Those at positions ``first <= p < last``, all of prompt or all of the answer."""
@@ -144,7 +168,12 @@ class Slots:
     def begin(self, generate: Generate, now: float, others: Collection[Running]) -> Running:
         """``generate`` in a sequence of its own, beside those that run."""
         running = Running(
-            generate=generate, started_s=now, sampled=list(generate.sampled), sequence=self._free[0], reused=0
+            generate=generate,
+            started_s=now,
+            sampled=list(generate.sampled),
+            sequence=self._free[0],
+            reused=0,
+            mirostat_mu=generate.sampling.mirostat_mu,
         )
         self._place(running, others)
         return running
@@ -154,6 +183,12 @@ class Slots:
         self._free.append(running.sequence)
         self._keeping.cut(running.sequence.chain, running.sequence.computed.ends)
         self.end_lease(running.generate)
+
+    def kept(self, running: Running) -> list[KvBlock]:
+        """The blocks of its cells that every device holds."""
+        chain, generate = running.sequence.chain, running.generate
+        is_its_own = running.behind is None and chain.root and chain.request == generate.request
+        return chain.blocks[: chain.told] if is_its_own else list(generate.blocks)
 
     def keep(self, running: Running) -> None:
         """Have kept what is complete of its blocks. Its cells are all in the log."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from primad.api.backend import ServedModel
 from primad.errors import PromptTooLongError, RequestError, RingError
-from primad.head.backend import A_MOMENT_S, MOST_RINGS, GoOn, RingBackend
+from primad.head.backend import A_MOMENT_S, MAX_UNREAD, MOST_RINGS, GoOn, RingBackend
 from primad.kv import keys
 from primad.kv.keys import KvBlock
 from primad.ring.messages import (
@@ -55,8 +55,9 @@ async def attach(backend: RingBackend, epoch: int) -> FakeRing:
     return ring
 
 
-def ask(backend: RingBackend, *prompt: int, tokens: int = 8) -> AsyncGenerator[GenerationEvent, None]:
-    return backend.generate(list(prompt or (1, 2)), max_tokens=tokens, sampling=GREEDY, logprobs=None)
+def ask(backend: RingBackend, *prompt: int, tokens: int = 8, **options: Any) -> AsyncGenerator[GenerationEvent, None]:
+    asked = {"max_tokens": tokens, "sampling": GREEDY, "logprobs": None} | options
+    return backend.generate(list(prompt or (1, 2)), **asked)
 
 
 class Reader:
@@ -449,6 +450,98 @@ def test_a_full_queue_refuses_with_429():
         for reader in (readers[1], third):
             assert not reader.task.done()
             await reader.cancel()
+
+    asyncio.run(once())
+
+
+def test_a_caller_that_fills_the_queue_locks_no_other_out():
+    async def once() -> None:
+        backend = RingBackend(max_waiting=4)
+        ring = await attach(backend, 1)
+        readers = [Reader(ask(backend, owner="greedy")) for _ in range(9)]
+        readers += [Reader(ask(backend, owner=str(other))) for other in range(20)]
+        await settled()
+        owners = [each.owner for each in ring.generates]
+        assert owners == ["greedy"] * 4 + [str(other) for other in range(20)]
+        assert {each.task.done() for each in readers[4:9]} == {True}
+        for reader in readers:
+            await reader.cancel()
+        assert all(each.task.cancelled() or isinstance(each.task.exception(), RequestError) for each in readers)
+
+    asyncio.run(once())
+
+
+def test_what_belongs_to_a_request_that_was_let_in_is_not_refused():
+    async def once() -> None:
+        backend = RingBackend(max_waiting=1)
+        ring = await attach(backend, 1)
+        readers = [Reader(ask(backend, may_expire=number == 0)) for number in range(3)]
+        await settled()
+        assert len(ring.generates) == 3
+        with pytest.raises(RequestError, match="waiting already"):
+            await anext(ask(backend))
+        for reader in readers:
+            await reader.cancel()
+
+    asyncio.run(once())
+
+
+def test_requests_have_their_places_while_kept_cells_are_looked_for():
+    async def once() -> None:
+        backend, looked = RingBackend(max_waiting=1), asyncio.Event()
+        await attach(backend, 1)
+
+        async def find(*_: Any) -> tuple[str, list[KvBlock]]:
+            await looked.wait()
+            return "", []
+
+        backend.find_cells = find
+        first = Reader(ask(backend))
+        await settled()
+        with pytest.raises(RequestError, match="waiting already"):
+            await anext(ask(backend))
+        await first.cancel()
+        second = Reader(ask(backend))
+        await settled()
+        assert not second.task.done()
+        await second.cancel()
+
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize(("logprobs", "most"), [(None, MAX_UNREAD), (20, MAX_UNREAD // 21)])
+def test_who_is_too_far_behind_with_reading_hears_so_and_holds_no_more(logprobs, most):
+    async def once() -> None:
+        backend = RingBackend()
+        ring = await attach(backend, 1)
+        answer = ask(backend, tokens=10 * MAX_UNREAD, logprobs=logprobs)
+        first = asyncio.create_task(anext(answer))
+        await settled()
+        for token in range(most):
+            backend.deliver(1, sampled(1, token))
+        assert isinstance(await first, Sampled)
+        for token in range(2):
+            backend.deliver(1, sampled(1, token))
+        with pytest.raises(RequestError, match="read too slowly"):
+            await anext(answer)
+        assert ring.told[-1] == Cancel(1)
+        assert backend.generations == 0
+
+    asyncio.run(once())
+
+
+def test_an_answer_that_ends_with_as_much_unread_as_may_be_is_read_to_its_end():
+    async def once() -> None:
+        backend = RingBackend()
+        await attach(backend, 1)
+        answer = ask(backend, tokens=10 * MAX_UNREAD)
+        first = asyncio.create_task(anext(answer))
+        await settled()
+        for token in range(MAX_UNREAD):
+            backend.deliver(1, sampled(1, token))
+        backend.deliver(1, finished(1))
+        await first
+        assert len([event async for event in answer]) == MAX_UNREAD
 
     asyncio.run(once())
 

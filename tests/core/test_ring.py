@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from primad.errors import AlteredStepError, EngineError, NotFiniteError, RingError, SenderError
 from primad.kv.keys import KvBlock
+from primad.ring import scheduler
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 from primad.ring.head import Send, Tell
@@ -678,6 +679,7 @@ class Service:
         self.keeper = FakeKeeper()
         self.texts: dict[int, list[int]] = {}
         self.roots: dict[int, str] = {}
+        self.owners: dict[int, str] = {}
         self.told: dict[int, list[int]] = {}
         self.ends: dict[int, Finished] = {}
 
@@ -692,6 +694,7 @@ class Service:
             blocks=blocks if keeps else [],
             replays_rows=self.data.draw(st.booleans()),
         )
+        asked = msgspec.structs.replace(asked, owner=self.owners[request])
         self.keeper.give(asked)
         self.ring.head.submit(asked)
 
@@ -699,6 +702,7 @@ class Service:
         """Another one, with what the devices have of its prompt."""
         self.texts[request], self.told[request] = text, []
         self.roots[request] = root = self.data.draw(st.sampled_from(["", "ann", "ann", "ben"]))
+        self.owners[request] = self.data.draw(st.sampled_from(["ann", "ben", "cleo"]))
         devices = list(zip(self.ring.shelves, self.ring.layers, strict=True))
         self.submit(
             request,
@@ -782,8 +786,15 @@ class Service:
 def test_generations_at_once_say_what_each_says_alone_whoever_comes_goes_and_dies(data, shape, sampling):
     """They come and are cancelled at any time, begin like others or are the same, and rings break under them.
 
-    Cells that are kept come along, as far as there are devices that have them; no cell is another text's or comes twice.
+    Those of an owner are set back for another's. Cells that are kept come along, as far as there are devices that have
+    them; no cell is another text's or comes twice.
     """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "LEAST_TURN", data.draw(st.sampled_from([1, 3])))
+        say_what_each_says_alone(data, shape, sampling)
+
+
+def say_what_each_says_alone(data, shape: Shape, sampling: Sampling) -> None:
     service = Service(data, shape, sampling)
     for request in range(1, data.draw(st.integers(1, 7)) + 1):
         begin = data.draw(st.sampled_from([[], *service.texts.values()]))

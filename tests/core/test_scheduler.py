@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 
 import msgspec
 import pytest
@@ -10,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primad.errors import RingError
+from primad.ring import scheduler as scheduler_module
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 from primad.ring.messages import Cancel, Finished, KvCopy, KvRemove, PromptProgress, Sampled
-from primad.ring.scheduler import Draw, PlannedStep, Scheduler
+from primad.ring.scheduler import LEAST_TURN, Draw, PlannedStep, Scheduler
 from primad.ring.slots import COPIED_CELLS
 from tests.fakes.ring import chunks_of, generate
 
@@ -386,6 +388,126 @@ def test_who_has_the_fewest_running_is_next():
     assert requests(made, 4) == [1, 4, 1, 4]
     made.cancel(Cancel(1))
     assert requests(made, 2) == [2, 4]
+
+
+def finish(made: Scheduler, request: int) -> list[int]:
+    """Whose steps came back until ``request`` was over, each with a token for all who want one."""
+    of: list[int] = []
+    while True:
+        step = next_step(made)
+        of += step.requests
+        if any(
+            isinstance(each, Finished) and each.request == request for each in commit(made, step.step, draw_of(9), 0)
+        ):
+            return of
+
+
+def test_with_one_sequence_owners_take_turns_however_many_requests_one_has():
+    made = owned("a", "a", "a", "b", "a", "b", "c", rows=64)
+    order = []
+    while not made.is_idle:
+        request = next_step(made).requests[0]
+        order.append(request)
+        made.commit(len(order) - 1, {request: Draw(token=1, ends=True)}, 0)
+    assert order == [1, 4, 7, 2, 6, 3, 5]
+
+
+def test_an_owner_who_waits_gets_a_sequence_of_one_who_has_several_and_that_goes_on_later():
+    made = owned("a", "a", sequences=2, rows=64, depth=1)
+    for _ in range(4):
+        commit(made, next_step(made).step, draw_of(7), 0)
+    under_way = next_step(made)
+    made.submit(msgspec.structs.replace(generate(3, [3], tokens=2), owner="b"))
+    commit(made, under_way.step, draw_of(8), 0)
+    assert finish(made, 3) == [3, 1, 3], "the newest of a is set back, at once since nothing was under way for it"
+    again = next_step(made)
+    assert (again.requests, len(again.tokens)) == ([2], 40), "its prompt is read again"
+    commit(made, again.step, None, 0)
+    assert set(finish(made, 2)) == {1, 2}
+    assert made.is_idle
+
+
+def test_one_that_is_set_back_waits_for_its_step_and_has_all_tokens_once():
+    made = owned("a", "a", sequences=2, rows=64, depth=3)
+    steps = [next_step(made), next_step(made)]
+    made.submit(msgspec.structs.replace(generate(3, [3], tokens=1), owner="b"))
+    assert made.next_step(0) is None
+    commit(made, steps[0].step, draw_of(5), 0)
+    assert next_step(made).requests == [1], "what is under way for the other one is not lost"
+    assert [each.token for each in commit(made, steps[1].step, draw_of(6), 0)] == [6]
+    begins = next_step(made)
+    assert begins.requests == [3]
+    assert any(isinstance(each, Finished) for each in commit(made, begins.step, draw_of(7), 0))
+    prompt, last = next_step(made), next_step(made)
+    assert (prompt.requests, prompt.draws) == ([2], {})
+    assert (last.requests, last.tokens, last.positions) == ([2], [6], [40])
+
+
+def test_who_waits_again_may_be_cancelled():
+    made = owned("a", "a", sequences=2, rows=64, depth=1)
+    made.submit(msgspec.structs.replace(generate(3, [3]), owner="b"))
+    for _ in range(2):
+        commit(made, next_step(made).step, draw_of(7), 0)
+    for request in (1, 2, 3):
+        made.cancel(Cancel(request))
+    assert made.next_step(0) is None
+    assert made.is_idle
+
+
+def test_where_each_has_one_sequence_the_one_that_had_it_longest_is_set_back_behind_a_turn():
+    made = scheduler(context=9999, rows=64, depth=1)
+    for request, owner in enumerate("ab", 1):
+        made.submit(msgspec.structs.replace(generate(request, [request], tokens=2 * LEAST_TURN), owner=owner))
+    turns = [(owner, len(list(each))) for owner, each in groupby(finish(made, 1))]
+    assert turns[:2] == [(1, LEAST_TURN), (2, LEAST_TURN)]
+    again = 1 + LEAST_TURN - 1
+    assert turns[2:] == [(1, again + LEAST_TURN)], "it comes back with its prompt and what was drawn"
+
+
+def test_what_comes_back_draws_as_much_as_that_cost_before_it_is_set_back_again():
+    made = scheduler(context=99999, rows=64, depth=1)
+    for request, owner in enumerate("ab", 1):
+        made.submit(msgspec.structs.replace(generate(request, [request], tokens=9 * LEAST_TURN), owner=owner))
+    turns = [len(list(each)) for _, each in groupby(finish(made, 1))]
+    drawn = [turns[0], turns[2] - turns[0], turns[4] - turns[0] - (turns[2] - turns[0])]
+    assert drawn == [LEAST_TURN, LEAST_TURN, 2 * LEAST_TURN]
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [60, 6000])
+def test_a_short_answer_is_some_times_slower_beside_forty_of_another_owner_and_not_as_many_times(sequences, tokens):
+    made = scheduler(context=9999, rows=64, depth=1, sequences=sequences)
+    for request in range(40):
+        made.submit(msgspec.structs.replace(generate(request, [request] * 20, tokens=tokens), owner="greedy"))
+    for _ in range(LEAST_TURN + 1):
+        commit(made, next_step(made).step, draw_of(9), 0)
+    made.submit(msgspec.structs.replace(generate(99, [99] * 20, tokens=30), owner="short"))
+    alone = 30
+    assert len(finish(made, 99)) <= 3 * alone + tokens % 100
+    assert len(made._running) + sum(map(len, made._waiting.values())) > 30
+
+
+def test_an_owner_alone_is_never_set_back():
+    made = scheduler(context=9999, rows=64, depth=1)
+    for request in (1, 2):
+        made.submit(generate(request, [request], tokens=4 * LEAST_TURN))
+    assert finish(made, 1) == [1] * 4 * LEAST_TURN
+
+
+def test_a_sequence_that_is_free_is_another_owners_though_few_run_at_once():
+    made = owned("a", "a", "b", "c", sequences=2, at_once=1, rows=64, depth=9)
+    assert requests(made, 2) == [1, 3]
+    made.cancel(Cancel(1))
+    assert requests(made, 1) == [4]
+
+
+def test_of_owners_who_ask_no_more_nothing_is_kept_without_end(monkeypatch):
+    monkeypatch.setattr(scheduler_module, "MOST_OWNERS", 5)
+    made = scheduler(rows=64)
+    for request in range(20):
+        made.submit(msgspec.structs.replace(generate(request, [1], tokens=1), owner=f"from {request}"))
+        commit(made, next_step(made).step, draw_of(1), 0)
+    assert list(made._owners) == [f"from {request}" for request in range(15, 20)]
 
 
 def begun(made: Scheduler) -> list[int]:

@@ -34,7 +34,7 @@ class FakeEmbeddings:
         }
 
     async def embed(
-        self, texts: Sequence[str | list[int]], called: Callable[[int], str], *, cuts: bool = False
+        self, texts: Sequence[str | list[int]], called: Callable[[int], str], *, cuts: bool = False, owner: str = ""
     ) -> tuple[list[bytes], int]:
         self.cuts.append(cuts)
         for index, text in enumerate(texts):

@@ -15,9 +15,15 @@ import psutil
 import pytest
 
 from primad.api.vectors import numbered
-from primad.embedding import service as embedding_service
-from primad.embedding.messages import LoadEmbedder
-from primad.embedding.service import EmbeddingService
+from primad.embedding.messages import (
+    CheckTexts,
+    EmbeddedText,
+    EmbedderReady,
+    LoadEmbedder,
+    TextRefused,
+    TextsChecked,
+)
+from primad.embedding.service import CHECKED_CHARS, MAX_WAITING, EmbeddingService
 from primad.errors import ConfigError, EngineError, RequestError, RingError
 from primad.gguf.model import open_model
 from primad.gguf.windows import vocabulary_size
@@ -92,7 +98,7 @@ def test_a_text_is_refused_or_cut_and_others_are_not_touched(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_crash_is_one_error_and_the_next_request_is_answered(smollm2, monkeypatch):
+def test_a_crash_is_one_error_and_the_next_request_is_answered(smollm2):
     async def work(service):
         before = await service.embed(["Hello"], INPUT)
         os.kill(service.pid, signal.SIGSTOP)  # so that what is asked now is not answered
@@ -114,10 +120,11 @@ def test_a_crash_is_one_error_and_the_next_request_is_answered(smollm2, monkeypa
         assert status["alive"]
         assert status["rss_bytes"] > 1 << 20
         assert (status["tokens"] > 0, status["compute_s"] > 0) == (True, True)
-        monkeypatch.setattr(embedding_service, "MAX_WAITING", 0)
-        with pytest.raises(RequestError, match="waiting already") as refused:
-            await service.embed(["Hello"], INPUT)
-        assert refused.value.status == 429
+        asked = [service.embed(["Hello"], INPUT) for _ in range(MAX_WAITING + 1)]
+        *answered, refused = await asyncio.gather(*asked, return_exceptions=True)
+        assert answered == [before] * MAX_WAITING
+        assert isinstance(refused, RequestError)
+        assert (refused.status, refused.code) == (429, "queue_full")
 
     with_service(smollm2, work)
 
@@ -171,3 +178,60 @@ def test_a_process_that_hangs_is_ended(tmp_path):
         assert service.pid is None
 
     with_service(tmp_path / "none.gguf", work, starts=False, timeout_s=0.0)
+
+
+class Process:
+    """An embedding process that answers at once, each vector with the text itself."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.returncode, self.pid, self.asked = None, 0, []
+
+        async def load(service):
+            service._child = self
+            return EmbedderReady(width=1, most_tokens=512, bytes=0)
+
+        async def ask(service, task):
+            self.asked.append(task)
+            await asyncio.sleep(0)
+            if isinstance(task, CheckTexts):
+                wrong = [index for index, text in enumerate(task.texts) if not text]
+                return TextRefused(index=wrong[0], error="is empty") if wrong else TextsChecked(tokens=len(task.texts))
+            return EmbeddedText(vector=task.text.encode())
+
+        async def end(service, **_):
+            service._child = None
+
+        monkeypatch.setattr(EmbeddingService, "_load", load)
+        monkeypatch.setattr(EmbeddingService, "_ask", ask)
+        monkeypatch.setattr(EmbeddingService, "_end", end)
+
+
+def test_callers_take_turns_however_much_each_asks_for(tmp_path, monkeypatch):
+    process = Process(monkeypatch)
+
+    async def work(service):
+        greedy = [asyncio.create_task(service.embed([f"a{n}"] * 20, INPUT, owner="a")) for n in range(MAX_WAITING)]
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="waiting already"):
+            await service.embed(["a"], INPUT, owner="a")
+        before = len(process.asked)
+        assert await service.embed(["b"], INPUT, owner="b") == ([b"b"], 1)
+        assert len(process.asked) - before <= 5, "one of a and one of b in turn"
+        for task in greedy:
+            task.cancel()
+        await asyncio.wait(greedy)
+        assert await service.embed(["a"], INPUT, owner="a") == ([b"a"], 1)
+
+    with_service(tmp_path / "none.gguf", work)
+
+
+def test_many_texts_are_counted_some_at_a_time_and_named_as_the_request_has_them(tmp_path, monkeypatch):
+    process, texts = Process(monkeypatch), ["x" * (CHECKED_CHARS // 2)] * 5
+
+    async def work(service):
+        assert await service.embed(texts, INPUT) == ([text.encode() for text in texts], 5)
+        assert [len(task.texts) for task in process.asked if isinstance(task, CheckTexts)] == [2, 2, 1]
+        with pytest.raises(RequestError, match=r"^input\[4\]: is empty"):
+            await service.embed([*texts[:4], ""], INPUT)
+
+    with_service(tmp_path / "none.gguf", work)

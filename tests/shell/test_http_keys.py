@@ -116,6 +116,29 @@ def test_the_ring_is_told_whose_an_answer_is(stream):
     assert [call.owner for call in backend.calls] == ["laptop", ""]
 
 
+@pytest.mark.parametrize(
+    ("address", "owner"),
+    [
+        ("192.168.1.7", "192.168.1.7"),
+        ("::ffff:192.168.1.7", "192.168.1.7"),
+        ("FD00:0::7", "fd00::7"),
+        ("127.0.0.1", ""),
+        ("127.9.9.9", ""),
+        ("::1", ""),
+        ("::ffff:127.0.0.1", ""),
+    ],
+)
+def test_without_keys_each_machine_asks_as_one(address, owner):
+    async def once() -> None:
+        backend = FakeBackend(says("Hello"))
+        transport = httpx.ASGITransport(create_app(backend), client=(address, 1234))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            await client.post("/v1/chat/completions", json=HELLO)
+        assert [call.owner for call in backend.calls] == [owner]
+
+    asyncio.run(once())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_of_prompt_and_answer_count(stream):
     app, headers = app_for(key(tokens_per_min=1)), {"x-api-key": KEY}

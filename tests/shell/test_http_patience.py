@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import httpx
 import pytest
 import uvicorn
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from primad.api import patience as http_patience
 from primad.api.app import create_app
-from primad.api.patience import MOST_SILENT, Silent
+from primad.api.patience import Patience
 from primad.settings.timings import ApiTimings
 from tests.fakes.backend import FakeBackend, says
 from tests.fakes.http import PATIENCE_S
@@ -24,12 +28,19 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
 @asynccontextmanager
 async def patient(
-    backend: FakeBackend, *, timeout_s: float = ApiTimings().request_timeout_s, most: int = MOST_SILENT
+    backend: FakeBackend,
+    *,
+    timeout_s: float = ApiTimings().request_timeout_s,
+    send_timeout_s: float = ApiTimings().send_timeout_s,
+    app: ASGIApp | None = None,
+    kind: type[Patience] = Patience,
+    **limits: int,
 ) -> AsyncIterator[int]:
     """The app as ``primad serve`` runs it; its port."""
     listener = socket.create_server(("127.0.0.1", 0))
+    patience = kind(timeout_s, send_timeout_s, **limits)
     config = uvicorn.Config(
-        create_app(backend), log_config=None, lifespan="off", ws="none", http=Silent(timeout_s, most).protocol
+        app or create_app(backend), log_config=None, lifespan="off", ws="none", http=patience.protocol
     )
     server = uvicorn.Server(config)
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
@@ -40,13 +51,17 @@ async def patient(
             server.should_exit = True
 
 
-@pytest.mark.parametrize("said", [b"", REQUEST[:-2], b"\xff" + bytes(9)], ids=["nothing", "half", "ZMTP"])
-def test_who_asks_nothing_is_sent_away(said: bytes):
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [(b"", b""), (REQUEST[:-2], b""), (b"\xff" + bytes(9), b"HTTP/1.1 400 ")],
+    ids=["nothing", "half", "ZMTP"],
+)
+def test_who_asks_nothing_is_sent_away(said: bytes, answer: bytes):
     async def scenario() -> None:
         async with patient(FakeBackend(says("Hi")), timeout_s=0.1) as port:
             reader, writer = await raw(port)
             writer.write(said)
-            assert await until_closed(reader) == b""
+            assert (await until_closed(reader))[: len(answer) or None] == answer
             writer.close()
 
     asyncio.run(scenario())
@@ -85,7 +100,7 @@ def test_an_answer_may_take_longer_than_a_request():
 
 def test_the_silent_make_room_for_who_asks():
     async def scenario() -> None:
-        async with patient(FakeBackend(says("Hi")), most=5) as port, httpx.AsyncClient() as client:
+        async with patient(FakeBackend(says("Hi")), most_silent=5) as port, httpx.AsyncClient() as client:
             silent = [await raw(port) for _ in range(20)]
             answer = await client.get(f"http://127.0.0.1:{port}/health")
             assert answer.status_code == 200
@@ -93,5 +108,99 @@ def test_the_silent_make_room_for_who_asks():
                 assert await until_closed(reader) == b""
             for _, writer in silent:
                 writer.close()
+
+    asyncio.run(scenario())
+
+
+async def large(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with more than the system keeps for a client that does not read."""
+    await Response(bytes(32 << 20))(scope, receive, send)
+
+
+async def unread(port: int, headers: bytes = b"") -> socket.socket:
+    """A client that has asked, was answered, and reads no more."""
+    client = socket.socket()
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
+    await asyncio.get_running_loop().sock_sendall(client, REQUEST[:-2] + headers + b"\r\n")
+    await asyncio.get_running_loop().sock_recv(client, 1)
+    return client
+
+
+async def is_cut_off(client: socket.socket) -> bool:
+    """Whether it is, before its answer is whole; it reads on."""
+    got = 0
+    with client, suppress(ConnectionError):
+        while data := await asyncio.get_running_loop().sock_recv(client, 1 << 20):
+            got += len(data)
+    return got < 32 << 20
+
+
+@pytest.mark.parametrize("headers", [b"", b"Connection: close\r\n", b"\r\n" + REQUEST[:-2]])
+def test_who_does_not_read_an_answer_is_sent_away(headers):
+    async def scenario() -> None:
+        gone = asyncio.Event()
+
+        class Told(http_patience.PatientProtocol):
+            def connection_lost(self, exc: Exception | None) -> None:
+                super().connection_lost(exc)
+                gone.set()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(http_patience, "PatientProtocol", Told)
+            async with patient(FakeBackend(says()), app=large, timeout_s=0.1, send_timeout_s=0.1) as port:
+                client = await unread(port, headers)
+                await gone.wait()
+                assert await is_cut_off(client)
+
+    asyncio.run(scenario())
+
+
+def test_who_reads_a_large_answer_is_not_silent_meanwhile():
+    unread_bytes: list[int] = []
+
+    class Told(Patience):
+        def is_silent(self, connection: http_patience.PatientProtocol) -> None:
+            super().is_silent(connection)
+            unread_bytes.append(connection.unread_bytes)
+
+    async def scenario() -> None:
+        async with patient(FakeBackend(says()), app=large, kind=Told) as port:
+            assert not await is_cut_off(await unread(port, b"Connection: close\r\n"))
+
+    asyncio.run(scenario())
+    assert max(unread_bytes) < 64 << 10
+
+
+def test_where_too_much_is_unread_who_reads_longest_makes_room():
+    async def scenario() -> None:
+        async with patient(FakeBackend(says()), app=large, most_unread_bytes=64 << 20) as port:
+            clients = [await unread(port, b"Connection: close\r\n") for _ in range(4)]
+            assert [await is_cut_off(client) for client in reversed(clients)] == [False, False, True, True]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has more than one address of its own")
+def test_one_machine_that_opens_all_connections_locks_no_other_out(monkeypatch):
+    monkeypatch.setattr(http_patience, "machine_of", lambda address: address)
+
+    async def scenario() -> None:
+        async with patient(FakeBackend(says("Hi")), most=8) as port:
+            greedy = [await raw(port) for _ in range(7)]
+            for reader, _ in greedy[4:]:
+                assert (await until_closed(reader)).startswith(b"HTTP/1.1 503 ")
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+            writer.write(REQUEST)
+            assert b" 200 " in await reader.readline()
+            for _, each in [*greedy, (reader, writer)]:
+                each.transport.abort()
+            while True:  # places come back with the connections
+                reader, writer = await raw(port)
+                writer.write(REQUEST)
+                line = await reader.readline()
+                writer.transport.abort()
+                if b" 200 " in line:
+                    break
 
     asyncio.run(scenario())

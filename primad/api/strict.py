@@ -1,0 +1,55 @@
+"""HTTP/1 as strict as it is written: what a proxy may read in another way than this server is refused.
+
+A request that hides a second one (request smuggling) lives on two readers that disagree about where it ends. h11 takes some
+of what RFC 9112 only forgives: a length beside chunks, lines that end with a bare LF, folded lines, the same length twice.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import h11
+
+MOST_HEAD_BYTES: Final = 16 << 10
+_HEAD_END: Final = b"\r\n\r\n"
+_ODD_LINES: Final = re.compile(rb"(?<!\r)\n|\r[^\n]|\n[ \t]|\x00")
+_LENGTH: Final = re.compile(rb"(?im)^content-length:(.*)$")
+_CODING: Final = re.compile(rb"(?im)^transfer-encoding:")
+_VERSION: Final = re.compile(rb"[^\r]* HTTP/1\.([01])\r")
+
+
+class StrictConnection(h11.Connection):
+    """The server's side of a connection; ``wrong`` says what was not HTTP."""
+
+    wrong = ""
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """As h11's. Raises ``RemoteProtocolError``."""
+        try:
+            if self.their_state is h11.IDLE and (wrong := wrong_in(self.trailing_data[0])):
+                raise h11.RemoteProtocolError(wrong)
+            return super().next_event()
+        except h11.RemoteProtocolError as exc:
+            self.wrong = str(exc)
+            raise
+
+
+def wrong_in(received: bytes) -> str:
+    """What is wrong with the head of a request, of which so much was ``received``; empty where h11 sees to the rest."""
+    head, is_whole, _ = received.partition(_HEAD_END)
+    if len(head) > MOST_HEAD_BYTES:
+        return f"a request's first line and headers have at most {MOST_HEAD_BYTES} bytes"
+    if _ODD_LINES.search(head):
+        return "lines end with CR LF, and no header line goes on in the next one"
+    if not is_whole:
+        return ""
+    version = _VERSION.match(head + b"\r")
+    if version is None:
+        return "this server speaks HTTP/1.1"
+    lengths, is_coded = _LENGTH.findall(head), _CODING.search(head) is not None
+    if is_coded and (lengths or version[1] == b"0"):
+        return "Transfer-Encoding goes with no Content-Length, and not with HTTP/1.0"
+    if len(lengths) > 1 or not all(length.strip(b" \t\r").isdigit() for length in lengths):
+        return "Content-Length is one number"
+    return ""

@@ -1,0 +1,129 @@
+"""Callers share the memory that bodies take, from their first byte until they are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from primad.api import app as http_app
+from primad.api.app import create_app
+from primad.settings.timings import ApiTimings
+from tests.fakes.backend import FakeBackend, says
+from tests.fakes.http import PATIENCE_S, BareClient
+
+CHAT = "/v1/chat/completions"
+MOST_BYTES = 8000
+
+
+class SlowClient(BareClient):
+    """A client at ``address`` that says pieces of its body as they are put in ``said``; None ends it."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(CHAT)
+        self.scope["client"] = (address, 1)
+        self.said: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.is_whole = False
+
+    async def receive(self):
+        if self.is_whole:
+            return await super().receive()
+        piece = await self.said.get()
+        self.is_whole, self._requests = piece is None, []
+        return {"type": "http.request", "body": piece or b"", "more_body": piece is not None}
+
+    async def status(self) -> int:
+        """That of its answer."""
+        return (await self.got.get())["status"]
+
+
+def scenario(monkeypatch, test, *script, **timings: float) -> None:
+    monkeypatch.setattr(http_app, "MAX_BODIES_BYTES", MOST_BYTES)
+    app = create_app(FakeBackend(says(*script)), timings=ApiTimings(**timings))
+
+    async def once() -> None:
+        async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+
+            def client(address: str, *said: bytes | None) -> SlowClient:
+                made = SlowClient(address)
+                for piece in said:
+                    made.said.put_nowait(piece)
+                made.task = group.create_task(app(made.scope, made.receive, made.send))
+                return made
+
+            await test(client)
+
+    asyncio.run(once())
+
+
+def chat(size: int) -> bytes:
+    """A request of ``size`` bytes."""
+    empty = json.dumps({"messages": [{"role": "user", "content": ""}]}).encode()
+    return empty.replace(b'""', b'"%s"' % (b"a" * (size - len(empty))))
+
+
+async def settled() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def test_one_whose_bodies_do_not_end_is_refused_and_others_are_not(monkeypatch):
+    async def test(client) -> None:
+        greedy = [client("10.0.0.1", b"a" * 1000) for _ in range(4)]
+        await settled()
+        refused = client("10.0.0.1", b"a" * 1000)
+        await refused.task
+        start = refused.got.get_nowait()
+        assert (start["status"], dict(start["headers"])[b"retry-after"]) == (429, b"5")
+        body = json.loads(refused.got.get_nowait()["body"])
+        assert (body["error"]["code"], body["error"]["type"]) == ("too_many_bytes", "rate_limit_error")
+        assert await client("10.0.0.2", chat(1500), None).status() == 200
+        assert [each.got.empty() for each in greedy] == [True] * 4
+        for each in greedy:
+            each.said.put_nowait(None)
+            assert await each.status() == 400
+
+    scenario(monkeypatch, test, "Hi")
+
+
+def test_a_body_that_grows_beyond_the_share_ends_and_gives_all_back(monkeypatch):
+    async def test(client) -> None:
+        for _ in range(3):
+            grows = client("10.0.0.1", *[b"a" * 1000] * 5)
+            assert await grows.status() == 429
+            await grows.task
+
+    scenario(monkeypatch, test)
+
+
+def test_a_body_counts_until_its_answer_ends(monkeypatch):
+    held = asyncio.Event()
+
+    async def test(client) -> None:
+        first = client("10.0.0.1", chat(3900), None)
+        await settled()
+        assert first.got.empty()
+        assert await client("10.0.0.1", chat(500), None).status() == 429
+        held.set()
+        assert await first.status() == 200
+        await first.task
+        assert await client("10.0.0.1", chat(3900), None).status() == 200
+
+    scenario(monkeypatch, test, held, "Hi")
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_who_leaves_or_is_too_slow_gives_all_back(monkeypatch, leaves):
+    async def test(client) -> None:
+        slow = client("10.0.0.1", b"a" * 4000)
+        if leaves:
+            await settled()
+            slow.task.cancel()
+            await asyncio.wait([slow.task])
+        else:
+            assert await slow.status() == 408
+            await slow.task
+        assert await client("10.0.0.1", chat(3900), None).status() == 200
+
+    scenario(monkeypatch, test, "Hi", body_timeout_s=PATIENCE_S if leaves else 0.01)

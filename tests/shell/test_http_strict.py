@@ -1,0 +1,149 @@
+"""What two readers of HTTP could read in two ways is refused, and the connection with it; what is plain HTTP is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+
+from tests.fakes.backend import FakeBackend, says
+from tests.shell.gated import raw, until_closed
+from tests.shell.test_http_patience import patient
+
+BODY = b'{"messages": [{"role": "user", "content": "Hi"}]}'
+SIZE = b"%d" % len(BODY)
+CHUNKED = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def asks(*headers: bytes, body: bytes = BODY, line: bytes = b"POST /v1/chat/completions HTTP/1.1") -> bytes:
+    """A chat with ``headers``; the connection closes behind its answer."""
+    always = (b"Host: localhost", b"Content-Type: application/json", b"Connection: close")
+    return b"\r\n".join([line, *always, *headers, b"", b""]) + body
+
+
+LENGTH, CODING = b"Content-Length: " + SIZE, b"Transfer-Encoding: chunked"
+ANSWERED = {
+    "a length": asks(LENGTH),
+    "chunks": asks(CODING, body=CHUNKED),
+    "chunks by another case": asks(b"transfer-encoding: Chunked", body=CHUNKED),
+    "blanks around a length": asks(b"Content-Length: \t" + SIZE + b" "),
+    "HTTP/1.0": asks(LENGTH, line=b"POST /v1/chat/completions HTTP/1.0"),
+    "an extension of a chunk": asks(CODING, body=CHUNKED.replace(b"\r\n{", b";a=b\r\n{")),
+    "a trailer": asks(CODING, body=CHUNKED[:-2] + b"X-Sum: 1\r\n\r\n"),
+    "words of a header in a value": asks(LENGTH, b"X-Said: content-length: 5, transfer-encoding: chunked"),
+}
+REFUSED = {
+    "a length and chunks": asks(LENGTH, CODING, body=CHUNKED),
+    "chunks and a length": asks(CODING, b"Content-Length: 4", body=CHUNKED),
+    "a length and chunks by another case": asks(b"CONTENT-LENGTH: 0", b"TRANSFER-ENCODING: CHUNKED", body=CHUNKED),
+    "two lengths": asks(LENGTH, b"Content-Length: 0"),
+    "the same length twice": asks(LENGTH, LENGTH),
+    "a list of lengths": asks(b"Content-Length: " + SIZE + b", " + SIZE),
+    "a length with a sign": asks(b"Content-Length: +" + SIZE),
+    "a length below nothing": asks(b"Content-Length: -1"),
+    "a length in another base": asks(b"Content-Length: 0x31"),
+    "a length with a line between": asks(b"Content-Length: 1_0"),
+    "no length": asks(b"Content-Length:"),
+    "a length of many digits": asks(b"Content-Length: " + b"9" * 40),
+    "chunks twice": asks(CODING, CODING, body=CHUNKED),
+    "chunks behind another coding": asks(b"Transfer-Encoding: gzip, chunked", body=CHUNKED),
+    "another coding": asks(b"Transfer-Encoding: identity"),
+    "an unknown coding beside chunks": asks(CODING, b"Transfer-Encoding: x", body=CHUNKED),
+    "chunks with a tab before": asks(b"Transfer-Encoding: \x0bchunked", body=CHUNKED),
+    "chunks in HTTP/1.0": asks(CODING, body=CHUNKED, line=b"POST /v1/chat/completions HTTP/1.0"),
+    "a blank before a colon": asks(b"Content-Length : " + SIZE),
+    "a blank before a colon of chunks": asks(b"Transfer-Encoding : chunked", body=CHUNKED),
+    "a folded line": asks(b"X-Long: a", b" b", LENGTH),
+    "a folded coding": asks(b"Transfer-Encoding:", b" chunked", body=CHUNKED),
+    "a folded first line": asks(b"", line=b"POST /v1/chat/completions HTTP/1.1\r\n Content-Length: 0"),
+    "bare line feeds": asks(LENGTH).replace(b"\r\n", b"\n"),
+    "one bare line feed": asks(LENGTH).replace(b"localhost\r\n", b"localhost\n"),
+    "a head that ends with bare line feeds": asks(LENGTH).replace(b"\r\n\r\n", b"\n\n"),
+    "a bare carriage return": asks(LENGTH, b"X-Long: a\rContent-Length: 0"),
+    "a null": asks(LENGTH, b"X-Long: a\x00b"),
+    "no colon": asks(LENGTH, b"X-Long"),
+    "no name": asks(LENGTH, b": a"),
+    "no host": asks(LENGTH).replace(b"Host: localhost\r\n", b""),
+    "two hosts": asks(LENGTH, b"Host: evil.example"),
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "HTTP/0.9": b"GET /v1/models\r\n\r\n",
+    "HTTP/3.0": asks(LENGTH, line=b"POST /v1/chat/completions HTTP/3.0"),
+    "HTTP/1.12": asks(LENGTH, line=b"POST /v1/chat/completions HTTP/1.12"),
+    "blanks in a path": asks(LENGTH, line=b"POST /v1/chat completions HTTP/1.1"),
+    "two blanks in the first line": asks(LENGTH, line=b"POST  /v1/chat/completions HTTP/1.1"),
+    "an empty line first": b"\r\n\r\n" + asks(LENGTH),
+    "a head without end": b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"a" * 20_000,
+    "too many header lines": asks(*[b"X: y"] * 3_000, LENGTH),
+}
+WRONG_CHUNKS = {
+    "no size": b"\r\n" + BODY,
+    "a size with a sign": b"+" + CHUNKED,
+    "a size below nothing": b"-1\r\n" + BODY,
+    "a size with a prefix": b"0x" + CHUNKED,
+    "a size of many digits": b"1" * 30 + b"\r\n" + BODY,
+    "a bare line feed behind the size": CHUNKED.replace(b"\r\n", b"\n", 1),
+    "more than the size": b"5\r\n" + BODY + b"\r\n0\r\n\r\n",
+    "an extension without end": b"5;" + b"a" * 20_000,
+    "a folded trailer without a name": CHUNKED[:-2] + b" a\r\n\r\n",
+}
+
+
+async def answer(port: int, said: bytes) -> bytes:
+    """All that the server says to ``said`` and to a request that is hidden behind it."""
+    reader, writer = await raw(port)
+    writer.write(said + SMUGGLED)
+    said = await until_closed(reader)
+    writer.close()
+    return said
+
+
+def test_only_what_all_read_alike_is_answered(caplog):
+    wrong = REFUSED | {name: asks(CODING, body=body) for name, body in WRONG_CHUNKS.items()}
+
+    async def scenario() -> None:
+        backend = FakeBackend(lambda call: b"Hello")
+        async with patient(backend) as port:
+            for name, said in ANSWERED.items():
+                got = await answer(port, said)
+                assert got.startswith(b"HTTP/1.1 200 "), (name, got)
+                assert got.count(b"HTTP/1.1 ") == 1, (name, got)
+            assert len(backend.calls) == len(ANSWERED)
+            for name, said in wrong.items():
+                got = await answer(port, said)
+                assert got.startswith(b"HTTP/1.1 400 "), (name, got)
+                assert got.count(b"HTTP/1.1 ") == 1, (name, got)
+                assert len(got) < 500, name
+            assert len(backend.calls) == len(ANSWERED), "nothing of what was refused was begun"
+
+    asyncio.run(scenario())
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_what_follows_an_answer_on_its_connection_is_as_strict(caplog):
+    first = asks(LENGTH).replace(b"Connection: close\r\n", b"")
+
+    async def scenario() -> None:
+        async with patient(FakeBackend(says("Hello"))) as port:
+            for name, said in REFUSED.items():
+                got = await answer(port, first + said)
+                assert re.findall(rb"HTTP/1\.1 (\d+) ", got) == [b"200", b"400"], (name, got)
+
+    asyncio.run(scenario())
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_a_wrong_chunk_behind_an_early_answer_ends_the_connection_without_a_traceback(caplog):
+    late = asks(CODING, body=b"").replace(b"application/json", b"text/plain").replace(b"Connection: close\r\n", b"")
+
+    async def scenario() -> None:
+        async with patient(FakeBackend(says("Hello"))) as port:
+            reader, writer = await raw(port)
+            writer.write(late)
+            assert b" 400 " in await reader.readline()
+            writer.write(b"no chunk\r\n")
+            assert b"HTTP/1.1" not in await until_closed(reader)
+            writer.close()
+
+    asyncio.run(scenario())
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
