@@ -15,7 +15,7 @@ import secrets
 import sys
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from typing import Any, Final
@@ -41,12 +41,13 @@ from primad.ring.spawn import how_it_ended
 from primad.settings.quantities import show_bytes
 from primad.system.hidden_gpus import NO_GPU
 from primad.system.memory import staying
+from primad.system.shares import Shares, Turns
 from primad.system.starvation import OwnTime
 from primad.system.tasks import Tasks, settle
 
 MOST_PROCESSES: Final = 2
 MAX_WAITING: Final = 256
-"""Requests that may wait for their turn."""
+"""Requests of one caller that may wait for their turn, fewer where several ask for many."""
 
 _decoder = msgspec.msgpack.Decoder(TextAnswer)
 logger = logging.getLogger(__name__)
@@ -130,34 +131,6 @@ class _Child:
             self.process.kill()
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """Turns by owner: the owner that was served longest ago is next."""
-
-    by_owner: dict[str, list[_Turn]] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return sum(map(len, self.by_owner.values()))
-
-    def add(self, turn: _Turn) -> None:
-        """``turn`` waits."""
-        self.by_owner.setdefault(turn.owner, []).append(turn)
-
-    def next(self, fits: Callable[[_Turn], bool]) -> _Turn | None:
-        """The next one of those that ``fits``, which waits no longer; those whose client left are forgotten."""
-        for owner in list(self.by_owner):
-            turns = self.by_owner[owner] = [each for each in self.by_owner[owner] if not each.answer.done()]
-            turn = next(filter(fits, turns), None)
-            if turn is not None:
-                turns.remove(turn)
-                self.by_owner[owner] = self.by_owner.pop(owner)
-            if not turns:
-                del self.by_owner[owner]
-            if turn is not None:
-                return turn
-        return None
-
-
 class TextService:
     """Prepares requests for the model of ``load``. ``began`` hears of each process."""
 
@@ -171,7 +144,8 @@ class TextService:
     ) -> None:
         self._path, self._chat_template, self._limits, self._began = path, chat_template, limits, began
         self._children: list[_Child] = []
-        self._waiting = _Waiting()
+        self._places = Shares(2 * MAX_WAITING, least=1)
+        self._quick, self._slow = Turns[_Turn](), Turns[_Turn]()
         self._running: set[_Turn] = set()
         self._tasks = Tasks()
         self._pieces: ModelPieces | None = None
@@ -200,9 +174,11 @@ class TextService:
         """As ``Backend.prepare``."""
         if self._closed:
             raise RingError("primad is stopping")
-        if len(self._waiting) >= MAX_WAITING:
+        if not self._places.has_room(owner):
             raise RequestError(
-                f"{MAX_WAITING} requests are waiting to be read already; try again later", status=429, code="queue_full"
+                "many requests of this caller are waiting to be read already; try again later",
+                status=429,
+                code="queue_full",
             )
         task = Prepare(
             what=f"{preparation.__module__}:{preparation.__name__}",
@@ -212,9 +188,11 @@ class TextService:
             now=datetime.now().astimezone(),
         )
         turn = _Turn(frame(task), owner, asyncio.get_running_loop().create_future())
-        self._waiting.add(turn)
-        self._pump()
-        match await turn.answer:
+        with self._places.held(owner):
+            self._quick.add(owner, turn)
+            self._pump()
+            answer = await turn.answer
+        match answer:
             case PreparedRequest() as prepared:
                 for line in prepared.lines:
                     logger.info("%s", line)
@@ -230,9 +208,7 @@ class TextService:
     async def close(self) -> None:
         """End all processes; who waits hears that primad stops."""
         self._closed = True
-        for turns in self._waiting.by_owner.values():
-            for turn in turns:
-                _fail(turn, RingError("primad is stopping"))
+        self._refuse_all(RingError("primad is stopping"))
         await self._tasks.close()
         for child in list(self._children):
             await self._bury(child)
@@ -240,7 +216,7 @@ class TextService:
     def _pump(self) -> None:
         """Give those who wait the processes that are free, and begin one where there is none for them."""
         for child in [each for each in self._children if not each.is_busy]:
-            turn = self._waiting.next(lambda turn: not turn.is_slow or not self._slow_runs)
+            turn = self._next()
             if turn is None:
                 break
             self._take(child)
@@ -249,23 +225,38 @@ class TextService:
         if self._wants_another:
             self._starting = self._tasks.start(self._begin_another())
 
+    def _next(self) -> _Turn | None:
+        """The next request, of which one is slow at a time. Those whose client left are forgotten."""
+        for turns in (self._quick,) if self._slow_runs else (self._quick, self._slow):
+            while turns:
+                turn = turns.next()
+                if not turn.answer.done():
+                    return turn
+        return None
+
+    def _refuse_all(self, error: PrimadError) -> None:
+        """Nobody waits any more."""
+        for turns in (self._quick, self._slow):
+            while turns:
+                _fail(turns.next(), error)
+
     @property
     def _slow_runs(self) -> bool:
         return any(turn.is_slow for turn in self._running)
 
     @property
     def _wants_another(self) -> bool:
-        if self._closed or not len(self._waiting) or (self._starting is not None and not self._starting.done()):
+        if self._closed or (self._starting is not None and not self._starting.done()):
             return False
-        return not self._children or (self._slow_runs and len(self._children) < MOST_PROCESSES)
+        if not self._children:
+            return bool(self._quick or self._slow)
+        return bool(self._quick) and self._slow_runs and len(self._children) < MOST_PROCESSES
 
     async def _begin_another(self) -> None:
         try:
             child, _ = await self._begin(tells_pieces=False)
         except PrimadError as exc:
-            error = RingError(f"requests cannot be read: {exc}")
-            while (turn := self._waiting.next(lambda _: True)) is not None:
-                _fail(turn, error)
+            self._refuse_all(RingError(f"requests cannot be read: {exc}"))
             return
         self._starting = None
         self._free(child)
@@ -324,7 +315,7 @@ class TextService:
         except _LaterError:
             await self._bury(child)
             turn.is_slow = True
-            self._waiting.add(turn)
+            self._slow.add(turn.owner, turn)
         except (_EndedError, _TooMuchError) as exc:
             await self._bury(child)
             settle(turn.answer, RequestRefused(message=_refusal(exc), status=400, code="unreadable_request"))
