@@ -62,7 +62,7 @@ LOST_S: Final = 4.0
 """A step that is out for so long, and got no further since it was looked for before, comes no more."""
 FIRST_STEP_SHARE: Final = 0.25
 """A process that is at its first step may be silent for this share of what a step may take: it may read all its layers."""
-LINK_TIMEOUT_S: Final = 20.0
+LINK_TIMEOUT_S: Final = 30.0
 """A worker says that it connects to the next one: it has said all else already."""
 STAGES: Final = {"fetch": LoadStage.FETCH, "load": LoadStage.LOAD}
 DRAIN_TIMEOUT_S: Final = 10.0

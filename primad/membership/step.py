@@ -61,11 +61,11 @@ from primad.membership.types import (
     Formed,
     Heard,
     LetGo,
+    LoadPace,
     LoadStage,
     Lost,
     Measured,
     NoPlan,
-    Pace,
     Progressed,
     Purpose,
     RingFailed,
@@ -309,7 +309,7 @@ def _solved(state: State, event: Solved, now: float, effects: list[Effect]) -> S
         )
         effects.append(SayLine(f"a plan with {names} {how}"))
     effects.append(Form(event.epoch))
-    loading = {name: Pace(since_s=now) for name in event.members}
+    loading = {name: LoadPace(since_s=now) for name in event.members}
     return replace(state, attempt=replace(attempt, members=event.members, loading=loading, value=event.value))
 
 
@@ -351,7 +351,7 @@ def _progressed(state: State, event: Progressed, now: float) -> State:
     if event.stage is LoadStage.READY:
         del loading[event.device]
     elif event.stage > before.stage or (event.stage, event.share) >= (before.stage, before.share + 1 / LOAD_PARTS):
-        loading[event.device] = Pace(since_s=now, stage=event.stage, share=event.share)
+        loading[event.device] = LoadPace(since_s=now, stage=event.stage, share=event.share)
     return replace(state, attempt=replace(attempt, loading=loading))
 
 

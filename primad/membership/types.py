@@ -110,7 +110,7 @@ class LoadStage(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class LoadPace:
     """A device got to ``share`` of ``stage`` at ``since_s``; it has ``LOAD_STALL_S`` from then on to get further."""
 
     since_s: float
@@ -132,7 +132,7 @@ class Attempt:
     memory_recovered: frozenset[str] = frozenset()
     corrected: frozenset[str] = frozenset()
     members: frozenset[str] | None = None
-    loading: Mapping[str, Pace] = field(default_factory=dict)
+    loading: Mapping[str, LoadPace] = field(default_factory=dict)
     value: float = 0.0
     formed: bool = False
 

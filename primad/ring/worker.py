@@ -107,8 +107,8 @@ def not_finite(window: RouteWindow) -> NotFiniteError:
     """The error of a window that was given numbers and gave none."""
     layers = window.layers
     return NotFiniteError(
-        f"layers {layers.start} to {layers.stop - 1} gave {NOT_NUMBERS}: the model file, or the GPU or memory of this "
-        "device, is at fault; 'primad check' says whether the model can be computed"
+        f"layers {layers.start} to {layers.stop - 1} gave {NOT_NUMBERS}: the model file is damaged, or the GPU or memory of "
+        "this device fails; compare the file with where it came from, or try '--gpu off' here"
     )
 
 
