@@ -969,7 +969,16 @@ class _LogitsWindow(_Model):
         allowed = Allowed(sampling, self._ends, len(sampled), mask, vocabulary=self._vocabulary)
         if sampling.is_greedy and not sampling.changes_logits:
             return GreedySampler(self, allowed)
-        return ChainSampler(self._context, self, self._words, sampling, prompt, sampled, allowed)
+        return ChainSampler(
+            self._context,
+            self,
+            self._words,
+            sampling,
+            prompt,
+            sampled,
+            allowed,
+            context_tokens=self._options.context,
+        )
 
     def is_end(self, token: int) -> bool:
         return token in self._ends

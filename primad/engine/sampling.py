@@ -17,11 +17,12 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from primad.engine.masks import Allowed, Candidates, Words, likeliest
-from primad.engine.protocol import Sampling, draw_seed
+from primad.engine.protocol import LEAST_TEMPERATURE, Sampling, draw_seed
 from primad.errors import EngineError
 from primad.system.allocator import without_top
 
@@ -64,7 +65,10 @@ class GreedySampler:
 
 
 class ChainSampler:
-    """llama.cpp's sampler chain over the logits of ``window``, whose context is ``context``."""
+    """llama.cpp's sampler chain over the logits of ``window``, whose context is ``context``, of ``context_tokens``.
+
+    No sampler looks farther back: llama.cpp takes memory for all tokens that one is to look at.
+    """
 
     def __init__(
         self,
@@ -75,9 +79,15 @@ class ChainSampler:
         prompt: Sequence[int],
         sampled: Sequence[int],
         allowed: Allowed,
+        *,
+        context_tokens: int,
     ) -> None:
         self._context, self._window, self._allowed = context, window, allowed
-        self._sampling = sampling
+        self._sampling = sampling = msgspec.structs.replace(
+            sampling,
+            penalty_tokens=min(sampling.penalty_tokens, context_tokens),
+            dry_tokens=min(sampling.dry_tokens, context_tokens),
+        )
         self._sampled = len(sampled)
         self._vocabulary = allowed.vocabulary
         self._mu = 2 * sampling.mirostat_tau if sampling.mirostat_mu is None else sampling.mirostat_mu
@@ -150,9 +160,8 @@ class ChainSampler:
 
     def _temperature(self) -> Any:
         sampling = self._sampling
-        return llama.llama_sampler_init_temp_ext(
-            sampling.temperature, sampling.temperature_range, sampling.temperature_exponent
-        )
+        spread = min(sampling.temperature_range, sampling.temperature - LEAST_TEMPERATURE)
+        return llama.llama_sampler_init_temp_ext(sampling.temperature, spread, sampling.temperature_exponent)
 
     def _mirostat(self, seed: int) -> Any:
         if self._sampling.mirostat == 1:

@@ -50,7 +50,7 @@ class SamplerFields(Strict):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = Field(
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = Field(
         default=None, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
     )
     repeat_last_n: _Reach | None = None
