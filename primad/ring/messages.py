@@ -307,8 +307,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     """The last message for ``request``.
 
     ``reason`` is ``stop`` (the model ended its answer; its end-of-generation token is not sent as ``Sampled``), ``length``
-    (``max_tokens`` or the context reached) or ``error`` with a one-line ``error``. ``completion_tokens`` counts the tokens
-    of earlier epochs too. ``prompt_s`` is the time from the first prefill step to the first token that this ring drew,
+    (``max_tokens`` or the context reached), or with a one-line ``error`` either ``error``, or ``refused`` where what was
+    asked for cannot be followed (its grammar). ``completion_tokens`` counts the tokens of earlier epochs too. ``prompt_s`` is the time from the first prefill step to the first token that this ring drew,
     ``decode_s`` the time from there to the last. This ring computed ``drafted`` drafts of it, of which ``accepted`` held.
     """
 
