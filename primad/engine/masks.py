@@ -28,7 +28,7 @@ MASK_TIMEOUT_S: Final = 10.0
 MAX_LEXER_STATES: Final = 50_000
 """Some 2 kB each."""
 MAX_ITEMS: Final = 20_000
-"""Of Earley's algorithm in one mask, some 3 us each. Schemas of hundreds of properties need 2,000, ambiguous rules any number."""
+"""Of Earley's algorithm in one mask, some 3 us each: schemas of hundreds of properties need 2,000, ambiguous rules more."""
 WORK_AT_ONCE_S: Final = 3.0
 WORK_A_TOKEN_S: Final = 0.01
 """What masks usually take is a hundredth of it to a tenth, on a slow device."""
@@ -147,13 +147,13 @@ class WorkBudget:
         self._left_s = min(WORK_AT_ONCE_S, self._left_s + tokens * WORK_A_TOKEN_S - work_s)
         if self._left_s < 0:
             raise GrammarError(
-                f"the grammar is too much work: its tokens take more than {WORK_A_TOKEN_S * 1e3:g} ms of processor time each; "
-                "make it simpler, above all where it can read a text in several ways"
+                f"the grammar is too much work: its tokens take more than {WORK_A_TOKEN_S * 1e3:g} ms of processor time "
+                "each; make it simpler, above all where it can read a text in several ways"
             )
 
 
 class GrammarMask:
-    """Where one answer stands in its grammar. ``sampled`` are the tokens that it has already; ``clock`` is processor time."""
+    """Where one answer stands in its grammar. ``sampled`` are the tokens that it has; ``clock`` is processor time."""
 
     def __init__(
         self, words: Words, grammar: str, sampled: Sequence[int], clock: Callable[[], float] = time.thread_time

@@ -1,5 +1,5 @@
 """No number that a client sends is answered other than by 200 or by a 400 that names its field, and llama.cpp gets none
-that it has no memory for, or that is no number to it. The fields are found in the OpenAPI document, so new ones are tried too."""
+that it has no memory for, or that is no number to it. The fields are found in the OpenAPI document, new ones too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 from primad.api.app import create_app
@@ -165,12 +164,7 @@ def test_numbers_in_paths_queries_and_headers_make_no_500(path):
     asyncio.run(all_of_them())
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-def test_a_loan_is_so_many_bytes_as_there_may_be(number):
-    try:
-        loan = decoded(f'{{"device": "attic", "ram_bytes": {number}}}'.encode(), Loan)
-    except RequestError as exc:
-        assert exc.status == 400
-    else:
-        assert loan.ram_bytes is None or 0 <= loan.ram_bytes <= 1 << 50
-        assert msgspec.json.encode(loan)
+def test_a_loan_is_so_many_bytes_as_there_may_be():
+    for number in ("-1", "1e400", "NaN", '"1"', "true", "0.5", str(2**51), "9" * 400, "9" * 5000, "[]"):
+        with pytest.raises(RequestError):
+            decoded(f'{{"device": "attic", "ram_bytes": {number}}}'.encode(), Loan)
