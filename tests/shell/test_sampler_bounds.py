@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,10 +30,13 @@ class Logits:
         return np.linspace(-50, 50, SIZE, dtype=np.float32)
 
 
-def chain(**fields: Any) -> engine.ChainSampler:
+def chain(dry: engine.DrySamplers | None = None, **fields: Any) -> engine.ChainSampler:
     sampling = msgspec.structs.replace(DRAWN, **fields)
     allowed = Allowed(sampling, frozenset({7}), 0, None, vocabulary=SIZE)
-    return engine.ChainSampler(None, Logits(), WORDS, sampling, [1, 2], [3], allowed, context_tokens=CONTEXT)
+    dry = dry or engine.DrySamplers(WORDS)
+    sampler = engine.ChainSampler(None, Logits(), dry, sampling, [1, 2], [3], allowed, context_tokens=CONTEXT)
+    sampler._begin()
+    return sampler
 
 
 @pytest.mark.parametrize("tokens", [1, CONTEXT, CONTEXT + 1, 2**31 - 1, 2**31, 2**40])
@@ -51,6 +55,25 @@ def test_no_sampler_is_made_that_looks_farther_back_than_the_context(monkeypatch
     monkeypatch.setattr(engine.llama, "llama_sampler_init_dry", dry)
     chain(repeat_penalty=1.5, penalty_tokens=tokens, dry_multiplier=1.0, dry_tokens=tokens).release()
     assert asked == {"penalties": min(tokens, CONTEXT), "dry": min(tokens, CONTEXT)}
+
+
+def test_the_vocabulary_is_looked_through_for_breakers_once_for_all_choices_and_not_by_the_ring(monkeypatch):
+    made = []
+
+    def dry(handle: Any, multiplier: float, base: float, length: int, last: int, texts: Any, count: int) -> Any:
+        made.append((threading.current_thread().name, list(texts)))
+        return engine.llama.llama_sampler_init_greedy()
+
+    monkeypatch.setattr(engine.llama, "llama_sampler_init_dry", dry)
+    samplers = engine.DrySamplers(WORDS)
+    asked = {"dry_multiplier": 1.0, "dry_tokens": 9, "dry_breakers": ("e",) * 16 + ("a",)}
+    for seed in range(3):
+        chain(samplers, seed=seed, **asked).release()
+    ((thread, texts),) = made
+    assert (thread.partition("_")[0], texts) == ("dry", [b"e", b"a"])
+    chain(samplers, **asked | {"dry_breakers": ("a",)}).release()
+    assert len(made) == 2
+    samplers.release()
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-38, 1e-30, 1e-6])
