@@ -1,7 +1,8 @@
 """Laws of the source that neither ruff nor import-linter sees; ``tools/check`` runs it. It prints what breaks one.
 
 No public type name is defined twice in what runs; tools import nothing of the tests; tests import no tools but the lab and
-the model maker; nothing imports ``packaging/``, whose scripts know each other alone.
+the model maker; nothing imports ``packaging/``, whose scripts know each other alone; what runs prints in one place alone,
+and logs from there.
 
     tools/laws.py [ROOT]
 """
@@ -9,6 +10,7 @@ the model maker; nothing imports ``packaging/``, whose scripts know each other a
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -16,6 +18,23 @@ from pathlib import Path
 from typing import Final
 
 PRODUCT: Final = ("primad", "solver/halda")
+PRINTS: Final = ("primad/cli/output.py", "primad/system/terminal.py")
+PRINTING: Final = {
+    *(
+        "print",
+        "typer.echo",
+        "typer.secho",
+        "click.echo",
+        "click.secho",
+        "rich.print",
+        "Console",
+        "rich.console.Console",
+    ),
+    *("sys.stdout.write", "sys.stderr.write", "sys.stdout.writelines", "sys.stderr.writelines"),
+    *("logging.basicConfig", "logging.StreamHandler", "logging.Formatter", "traceback.print_exc"),
+}
+"""Calls by which a text would reach a terminal or a log as it is. Bytes between processes (``stdout.buffer``) are none."""
+_MAY_PRINT: Final = re.compile("|".join(rf"\b{re.escape(name)}\(" for name in PRINTING))
 FOR_TESTS: Final = ("tools.lab", "tools.synth", "tools.synthetic")
 
 
@@ -95,6 +114,18 @@ def imports_of_packaging(root: Path) -> Iterator[str]:
                 yield f"{path}:{line}: imports {module} of packaging/, which nothing imports"
 
 
+def prints_elsewhere(root: Path) -> Iterator[str]:
+    """Lines about calls that print, or begin to log, beside the places that make text harmless."""
+    for folder in PRODUCT:
+        for path in sorted((root / folder).rglob("*.py")):
+            name, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
+            if name in PRINTS or not _MAY_PRINT.search(text):  # most are not read twice
+                continue
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.Call) and (called := ast.unparse(node.func)) in PRINTING:
+                    yield f"{name}:{node.lineno}: calls {called}; cli/output.py prints, system/terminal.py logs"
+
+
 def _is_for_tests(module: str) -> bool:
     return any(module == each or module.startswith(f"{each}.") for each in FOR_TESTS)
 
@@ -102,7 +133,7 @@ def _is_for_tests(module: str) -> bool:
 def main() -> int:
     """Print what breaks a law; the exit code."""
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent
-    broken = [*names_defined_twice(root), *wrong_imports(root), *imports_of_packaging(root)]
+    broken = [*names_defined_twice(root), *wrong_imports(root), *imports_of_packaging(root), *prints_elsewhere(root)]
     for line in broken:
         print(line, file=sys.stderr)
     return 1 if broken else 0

@@ -263,5 +263,6 @@ class Backend(Protocol):
         ``aclose()``, also while it waits, cancels the request in the ring and frees its sequence.
 
         Raises ``RingError`` when the ring breaks and ``RequestError`` when it cannot take the request (a full queue, or it
-        waited too long: status 429). A ``Finished`` whose reason is ``error`` means the same as ``RingError``.
+        waited too long: status 429). A ``Finished`` whose reason is ``error`` means the same as ``RingError``, one with
+        ``refused`` as ``RequestError``.
         """

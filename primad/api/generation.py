@@ -17,7 +17,7 @@ from primad.api.openai.job import Choice, Job
 from primad.api.openai.shapes import FinishReason
 from primad.api.reading import AnswerReading
 from primad.api.text import Placed, Released, Transcript
-from primad.errors import RingError
+from primad.errors import RequestError, RingError
 from primad.ring.messages import Finished, PromptProgress, Sampled
 
 
@@ -195,6 +195,8 @@ async def write(
                         yield Written(text="", tokens=(), sampled=0, finish=None, read_tokens=read, cached=cached)
                 case Finished(reason="error"):
                     raise RingError(event.error or "the ring ended the answer")
+                case Finished(reason="refused"):
+                    raise RequestError(event.error or "the answer cannot be as it was asked for", code="invalid_value")
                 case Finished():
                     released = transcript.finish()
                     finish: FinishReason = "length" if event.reason == "length" and not transcript.stopped else "stop"

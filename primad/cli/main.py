@@ -24,7 +24,7 @@ from primad.cli.join import join
 from primad.cli.key import key_app
 from primad.cli.models import models, pull, rm
 from primad.cli.options import Gpu, Home, Name, Threads
-from primad.cli.output import err, out
+from primad.cli.output import err, out, write_json
 from primad.cli.page import page
 from primad.cli.pair_pause_leave import leave, pair, pause, resume
 from primad.cli.plan import plan
@@ -38,6 +38,7 @@ from primad.settings.config import load_config
 from primad.supervisor.service import GIVE_UP_VARIABLE
 from primad.system.hidden_gpus import hide_gpus
 from primad.system.notify import MOST_STATUS_CHARS, notify
+from primad.system.terminal import start_logging
 
 app = typer.Typer(
     name="primad",
@@ -77,7 +78,7 @@ def _options(
     level = (os.environ.get("PRIMAD_LOG") or ("DEBUG" if verbose else "WARNING")).upper()
     if level not in logging.getLevelNamesMapping():
         raise ConfigError(f"PRIMAD_LOG: {level!r} is no log level; use DEBUG, INFO, WARNING or ERROR")
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    start_logging(level, "%(levelname)s %(name)s: %(message)s")
     os.environ["PRIMAD_LOG"] = level  # for the ring process
     try:
         Path.home()
@@ -126,7 +127,7 @@ def profile(
     if save is not None:
         save_profile(save, device, how, measured)
     if json:
-        sys.stdout.write(encode_profile(device, how, measured).decode())
+        write_json(encode_profile(device, how, measured).decode())
     else:
         for part in profile_table(device):
             out.print(part)

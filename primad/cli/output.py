@@ -1,4 +1,7 @@
-"""Where commands print: lines and tables for people, JSON for programs, and on standard error what is neither."""
+"""Where commands print: lines and tables for people, JSON for programs, and on standard error what is neither.
+
+Nothing else in primad prints (``tools/laws.py``), so that no text of a file or a device reaches the terminal as it is.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,35 @@ import sys
 from collections.abc import Iterator
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from primad.errors import Stopped
+from primad.system.terminal import safe, safe_json
 
-out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-tables = Console(highlight=False, markup=False, emoji=False)
+
+class _SafeConsole(Console):
+    """Of what is drawn on it only rich's own codes steer the terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(safe(segment.text), segment.style)
+
+
+out = _SafeConsole(highlight=False, soft_wrap=True, markup=False, emoji=False)
+tables = _SafeConsole(highlight=False, markup=False, emoji=False)
 """For what is as wide as the terminal."""
-err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+err = _SafeConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def print_json(answer: object) -> None:
     """Print ``answer`` as JSON."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n")
+    write_json(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n")
+
+
+def write_json(text: str) -> None:
+    """Write ``text``, which is JSON, as a program reads it and no terminal obeys it."""
+    sys.stdout.write(safe_json(text))
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devi
 from primad.cli.grouped import grouped
 from primad.cli.hub import model_path
 from primad.cli.options import Context, Experts, KvCacheType, Lora, RopeOptions, rope_of
-from primad.cli.output import err, tables
+from primad.cli.output import err, tables, write_json
 from primad.errors import ConfigError
 from primad.settings.config import load_config, models_folder
 
@@ -233,6 +232,6 @@ def _answer(asked: Question, wanted: AnswerOptions, checked: Checked) -> None:
     if wanted.plot is not None:
         plot(answer, wanted.plot)
     if wanted.json:
-        sys.stdout.write(encode(answer).decode())
+        write_json(encode(answer).decode())
     else:
         show(answer, tables)

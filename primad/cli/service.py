@@ -401,7 +401,7 @@ def _show_command(command: Sequence[str]) -> int:
 
 
 def _show(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    out.print(text)
 
 
 def _hint(where: Place, role: str, service: DaemonService) -> None:

@@ -7,9 +7,9 @@ import time
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.console import Console
 
 from primad.cli.endpoint import HeadName, Key, KeyRefusedError, Reached, Url, check_let_in, connected, reached
+from primad.cli.output import tables, write_json
 from primad.cli.watched import Look, watched
 from primad.errors import ClusterError, printable
 from primad.settings.quantities import show_bytes, show_ms, show_speed
@@ -38,8 +38,6 @@ _PLAIN_WIDTH: Final = 160
 """Columns where no terminal says how many there are."""
 _UNKNOWN: Final = "?"
 
-_out = Console(highlight=False)
-
 
 def status(
     url: Url = None,
@@ -61,8 +59,8 @@ def status(
 
         primad status --json --url http://127.0.0.1:9000
     """
-    if not _out.is_terminal:
-        _out.width = max(_out.width, _PLAIN_WIDTH)
+    if not tables.is_terminal:
+        tables.width = max(tables.width, _PLAIN_WIDTH)
     there = reached(url, head, api_key)
     if watch and not json:
         _watch(_ask_once(there), lambda: _ask_once(reached(url, head, api_key)))
@@ -71,13 +69,13 @@ def status(
         if json:
             _print_json(client, there.url, watch=watch)
         else:
-            _out.print(render(_ask(client, there.url)[1]))
+            tables.print(render(_ask(client, there.url)[1]))
 
 
 def _print_json(client: httpx.Client, url: str, *, watch: bool) -> None:
     """A line each time."""
     while True:
-        sys.stdout.write(_ask(client, url)[0].strip() + "\n")
+        write_json(_ask(client, url)[0].strip() + "\n")
         sys.stdout.flush()
         if not watch:
             return
@@ -89,12 +87,12 @@ def _watch(first: StatusBody, ask: Callable[[], StatusBody]) -> None:
     from rich.live import Live
 
     shown = _Watched(Look(first, _now_s()))
-    if not _out.is_terminal:
+    if not tables.is_terminal:
         while True:
-            _out.print(shown.drawn)
+            tables.print(shown.drawn)
             time.sleep(EVERY_S)
             shown.ask(ask)
-    with Live(shown.drawn, console=_out, auto_refresh=False, vertical_overflow="ellipsis") as live:
+    with Live(shown.drawn, console=tables, auto_refresh=False, vertical_overflow="ellipsis") as live:
         while True:
             time.sleep(EVERY_S)
             shown.ask(ask)

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 EVICT_EVERY_S: Final = 10.0
 """The limit of a cache is held so often, besides when other devices' cells come."""
+MOST_HELD: Final = 1 << 18
+"""Blocks: of 256 answers of 100,000 tokens, 100 tokens each."""
 
 
 class HeldCells:
@@ -48,6 +50,9 @@ class HeldCells:
     ) -> list[bool]:
         """Hold ``blocks`` from now on, and say of which all ``layers`` are here, ``timeout_s`` later at the latest."""
         keys = [block.key for block in blocks]
+        if len(self._held.union(keys)) > MOST_HELD:
+            logger.warning("KV cells of %d more blocks are not held: %d are the most", len(keys), MOST_HELD)
+            return [False] * len(keys)
         self._held.update(keys)
         self.store.lease("held", self._held)
         held = await self._fetcher.hold(blocks, layers, sources, timeout_s, verify=verify)

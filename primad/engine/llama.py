@@ -58,7 +58,7 @@ from primad.engine.protocol import (
 from primad.engine.quiet import Quiet, leave_out
 from primad.engine.quiet import bind as bind_quiet
 from primad.engine.rope import ROPE_SCALINGS, Rope
-from primad.engine.sampling import ChainSampler, GreedySampler
+from primad.engine.sampling import ChainSampler, DrySamplers, GreedySampler
 from primad.engine.streaming.prefetch import WindowStream
 from primad.engine.streaming.residency import Residency
 from primad.engine.streaming.scratch import LARGE_ROWS, Scratch
@@ -917,6 +917,7 @@ class _LogitsWindow(_Model):
         self._vocabulary = vocabulary
         self._embedding = embedding
         self._words = Words(lambda: LlamaVocabulary(file or Path(source.metadata)))
+        self._dry = DrySamplers(self._words)
 
     def forward(self, rows: Rows) -> None:
         self._decode(rows, every_row_out=False)
@@ -938,12 +939,22 @@ class _LogitsWindow(_Model):
         allowed = Allowed(sampling, self._ends, len(sampled), mask, vocabulary=self._vocabulary)
         if sampling.is_greedy and not sampling.changes_logits:
             return GreedySampler(self, allowed)
-        return ChainSampler(self._context, self, self._words, sampling, prompt, sampled, allowed)
+        return ChainSampler(
+            self._context,
+            self,
+            self._dry,
+            sampling,
+            prompt,
+            sampled,
+            allowed,
+            context_tokens=self._options.context,
+        )
 
     def is_end(self, token: int) -> bool:
         return token in self._ends
 
     def release(self) -> None:
+        self._dry.release()
         self._words.release()
         super().release()
 

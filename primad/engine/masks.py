@@ -8,6 +8,7 @@ state is a function of the tokens so far; whoever takes an answer over is given 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -22,10 +23,15 @@ from primad.errors import GrammarError, printable
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MASK_TIMEOUT_S: Final = 60.0
+MASK_TIMEOUT_S: Final = 10.0
 """How long a mask may take; llguidance has bounds of its own, which are met in a fraction of it."""
 MAX_LEXER_STATES: Final = 50_000
 """Some 2 kB each."""
+MAX_ITEMS: Final = 20_000
+"""Of Earley's algorithm in one mask, some 3 us each: schemas of hundreds of properties need 2,000, ambiguous rules more."""
+WORK_AT_ONCE_S: Final = 3.0
+WORK_A_TOKEN_S: Final = 0.01
+"""What masks usually take is a hundredth of it to a tenth, on a slow device."""
 
 Candidates = NDArray[np.int64]
 """Token ids, ascending."""
@@ -127,11 +133,33 @@ def _tokenizer(tokens: ModelTokens) -> LLTokenizer:
     return LLTokenizer(TokenizerWrapper(_Wrapped(tokens)), eos_token=sorted(tokens.ends))
 
 
-class GrammarMask:
-    """Where one answer stands in its grammar. ``sampled`` are the tokens that it has already."""
+class WorkBudget:
+    """Processor time for the masks of one answer: some at once, for a grammar that is read, and some with each token.
 
-    def __init__(self, words: Words, grammar: str, sampled: Sequence[int]) -> None:
-        self._words = words
+    The ring waits for a mask that is late, and with it other answers do: so one that is much work ends its own.
+    """
+
+    def __init__(self) -> None:
+        self._left_s = WORK_AT_ONCE_S
+
+    def spend(self, work_s: float, tokens: int) -> None:
+        """So many ``tokens`` took ``work_s``. Raises ``GrammarError`` when it was too much."""
+        self._left_s = min(WORK_AT_ONCE_S, self._left_s + tokens * WORK_A_TOKEN_S - work_s)
+        if self._left_s < 0:
+            raise GrammarError(
+                f"the grammar is too much work: its tokens take more than {WORK_A_TOKEN_S * 1e3:g} ms of processor time "
+                "each; make it simpler, above all where it can read a text in several ways"
+            )
+
+
+class GrammarMask:
+    """Where one answer stands in its grammar. ``sampled`` are the tokens that it has; ``clock`` is processor time."""
+
+    def __init__(
+        self, words: Words, grammar: str, sampled: Sequence[int], clock: Callable[[], float] = time.thread_time
+    ) -> None:
+        self._words, self._clock = words, clock
+        self._budget = WorkBudget()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._matcher: LLMatcher | None = None
         self._mask = b""
@@ -154,28 +182,31 @@ class GrammarMask:
         self._next = self._thread.submit(self._follow, token)
 
     def release(self) -> None:
-        """End its thread."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """End its thread, which may have a mask to finish."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, grammar: str, sampled: list[int]) -> Candidates:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        self._matcher = LLMatcher(self._words.tokenizer(), grammar, log_level=0, limits=limits)
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, step_max_items=MAX_ITEMS, verbose_errors=False)
+        tokenizer, began_s = self._words.tokenizer(), self._clock()
+        self._matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         self._check()
         self._matcher.consume_tokens(sampled)
-        return self._compute()
+        return self._compute(began_s, 1 + len(sampled))
 
     def _follow(self, token: int) -> Candidates:
         assert self._matcher is not None
+        began_s = self._clock()
         self._matcher.consume_token(token)
-        return self._compute()
+        return self._compute(began_s, 1)
 
-    def _compute(self) -> Candidates:
+    def _compute(self, began_s: float, tokens: int) -> Candidates:
         assert self._matcher is not None
         self._check()
         mask = self._matcher.compute_bitmask()
         self._check()
+        self._budget.spend(self._clock() - began_s, tokens)
         if mask != self._mask:
             # as booleans, which numpy looks through several times faster than through bytes (7 to 32 us, not 65 to 210)
             bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little").view(np.bool_)

@@ -31,6 +31,10 @@ Tokens: TypeAlias = "NDArray[np.int32]"
 """Token ids, shape (rows,)."""
 
 
+LEAST_TEMPERATURE: Final = 1e-5
+"""Below, the most likely token is taken: logits divided by less are no numbers any more."""
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is sampled. The neutral value of each field switches its sampler off.
 
@@ -77,7 +81,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token of the (biased, penalised) model is always taken."""
-        return self.temperature == 0 or (self.top_k == 1 and not self.mirostat)
+        return self.temperature < LEAST_TEMPERATURE or (self.top_k == 1 and not self.mirostat)
 
     @property
     def penalises(self) -> bool:

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import ctypes
 import math
+import weakref
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from primad.engine.masks import Allowed, Candidates, Words, likeliest
-from primad.engine.protocol import Sampling, draw_seed
+from primad.engine.protocol import LEAST_TEMPERATURE, Sampling, draw_seed
 from primad.errors import EngineError
 from primad.system.allocator import without_top
 
@@ -63,41 +66,104 @@ class GreedySampler:
             self._allowed.release()
 
 
+class DryBase:
+    """A DRY sampler without a text, of which each answer has a copy; it goes with who holds it last."""
+
+    def __init__(self, handle: Any) -> None:
+        if not handle:
+            raise EngineError("llama.cpp refused DRY; check its parameters")
+        self.handle: Final = handle
+        weakref.finalize(self, llama.llama_sampler_free, handle)
+
+
+class DrySamplers:
+    """DRY samplers of one window. llama.cpp looks through the vocabulary for each breaker, which may take a second.
+
+    So that is done in a thread, while the prompt is computed, and once for all choices of a request.
+    """
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dry")
+        self._last: tuple[Any, ...] = ()
+        self._base: Future[DryBase] | None = None
+
+    def begin(self, sampling: Sampling) -> Future[DryBase]:
+        """Make the one of ``sampling``, unless the last one was the same."""
+        breakers = tuple(dict.fromkeys(sampling.dry_breakers))
+        wanted = (
+            sampling.dry_multiplier,
+            sampling.dry_base,
+            sampling.dry_allowed_length,
+            sampling.dry_tokens,
+            breakers,
+        )
+        if self._base is None or wanted != self._last:
+            self._last, self._base = wanted, self._thread.submit(self._make, *wanted)
+        return self._base
+
+    def _make(self, multiplier: float, base: float, length: int, tokens: int, breakers: tuple[str, ...]) -> DryBase:
+        texts = (ctypes.c_char_p * len(breakers))(*(text.encode() for text in breakers))
+        handle = self._words.tokens().handle
+        return DryBase(llama.llama_sampler_init_dry(handle, multiplier, base, length, tokens, texts, len(breakers)))
+
+    def release(self) -> None:
+        """End its thread, before the vocabulary goes."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._base = None
+
+
 class ChainSampler:
-    """llama.cpp's sampler chain over the logits of ``window``, whose context is ``context``."""
+    """llama.cpp's sampler chain over the logits of ``window``, whose context is ``context``, of ``context_tokens``.
+
+    No sampler looks farther back: llama.cpp takes memory for all tokens that one is to look at.
+    """
 
     def __init__(
         self,
         context: Any,
         window: HasLogits,
-        words: Words,
+        dry: DrySamplers,
         sampling: Sampling,
         prompt: Sequence[int],
         sampled: Sequence[int],
         allowed: Allowed,
+        *,
+        context_tokens: int,
     ) -> None:
         self._context, self._window, self._allowed = context, window, allowed
-        self._sampling = sampling
+        self._sampling = sampling = msgspec.structs.replace(
+            sampling,
+            penalty_tokens=min(sampling.penalty_tokens, context_tokens),
+            dry_tokens=min(sampling.dry_tokens, context_tokens),
+        )
         self._sampled = len(sampled)
         self._vocabulary = allowed.vocabulary
         self._mu = 2 * sampling.mirostat_tau if sampling.mirostat_mu is None else sampling.mirostat_mu
-        self._chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
-        for sampler in self._shaping(allowed.vocabulary, words):
-            self._add(sampler)
-        self._kept = llama.llama_sampler_chain_n(self._chain)
         known = [*prompt, *sampled]
         reach = max(
             sampling.penalty_tokens if sampling.penalises else 0, sampling.dry_tokens if sampling.breaks_loops else 0
         )
-        for token in known[max(0, len(known) - reach) :]:
+        self._known = known[max(0, len(known) - reach) :]
+        self._dry = dry.begin(sampling) if sampling.breaks_loops and not self._is_mirostat else None
+        self._chain: Any = None
+
+    def _begin(self) -> None:
+        """Make what stays from token to token, with the first token: by then all of it is ready."""
+        self._chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
+        for sampler in self._shaping(self._vocabulary):
+            self._add(sampler)
+        self._kept = llama.llama_sampler_chain_n(self._chain)
+        for token in self._known:
             llama.llama_sampler_accept(self._chain, token)
+        self._known = []
 
     def _add(self, sampler: Any) -> None:
         if not sampler:
             raise EngineError("llama.cpp refused a sampler; check the sampling parameters")
         llama.llama_sampler_chain_add(self._chain, sampler)
 
-    def _shaping(self, vocabulary: int, words: Words) -> Iterable[Any]:
+    def _shaping(self, vocabulary: int) -> Iterable[Any]:
         """What stays from token to token."""
         sampling = self._sampling
         if sampling.logit_bias:
@@ -116,8 +182,9 @@ class ChainSampler:
                 sampling.frequency_penalty,
                 sampling.presence_penalty,
             )
-        if sampling.breaks_loops:
-            yield self._dry(words)
+        if self._dry is not None:
+            yield llama.llama_sampler_clone(self._dry.result().handle)
+            self._dry = None
         if sampling.is_greedy:
             yield llama.llama_sampler_init_greedy()
             return
@@ -150,9 +217,8 @@ class ChainSampler:
 
     def _temperature(self) -> Any:
         sampling = self._sampling
-        return llama.llama_sampler_init_temp_ext(
-            sampling.temperature, sampling.temperature_range, sampling.temperature_exponent
-        )
+        spread = min(sampling.temperature_range, sampling.temperature - LEAST_TEMPERATURE)
+        return llama.llama_sampler_init_temp_ext(sampling.temperature, spread, sampling.temperature_exponent)
 
     def _mirostat(self, seed: int) -> Any:
         if self._sampling.mirostat == 1:
@@ -168,21 +234,10 @@ class ChainSampler:
         """Mirostat's memory behind the last token."""
         return self._mu if self._is_mirostat else None
 
-    def _dry(self, words: Words) -> Any:
-        sampling = self._sampling
-        breakers = (ctypes.c_char_p * len(sampling.dry_breakers))(*(text.encode() for text in sampling.dry_breakers))
-        return llama.llama_sampler_init_dry(
-            words.tokens().handle,
-            sampling.dry_multiplier,
-            sampling.dry_base,
-            sampling.dry_allowed_length,
-            sampling.dry_tokens,
-            breakers,
-            len(sampling.dry_breakers),
-        )
-
     def sample(self, row: int) -> int:
         candidates = self._allowed.next()
+        if self._chain is None:
+            self._begin()
         while (count := llama.llama_sampler_chain_n(self._chain)) > self._kept:
             llama.llama_sampler_free(llama.llama_sampler_chain_remove(self._chain, count - 1))
         for sampler in self._drawing():
@@ -215,4 +270,5 @@ class ChainSampler:
 
     def release(self) -> None:
         self._allowed.release()
-        llama.llama_sampler_free(self._chain)
+        if self._chain is not None:
+            llama.llama_sampler_free(self._chain)

@@ -24,7 +24,7 @@ from primad.errors import ModelError, ProtocolError
 from primad.gguf.architectures import layer_count, layer_of
 from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header, TensorInfo, read_header, scalar_value
-from primad.gguf.layers import CHUNK_BYTES, LayerCut, LayerRef, cut, gguf_header
+from primad.gguf.layers import CHUNK_BYTES, MAX_WINDOW_LAYERS, LayerCut, LayerRef, cut, gguf_header
 
 MAX_ADAPTERS: Final = 16
 MOST: Final = 1e6
@@ -47,8 +47,8 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
     architecture: Annotated[str, Meta(min_length=1, max_length=64)]
     alpha: Annotated[float, Meta(ge=-MOST, le=MOST)]
     scale: Annotated[float, Meta(ge=-MOST, le=MOST)]
-    numbers: tuple[int, ...]
-    layers: tuple[LayerRef, ...]
+    numbers: Annotated[tuple[int, ...], Meta(max_length=MAX_WINDOW_LAYERS)]
+    layers: Annotated[tuple[LayerRef, ...], Meta(max_length=MAX_WINDOW_LAYERS)]
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from primad.errors import ModelError, ProtocolError
 from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
@@ -38,6 +39,8 @@ CHUNK_BYTES: Final = 4 << 20
 """What a digest of the tree covers: all chunks of a layer but its last have this size."""
 MAX_LAYER_BYTES: Final = 1 << 40
 MAX_LAYER_TENSORS: Final = 100
+MAX_WINDOW_LAYERS: Final = 1025
+"""Of the largest model that is taken, with an output matrix behind them."""
 _TREE: Final = b"primad layer tree 2"
 _VERSION: Final = 3
 _PADDING_KEY: Final = "primad.padding"
@@ -56,7 +59,7 @@ class LayerTensor(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     type: int
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], Meta(max_length=4)]
     offset: int
     size_bytes: int
 
@@ -66,7 +69,7 @@ class LayerRef(msgspec.Struct, frozen=True, array_like=True):
 
     digest: str
     size_bytes: int
-    tensors: tuple[LayerTensor, ...]
+    tensors: Annotated[tuple[LayerTensor, ...], Meta(max_length=MAX_LAYER_TENSORS)]
 
     @property
     def file_bytes(self) -> int:

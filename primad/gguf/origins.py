@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
 from primad.errors import ProtocolError, printable
-from primad.gguf.layers import CHUNK_BYTES, DIGEST_BYTES, LayerRef, chunk_size
+from primad.gguf.layers import CHUNK_BYTES, DIGEST_BYTES, MAX_LAYER_TENSORS, LayerRef, chunk_size
 
 MAX_FILES: Final = 1000
 MAX_FILE_BYTES: Final = 1 << 44
@@ -42,7 +42,7 @@ class LayerOrigin(msgspec.Struct, frozen=True, array_like=True):
 
     layer: str
     name: str
-    places: tuple[tuple[int, int], ...]
+    places: Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=MAX_LAYER_TENSORS)]
 
 
 class Run(NamedTuple):

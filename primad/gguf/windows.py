@@ -43,6 +43,7 @@ from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, TokenT
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header, TensorInfo, Value
 from primad.gguf.layers import (
+    MAX_WINDOW_LAYERS,
     Hole,
     LayerCut,
     LayerRef,
@@ -76,7 +77,7 @@ class WindowSpec(msgspec.Struct, frozen=True, kw_only=True):
     first: int
     last: int
     metadata: bytes
-    layers: tuple[LayerRef, ...]
+    layers: Annotated[tuple[LayerRef, ...], Meta(max_length=MAX_WINDOW_LAYERS)]
     adapters: Annotated[tuple[AdapterSpec, ...], Meta(max_length=MAX_ADAPTERS)] = ()
     hole_bytes: Annotated[int, Meta(ge=0, le=MAX_HOLE_BYTES)] = 0
 

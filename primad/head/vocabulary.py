@@ -16,7 +16,7 @@ _RECOMMENDED: Final = {
     "general.sampling.top_p": ("top_p", 0.0, 1.0),
     "general.sampling.min_p": ("min_p", 0.0, 1.0),
     "general.sampling.penalty_repeat": ("repeat_penalty", 0.01, 10.0),
-    "general.sampling.penalty_last_n": ("penalty_tokens", 0, 2**31 - 1),
+    "general.sampling.penalty_last_n": ("penalty_tokens", -1, 2**31 - 1),
     "general.sampling.mirostat": ("mirostat", 0, 2),
     "general.sampling.mirostat_tau": ("mirostat_tau", 0.0, 100.0),
     "general.sampling.mirostat_eta": ("mirostat_eta", 0.0, 1.0),

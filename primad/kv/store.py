@@ -1,7 +1,8 @@
 """The KV cells that a device holds: files by the key of their block.
 
-    <folder>/<key>/<first>-<last>.cells    the block's cells of layers first <= layer < last; the folder's modification time
-                                           is when the block was last used
+    <folder>/<key>/<first>-<last>.cells    the block's cells of layers first <= layer < last, as this device computed them;
+                                           the folder's modification time is when the block was last used
+    <folder>/<key>/<first>-<last>.copy     the same of another device; where both have a layer, its own is read
 
 The file system is the shared truth: a ring process writes, its daemon serves and fetches. Both only ever see whole files,
 of mode 0600. They are not flushed to the disk: what a power cut leaves half-written is found out when it is read, and
@@ -31,7 +32,7 @@ from primad.system.private_file import PRIVATE
 
 logger = logging.getLogger(__name__)
 
-_FILE: Final = re.compile(r"(\d{1,4})-(\d{1,4})\.cells")
+_FILE: Final = re.compile(r"(\d{1,4})-(\d{1,4})\.(cells|copy)")
 _COUNT_SHARE: Final = 16
 """What others write is counted again after a 16th of the limit was written here, and so much goes at once."""
 
@@ -64,13 +65,16 @@ class KvStore:
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
     def put(self, block: KvBlock, cells: Sequence[LayerCells]) -> None:
-        """Keep ``cells`` of ``block``; the same layers are replaced. Evicts what the limit asks for."""
+        """Keep ``cells`` of ``block`` as this device computed them. Evicts what the limit asks for."""
+        self._put(block, cells, "cells")
+
+    def _put(self, block: KvBlock, cells: Sequence[LayerCells], kind: str) -> None:
         by_layer = {each.layer: each for each in cells}
         for run in _runs_of(by_layer):
             pieces = pack(block, [by_layer[layer] for layer in run])
             size_bytes = sum(map(len, pieces))
             with self._disk_errors(f"{size_bytes} bytes of KV cells cannot be written"):
-                self._write(self.folder / block.key, f"{run.start}-{run.stop}.cells", pieces)
+                self._write(self.folder / block.key, f"{run.start}-{run.stop}.{kind}", pieces)
             self._written_bytes += size_bytes
         self._keep_to_limit()
 
@@ -128,12 +132,21 @@ class KvStore:
         block, cells = self.read_block(key, runs[0].start, runs[0].stop)
         return b"".join(pack(block, cells)) if cells and block is not None else None
 
-    def add_part(self, block: KvBlock, part: Bytes) -> None:
-        """Keep a part of ``block`` that came from another device. Raises ``CellsError`` for what is none."""
+    def add_part(self, block: KvBlock, part: Bytes, asked: range) -> range:
+        """Keep a part of ``block`` that came from another device, which was ``asked`` for these layers; those it has.
+
+        What is here stays as it is. Raises ``CellsError`` for what is none, or was not asked for.
+        """
         found, cells = unpack(part)
         if found != block:
             raise CellsError(f"KV cells of block {found.key} came in place of those of block {block.key}")
-        self.put(block, cells)
+        layers = range(cells[0].layer, cells[-1].layer + 1)
+        if layers.start not in asked or layers[-1] not in asked:
+            raise CellsError(f"KV cells of layers {layers.start} to {layers[-1]} came, which were not asked for")
+        here = self.layers(block.key)
+        if new := [each for each in cells if each.layer not in here]:
+            self._put(block, new, "copy")
+        return layers
 
     # ---- use and room ------------------------------------------------------------------------------------------------
 
@@ -196,7 +209,7 @@ class KvStore:
         return frozenset().union(*self._leases.values())
 
     def _files(self, key: str) -> Sequence[tuple[Path, range]]:
-        """The block's files and the layers that their names say, the largest first."""
+        """The block's files and the layers that their names say, its own first, then the largest."""
         if not is_key(key):
             return []
         found = []
@@ -204,7 +217,7 @@ class KvStore:
             for path in (self.folder / key).iterdir():
                 if match := _FILE.fullmatch(path.name):
                     found.append((path, range(int(match[1]), int(match[2]))))
-        return sorted(found, key=lambda each: (-len(each[1]), each[0].name))
+        return sorted(found, key=lambda each: (each[0].suffix, -len(each[1]), each[0].name))
 
     @contextmanager
     def _opened(self, path: Path, key: str, block: KvBlock | None = None) -> Iterator[CellsFile | None]:
@@ -213,8 +226,8 @@ class KvStore:
             with path.open("rb") as file:
                 try:
                     cells = CellsFile(file, os.fstat(file.fileno()).st_size)
-                    name = f"{cells.layers.start}-{cells.layers.stop}.cells"
-                    if cells.block.key != key or path.name != name or block not in (None, cells.block):
+                    name = f"{cells.layers.start}-{cells.layers.stop}"
+                    if cells.block.key != key or path.stem != name or block not in (None, cells.block):
                         raise CellsError("a file of KV cells has another's name")
                 except CellsError as exc:
                     self._damaged(path, exc)

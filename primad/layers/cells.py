@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -78,21 +78,46 @@ class CellsFetcher:
         return [block.key not in lacking for block in blocks]
 
 
-def lacking_layers(store: KvStore, blocks: Iterable[KvBlock], layers: LayerRuns, verify: bool) -> dict[str, set[int]]:
-    """By key, the ``layers`` of ``blocks`` that are not in ``store``; blocks that are there whole are left out."""
-    lacking: dict[str, set[int]] = {}
-    wanted = {layer for first, last in layers for layer in range(first, last)}
+def bits_of(layers: Iterable[int]) -> int:
+    """A set of layers as the bits of a number: one of 1,024 takes 160 bytes, and there may be 16,384 blocks."""
+    bits = 0
+    for layer in layers:
+        bits |= 1 << layer
+    return bits
+
+
+def _runs(bits: int) -> Iterator[range]:
+    while bits:
+        yield (run := first_run(bits))
+        bits &= ~bits_of(run)
+
+
+def first_run(bits: int) -> range:
+    """The first run of layers in ``bits``; empty for none."""
+    first = max(0, (bits & -bits).bit_length() - 1)
+    behind = ~(bits >> first)
+    return range(first, first + (behind & -behind).bit_length() - 1)
+
+
+def lacking_layers(store: KvStore, blocks: Iterable[KvBlock], layers: LayerRuns, verify: bool) -> dict[str, int]:
+    """By key, the ``layers`` of ``blocks`` that are not in ``store`` (bits); blocks that are there whole are left out."""
+    lacking: dict[str, int] = {}
+    wanted = 0
+    for first, last in layers:
+        wanted |= (1 << last) - (1 << first)
+    runs = list(_runs(wanted))
     for block in blocks:
         try:
-            if verify:
-                for first, last in layers:
-                    store.read(block.key, first, last)  # removes what is damaged
-            missing = wanted - store.layers(block.key)
+            here = store.layers(block.key)
+            if verify and here:
+                for run in runs:
+                    store.read(block.key, run.start, run.stop)  # removes what is damaged
+                here = store.layers(block.key)
         except DiskError as exc:
             logger.warning("KV cells that are kept cannot be looked at: %s", exc)
-            missing = wanted
-        if missing:
-            lacking[block.key] = set(missing)
+            here = frozenset()
+        if missing := wanted & ~bits_of(here):
+            lacking[block.key] = missing
     return lacking
 
 
@@ -107,7 +132,7 @@ class _Asked:
 class _Fetch:
     """One fetch: what is ``lacking`` of ``blocks``. What arrives is lacking no more."""
 
-    def __init__(self, fetcher: CellsFetcher, blocks: dict[str, KvBlock], lacking: dict[str, set[int]]) -> None:
+    def __init__(self, fetcher: CellsFetcher, blocks: dict[str, KvBlock], lacking: dict[str, int]) -> None:
         self._fetcher, self._blocks, self._lacking = fetcher, blocks, lacking
         self._asked: set[str] = set()
         self._changed = asyncio.Event()
@@ -124,7 +149,7 @@ class _Fetch:
         What came is kept while the next is on its way.
         """
         fetcher = self._fetcher
-        refused: dict[str, set[int]] = {}
+        refused: dict[str, int] = {}
         keeping: asyncio.Task[None] | None = None
         try:
             async with reach(fetcher.context, fetcher.identity, source, [], fetcher.timings.reach_timeout_s) as (
@@ -157,16 +182,12 @@ class _Fetch:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _wanted(self, key: str, refused: Mapping[str, set[int]]) -> range:
+    def _wanted(self, key: str, refused: Mapping[str, int]) -> range:
         """The first run of layers that are lacking of a block, but for those that were ``refused``; empty for none."""
-        layers = self._lacking.get(key, set()) - refused.get(key, set())
-        first = last = min(layers, default=0)
-        while last in layers:
-            last += 1
         rows = self._blocks[key].end - self._blocks[key].start
-        return range(first, min(last, first + max(1, _CELLS_AT_ONCE // rows)))
+        return first_run(self._lacking.get(key, 0) & ~refused.get(key, 0))[: max(1, _CELLS_AT_ONCE // rows)]
 
-    async def _take(self, refused: Mapping[str, set[int]]) -> _Asked | None:
+    async def _take(self, refused: Mapping[str, int]) -> _Asked | None:
         """Blocks of which the same layers are lacking, to ask for; None at the end. Waits while others are asked."""
         while True:
             taken, layers, is_over = list[str](), range(0), True
@@ -200,7 +221,7 @@ class _Fetch:
         ends = list(accumulate(sizes))
         return [memoryview(data)[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
-    async def _keep(self, asked: _Asked, came: list[memoryview], refused: dict[str, set[int]]) -> None:
+    async def _keep(self, asked: _Asked, came: list[memoryview], refused: dict[str, int]) -> None:
         """Keep what ``came``. Raises ``SourceError``, ``CellsError``, ``DiskError``."""
         try:
             parts = []
@@ -208,28 +229,19 @@ class _Fetch:
                 if part:
                     parts.append((self._blocks[key], part))
                 else:
-                    refused.setdefault(key, set()).update(asked.layers)
-            held = await in_thread(self._put, parts)
-            for (block, _), here in zip(parts, held, strict=True):
-                lacked = self._lacking[block.key]
-                new = here.intersection(lacked, asked.layers)
-                if not new:
-                    raise SourceError("gave other layers of KV cells than it was asked for")
-                refused.setdefault(block.key, set()).update(
-                    range(asked.layers.start, min(new))
-                )  # it gives the first that it has
-                lacked -= new
-                if not lacked:
+                    refused[key] = refused.get(key, 0) | bits_of(asked.layers)
+            for (block, _), new in zip(parts, await in_thread(self._put, parts, asked.layers), strict=True):
+                before = range(asked.layers.start, new.start)  # it gives the first that it has
+                refused[block.key] = refused.get(block.key, 0) | bits_of(before)
+                self._lacking[block.key] &= ~bits_of(new)
+                if not self._lacking[block.key]:
                     del self._lacking[block.key]
         finally:
             self._let_go(asked)
 
-    def _put(self, parts: Iterable[tuple[KvBlock, memoryview]]) -> list[frozenset[int]]:
-        """Put ``parts`` into the store; the layers of each block that are there now."""
-        store = self._fetcher.store
-        for block, part in parts:
-            store.add_part(block, part)
-        return [store.layers(block.key) for block, _ in parts]
+    def _put(self, parts: Iterable[tuple[KvBlock, memoryview]], asked: range) -> list[range]:
+        """Put ``parts`` into the store; the layers of each, all of which were ``asked`` for."""
+        return [self._fetcher.store.add_part(block, part, asked) for block, part in parts]
 
     async def _request(
         self, link: SourceLink, keys: list[str], layers: range, offset: int

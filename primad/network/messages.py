@@ -42,8 +42,8 @@ from primad.kv.keys import KvBlock
 from primad.network.contacts import Contact, DeviceName, TcpPort, check_contact, is_address
 from primad.profiles import Implausible, check_profile
 from primad.ring.drafting.drafter import MOST_ROOM
-from primad.ring.drafting.messages import Drafted, TextTask
-from primad.ring.messages import Status
+from primad.ring.drafting.messages import MAX_TEXT_TOKENS, Drafted, TextTask
+from primad.ring.messages import MAX_ROWS, MAX_SEQUENCES, Status
 from primad.settings.config import NAME
 from primad.trust.identity import is_key
 
@@ -66,6 +66,20 @@ MAX_MEMORY_BYTES: Final = 1 << 50
 MAX_BLOCKS: Final = 16_384
 MAX_HOLD_S: Final = 600.0
 MAX_TREE_BYTES: Final = 1 << 20
+MAX_STEP_BYTES: Final = 1 << 30
+"""Of the hidden states of a step."""
+MAX_CELLS: Final = 1 << 27
+"""Of the KV caches of all sequences, in a layer."""
+USUAL_BYTES: Final = 2 << 20
+LARGE_BYTES: Final = {
+    "load": MAX_MESSAGE_BYTES,
+    "guess-load": MAX_MESSAGE_BYTES,
+    "guess-text": 8 << 20,
+    "measure-links": 4 << 20,
+    "kv-hold": 6 << 20,
+    "participations": MAX_MESSAGE_BYTES,
+}
+"""What a message may have of bytes, if it is more than usual: what it costs to read is in proportion to that."""
 
 Revision = Annotated[int, Meta(ge=0, le=MAX_REVISION)]
 MemoryBytes = Annotated[int, Meta(ge=0, le=MAX_MEMORY_BYTES)]
@@ -128,14 +142,14 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     epoch: int
     route: Annotated[int, Meta(ge=2, le=100_000)]
     width: Annotated[int, Meta(ge=1, le=1 << 20)]
-    windows: Annotated[list[WindowSpec], Meta(min_length=1)]
-    assignments: list[WindowAssignment]
+    windows: Annotated[list[WindowSpec], Meta(min_length=1, max_length=MAX_LAYERS)]
+    assignments: Annotated[list[WindowAssignment], Meta(max_length=MAX_LAYERS)]
     ahead_bytes: MemoryBytes
-    extra_buffers: list[bool]
+    extra_buffers: Annotated[list[bool], Meta(max_length=MAX_LAYERS)]
     sources: Contacts
     context: Annotated[int, Meta(ge=1, le=1 << 26)]
-    sequences: Annotated[int, Meta(ge=1, le=256)]
-    rows: Annotated[int, Meta(ge=1, le=8192)]
+    sequences: Annotated[int, Meta(ge=1, le=MAX_SEQUENCES)]
+    rows: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
     step_timeout_s: Annotated[float, Meta(gt=0, le=1e9)]
     place: Annotated[int, Meta(ge=0, lt=1 << 16)]
     kv_type: KvType
@@ -224,7 +238,7 @@ class GuessLoad(msgspec.Struct, frozen=True, kw_only=True, tag="guess-load"):
     epoch: int
     window: WindowSpec
     vocabulary: Annotated[int, Meta(ge=1, le=1 << 24)]
-    context: Annotated[int, Meta(ge=1, le=1 << 20)]
+    context: Annotated[int, Meta(ge=1, le=MAX_TEXT_TOKENS)]
     most: Annotated[int, Meta(ge=1, le=MOST_ROOM)]
     first: Annotated[int, Meta(ge=0, le=MOST_ROOM)]
     sources: Contacts
@@ -407,7 +421,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
 class LinksMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="links"):
     """Both directions of the links that were asked for."""
 
-    links: list[LinkProfile]
+    links: Annotated[list[LinkProfile], Meta(max_length=MAX_CONTACTS)]
 
 
 class KvHeld(msgspec.Struct, frozen=True, kw_only=True, tag="kv-held"):
@@ -435,7 +449,7 @@ class GuessesMade(msgspec.Struct, frozen=True, kw_only=True, tag="guesses"):
 class Echoed(msgspec.Struct, frozen=True, tag="echoed"):
     """The answer to ``Echo``."""
 
-    payload: bytes
+    payload: Annotated[bytes, Meta(max_length=MAX_ECHO_BYTES)]
 
 
 WorkerMessage = (
@@ -460,6 +474,14 @@ WorkerMessage = (
 
 _Message = TypeVar("_Message")
 
+
+class _Tag(msgspec.Struct):
+    """What kind a message is; the rest is skipped."""
+
+    type: str
+
+
+_tag_decoder = msgspec.msgpack.Decoder(_Tag)
 _head_decoder = msgspec.msgpack.Decoder(HeadMessage)
 _worker_decoder = msgspec.msgpack.Decoder(WorkerMessage)
 
@@ -520,6 +542,10 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
 
 def _decode(decoder: msgspec.msgpack.Decoder[_Message], data: bytes) -> _Message:
     try:
+        if len(data) > USUAL_BYTES and len(data) > LARGE_BYTES.get(tag := _tag_decoder.decode(data).type, USUAL_BYTES):
+            raise ProtocolError(
+                f"a control message {printable(tag, 20)!r} of {len(data)} bytes, which is too large for one"
+            )
         return decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
         raise ProtocolError(f"not a control message: {printable(exc)}") from exc
@@ -597,6 +623,11 @@ def _check_profile(profile: DeviceProfile) -> None:
 def _check_load(load: Load) -> None:
     if not len(load.assignments) == len(load.extra_buffers) == len(load.windows):
         raise ProtocolError("plan with windows for this device of which it does not say all")
+    if load.rows * load.width * 4 > MAX_STEP_BYTES or load.context * load.sequences > MAX_CELLS:
+        raise ProtocolError(
+            f"plan with steps of {load.rows} rows of {load.width}, or {load.sequences} sequences of {load.context} tokens, "
+            "for which no device has memory"
+        )
     if len({spec.window for spec in load.windows}) != len(load.windows):
         raise ProtocolError("plan with two windows at one place of the route")
     for spec, assignment in zip(load.windows, load.assignments, strict=True):

@@ -15,9 +15,10 @@ A header is checked against the ring's ``StepLimits`` before its payload is touc
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
 from halda import WindowAssignment
 from primad.engine.protocol import GREEDY as GREEDY
@@ -50,6 +51,11 @@ HIDDEN_DTYPE: Final = "f32"
 
 MAX_HEADER_BYTES: Final = 1 << 20
 """No header of a step of at most ``Limits.rows`` rows comes near it."""
+MAX_ROWS: Final = 8192
+MAX_SEQUENCES: Final = 256
+MAX_OPS: Final = 8192
+"""Of any step of any ring, so that a header is bounded before it is read."""
+MAX_HOPS: Final = 4096
 
 
 # ---- along the route ------------------------------------------------------------------------------------------------
@@ -105,10 +111,10 @@ class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
     window: int
     dtype: str
     shape: tuple[int, int]
-    positions: list[int]
-    sequences: list[list[int]]
-    outputs: list[bool]
-    ops: list[KvOp]
+    positions: Annotated[list[int], Meta(max_length=MAX_ROWS)]
+    sequences: Annotated[list[Annotated[list[int], Meta(max_length=MAX_SEQUENCES)]], Meta(max_length=MAX_ROWS)]
+    outputs: Annotated[list[bool], Meta(max_length=MAX_ROWS)]
+    ops: Annotated[list[KvOp], Meta(max_length=MAX_OPS)]
     skipped: bool = False
 
     @property
@@ -140,7 +146,7 @@ class Skip(msgspec.Struct, frozen=True, tag="skip", array_like=True):
     protocol: int
     ring: int
     epoch: int
-    steps: list[int]
+    steps: Annotated[list[int], Meta(max_length=MAX_SKIPPED)]
 
 
 RouteMessage = Step | Skip
@@ -313,9 +319,10 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     """The last message for ``request``.
 
     ``reason`` is ``stop`` (the model ended its answer; its end-of-generation token is not sent as ``Sampled``), ``length``
-    (``max_tokens`` or the context reached) or ``error`` with a one-line ``error``. ``completion_tokens`` counts the tokens
-    of earlier epochs too. ``prompt_s`` is the time from the first prefill step to the first token that this ring drew,
-    ``decode_s`` the time from there to the last. This ring computed ``drafted`` drafts of it, of which ``accepted`` held.
+    (``max_tokens`` or the context reached), or with a one-line ``error`` either ``error``, or ``refused`` where what was
+    asked for cannot be followed (its grammar). ``completion_tokens`` counts the tokens of earlier epochs too. ``prompt_s``
+    is the time from the first prefill step to the first token that this ring drew, ``decode_s`` the time from there to the
+    last. This ring computed ``drafted`` drafts of it, of which ``accepted`` held.
     """
 
     request: int
@@ -638,7 +645,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     steps: int
     rows: int
     compute_s: float
-    hop_s: list[float]
+    hop_s: Annotated[list[float], Meta(max_length=MAX_HOPS)]
     rss_bytes: int
     private_bytes: int
     refused: int

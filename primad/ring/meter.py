@@ -11,9 +11,8 @@ import psutil
 
 from halda.assignment import layers_worth
 from primad.engine.streaming.streams import Streams
-from primad.ring.messages import DecodeStatus, DraftStatus, MemoryStatus, PromptStatus, Status
+from primad.ring.messages import MAX_HOPS, DecodeStatus, DraftStatus, MemoryStatus, PromptStatus, Status
 
-HOPS_KEPT: Final = 4096
 TOKENS_KEPT: Final = 32
 CHUNKS_KEPT: Final = 8
 """Of the chunks of prompts the quickest counts: the first of a prompt has the least to attend to."""
@@ -37,7 +36,7 @@ class Meter:
         self.steps = 0
         self.rows = 0
         self.compute_s = 0.0
-        self.hop_s: deque[float] = deque(maxlen=HOPS_KEPT)
+        self.hop_s: deque[float] = deque(maxlen=MAX_HOPS)
         self._visits: dict[int, deque[_Visit]] = {}
         self._chunks: dict[int, deque[tuple[float, int]]] = {}
         """By visit the seconds a row and the rows of the latest large chunks."""

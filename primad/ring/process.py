@@ -24,6 +24,7 @@ from primad.ring.gpu_watch import GpuWatch, watch_gpu
 from primad.ring.messages import Open, RingBroken, RingCommand, broken_by, command_decoder
 from primad.ring.roles import Role, open_role
 from primad.settings.timings import RingTimings, Timings
+from primad.system.terminal import start_logging
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +77,7 @@ def _attend(role: Role, channel: RingChannel[RingCommand], commands: list[RingCo
 def main() -> None:
     """Entry point of ``python -m primad.ring.process FD``; everything it needs comes through that socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(
-        level=os.environ.get("PRIMAD_LOG", "WARNING"), format="%(levelname)s ring process %(process)d: %(message)s"
-    )
+    start_logging(os.environ.get("PRIMAD_LOG", "WARNING"), "%(levelname)s ring process %(process)d: %(message)s")
     faulthandler.enable()  # weights are read where they are mapped: a file that is cut short then is a SIGBUS
     channel: RingChannel[RingCommand] = RingChannel(inherited(sys.argv[1]), command_decoder)
     try:

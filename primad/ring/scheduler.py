@@ -687,7 +687,7 @@ class Scheduler:
         if running.first_token_s is None:
             running.first_token_s = now
         if draw.error is not None:
-            return [self._finish(running, "error", now, error=draw.error)]
+            return [self._finish(running, "refused", now, error=draw.error)]
         if draw.ends:
             return [self._finish(running, "stop", now)]
         running.sampled.append(draw.token)

@@ -57,7 +57,7 @@ def refusal(parse_it, **fields) -> RequestError:
         ("dry_base", [-1]),
         ("dry_allowed_length", [-1, 0.5]),
         ("dry_penalty_last_n", [-2]),
-        ("dry_sequence_breakers", ["x", [""], ["x" * 41], ["x"] * 17]),
+        ("dry_sequence_breakers", ["x", [""], ["x" * 41], ["x"] * 17, ["x" * 40] * 4]),
         ("xtc_probability", [-0.1, 1.1]),
         ("xtc_threshold", [-0.1, 1.1]),
         ("min_tokens", [-1, 1.5]),

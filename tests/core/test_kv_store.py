@@ -45,6 +45,40 @@ def test_layers_of_several_windows_are_read_as_one(tmp_path):
     assert store.read_block(OTHER.key, 0, 1) == (None, [])
 
 
+def part_of(folder, *layers, cell_bytes=LAYER_BYTES):
+    """What another device gives of ``FIRST``: other bytes than this one has."""
+    other = KvStore(folder / "other")
+    other.put(FIRST, cells_of(FIRST, layers, cell_bytes, salt=1))
+    part = other.part(FIRST.key, layers[0], layers[-1] + 1)
+    assert part is not None
+    return part
+
+
+@pytest.mark.parametrize("layers", [range(4, 6), range(3, 7), range(0, 5), range(5, 6)])
+def test_what_another_device_gives_never_takes_the_place_of_what_was_computed_here(tmp_path, layers):
+    store = KvStore(tmp_path / "cells")
+    store.put(FIRST, cells(FIRST, 4, 5))
+    assert store.add_part(FIRST, part_of(tmp_path, *layers), range(0, 9)) == layers
+    assert store.read(FIRST.key, 4, 6) == cells(FIRST, 4, 5)
+    assert store.layers(FIRST.key) == {4, 5, *layers}
+
+
+def test_what_is_computed_here_later_is_read_in_place_of_what_another_device_gave(tmp_path):
+    store = KvStore(tmp_path / "cells")
+    store.add_part(FIRST, part_of(tmp_path, 3, 4, 5, 6), range(0, 9))
+    store.put(FIRST, cells(FIRST, 4, 5))
+    assert store.read(FIRST.key, 4, 6) == cells(FIRST, 4, 5)
+    assert store.read(FIRST.key, 3, 4) == cells_of(FIRST, [3], LAYER_BYTES, salt=1)
+
+
+@pytest.mark.parametrize("asked", [range(0, 3), range(4, 5), range(5, 9), range(7, 9), range(0)])
+def test_layers_that_were_not_asked_for_are_not_taken(tmp_path, asked):
+    store = KvStore(tmp_path / "cells")
+    with pytest.raises(CellsError, match="not asked for"):
+        store.add_part(FIRST, part_of(tmp_path, 4, 5), asked)
+    assert not store.layers(FIRST.key)
+
+
 def test_another_process_sees_what_was_written(tmp_path):
     writer, reader = KvStore(tmp_path), KvStore(tmp_path, limit_bytes=1 << 20)
     assert reader.list() == []
@@ -121,17 +155,17 @@ def test_a_part_goes_to_another_device_whole_or_not_at_all(tmp_path):
     here, there = KvStore(tmp_path / "here"), KvStore(tmp_path / "there")
     here.put(FIRST, cells(FIRST, 0, 1, 2))
     whole = here.part(FIRST.key, 1, 5)
-    there.add_part(FIRST, whole)
+    there.add_part(FIRST, whole, range(5))
     assert there.read(FIRST.key, 1, 3) == cells(FIRST, 1, 2)
     assert here.part(FIRST.key, 3, 5) is None
     damaged = bytearray(whole)
     damaged[-1] ^= 1
     for part in (bytes(damaged), whole[:-1], b"", b"x" * 100):
         with pytest.raises(CellsError):
-            there.add_part(FIRST, part)
+            there.add_part(FIRST, part, range(5))
     here.put(OTHER, cells(OTHER, 0))
     with pytest.raises(CellsError, match="in place of"):
-        there.add_part(FIRST, here.part(OTHER.key, 0, 1))
+        there.add_part(FIRST, here.part(OTHER.key, 0, 1), range(5))
     assert there.layers(FIRST.key) == {1, 2}
     assert there.list()[0].key == FIRST.key
     assert len(there.list()) == 1

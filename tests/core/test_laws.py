@@ -91,3 +91,14 @@ def test_nothing_imports_packaging(tmp_path: Path) -> None:
         "primad/a.py:1: imports man of packaging/, which nothing imports",
         "tools/b.py:2: imports packaging.man of packaging/, which nothing imports",
     ]
+
+
+def test_what_runs_prints_and_logs_in_one_place_each(tmp_path: Path) -> None:
+    write(tmp_path, primad__cli__output="out = Console()", tools__a="print(1)", primad__b="channel.print(1)")
+    assert broken(tmp_path) == []
+    write(tmp_path, primad__a="print(1)", solver__halda__b="import sys\ndef f():\n    sys.stderr.write('x')")
+    what = "cli/output.py prints, system/terminal.py logs"
+    assert broken(tmp_path) == [
+        f"primad/a.py:1: calls print; {what}",
+        f"solver/halda/b.py:3: calls sys.stderr.write; {what}",
+    ]

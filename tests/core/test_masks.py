@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.engine.masks import Allowed, GrammarMask, Words, likeliest
+from primad.engine.masks import WORK_A_TOKEN_S, WORK_AT_ONCE_S, Allowed, GrammarMask, Words, likeliest
 from primad.errors import GrammarError
 from tests.fakes.backend import BOS, EOS, SIZE, ByteVocabulary
 from tests.fakes.ring import GREEDY
@@ -89,6 +89,66 @@ def test_what_cannot_be_followed_is_an_error_of_its_answer(words, grammar, sampl
     with pytest.raises(GrammarError, match="grammar") as caught:
         mask.allowed()
     assert "\n" not in str(caught.value)
+    mask.release()
+
+
+class Clock:
+    """Each look at it finds ``tick_s`` more."""
+
+    def __init__(self) -> None:
+        self.now_s = self.tick_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += self.tick_s
+        return self.now_s
+
+
+def test_a_grammar_that_is_much_work_ends_its_answer(words):
+    clock = Clock()
+    mask = GrammarMask(words, "start: /a*/", [], clock)
+    for _ in range(1000):
+        mask.allowed()
+        clock.tick_s = WORK_A_TOKEN_S  # as much as comes with each token
+        mask.took(ord("a"))
+    mask.allowed()
+    clock.tick_s = WORK_A_TOKEN_S + WORK_AT_ONCE_S * 0.45
+    for _ in range(2):
+        mask.took(ord("a"))
+        mask.allowed()
+    mask.took(ord("a"))
+    with pytest.raises(GrammarError, match="too much work"):
+        mask.allowed()
+    mask.release()
+
+
+def test_whoever_takes_an_answer_over_may_work_for_all_of_its_tokens(words):
+    clock = Clock()
+    clock.tick_s = WORK_AT_ONCE_S
+    mask = GrammarMask(words, "start: /a*/", b"a" * 100, clock)
+    assert ord("a") in mask.allowed()
+    clock.tick_s = 2 * WORK_AT_ONCE_S
+    mask = GrammarMask(words, "start: /a*/", b"a" * 100, clock)
+    with pytest.raises(GrammarError, match="too much work"):
+        mask.allowed()
+
+
+class LongTokens(ByteTokens):
+    """One more token, which a grammar has to read to its end to know whether it may come."""
+
+    @property
+    def size(self) -> int:
+        return SIZE + 1
+
+    def piece(self, token: int) -> bytes:
+        return b"a" * 220 if token == SIZE else super().piece(token)
+
+
+@pytest.mark.parametrize("rule", ['e: e e | "a"', 'e: e e e | e e | "a" | "aa"', 'e: "a" e "a" | "a" e | e "a" | "a"'])
+def test_a_mask_that_can_read_a_token_in_ever_more_ways_ends_its_answer(rule):
+    """Each mask has a bound, so no other answer waits longer than that for it."""
+    mask = GrammarMask(Words(LongTokens), f"start: e\n{rule}", [], lambda: 0.0)
+    with pytest.raises(GrammarError, match="Too many items"):
+        mask.allowed()
     mask.release()
 
 

@@ -278,7 +278,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_answer_and_no_other():
     ring = FakeRing(*SMALL)
     strange = msgspec.structs.replace(DRAWN, grammar="strange")
     tokens, finished = ring.ask(generate(1, [1, 2], sampling=strange))
-    assert (tokens, finished.reason, finished.completion_tokens) == ([], "error", 0)
+    assert (tokens, finished.reason, finished.completion_tokens) == ([], "refused", 0)
     assert "grammar" in finished.error
     assert ring.ask(generate(2, [1, 2]))[0] == ring.model.answer([1, 2], 8, GREEDY)
 

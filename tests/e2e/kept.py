@@ -92,4 +92,4 @@ class Lab:
 
     def cells(self, name: str) -> list[Path]:
         """The files of KV cells on a device."""
-        return sorted((self.homes[name] / "run" / "cells").glob("*/*.cells"))
+        return sorted((self.homes[name] / "run" / "cells").glob("*/*.c*"))

@@ -45,7 +45,7 @@ def test_a_copy_with_a_flipped_byte_is_no_copy_from_there_on(lab):
 
     def act() -> None:
         ((begin, last),) = next(each["windows"] for each in lab.head.status()["devices"] if each["name"] == first)
-        copies = [path for path in lab.cells(keeper) if path.name == f"{begin}-{last}.cells"]
+        copies = [path for path in lab.cells(keeper) if path.name == f"{begin}-{last}.copy"]
         spoilt.append(sorted(copies, key=lambda path: path.stat().st_mtime)[len(copies) // 2])
         flip(spoilt[0])
         lab.workers[first].kill()

@@ -157,7 +157,7 @@ def test_an_answer_may_be_cut_short(rings):
 
 def test_a_grammar_that_is_wrong_ends_its_answer_and_nothing_else(rings):
     tokens, finished = rings.answer("start: )")
-    assert (tokens, finished.reason) == ([], "error")
+    assert (tokens, finished.reason) == ([], "refused")
     assert "grammar" in finished.error
     tokens, _ = rings.answer(of_text('start: "yes"'))
     assert rings.text(tokens) == "yes"

@@ -8,8 +8,8 @@ from primad.kv.cells import LayerCells
 from primad.kv.keys import KvBlock
 
 
-def cells_of(block: KvBlock, layers: Iterable[int], cell_bytes: int) -> list[LayerCells]:
-    """Those of ``block``; keys and values of a cell take ``cell_bytes`` each, an even number."""
+def cells_of(block: KvBlock, layers: Iterable[int], cell_bytes: int, salt: int = 0) -> list[LayerCells]:
+    """Those of ``block``; keys and values of a cell take ``cell_bytes`` each, an even number; ``salt`` makes others."""
     rows = block.end - block.start
     return [
         LayerCells(
@@ -19,7 +19,7 @@ def cells_of(block: KvBlock, layers: Iterable[int], cell_bytes: int) -> list[Lay
             key_type=1,
             value_type=1,
             keys=bytes([layer, block.start % 251]) * (rows * cell_bytes // 2),
-            values=bytes([layer + 1]) * (rows * cell_bytes),
+            values=bytes([layer + 1 + salt]) * (rows * cell_bytes),
         )
         for layer in layers
     ]

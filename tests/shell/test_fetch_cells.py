@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
 import pytest
 import zmq.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
 
 from primad.kv import keys
+from primad.kv.cells import MAX_LAYERS
 from primad.kv.keys import KvBlock
 from primad.kv.store import KvStore
-from primad.layers.cells import CellsFetcher
+from primad.layers.cells import CellsFetcher, bits_of, first_run, lacking_layers
 from primad.layers.server import LayerServer
 from primad.network.contacts import Contact
 from primad.network.layer_messages import (
@@ -23,6 +28,7 @@ from primad.network.layer_messages import (
     Present,
     TransferRequest,
 )
+from primad.network.messages import MAX_BLOCKS
 from primad.ring.messages import encode
 from primad.settings.timings import LayerTimings
 from primad.trust.identity import new_identity
@@ -183,6 +189,48 @@ def test_another_blocks_cells_are_not_taken_for_it(tmp_path):
             assert await mine.hold([block], [(0, 1)], [liar], PATIENCE_S, verify=False) == [False]
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("first", [1, 2, 4])
+def test_layers_that_were_not_asked_for_are_not_taken(tmp_path, first):
+    (block,) = chain(1)
+    part = holding(tmp_path / "there", [block], range(first, first + 2)).part(block.key, 0, 9)
+    mine = holding(tmp_path / "mine", [block], [1])
+
+    def answer(request: TransferRequest) -> Reply:
+        return (
+            [encode(Present(held=[]))] if isinstance(request, AskPresent) else [encode(Cells(sizes=[len(part)])), part]
+        )
+
+    async def test() -> None:
+        async with links() as context, answering(context, answer) as liar:
+            held = await fetcher(context, mine).hold([block], [(0, 3)], [liar], PATIENCE_S, verify=False)
+            assert held == [False]
+
+    asyncio.run(test())
+    assert mine.layers(block.key) == {1}
+
+
+@given(st.sets(st.integers(0, 70)))
+def test_layers_as_bits_are_a_set_of_them(layers):
+    bits, runs = bits_of(layers), []
+    while bits:
+        run = first_run(bits)
+        runs.append(run)
+        bits &= ~bits_of(run)
+    assert [layer for run in runs for layer in run] == sorted(layers)
+    assert all(a.stop < b.start for a, b in pairwise(runs))
+    assert not first_run(0)
+
+
+def test_what_is_lacking_of_many_blocks_takes_little_memory(tmp_path):
+    blocks = [KvBlock(key=f"{number:032x}", before="", start=0, end=1) for number in range(MAX_BLOCKS // 8)]
+    tracemalloc.start()
+    lacking = lacking_layers(KvStore(tmp_path), blocks, [(0, MAX_LAYERS)] * MAX_LAYERS, verify=False)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(lacking) == len(blocks)
+    assert most_bytes < 1 << 20
 
 
 def test_who_is_silent_is_waited_for_no_longer_than_was_asked(tmp_path):

@@ -170,6 +170,16 @@ def test_an_answer_that_ends_with_an_error():
     assert error(post(backend, CHAT, messages=HELLO), 503)["message"] == "deadline of step 7 passed"
 
 
+@both
+def test_what_cannot_be_followed_is_the_request_s_fault(path):
+    backend = FakeBackend(says("a"))
+    backend.ending = ("refused", "the grammar is too much work; make it simpler")
+    got = error(post(backend, path, **VALID[path]), 400)
+    assert (got["message"], got["type"]) == (backend.ending[1], "invalid_request_error")
+    told = events(post(backend, path, **VALID[path], stream=True))[-1]["error"]
+    assert (told["message"], told["type"]) == (backend.ending[1], "invalid_request_error")
+
+
 def test_a_full_queue():
     backend = FakeBackend(says(RequestError("8 requests are waiting", status=429)))
     response = post(backend, CHAT, messages=HELLO)

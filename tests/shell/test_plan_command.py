@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from primad.gguf.header import read_header
+from primad.gguf.constants import GGUFValueType
+from primad.gguf.header import read_header, scalar_value
 from primad.planning import schema
 from primad.planning.schema import Explanation
 from primad.profiler.store import save_profile
@@ -44,6 +45,16 @@ def test_a_fleet_and_a_shape_give_a_table(plan):
     assert (code, err) == (0, "")
     for words in ("Llama 3-8B", MAC, "tokens/s", "first token", "bottleneck", "best alone", "left out"):
         assert words in out
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_the_name_that_a_model_file_has_steers_no_terminal(plan, tmp_path, form):
+    name = "toy\x1b]0;pwned\x07\x9b2J\r\u202egpj.exe"
+    write_model(tmp_path / "toy.gguf", values={"general.name": scalar_value(GGUFValueType.STRING, name)})
+    code, out, err = plan("--model", tmp_path / "toy.gguf", *FLEET, *form)
+    assert (code, err) == (0, "")
+    assert "pwned" in out
+    assert not set("\x1b\x07\x9b\r\u202e").intersection(out)
 
 
 def test_json_keeps_its_schema(plan):

@@ -92,8 +92,8 @@ def test_an_output_matrix_that_streams_is_named_and_no_plan_has_it(command, endp
 
 
 def test_it_fits_a_terminal_of_80_columns(command, endpoint, monkeypatch):
-    console = status_command.Console(force_terminal=True, color_system=None, width=80, soft_wrap=True)
-    monkeypatch.setattr(status_command, "_out", console)
+    console = type(status_command.tables)(force_terminal=True, color_system=None, width=80, soft_wrap=True)
+    monkeypatch.setattr(status_command, "tables", console)
     endpoint.says(ring(device("living-room")))
     _, out, _ = command("status", "--url", endpoint.url)
     assert max(map(len, out.splitlines())) <= 80
@@ -285,7 +285,7 @@ def test_watching_on_a_terminal_draws_in_place(command, endpoint, monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(status_command.time, "sleep", sleep)
-    monkeypatch.setattr(status_command, "_out", status_command.Console(force_terminal=True, width=100))
+    monkeypatch.setattr(status_command, "tables", type(status_command.tables)(force_terminal=True, width=100))
     endpoint.says(ring(device("desk")))
     _, out, err = command("status", "--watch", "--url", endpoint.url)
     assert err == "stopped\n"
@@ -308,7 +308,7 @@ def test_watching_goes_on_when_the_head_is_away_for_a_while(command, endpoint, m
             endpoint.status = 401
 
     monkeypatch.setattr(status_command.time, "sleep", sleep)
-    monkeypatch.setattr(status_command, "_out", status_command.Console(force_terminal=is_terminal, width=200))
+    monkeypatch.setattr(status_command, "tables", type(status_command.tables)(force_terminal=is_terminal, width=200))
     endpoint.says(ring(device("desk")))
     code, out, err = command("status", "--watch", "--url", endpoint.url)
     assert "epoch 4," in out
@@ -327,8 +327,8 @@ def test_watching_cuts_no_line_and_draws_no_more_than_the_terminal_holds(command
         at_first = screen.getvalue()
         raise KeyboardInterrupt
 
-    console = status_command.Console(force_terminal=True, color_system=None, width=80, height=10, file=screen)
-    monkeypatch.setattr(status_command, "_out", console)
+    console = type(status_command.tables)(force_terminal=True, color_system=None, width=80, height=10, file=screen)
+    monkeypatch.setattr(status_command, "tables", console)
     monkeypatch.setattr(status_command.time, "sleep", sleep)
     endpoint.says(ring(device("desk")) | {"kv": msgspec.to_builtins(KV)})
     command("status", "--watch", "--url", endpoint.url)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import AfterValidator, AliasChoices, Field
+from pydantic_core import PydanticCustomError
 
 from primad.api.openai.fields import Strict, expecting, only
 
 MAX_TOKENS: Final = 2**31 - 1
 MAX_BREAKERS: Final = 16
 MAX_BREAKER_CHARS: Final = 40
+MAX_BREAKERS_CHARS: Final = 128
+"""Of all breakers together: llama.cpp looks through the vocabulary for each, and takes longer where they are longer."""
 
 _Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 _Reach = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
@@ -21,6 +24,12 @@ _Breaker = Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)]
 _BiasPair = Annotated[list[int | str | float | bool], Field(min_length=2, max_length=2)]
 _Unguided = Annotated[Any, only(None, why="say it as response_format, json_schema or grammar")]
 _NoStops = Annotated[Any, only(None, [], why="say it as stop or logit_bias")]
+
+
+def _few_chars(breakers: list[str]) -> list[str]:
+    if sum(map(len, breakers)) > MAX_BREAKERS_CHARS:
+        raise PydanticCustomError("length", "expected at most {most} characters together", {"most": MAX_BREAKERS_CHARS})
+    return breakers
 
 
 class NamedSchema(Strict):
@@ -50,7 +59,7 @@ class SamplerFields(Strict):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = Field(
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = Field(
         default=None, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
     )
     repeat_last_n: _Reach | None = None
@@ -71,7 +80,9 @@ class SamplerFields(Strict):
     dry_base: Annotated[float, Field(ge=0, le=100)] | None = None
     dry_allowed_length: _Count | None = None
     dry_penalty_last_n: _Reach | None = None
-    dry_sequence_breakers: Annotated[list[_Breaker], Field(max_length=MAX_BREAKERS)] | None = None
+    dry_sequence_breakers: (
+        Annotated[list[_Breaker], Field(max_length=MAX_BREAKERS), AfterValidator(_few_chars)] | None
+    ) = None
     xtc_probability: _Share | None = None
     xtc_threshold: _Share | None = None
     min_tokens: _Count | None = None

@@ -1,7 +1,7 @@
 """From a request's fields to the sampling of its answers. Pure.
 
 A field that is absent is what the model file recommends (``general.sampling.*``), else what llama.cpp's programs have.
-Penalties look at the last 64 tokens unless the request says otherwise; -1 means all of the context.
+Penalties look at the last 64 tokens unless the request says otherwise; -1, or more than the context, means all of it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def sampling_of(request: SamplerFields, served: TextModel, *, seed: int, grammar
         return default if value is None else value
 
     def reach(tokens: int) -> int:
-        return served.context_tokens if tokens == -1 else tokens
+        return served.context_tokens if tokens == -1 else min(tokens, served.context_tokens)
 
     return Sampling(
         temperature=given(request.temperature, usual.temperature),

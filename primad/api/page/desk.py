@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Annotated, Final, Literal, Protocol
 
 import msgspec
+from msgspec import Meta
+
+MAX_RAM_BYTES: Final = 1 << 50
 
 
 class HeadKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +57,7 @@ class Loan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     device: str
     is_paused: bool = False
-    ram_bytes: int | None = None
+    ram_bytes: Annotated[int, Meta(ge=0, le=MAX_RAM_BYTES)] | None = None
 
 
 class ShownCode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 from primad.errors import ProtocolError
 from primad.ring.drafting.drafter import MOST_ROOM
@@ -14,6 +15,9 @@ MOST_TOLD: Final = 8 * MOST_ROOM
 """Guesses behind one text, those in place of others among them."""
 MOST_UNTOLD_BYTES: Final = 1 << 20
 """A process that guesses may be so far behind, as while it loads; then it is as good as gone."""
+MAX_TEXT_TOKENS: Final = 1 << 20
+
+TextTokens = Annotated[list[int], Meta(max_length=MAX_TEXT_TOKENS)]
 
 
 class DraftModel(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
@@ -40,13 +44,13 @@ class DraftText(msgspec.Struct, frozen=True, kw_only=True, tag="text"):
     """From now on guess how ``tokens`` go on, which are text ``number``."""
 
     number: int
-    tokens: list[int]
+    tokens: TextTokens
 
 
 class DraftTokens(msgspec.Struct, frozen=True, tag="tokens"):
     """They go on with ``tokens``, behind the first ``known`` of them; what does not was lost on its way before."""
 
-    tokens: list[int]
+    tokens: TextTokens
     known: int
 
 
@@ -60,10 +64,10 @@ class Drafted(msgspec.Struct, frozen=True, kw_only=True, tag="drafted"):
 
     number: int
     known: int
-    tokens: list[int]
-    sures: list[float]
+    tokens: Annotated[list[int], Meta(max_length=MOST_TOLD)]
+    sures: Annotated[list[float], Meta(max_length=MOST_TOLD)]
     guess_s: float | None = None
-    parents: list[int] = []
+    parents: Annotated[list[int], Meta(max_length=MOST_TOLD)] = []
 
 
 DraftTask = DraftModel | DraftText | DraftTokens

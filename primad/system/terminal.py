@@ -1,0 +1,41 @@
+"""The one border where text goes to a terminal or a log: whatever file, device or answer it came from, it steers nothing.
+
+A terminal obeys control characters (C0, C1, DEL); others change the order of what is read (bidirectional embeddings,
+overrides and isolates) or end a line without seeming to. Here they become what Python writes for them. Marks that
+right-to-left text needs, and joiners of letters and emoji, stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any, Final
+
+_OBEYED: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def safe(text: str) -> str:
+    """``text`` with its lines and tabs, and nothing else that a terminal could obey."""
+    return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def safe_json(text: str) -> str:
+    """JSON ``text`` that means the same."""
+    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+class LineFormatter(logging.Formatter):
+    """One record is one line, but for a traceback."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return safe(super().formatMessage(record)).replace("\n", "\\n")
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return safe(super().formatException(ei))
+
+
+def start_logging(level: str, form: str) -> None:
+    """Log records of ``level`` and above to standard error, each as ``form`` says."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter(form))
+    logging.basicConfig(level=level, handlers=[handler])

@@ -1,0 +1,114 @@
+"""llama.cpp is asked for no more memory than the context is worth, whatever a sampling says; nor for what is no number."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from primad.api.backend import SamplingDefaults
+from primad.engine import sampling as engine
+from primad.engine.masks import Allowed
+from primad.engine.protocol import GREEDY
+from primad.gguf.constants import GGUFValueType
+from primad.gguf.header import Header, scalar_value
+from primad.head.vocabulary import _RECOMMENDED, sampling_defaults
+
+SIZE, CONTEXT = 8, 64
+DRAWN = msgspec.structs.replace(GREEDY, temperature=0.8)
+WORDS: Any = SimpleNamespace(tokens=lambda: SimpleNamespace(handle=None))
+
+
+class Logits:
+    def logits(self, row: int) -> Any:
+        return np.linspace(-50, 50, SIZE, dtype=np.float32)
+
+
+def chain(dry: engine.DrySamplers | None = None, **fields: Any) -> engine.ChainSampler:
+    sampling = msgspec.structs.replace(DRAWN, **fields)
+    allowed = Allowed(sampling, frozenset({7}), 0, None, vocabulary=SIZE)
+    dry = dry or engine.DrySamplers(WORDS)
+    sampler = engine.ChainSampler(None, Logits(), dry, sampling, [1, 2], [3], allowed, context_tokens=CONTEXT)
+    sampler._begin()
+    return sampler
+
+
+@pytest.mark.parametrize("tokens", [1, CONTEXT, CONTEXT + 1, 2**31 - 1, 2**31, 2**40])
+def test_no_sampler_is_made_that_looks_farther_back_than_the_context(monkeypatch, tokens):
+    asked: dict[str, int] = {}
+
+    def penalties(vocabulary: int, last: int, *rest: float) -> Any:
+        asked["penalties"] = last
+        return engine.llama.llama_sampler_init_greedy()
+
+    def dry(handle: Any, multiplier: float, base: float, length: int, last: int, *rest: Any) -> Any:
+        asked["dry"] = last
+        return engine.llama.llama_sampler_init_greedy()
+
+    monkeypatch.setattr(engine.llama, "llama_sampler_init_penalties", penalties)
+    monkeypatch.setattr(engine.llama, "llama_sampler_init_dry", dry)
+    chain(repeat_penalty=1.5, penalty_tokens=tokens, dry_multiplier=1.0, dry_tokens=tokens).release()
+    assert asked == {"penalties": min(tokens, CONTEXT), "dry": min(tokens, CONTEXT)}
+
+
+def test_the_vocabulary_is_looked_through_for_breakers_once_for_all_choices_and_not_by_the_ring(monkeypatch):
+    made = []
+
+    def dry(handle: Any, multiplier: float, base: float, length: int, last: int, texts: Any, count: int) -> Any:
+        made.append((threading.current_thread().name, list(texts)))
+        return engine.llama.llama_sampler_init_greedy()
+
+    monkeypatch.setattr(engine.llama, "llama_sampler_init_dry", dry)
+    samplers = engine.DrySamplers(WORDS)
+    asked = {"dry_multiplier": 1.0, "dry_tokens": 9, "dry_breakers": ("e",) * 16 + ("a",)}
+    for seed in range(3):
+        chain(samplers, seed=seed, **asked).release()
+    ((thread, texts),) = made
+    assert (thread.partition("_")[0], texts) == ("dry", [b"e", b"a"])
+    chain(samplers, **asked | {"dry_breakers": ("a",)}).release()
+    assert len(made) == 2
+    samplers.release()
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-38, 1e-30, 1e-6])
+def test_a_temperature_that_is_next_to_none_is_none(temperature):
+    assert msgspec.structs.replace(DRAWN, temperature=temperature).is_greedy
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1e-5},
+        {"temperature": 1e-5, "temperature_range": 2.0, "temperature_exponent": 100.0},
+        {"temperature": 1.0, "temperature_range": 2.0, "temperature_exponent": 100.0},
+        {"repeat_penalty": 0.01, "penalty_tokens": 64},
+        {"top_p": 1e-320, "min_p": 1e-320, "typical_p": 1e-320, "top_n_sigma": 1e-320},
+        {"xtc_probability": 1.0, "xtc_threshold": 1e-320},
+        {"mirostat": 1, "mirostat_tau": 0.0},
+        {"mirostat": 2, "mirostat_tau": 0.0, "mirostat_eta": 1.0},
+        {"mirostat": 2, "mirostat_tau": 100.0, "mirostat_eta": 1.0},
+        {"logit_bias": tuple((token, -math.inf) for token in range(SIZE - 1))},
+    ],
+)
+def test_the_ends_of_every_range_draw_a_token_that_has_a_probability(fields):
+    sampler = chain(**fields)
+    for _ in range(3):
+        assert 0 <= sampler._choose(np.arange(SIZE), 0) < SIZE
+        assert math.isfinite(sampler.mirostat_mu or 0.0)
+    sampler.release()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308, 1e-320, -1.0, -2.0, 2.0**31, 2.0**64])
+def test_a_recommendation_of_a_model_file_that_makes_no_sense_is_as_if_it_were_not_there(value):
+    for key, (name, least, most) in _RECOMMENDED.items():
+        values = {key: scalar_value(GGUFValueType.FLOAT64, value)}
+        header = Header(path=Path("toy.gguf"), values=values, tensors={}, data_offset=0)
+        usual, found = getattr(SamplingDefaults(), name), getattr(sampling_defaults(header), name)
+        assert found == usual or least <= found <= most
+        assert math.isfinite(found)
