@@ -170,11 +170,13 @@ async def pair_with(
     place = f"{host}:{port}"
     try:
         async with asyncio.timeout(timeout_s):
-            found = await _run(host, port, Joiner(code, who), before_proof)
+            found: Who | Later = Later()
+            pause_s = REPLY_S
             while isinstance(found, Later):
-                async with _lasting(BETWEEN_TRIES_S):
+                async with _lasting(pause_s):
                     joiner = Joiner(code, who)
                 found = await _run(host, port, joiner, before_proof)
+                pause_s = BETWEEN_TRIES_S
     except TimeoutError as exc:
         raise ClusterError(f"pairing with {place}: no answer within {timeout_s:g} s; is it still waiting?") from exc
     except _UnreachedError as exc:
