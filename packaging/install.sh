@@ -6,25 +6,25 @@
 #   packaging/install.sh --from primad-0.1.0-py3-none-any.whl
 #   packaging/install.sh --dry-run                    say it, and end
 #   packaging/install.sh --yes                        do not ask
-#   packaging/install.sh --with uv|pipx|venv          with that tool; otherwise the first of them that is here
 #   packaging/install.sh --extras hub,plot            also models by name, and plots
 #   packaging/install.sh --llama-wheel FILE --sha256 HASH     with an llama.cpp that tools/wheelhouse built: no compiler
 #
-# PYTHON names the interpreter (3.11 or later), CMAKE_ARGS other parts of llama.cpp, as in CMAKE_ARGS="-DGGML_VULKAN=on".
+# Every package has a version and a hash of the checkout's tools/constraints.txt, llama.cpp's sources and what builds them too.
+# PYTHON names the interpreter (3.11 or later; where there is none, uv fetches one), CMAKE_ARGS other parts of llama.cpp,
+# as in CMAKE_ARGS="-DGGML_VULKAN=on".
 set -eu
 
 die() { printf 'install: error: %s\n' "$*" >&2; exit 2; }
 have() { command -v "$1" >/dev/null 2>&1; }
 absolute() { (cd "$(dirname "$1")" && printf '%s/%s\n' "$PWD" "$(basename "$1")"); }
 
-from="" tool="" extras="" wheel="" hash="" yes=0 dry=0
+from="" extras="" wheel="" hash="" yes=0 dry=0
 while [ $# -gt 0 ]; do
   case "$1" in
-    --from | --with | --extras | --llama-wheel | --sha256) [ $# -gt 1 ] || die "$1: needs a value" ;;
+    --from | --extras | --llama-wheel | --sha256) [ $# -gt 1 ] || die "$1: needs a value" ;;
   esac
   case "$1" in
     --from) from=$2; shift 2 ;;
-    --with) tool=$2; shift 2 ;;
     --extras) extras=$2; shift 2 ;;
     --llama-wheel) wheel=$2; shift 2 ;;
     --sha256) hash=$2; shift 2 ;;
@@ -43,14 +43,14 @@ case "$system" in
   *) die "knows Linux and macOS, not $system; docs/install.md says how to install primad there" ;;
 esac
 
-if [ -z "$from" ]; then
-  from=$(absolute "$(dirname "$0")/..") && from=$(cd "$from" && pwd)
-  [ -f "$from/pyproject.toml" ] || die "does not lie in a checkout; name a wheel or a checkout: --from FILE"
-fi
+root=$(cd "$(dirname "$0")/.." && pwd)
+[ -f "$root/tools/constraints.txt" ] || die "does not lie in a checkout, whose tools/constraints.txt has the hashes of packages"
+[ -n "$from" ] || from=$root
 [ -e "$from" ] || die "--from $from: no such file"
 from=$(absolute "$from")
-case "$extras" in
-  *[!a-z,]*) die "--extras $extras: give names with commas between, as in hub,plot" ;;
+case ",$extras," in
+  ,, | ,hub, | ,plot, | ,hub,plot, | ,plot,hub,) ;;
+  *) die "--extras $extras: give names with commas between, as in hub,plot" ;;
 esac
 
 good_python() { have "$1" && "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
@@ -62,26 +62,11 @@ for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11; 
   fi
 done
 
-if [ -z "$tool" ]; then
-  for candidate in uv pipx venv; do
-    if [ "$candidate" = venv ] || have "$candidate"; then
-      tool=$candidate
-      break
-    fi
-  done
-fi
-case "$tool" in
-  uv | pipx) have "$tool" || die "--with $tool: $tool is not installed" ;;
-  venv) ;;
-  *) die "--with $tool: not known; there are uv, pipx and venv" ;;
-esac
 if [ -z "$python" ]; then
-  [ "$tool" = uv ] || die "needs Python 3.11 or later; install it, or name it: PYTHON=/path/to/python3.12"
+  have uv || die "needs Python 3.11 or later; install it, or uv, which fetches one, or name it: PYTHON=/path/to/python3.12"
   python=3.12
 fi
 
-cxx=${CXX:-c++}
-flags=""
 if [ -n "$wheel$hash" ]; then
   if [ -z "$wheel" ] || [ -z "$hash" ]; then
     die "--llama-wheel and --sha256 go together: a file, and the hash it must have"
@@ -99,15 +84,8 @@ else
     Darwin) hint="xcode-select --install" ;;
     *) hint="apt install g++, or dnf install gcc-c++" ;;
   esac
-  have "$cxx" || die "needs a C++ compiler to build llama.cpp; install one ($hint), or give --llama-wheel"
-  # GCC 11, 12 before 12.4 and 13 before 13.3 break llama.cpp's code for AMX; two flags cure it.
-  if ! "$cxx" --version 2>/dev/null | head -n 1 | grep -qiE 'clang|icp|icx'; then
-    case "$("$cxx" -dumpfullversion 2>/dev/null)" in
-      11.* | 12.[0-3].* | 13.[0-2].*) flags="-DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'" ;;
-    esac
-  fi
+  have "${CXX:-c++}" || die "needs a C++ compiler to build llama.cpp; install one ($hint), or give --llama-wheel"
 fi
-args="${CMAKE_ARGS:-}${CMAKE_ARGS:+${flags:+ }}$flags"
 what=$from${extras:+[$extras]}
 lib=$HOME/.local/lib/primad
 bin=$HOME/.local/bin
@@ -115,11 +93,8 @@ bin=$HOME/.local/bin
 # ---- what it will do ---------------------------------------------------------------------------------------------------
 
 echo "This will:"
-case "$tool" in
-  uv) echo "  - install $what and the packages that it needs with uv, into the folder that \`uv tool dir\` names" ;;
-  pipx) echo "  - install $what and the packages that it needs with pipx, into the folder that \`pipx environment\` names" ;;
-  venv) echo "  - make the folder $lib, a Python environment, and install $what and the packages that it needs there" ;;
-esac
+echo "  - make the folder $lib, a Python environment, and install $what there"
+echo "  - install the packages that it needs there, each with its version and hash of $root/tools/constraints.txt"
 if [ "$python" = 3.12 ]; then
   echo "  - let uv fetch Python 3.12, as there is no Python 3.11 or later here"
 else
@@ -128,13 +103,10 @@ fi
 if [ -n "$wheel" ]; then
   echo "  - take llama.cpp from $wheel, whose SHA-256 is right"
 else
-  echo "  - build llama.cpp on this machine, which takes 4 to 10 minutes on two cores${args:+, with CMAKE_ARGS=\"$args\"}"
+  echo "  - build llama.cpp on this machine, which takes 4 to 10 minutes on two cores${CMAKE_ARGS:+, with CMAKE_ARGS=\"$CMAKE_ARGS\"}"
 fi
-case "$tool" in
-  venv) echo "  - link $bin/primad to the program" ;;
-  *) echo "  - have $tool put the program primad where it puts programs, most often $bin" ;;
-esac
-echo "It changes nothing else. Packages come from the index that $([ "$tool" = uv ] && echo uv || echo pip) is set up for."
+echo "  - link $bin/primad to the program"
+echo "It changes nothing else. Packages come from the index that pip is set up for."
 [ "$dry" = 0 ] || exit 0
 if [ "$yes" = 0 ]; then
   [ -t 0 ] || die "asks before it does that, and nobody can answer here; give --yes, or --dry-run to see it only"
@@ -148,36 +120,56 @@ fi
 
 # ---- it does that ------------------------------------------------------------------------------------------------------
 
-[ -z "$args" ] || export CMAKE_ARGS="$args"
-links=""
+[ ! -e "$bin/primad" ] || [ -L "$bin/primad" ] || die "$bin/primad is there and not ours; move it away"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+environment() { # FOLDER: an environment there, with pip
+  if [ "$python" = 3.12 ]; then
+    rm -rf "$1"
+    uv venv --quiet --seed --python "$python" "$1" || die "uv could not make $1; see the lines above"
+  else
+    "$python" -m venv --clear "$1" || die "cannot create $1; install venv (apt install python3-venv)"
+  fi
+}
+pip() { # FOLDER COMMAND...: the pip of that environment; nothing is built unasked, with tools that nobody checked
+  folder=$1
+  shift
+  "$folder/bin/python" -m pip --quiet --disable-pip-version-check --no-cache-dir "$@" || die "it could not be installed; see the lines above"
+}
+install_locked() { # FOLDER GROUP...
+  folder=$1
+  shift
+  "$root/tools/locked" "$@" >"$work/locked.txt"
+  pip "$folder" install --only-binary :all: --require-hashes --requirement "$work/locked.txt"
+}
+
+mkdir "$work/wheels"
+case "$wheel:$from" in
+  ?*:*.whl) ;; # nothing is built
+  *) environment "$work/build" ;;
+esac
+case "$from" in
+  *.whl) cp "$from" "$work/wheels/" ;;
+  *)
+    install_locked "$work/build" build
+    pip "$work/build" wheel --no-deps --no-build-isolation --wheel-dir "$work/wheels" "$from"
+    ;;
+esac
 if [ -n "$wheel" ]; then
-  links=$(mktemp -d)
-  trap 'rm -rf "$links"' EXIT
-  cp "$wheel" "$links/"
+  cp "$wheel" "$work/wheels/"
+else
+  "$root/tools/build-llama" "$work/build/bin/python" "$work/wheels"
 fi
-case "$tool" in
-  uv)
-    uv tool install --force --python "$python" ${links:+--find-links "$links" --no-build-package llama-cpp-python} "$what"
-    ;;
-  pipx)
-    pipx install --force --python "$python" ${links:+--pip-args="--find-links=$links --only-binary=llama-cpp-python"} "$what"
-    ;;
-  venv)
-    [ ! -e "$bin/primad" ] || [ -L "$bin/primad" ] || die "$bin/primad is there and not ours; move it away"
-    "$python" -m venv --clear "$lib" || die "cannot create $lib; install venv (apt install python3-venv)"
-    "$lib/bin/python" -m pip install --quiet --disable-pip-version-check --no-cache-dir \
-      ${links:+--find-links "$links" --only-binary llama-cpp-python} "$what"
-    mkdir -p "$bin"
-    ln -sf "$lib/bin/primad" "$bin/primad"
-    ;;
-esac
+environment "$lib"
+# shellcheck disable=SC2046  # names of groups have no blanks
+install_locked "$lib" base $(printf %s "$extras" | tr , ' ')
+pip "$lib" install --no-deps "$work"/wheels/*.whl
+"$lib/bin/python" -m pip --disable-pip-version-check check || die "$from does not go with $root/tools/constraints.txt; take both of one version"
+mkdir -p "$bin"
+ln -sf "$lib/bin/primad" "$bin/primad"
 echo "primad is installed. Next: primad doctor"
-case "$tool:$PATH" in
-  venv:*"$bin"*) ;;
-  venv:*) echo "$bin is not on your PATH; add it, or type $bin/primad" ;;
+case "$PATH" in
+  *"$bin"*) ;;
+  *) echo "$bin is not on your PATH; add it, or type $bin/primad" ;;
 esac
-case "$tool" in
-  uv) echo "To remove it: uv tool uninstall primad" ;;
-  pipx) echo "To remove it: pipx uninstall primad" ;;
-  venv) echo "To remove it: rm -r $lib $bin/primad" ;;
-esac
+echo "To remove it: rm -r $lib $bin/primad"

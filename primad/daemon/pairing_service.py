@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from dataclasses import replace
 from typing import Final
 
 from primad import __version__
 from primad.daemon.reporter import Say
 from primad.daemon.station import Station
-from primad.errors import ClusterError, PrimadError
+from primad.errors import ClusterError
 from primad.network.admin import PairingCode
 from primad.network.discovery import Discovery, look
 from primad.settings.config import Config, split_address
-from primad.trust.pairing import LIFETIME_S, CodeOutcome, Who
-from primad.trust.pairing_links import PairingServer, pair_with
+from primad.trust.pairing import BETWEEN_TRIES_S, LIFETIME_S, CodeOutcome, Who
+from primad.trust.pairing_links import NobodyThereError, PairingServer, pair_with
+from primad.trust.proofs import Proofs
 from primad.trust.trust import TrustedDevice, TrustRole
 from primad.trust.words import Code, new_code, parse_code
 
 LOOK_S: Final = 3.0
 """How long a device with a code looks for the one that shows it, before it looks again."""
 LOOKS: Final = 5
+PATIENCE_S: Final = 55.0
+"""What bringing a code takes at most, however many devices announce it; ``primad pair`` waits a little longer."""
+_NAME_IT: Final = "name the place that 'primad pair' prints with --device"
 
 
 class PairingService:
@@ -98,43 +103,69 @@ async def pair(station: Station, code: str, at: str | None, say: Say, role: Trus
     known = parse_code(code)
     config = station.config
     who = Who(device=config.name, key=station.identity.public, cluster=config.cluster, version=__version__)
-    if at is not None:
-        places = [split_address(at)]
-    else:
-        say(f"looking for the device that shows the code {known.number}-...")
-        places = await _find(config, known)
-    device = await _first(places, known, who)
+    proofs = Proofs(config.home, station.identity, known)
+    proofs.check()
+    errand = _Errand(known, who, proofs, say)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            device = await (errand.bring([split_address(at)]) if at is not None else errand.search(config))
+    except TimeoutError as exc:
+        raise ClusterError(f"{errand}: no device took it within {PATIENCE_S:g} s; {_NAME_IT}") from exc
     device = station.trust.add(replace(device, role=role))
     say(f"paired with {device.device}")
     return device
 
 
-async def _find(config: Config, code: Code) -> list[tuple[str, int]]:
-    for _ in range(LOOKS):
-        peers = await look(config.host, LOOK_S, config.interface)
-        places = [
-            (address, peer.pairing[1])
-            for peer in peers
-            if peer.cluster == config.cluster and peer.pairing is not None and peer.pairing[0] == code.number
-            for address in peer.addresses
+class _Errand:
+    """Brings ``code`` to one device after another. Each gets one proof, and ``proofs`` says how many there may be in all."""
+
+    def __init__(self, code: Code, who: Who, proofs: Proofs, say: Say) -> None:
+        self._code, self._who, self._proofs, self._say = code, who, proofs, say
+        self._refused: set[tuple[str, int]] = set()
+
+    def __str__(self) -> str:
+        return f"--code {self._code.number}-..."
+
+    async def search(self, config: Config) -> TrustedDevice:
+        """Bring the code to those that announce its number: whoever does so first need not be the one that shows it."""
+        self._say(f"looking for the device that shows the code {self._code.number}-...")
+        error: ClusterError | None = None
+        for _ in range(LOOKS):
+            announced = [places for places in await self._look(config) if self._refused.isdisjoint(places)]
+            if not announced and error is not None:
+                raise error
+            random.shuffle(announced)  # by name the same ones would be first each time
+            for places in announced:
+                if not self._refused.isdisjoint(places):
+                    continue
+                if error is not None:
+                    self._say(f"{error}; another device announces this code and is tried")
+                    await asyncio.sleep(BETWEEN_TRIES_S)
+                self._proofs.check()
+                try:
+                    return await self.bring(places)
+                except ClusterError as exc:
+                    error = exc
+        raise error or ClusterError(
+            f"{self}: no device of cluster {config.cluster} in sight shows this code; check that 'primad pair' still shows "
+            f"it, or {_NAME_IT}"
+        )
+
+    async def bring(self, places: list[tuple[str, int]]) -> TrustedDevice:
+        """Pair at the first of ``places`` that can be reached: they are addresses of one device, most likely ones first."""
+        for host, port in places:
+            try:
+                return await pair_with(host, port, self._code, self._who, self._proofs.count)
+            except NobodyThereError as exc:
+                error = exc
+            except ClusterError:
+                self._refused.add((host, port))
+                raise
+        raise error
+
+    async def _look(self, config: Config) -> list[list[tuple[str, int]]]:
+        return [
+            [(address, peer.pairing[1]) for address in peer.addresses]
+            for peer in await look(config.host, LOOK_S, config.interface)
+            if peer.cluster == config.cluster and peer.pairing is not None and peer.pairing[0] == self._code.number
         ]
-        if places:
-            return places
-    raise ClusterError(
-        f"--code {code.number}-...: no device of cluster {config.cluster} in sight shows this code; check that "
-        "'primad pair' still shows it, or name the place that it prints with --device"
-    )
-
-
-async def _first(places: list[tuple[str, int]], code: Code, who: Who) -> TrustedDevice:
-    """Pair at the first of ``places`` that works: they are addresses of one device, most likely ones first."""
-    errors: list[PrimadError] = []
-    for host, port in places:
-        try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), 2.0)
-            writer.close()
-        except (OSError, TimeoutError) as exc:
-            errors.append(ClusterError(f"{host}:{port}: {exc or 'no answer'}"))
-            continue
-        return await pair_with(host, port, code, who)
-    raise ClusterError(f"--code: the device that shows it cannot be reached: {errors[-1]}")

@@ -29,6 +29,7 @@ from primad.network.scopes import own_address
 from primad.network.versions import build_gap
 from primad.settings.config import is_loopback, split_address
 from primad.system.tasks import mistake
+from primad.trust.trust import LOCAL
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,8 @@ class Devices:
             self._reporter.say(str(exc))
             return
         self._pairing.use(discovery)
-        if not is_loopback(self._config.host):
+        is_first = all(each.how == LOCAL for each in self._trust.entries())
+        if is_first and not is_loopback(self._config.host):  # later a code is open only when it is asked for
             code = await self._pairing.open()
             self._reporter.say(
                 f"to add a device, run there: primad join --code {code.code} (good for {code.expires_s / 60:.0f} minutes; "

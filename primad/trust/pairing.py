@@ -9,7 +9,9 @@ Bytes in, bytes out: no socket, no clock. A run has four messages:
 
 Somebody who does not know the code learns from a run whether one guess was right, and nothing else; so the inviter gives
 ``MAX_TRIES`` runs a code, one a second, and counts a run when it answers the first message, whatever comes of it. The joiner
-proves first: a stranger never hears who the inviter is. A MAC and not authenticated encryption, because a MAC of SHA-256
+proves first: a stranger never hears who the inviter is, but one that poses as the inviter has a guess with each proof. So a
+joiner gives ``MAX_TRIES`` proofs of a code (``proofs.py`` counts them), and begins again only if it was put off before its
+proof. A MAC and not authenticated encryption, because a MAC of SHA-256
 fits one key only, where a ciphertext can be made to fit many and to test as many codes at once. Each element is drawn anew,
 so that nothing that was recorded fits a later run.
 """
@@ -114,9 +116,7 @@ class CodeOutcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """The inviter takes no try now; begin a new run in ``wait_s`` seconds, at most ``BETWEEN_TRIES_S``."""
-
-    wait_s: float
+    """The inviter takes no try now; begin a new run after ``BETWEEN_TRIES_S``, whatever it says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,9 +247,9 @@ class Joiner:
         except msgspec.MsgspecError as exc:
             raise ProtocolError(f"what answers there does not speak of pairing: {printable(exc)}") from exc
         match message:
-            case Refuse(why="slow", number=number):
-                return Later(min(number / 1000, BETWEEN_TRIES_S))
-            case Refuse():
+            case Refuse(why="slow") if self._run is None:
+                return Later()
+            case Refuse(why=why) if why != "slow":
                 raise ClusterError(_reason(message, self._who))
             case Answer() if self._run is None:
                 return self._answer(message, data)

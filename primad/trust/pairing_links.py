@@ -3,6 +3,9 @@
 Plain asyncio and not ZeroMQ, which accepts as many connections as there are descriptors and keeps them for ever: here there
 are ``MAX_PEERS`` at a time, ``MAX_PEERS_OF_ADDRESS`` from one address, and each ends after ``RUN_S``. A frame is its length
 in two bytes, then the message. ``pairing.py`` makes all decisions.
+
+SPAKE2 here is Python, and how long it computes depends on the code. So a reply leaves ``REPLY_S`` after the message that it
+answers, and what is computed meanwhile is not seen.
 """
 
 from __future__ import annotations
@@ -11,12 +14,23 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 from primad.errors import ClusterError, PrimadError, ProtocolError, printable
 from primad.system.complaints import Complaints
-from primad.trust.pairing import LIFETIME_S, MAX_BYTES, RUN_S, CodeOutcome, Inviter, Joiner, Later, Who, refuse_storage
+from primad.trust.pairing import (
+    BETWEEN_TRIES_S,
+    LIFETIME_S,
+    MAX_BYTES,
+    RUN_S,
+    CodeOutcome,
+    Inviter,
+    Joiner,
+    Later,
+    Who,
+    refuse_storage,
+)
 from primad.trust.trust import PAIRED, TrustedDevice, trusted_now
 from primad.trust.words import Code
 
@@ -24,13 +38,24 @@ logger = logging.getLogger(__name__)
 
 MAX_PEERS: Final = 16
 MAX_PEERS_OF_ADDRESS: Final = 4
+CONNECT_S: Final = 2.0
 TIMEOUT_S: Final = 10.0
 """What a joiner waits for all of a pairing, its turn included."""
+REPLY_S: Final = 0.25
+"""Several times what a slow board computes on a message."""
 _MESSAGES: Final = 4
 _FLUSH_S: Final = 1.0
 _BACKLOG: Final = 64
 _HEADER: Final = 2
 _LIMIT: Final = _HEADER + MAX_BYTES
+
+
+class NobodyThereError(ClusterError):
+    """Nobody listens at the place that a code was to be brought to."""
+
+
+class _UnreachedError(Exception):
+    """The same, and in words why."""
 
 
 class PairingServer:
@@ -70,6 +95,9 @@ class PairingServer:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout_at(self._inviter.wake_at()):
                             await self._changed.wait()
+                server.close()
+                if self._peers:
+                    await asyncio.wait(self._peers, timeout=REPLY_S)  # a reply that waits for its time leaves
                 return outcome
             finally:
                 server.close()
@@ -102,7 +130,11 @@ class PairingServer:
         try:
             async with asyncio.timeout(RUN_S):
                 for _ in range(_MESSAGES):
-                    writer.write(_framed(self._reply(await _read_frame(reader), address)))
+                    data = await _read_frame(reader)
+                    async with _lasting(REPLY_S):
+                        reply = self._reply(data, address)
+                    writer.write(_framed(reply))
+                    self._changed.set()
         except ProtocolError as exc:
             self._complaints.add(f"refused a pairing message from {address}", exc)
         except (TimeoutError, OSError, EOFError) as exc:
@@ -124,43 +156,71 @@ class PairingServer:
             except PrimadError as exc:
                 logger.error("paired with %s, but its key cannot be kept: %s", who.device, exc)
                 reply = refuse_storage()
-        self._changed.set()
         return reply
 
 
-async def pair_with(host: str, port: int, code: Code, who: Who, timeout_s: float = TIMEOUT_S) -> TrustedDevice:
+async def pair_with(
+    host: str, port: int, code: Code, who: Who, before_proof: Callable[[], None], timeout_s: float = TIMEOUT_S
+) -> TrustedDevice:
     """Prove to the device at ``host:port`` that we know ``code``, and let it prove the same; returns that device.
 
-    Raises ``ClusterError`` for a wrong, burnt or expired code, for nobody there, another version or another cluster.
+    One proof leaves at most, and ``before_proof`` is called before it; what that raises keeps it back.
+    Raises ``ClusterError`` for a wrong, burnt or expired code, another version or another cluster; ``NobodyThereError``.
     """
     place = f"{host}:{port}"
     try:
         async with asyncio.timeout(timeout_s):
-            found = await _run(host, port, Joiner(code, who))
+            found: Who | Later = Later()
+            pause_s = REPLY_S
             while isinstance(found, Later):
-                await asyncio.sleep(found.wait_s)
-                found = await _run(host, port, Joiner(code, who))
+                async with _lasting(pause_s):
+                    joiner = Joiner(code, who)
+                found = await _run(host, port, joiner, before_proof)
+                pause_s = BETWEEN_TRIES_S
     except TimeoutError as exc:
         raise ClusterError(f"pairing with {place}: no answer within {timeout_s:g} s; is it still waiting?") from exc
+    except _UnreachedError as exc:
+        raise NobodyThereError(_nobody(place, str(exc))) from exc
     except (OSError, EOFError) as exc:
-        hint = "is the code still shown there?"
-        raise ClusterError(f"pairing with {place}: nobody waits for a device there ({_strerror(exc)}); {hint}") from exc
+        raise ClusterError(_nobody(place, "the connection was closed")) from exc
     except PrimadError as exc:
         raise ClusterError(f"pairing with {place}: {exc}") from exc
     return trusted_now(found.device, found.key, PAIRED)
 
 
-async def _run(host: str, port: int, joiner: Joiner) -> Who | Later:
-    reader, writer = await asyncio.open_connection(host, port, limit=_LIMIT)
+def _nobody(place: str, why: str) -> str:
+    return f"pairing with {place}: nobody waits for a device there ({why}); is the code still shown there?"
+
+
+async def _run(host: str, port: int, joiner: Joiner, before_proof: Callable[[], None]) -> Who | Later:
+    try:
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port, limit=_LIMIT), CONNECT_S)
+    except TimeoutError as exc:
+        raise _UnreachedError("no answer") from exc
+    except OSError as exc:
+        raise _UnreachedError(exc.strerror or "no such address") from exc
     try:
         message: bytes | Who | Later = joiner.start()
         while isinstance(message, bytes):
             writer.write(_framed(message))
             await writer.drain()
-            message = joiner.receive(await _read_frame(reader))
+            data = await _read_frame(reader)
+            async with _lasting(REPLY_S):
+                message = joiner.receive(data)
+                if isinstance(message, bytes):  # a proof: all that a joiner has to say behind its first message
+                    await asyncio.to_thread(before_proof)
         return message
     finally:
         writer.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def _lasting(seconds: float) -> AsyncIterator[None]:
+    """What is done inside takes ``seconds``, for whoever waits for it."""
+    loop = asyncio.get_running_loop()
+    ends_at = loop.time() + seconds
+    yield
+    await asyncio.sleep(ends_at - loop.time())
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> bytes:
@@ -173,10 +233,6 @@ async def _read_frame(reader: asyncio.StreamReader) -> bytes:
 def _framed(message: bytes) -> bytes:
     assert len(message) <= MAX_BYTES
     return len(message).to_bytes(_HEADER, "big") + message
-
-
-def _strerror(exc: OSError | EOFError) -> str:
-    return (exc.strerror or "no such address") if isinstance(exc, OSError) else "the connection was closed"
 
 
 def _listen(host: str) -> socket.socket:

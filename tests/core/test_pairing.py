@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from typing import get_args
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from primad.trust.pairing import (
     Joiner,
     Later,
     Prove,
+    RefusalReason,
     Refuse,
     Start,
     Who,
@@ -118,7 +120,7 @@ def test_one_try_a_second_whoever_tries():
     inviter = Inviter(CODE, DESK, 0.0)
     wrong_run(inviter, 0.0, peer="a")
     found, proven = run(inviter, Joiner(CODE, PI), 0.25, peer="b")
-    assert found == Later(0.75)
+    assert found == Later()
     assert proven is None
     assert run(inviter, Joiner(CODE, PI), BETWEEN_TRIES_S, peer="b") == (DESK, PI)
 
@@ -279,7 +281,15 @@ def test_refusals_of_a_liar_are_one_clean_line():
         with pytest.raises(ClusterError) as refusal:
             joiner.receive(msgspec.msgpack.encode(Refuse(why=why, detail="\x1b[2J\n", number=1 << 31)))
         assert str(refusal.value).isprintable()
-    assert joiner.receive(msgspec.msgpack.encode(Refuse(why="slow", number=1 << 31))) == Later(BETWEEN_TRIES_S)
+    assert joiner.receive(msgspec.msgpack.encode(Refuse(why="slow", number=1 << 31))) == Later()
+
+
+def test_every_refusal_of_a_proof_is_final():
+    for why in get_args(RefusalReason):
+        joiner = Joiner(CODE, PI)
+        answered(Inviter(OTHER, DESK, 0.0), joiner)
+        with pytest.raises(PrimadError):
+            joiner.receive(msgspec.msgpack.encode(Refuse(why=why)))
 
 
 def test_there_are_256_words_that_nobody_takes_for_each_other():

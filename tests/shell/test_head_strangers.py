@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from primad.api.page.desk import Loan
+from primad.head import devices as devices_module
 from primad.head.desk import MOST_SHOWN, known_devices
 from primad.head.devices import MOST_TOLD
 from primad.head.lending import Lending
@@ -12,7 +15,7 @@ from primad.network.messages import Introduce
 from primad.network.peer import Peer
 from primad.trust.identity import key_hex, new_identity
 from primad.trust.local_trust import LocalTrust
-from primad.trust.trust import PAIRED, TrustStore, trusted_now
+from primad.trust.trust import BY_HAND, PAIRED, TrustStore, trusted_now
 from tests.fakes.control import HEAD, FakeDevice
 from tests.shell.test_head_daemon import Lab, header, lab, run
 
@@ -89,3 +92,16 @@ def test_strangers_fill_no_list_of_devices_that_the_owner_is_shown(tmp_path):
     assert len({each.device for each in shown}) == MOST_SHOWN
     assert [(each.device, each.key) for each in shown if each.trusted == "yes"] == [("nas", key_hex(KEY))]
     assert [each.device for each in shown if each.is_paused] == ["nas"]
+
+
+@pytest.mark.parametrize("how", [None, PAIRED, BY_HAND])
+def test_a_head_opens_a_code_by_itself_only_while_it_trusts_nobody(lab, monkeypatch, how):
+    async def test(here: Lab) -> None:
+        monkeypatch.setattr(devices_module, "is_loopback", lambda _: False)
+        if how is not None:
+            here.trust.add(trusted_now("nas", new_identity().public, how))
+        here.start()
+        await here.serves()
+        assert any(line.startswith("to add a device, run there: primad join --code") for line in here.said) == (not how)
+
+    run(lab, test)

@@ -12,27 +12,64 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "packaging" / "install.sh"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "packaging" / "install.sh"
+CONSTRAINTS = "# for base dev\nsaying==1.0 \\\n    --hash=sha256:%s\n# for dev\nno-such-package==1.0\n"
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
 
 
+def write_wheel(folder: Path, name: str, version: str, needs: str = "", **files: str) -> Path:
+    """A wheel with these files; returns its place."""
+    info = f"{name}-{version}.dist-info"
+    files = {path.replace("__", "."): text for path, text in files.items()} | {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": "[console_scripts]\nprimad = primad_stub:main\n" if name == "primad" else "",
+    }
+    made = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(made, "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+        archive.writestr(f"{info}/RECORD", "".join(f"{path},,\n" for path in (*files, f"{info}/RECORD")))
+    return made
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 @pytest.fixture
 def wheel(tmp_path: Path) -> Path:
-    """Has the program ``primad``, and needs no package."""
-    path = tmp_path / "primad-0.1.0-py3-none-any.whl"
-    info = "primad-0.1.0.dist-info"
-    files = {
-        "primad_stub.py": "def main():\n    print('it runs')\n",
-        f"{info}/METADATA": "Metadata-Version: 2.1\nName: primad\nVersion: 0.1.0\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": "[console_scripts]\nprimad = primad_stub:main\n",
-    }
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, text in files.items():
-            archive.writestr(name, text)
-        archive.writestr(f"{info}/RECORD", "".join(f"{name},,\n" for name in (*files, f"{info}/RECORD")))
-    return path
+    """Has the program ``primad``, and needs one package and llama.cpp."""
+    needs = "Requires-Dist: saying\nRequires-Dist: llama-cpp-python==0.3.36\n"
+    return write_wheel(
+        tmp_path, "primad", "0.1.0", needs, primad_stub__py="import saying\ndef main():\n    print(saying.WHAT)\n"
+    )
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return write_wheel(tmp_path, "llama_cpp_python", "0.3.36")
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Path:
+    """Where packages come from: it has the one that primad needs."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    write_wheel(folder, "saying", "1.0", saying__py="WHAT = 'it runs'\n")
+    return folder
+
+
+def checkout(tmp_path: Path, constraints: str) -> Path:
+    """The script of a checkout that has these constraints."""
+    for name in ("packaging/install.sh", "tools/locked", "tools/build-llama"):
+        made = tmp_path / "checkout" / name
+        made.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, made)
+    (tmp_path / "checkout" / "tools" / "constraints.txt").write_text(constraints)
+    return tmp_path / "checkout" / "packaging" / "install.sh"
 
 
 @pytest.fixture
@@ -42,7 +79,7 @@ def home(tmp_path: Path) -> Path:
     return path
 
 
-def install(home: Path, *arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
+def install(home: Path, *arguments: object, script: Path = SCRIPT, **more: str) -> subprocess.CompletedProcess[str]:
     """The script in a home of its own, with no terminal, and with no index to take packages from."""
     environment = {
         "HOME": str(home),
@@ -51,14 +88,23 @@ def install(home: Path, *arguments: object, **more: str) -> subprocess.Completed
         "PYTHON": sys.executable,
         "TMPDIR": str(home.parent),
     }
-    argv = ["sh", str(SCRIPT), *map(str, arguments)]
+    argv = ["sh", str(script), *map(str, arguments)]
     return subprocess.run(
         argv, env=environment | more, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
 
 
-def test_it_installs_where_it_says_and_nowhere_else(home: Path, wheel: Path, compiler: str) -> None:
-    ended = install(home, "--from", wheel, "--with", "venv", "--yes", CXX=compiler)
+def test_it_installs_what_has_its_hash_where_it_says_and_nothing_else(
+    home: Path, wheel: Path, llama: Path, index: Path
+) -> None:
+    given = ("--from", wheel, "--yes", "--llama-wheel", llama, "--sha256", sha256(llama))
+    refused = install(home, *given, script=checkout(home.parent, CONSTRAINTS % ("0" * 64)), PIP_FIND_LINKS=str(index))
+    assert refused.returncode == 2
+    assert "hash" in refused.stderr.lower()
+    assert not (home / ".local" / "bin").exists()
+
+    script = checkout(home.parent, CONSTRAINTS % sha256(index / "saying-1.0-py3-none-any.whl"))
+    ended = install(home, *given, script=script, PIP_FIND_LINKS=str(index))
     assert ended.returncode == 0, ended.stderr
     assert f"make the folder {home}/.local/lib/primad" in ended.stdout
     assert f"link {home}/.local/bin/primad" in ended.stdout
@@ -76,49 +122,36 @@ def test_it_installs_where_it_says_and_nowhere_else(home: Path, wheel: Path, com
     assert program.stdout == "it runs\n"
 
 
-@pytest.fixture
-def compiler(tmp_path: Path) -> str:
-    """A GCC of this version: 12.2.0, which needs a cure."""
-    path = tmp_path / "gcc"
-    path.write_text('#!/bin/sh\n[ "$1" = -dumpfullversion ] && echo 12.2.0 || echo "g++ (GCC) 12.2.0"\n')
-    path.chmod(0o755)
-    return str(path)
-
-
 @pytest.mark.parametrize(("asked", "code"), [(("--dry-run",), 0), ((), 2)], ids=["a dry run", "nobody to ask"])
-def test_it_does_nothing_unless_somebody_says_yes(
-    home: Path, wheel: Path, compiler: str, asked: tuple[str, ...], code: int
-) -> None:
-    ended = install(home, "--from", wheel, "--with", "venv", *asked, CXX=compiler, CMAKE_ARGS="-DGGML_VULKAN=on")
+def test_it_does_nothing_unless_somebody_says_yes(home: Path, wheel: Path, asked: tuple[str, ...], code: int) -> None:
+    ended = install(home, "--from", wheel, *asked, CXX=sys.executable, CMAKE_ARGS="-DGGML_VULKAN=on")
     assert ended.returncode == code
-    assert "-DGGML_VULKAN=on -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'" in ended.stdout
+    assert 'with CMAKE_ARGS="-DGGML_VULKAN=on"' in ended.stdout
     assert "It changes nothing else." in ended.stdout
     assert list(home.iterdir()) == []
 
 
-def test_an_llama_cpp_that_is_given_needs_no_compiler_and_must_have_its_hash(home: Path, wheel: Path) -> None:
-    llama = wheel.with_name("llama_cpp_python-0.3.36-py3-none-any.whl")
-    llama.write_bytes(b"wheel")
-    right = hashlib.sha256(b"wheel").hexdigest()
-    given = ("--from", wheel, "--with", "venv", "--dry-run", "--llama-wheel", llama)
-    ended = install(home, *given, "--sha256", right, CXX="no-such-compiler")
+def test_an_llama_cpp_that_is_given_needs_no_compiler_and_must_have_its_hash(
+    home: Path, wheel: Path, llama: Path
+) -> None:
+    given = ("--from", wheel, "--dry-run", "--llama-wheel", llama)
+    ended = install(home, *given, "--sha256", sha256(llama), CXX="no-such-compiler")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert f"take llama.cpp from {llama}, whose SHA-256 is right" in ended.stdout
-    assert f"its SHA-256 is {right}, not 00" in install(home, *given, "--sha256", "00").stderr
+    assert f"its SHA-256 is {sha256(llama)}, not 00" in install(home, *given, "--sha256", "00").stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
         (("--from", "no-such.whl"), "--from no-such.whl: no such file"),
-        (("--from", "/", "--with", "conda"), "--with conda: not known; there are uv, pipx and venv"),
         (("--all",), "--all: not known; --help says what there is"),
-        (("--with",), "--with: needs a value"),
-        (("--extras", "hub;rm"), "--extras hub;rm: give names with commas between, as in hub,plot"),
-        (("--with", "venv"), "needs a C++ compiler to build llama.cpp"),
+        (("--from",), "--from: needs a value"),
+        (("--extras", "hub,rm"), "--extras hub,rm: give names with commas between, as in hub,plot"),
+        ((), "needs a C++ compiler to build llama.cpp"),
         (("--sha256", "00"), "--llama-wheel and --sha256 go together"),
     ],
-    ids=["file", "tool", "option", "value", "extras", "compiler", "hash"],
+    ids=["file", "option", "value", "extras", "compiler", "hash"],
 )
 def test_a_mistake_is_one_line(home: Path, arguments: tuple[str, ...], why: str) -> None:
     ended = install(home, *arguments, CXX="no-such-compiler")

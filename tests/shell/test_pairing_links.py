@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from primad.errors import ClusterError, ConfigError
-from primad.trust import pairing_links
+from primad.trust import pairing, pairing_links
 from primad.trust.identity import new_identity
 from primad.trust.pairing import MAX_BYTES, MAX_TRIES, CodeOutcome, Who
 from primad.trust.pairing_links import MAX_PEERS_OF_ADDRESS, PairingServer, pair_with
@@ -48,6 +48,17 @@ async def invited(**options: float) -> AsyncIterator[Invited]:
         await asyncio.wait([running.end])
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replies need not look alike to a clock."""
+    monkeypatch.setattr(pairing_links, "REPLY_S", 0.0)
+
+
+async def brought(port: int, code: Code = CODE, **options: float) -> TrustedDevice:
+    """``code`` at ``port``, with as many proofs as one likes."""
+    return await pair_with(HOST, port, code, PI, lambda: None, **options)
+
+
 async def stranger(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection(HOST, port)
 
@@ -70,12 +81,12 @@ def run_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_knows_the_code_is_let_in_and_the_port_is_closed_then():
     async def once() -> None:
         async with invited() as desk:
-            found = await pair_with(HOST, desk.port, CODE, PI)
+            found = await brought(desk.port)
             assert (found.device, found.key, found.how) == ("desk", DESK.key, PAIRED)
             assert await desk.end is CodeOutcome.USED
             assert [(each.device, each.key, each.how) for each in desk.paired] == [("pi", PI.key, PAIRED)]
             with pytest.raises(ClusterError, match="nobody waits for a device there"):
-                await pair_with(HOST, desk.port, CODE, PI)
+                await brought(desk.port)
 
     asyncio.run(once())
 
@@ -84,9 +95,9 @@ def test_a_wrong_code_is_said_and_the_right_one_waits_for_its_turn(caplog):
     async def once() -> None:
         async with invited() as desk:
             with pytest.raises(ClusterError, match=r"pairing with 127\.0\.0\.1:\d+: the code is not the one .*4 tries"):
-                await pair_with(HOST, desk.port, OTHER, PI)
+                await brought(desk.port, OTHER)
             assert desk.paired == []
-            await pair_with(HOST, desk.port, CODE, PI)
+            await brought(desk.port)
 
     with caplog.at_level(logging.DEBUG):
         asyncio.run(once())
@@ -100,13 +111,40 @@ def test_guessing_burns_the_code():
         async with invited() as desk:
             for _ in range(MAX_TRIES - 1):
                 with pytest.raises(ClusterError, match="tries are left"):
-                    await pair_with(HOST, desk.port, OTHER, PI)
+                    await brought(desk.port, OTHER)
             with pytest.raises(ClusterError, match="the code is void"):
-                await pair_with(HOST, desk.port, OTHER, PI)
+                await brought(desk.port, OTHER)
             assert await desk.end is CodeOutcome.BURNT
             assert desk.paired == []
 
     asyncio.run(once())
+
+
+@pytest.mark.parametrize("works_s", [0.01, 0.2])
+def test_when_a_reply_leaves_tells_nothing_of_the_code(monkeypatch: pytest.MonkeyPatch, works_s: float):
+    """As long as computing with it takes less than ``REPLY_S``: here it takes ``works_s``."""
+    passed_s, waits = 0.0, []
+
+    def work(side: object, element: bytes) -> bytes:
+        nonlocal passed_s
+        passed_s += works_s
+        return bytes(32)
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    async def once() -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        monkeypatch.setattr(loop, "time", lambda: now + passed_s)
+        async with invited() as desk:
+            await brought(desk.port)
+
+    monkeypatch.setattr(pairing_links, "REPLY_S", 0.25)
+    monkeypatch.setattr(pairing, "_finish", work)
+    monkeypatch.setattr(pairing_links.asyncio, "sleep", sleep)
+    asyncio.run(once())
+    assert sorted(waits) == pytest.approx([0.25 - works_s, 0.25 - works_s, 0.25, 0.25, 0.25])
 
 
 def test_an_expired_code_closes_the_port():
@@ -125,7 +163,7 @@ def test_a_key_that_cannot_be_kept_is_said_on_both_sides(caplog):
         server = PairingServer(HOST, CODE, DESK, full)
         end = asyncio.create_task(server.run())
         with pytest.raises(ClusterError, match="cannot store the key"):
-            await pair_with(HOST, server.port, CODE, PI)
+            await brought(server.port)
         await end
 
     asyncio.run(once())
@@ -137,7 +175,7 @@ def test_nobody_there_is_one_line():
         server = PairingServer(HOST, CODE, DESK, lambda _: None)
         server.close()
         with pytest.raises(ClusterError, match="nobody waits for a device there"):
-            await pair_with(HOST, server.port, CODE, PI)
+            await brought(server.port)
 
     asyncio.run(once())
 
@@ -167,7 +205,7 @@ def test_something_else_on_the_port_is_one_line(answer: bytes):
         server = await asyncio.start_server(serve, HOST, 0)
         async with server:
             with pytest.raises(ClusterError) as error:
-                await pair_with(HOST, server.sockets[0].getsockname()[1], CODE, PI)
+                await brought(server.sockets[0].getsockname()[1])
             assert "\n" not in str(error.value)
 
     asyncio.run(once())
@@ -176,7 +214,7 @@ def test_something_else_on_the_port_is_one_line(answer: bytes):
 def test_a_silent_other_side_is_given_up():
     async def once() -> None:
         with socket.create_server((HOST, 0)) as silent, pytest.raises(ClusterError, match="no answer within"):
-            await pair_with(HOST, silent.getsockname()[1], CODE, PI, timeout_s=0.2)
+            await brought(silent.getsockname()[1], timeout_s=0.2)
 
     asyncio.run(once())
 
@@ -198,7 +236,7 @@ def test_garbage_ends_its_connection_and_nothing_else(data: bytes):
             writer.write(data)
             assert await reads_end(reader)
             writer.close()
-            await pair_with(HOST, desk.port, CODE, PI)
+            await brought(desk.port)
 
     asyncio.run(once())
 
@@ -208,7 +246,7 @@ def test_who_sends_a_byte_at_a_time_is_cut_off_at_its_deadline(monkeypatch: pyte
         async with invited() as desk:
             reader, writer = await stranger(desk.port)
             writer.write(b"\x00")
-            await pair_with(HOST, desk.port, CODE, PI)
+            await brought(desk.port)
             assert not reader.at_eof()
             run_out(monkeypatch)
             assert await reads_end(reader)
@@ -222,13 +260,13 @@ def test_a_crowd_of_strangers_is_kept_out_and_leaves_room_again(monkeypatch: pyt
         async with invited() as desk:
             crowd = [await stranger(desk.port) for _ in range(300)]
             with pytest.raises(ClusterError, match="nobody waits for a device there"):
-                await pair_with(HOST, desk.port, CODE, PI)
+                await brought(desk.port)
             assert len(desk.server._peers) == MAX_PEERS_OF_ADDRESS
             run_out(monkeypatch)
             for reader, writer in crowd:
                 assert await reads_end(reader)
                 writer.close()
-            await pair_with(HOST, desk.port, CODE, PI)
+            await brought(desk.port)
             assert await desk.end is CodeOutcome.USED
 
     asyncio.run(once())
@@ -244,6 +282,6 @@ def test_a_server_that_is_cancelled_closes_everything():
             writer.close()
             await asyncio.wait([desk.end])
             with pytest.raises(ClusterError):
-                await pair_with(HOST, desk.port, CODE, PI)
+                await brought(desk.port)
 
     asyncio.run(once())

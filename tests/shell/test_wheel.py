@@ -18,6 +18,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("primad", "solver", "profiles", "packaging", "docs", "examples")
+INSTALLING = {"tools/build-llama", "tools/constraints.txt", "tools/locked"}
+"""What packaging/install.sh needs besides."""
 EPOCH = "1700000000"
 
 
@@ -31,8 +33,10 @@ def built(tmp_path: Path, umask: int) -> Path:
             shutil.copytree(
                 ROOT / name, tree / name, copy_function=shutil.copyfile, ignore=shutil.ignore_patterns("__pycache__")
             )
-        for page in (*ROOT.glob("*.md"), ROOT / "pyproject.toml", ROOT / "LICENSE", ROOT / ".gitignore"):
-            shutil.copyfile(page, tree / page.name)
+        (tree / "tools").mkdir()
+        pages = [path.name for path in ROOT.glob("*.md")]
+        for name in (*pages, "pyproject.toml", "LICENSE", ".gitignore", *INSTALLING):
+            shutil.copyfile(ROOT / name, tree / name)
         environment = os.environ | {"SOURCE_DATE_EPOCH": EPOCH, "PYTHON": sys.executable}
         run("bash", tree / "packaging" / "build", out, env=environment)
     finally:
@@ -97,8 +101,10 @@ def test_the_sdist_holds_what_builds_the_wheel_and_no_tests(dist: Path) -> None:
     with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "LICENSE", "README.md", "primad/__init__.py", "solver/halda/__init__.py"} <= inside
-    assert "packaging/build" in inside
-    assert not [name for name in inside if name.startswith(("tests", "tools", ".venv", ".models", "shared"))]
+    assert {"packaging/build", *INSTALLING} <= inside
+    assert not [
+        name for name in inside - INSTALLING if name.startswith(("tests", "tools", ".venv", ".models", "shared"))
+    ]
 
 
 def test_the_wheel_holds_every_file_of_the_program(dist: Path) -> None:

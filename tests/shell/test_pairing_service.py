@@ -1,0 +1,197 @@
+"""A code is brought to whoever announces its number, liars among them: none gets more than its guess."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from primad.daemon import pairing_service
+from primad.errors import ClusterError, PrimadError
+from primad.network.peer import Peer
+from primad.settings.config import load_config
+from primad.trust import pairing_links
+from primad.trust.identity import load_identity
+from primad.trust.local_trust import LocalTrust
+from primad.trust.pairing import MAX_TRIES, Inviter, Prove, Refuse, encode
+from primad.trust.trust import TrustStore
+from primad.trust.words import Code
+from tests.shell.test_pairing_links import CODE, DESK, HOST, invited
+
+WRONG = Code(7, "lamp", "stone")
+SLOW = encode(Refuse(why="slow"))
+
+Reply = Callable[[bytes], bytes | None]
+
+
+class Joining:
+    """A device that is given ``CODE``, and what it sees of others."""
+
+    def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said: list[str] = []
+        self.peers: list[Peer] = []
+        config, identity = load_config({"home": home, "name": "pi", "cluster": "home"}, {}), load_identity(home)
+        self.trust = TrustStore(home, identity, LocalTrust(home / "local"))
+        self._station = SimpleNamespace(config=config, identity=identity, trust=self.trust)
+        monkeypatch.setattr(pairing_service, "look", self._look)
+        monkeypatch.setattr(pairing_service, "BETWEEN_TRIES_S", 0.0)
+        monkeypatch.setattr(pairing_links, "REPLY_S", 0.0)
+
+    def sees(self, *ports: int, addresses: tuple[str, ...] = (HOST,)) -> None:
+        """Devices that announce the number of ``CODE``."""
+        fields = {"cluster": "home", "role": "head", "version": "1", "protocol": 2, "port": 1, "key": DESK.key}
+        self.peers += [
+            Peer(device=f"d{port}", addresses=addresses, pairing=(CODE.number, port), **fields) for port in ports
+        ]
+
+    async def pairs(self, at: str | None = None) -> str:
+        """The key that is trusted in the end."""
+        return (await pairing_service.pair(self._station, str(CODE), at, self.said.append)).key
+
+    async def _look(self, *_: object) -> list[Peer]:
+        return self.peers
+
+
+@pytest.fixture
+def joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Joining:
+    return Joining(tmp_path, monkeypatch)
+
+
+class Liar:
+    """Poses as the inviter with a guess at the code, or with ``first`` in its place, and counts what it hears."""
+
+    def __init__(self, after_proof: bytes | None, first: bytes | None = None) -> None:
+        self.starts = self.proofs = 0
+        self._after_proof, self._first = after_proof, first
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[int]:
+        async with await asyncio.start_server(self._serve, HOST, 0) as server:
+            yield server.sockets[0].getsockname()[1]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._lie(reader, writer)
+        except EOFError:
+            pass
+        finally:
+            writer.close()
+
+    async def _lie(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inviter = Inviter(WRONG, DESK, 0.0)
+        reply, _ = inviter.receive(0, await pairing_links._read_frame(reader), 0.0)
+        self.starts += 1
+        writer.write(pairing_links._framed(self._first or reply))
+        await pairing_links._read_frame(reader)
+        self.proofs += 1
+        if self._after_proof is not None:
+            writer.write(pairing_links._framed(self._after_proof))
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def once() -> None:
+        async with asyncio.timeout(60):
+            await test()
+
+    asyncio.run(once())
+
+
+AFTER_PROOF = {
+    "slow": SLOW,
+    "wrong": encode(Refuse(why="wrong", number=4)),
+    "a proof": encode(Prove(b"", bytes(32))),
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("after_proof", AFTER_PROOF.values(), ids=AFTER_PROOF.keys())
+def test_a_liar_hears_one_proof_a_command_and_five_in_all(joining: Joining, after_proof: bytes | None):
+    async def test() -> None:
+        liar = Liar(after_proof)
+        async with liar.listening() as port:
+            joining.sees(port)
+            for number in range(MAX_TRIES + 3):
+                with pytest.raises(ClusterError) as error:
+                    await joining.pairs(f"{HOST}:{port}" if number % 2 else None)
+                assert liar.proofs == min(number + 1, MAX_TRIES)
+            assert "was given to devices 5 times" in str(error.value)
+            assert joining.trust.entries() == []
+
+    run(test)
+
+
+def test_whoever_puts_a_joiner_off_is_asked_again_after_a_pause(joining: Joining, monkeypatch: pytest.MonkeyPatch):
+    """And no sooner, whatever wait it names: here the patience is over before."""
+
+    async def test() -> None:
+        liar = Liar(None, first=SLOW)
+        async with liar.listening() as port:
+            with pytest.raises(ClusterError, match=r"no device took it within 0\.3 s"):
+                await joining.pairs(f"{HOST}:{port}")
+        assert (liar.starts, liar.proofs) == (1, 0)
+
+    monkeypatch.setattr(pairing_service, "PATIENCE_S", 0.3)
+    run(test)
+
+
+def test_many_liars_hear_five_proofs_together(joining: Joining):
+    async def test() -> None:
+        liars = [Liar(SLOW) for _ in range(MAX_TRIES + 2)]
+        async with AsyncExitStack() as stack:
+            joining.sees(*[await stack.enter_async_context(liar.listening()) for liar in liars])
+            with pytest.raises(ClusterError, match="was given to devices 5 times"):
+                await joining.pairs()
+        assert sum(liar.proofs for liar in liars) == MAX_TRIES
+        assert max(liar.proofs for liar in liars) == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("names_ours", [False, True], ids=["by itself", "and names the right one's address as well"])
+def test_behind_a_liar_the_next_that_announces_the_code_is_tried(
+    joining: Joining, monkeypatch: pytest.MonkeyPatch, names_ours: bool
+):
+    async def test() -> None:
+        liar = Liar(SLOW)
+        async with liar.listening() as port, invited() as desk:
+            joining.sees(port, addresses=(HOST, "localhost") if names_ours else (HOST,))
+            joining.sees(desk.port)
+            assert await joining.pairs() == DESK.key
+            assert liar.proofs == 1
+            assert any("another device announces this code and is tried" in line for line in joining.said)
+            assert [each.key for each in joining.trust.entries()] == [DESK.key]
+
+    monkeypatch.setattr(pairing_service.random, "shuffle", lambda _: None)
+    run(test)
+
+
+def test_one_that_announces_itself_later_is_tried_as_well(joining: Joining, monkeypatch: pytest.MonkeyPatch):
+    async def test() -> None:
+        liar = Liar(SLOW)
+        async with liar.listening() as port, invited() as desk:
+            joining.sees(port)
+
+            async def later(*_: object) -> list[Peer]:
+                seen = list(joining.peers)
+                if len(seen) == 1:
+                    joining.sees(desk.port)
+                return seen
+
+            monkeypatch.setattr(pairing_service, "look", later)
+            assert await joining.pairs() == DESK.key
+
+    run(test)
+
+
+def test_a_wrong_code_costs_the_right_device_one_try(joining: Joining):
+    async def test() -> None:
+        async with invited() as desk:
+            joining.sees(desk.port, addresses=(HOST, "localhost"))
+            with pytest.raises(PrimadError, match="4 tries are left"):
+                await pairing_service.pair(joining._station, str(WRONG), None, joining.said.append)
+
+    run(test)
