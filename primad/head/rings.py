@@ -7,6 +7,7 @@ it was decided (``order`` and ``conduct``).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine
 from functools import partial
@@ -163,6 +164,7 @@ class Rings:
         ring = HeadRing(self._inputs(epoch, await self._own.begin()))
         self._rings[epoch] = ring
         preparing = self._tasks.start(self._kv.prepare(ring, self._backend.chains()))
+        reading = self._tasks.start(self._read_pieces())
         try:
             await ring.form()
             await self._backend.pieces()
@@ -182,7 +184,13 @@ class Rings:
             return
         finally:
             preparing.cancel()
+            reading.cancel()
         self._core.post(types.Formed(epoch))
+
+    async def _read_pieces(self) -> None:
+        """While the ring forms; where they cannot be read, whoever needs them hears why."""
+        with contextlib.suppress(PrimadError):
+            await self._backend.pieces()
 
     def _inputs(self, epoch: int, profile: DeviceProfile) -> RingInputs:
         promise = self._plans[epoch]

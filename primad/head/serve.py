@@ -26,7 +26,7 @@ from primad.daemon.owner import apply_nice
 from primad.daemon.reporter import Reporter
 from primad.daemon.run import own_station, run
 from primad.embedding.service import EmbeddingService
-from primad.errors import ConfigError, PrimadError
+from primad.errors import ConfigError
 from primad.gguf.architectures import ADVICE, SUPPORTED, NotCutError, cuttable, why_whole
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
@@ -38,7 +38,7 @@ from primad.head.desk import HeadDesk
 from primad.head.facts import facts_of
 from primad.head.options import ServeOptions, bind_http, is_for_several, model_id, plan_by_hand, workload_of
 from primad.head.service import service_of
-from primad.head.text_service import TextService
+from primad.head.text_service import TEXT_BYTES, TextService
 from primad.head.vocabulary import chat_template_of
 from primad.network.local_heads import announced_head
 from primad.network.sockets import raise_descriptor_limit
@@ -173,7 +173,7 @@ def serve(
     if options.embedding is not None:
         check_embedding(options.embedding)
     draft, has_room = draft_of(options, config, header, reporter, memory().available_bytes)
-    promised_bytes = 0 if draft is None or not has_room else draft.memory_bytes
+    promised_bytes = TEXT_BYTES + (0 if draft is None or not has_room else draft.memory_bytes)
     own_key = new_key()
     door = door_of(options, own_key)
     with contextlib.ExitStack() as stack:
@@ -201,7 +201,6 @@ def serve(
                     backend, http_host, options, door, station.timings.api, embedding, own_key, head.desk
                 )
                 serving = group.create_task(http.serve(sockets=[listener]))
-                loading = group.create_task(_begun(texts))
                 heading = asyncio.create_task(_run(head, embedding, reporter))
                 try:
                     await asyncio.wait([heading])
@@ -212,7 +211,6 @@ def serve(
                     heading.cancel()
                     await asyncio.wait([serving], timeout=HTTP_GRACE_S)
                     await asyncio.wait([heading])
-                    loading.cancel()
                     await texts.close()
                 heading.result()
 
@@ -244,12 +242,6 @@ async def _run(head: HeadDaemon, embedding: EmbeddingService | None, reporter: R
     finally:
         if embedding is not None:
             await embedding.close()
-
-
-async def _begun(texts: TextService) -> None:
-    """The text process is there before memory is planned. Where it cannot be, the first ring that forms says why."""
-    with contextlib.suppress(PrimadError):
-        await texts.pieces()
 
 
 def local_url(host: str, port: int) -> str:

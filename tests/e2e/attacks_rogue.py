@@ -162,11 +162,11 @@ def not_its_business() -> list[HeadMessage]:
 
 
 def loads(count: int) -> list[HeadMessage]:
-    """Parts in so many rings, as large as the wire allows, of layers that nobody has."""
+    """Parts in so many rings, as large as a device believes, of layers that nobody has."""
     nobody = Contact(device="nobody", key=new_identity().public, addresses=["127.0.0.1"], port=1)
     large = LayerRef("ab" * 32, 1 << 40, (LayerTensor("attn.weight", 0, (1 << 38,), 0, 1 << 40),))
     window = WindowSpec(window=1, first=0, last=1, metadata=b"GGUF", layers=(large,))
-    absurd = {"rows": 8192, "context": 1 << 26, "sequences": 256, "width": 1 << 20, "windows": [window]}
+    absurd = {"rows": 8192, "context": 1 << 20, "sequences": 128, "width": 1 << 15, "windows": [window]}
     return [msgspec.structs.replace(LOAD, epoch=number, sources=[nobody], **absurd) for number in range(1, count + 1)]
 
 

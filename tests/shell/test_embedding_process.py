@@ -14,7 +14,6 @@ import numpy as np
 import psutil
 import pytest
 
-from primad.api.vectors import numbered
 from primad.embedding.messages import (
     CheckTexts,
     EmbeddedText,
@@ -41,7 +40,7 @@ model = Llama(sys.argv[1], embedding=True, pooling_type=LLAMA_POOLING_TYPE_MEAN,
               n_threads=1, verbose=False)
 print(json.dumps([model.embed(text, normalize=True) for text in sys.argv[2:]]))
 """
-INPUT = numbered("input")
+INPUT = "input[{}]".format
 
 
 def numbers(vectors):
