@@ -76,6 +76,8 @@ class _Turn:
     owner: str
     answer: asyncio.Future[TextAnswer]
     is_slow: bool = False
+    is_again: bool = False
+    """A process ended over it, or had ended before, which need not be its fault; it gets one more."""
 
 
 class _EndedError(Exception):
@@ -128,9 +130,12 @@ class _Child:
             return 0
 
     def kill(self) -> None:
-        """End it."""
+        """End it, and forget what it was still to be told."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
+        assert self.process.stdin is not None
+        if not self.process.stdin.transport.is_closing():
+            self.process.stdin.transport.abort()
 
 
 class TextService:
@@ -314,15 +319,16 @@ class TextService:
             if isinstance(answer, RequestRefused) and answer.spent:
                 await self._bury(child)
             settle(turn.answer, answer)
-        except _LaterError:
+        except (_LaterError, _EndedError, _TooMuchError) as exc:
             await self._bury(child)
-            turn.is_slow = True
-            self._slow.add(turn.owner, turn)
-        except (_EndedError, _TooMuchError) as exc:
-            await self._bury(child)
-            settle(turn.answer, RequestRefused(message=_refusal(exc), status=400, code="unreadable_request"))
-        except asyncio.CancelledError:
-            _fail(turn, RingError("primad is stopping"))
+            if isinstance(exc, _LaterError) or (isinstance(exc, _EndedError) and not turn.is_again):
+                turn.is_again = turn.is_again or isinstance(exc, _EndedError)
+                turn.is_slow = True
+                self._slow.add(turn.owner, turn)
+            else:
+                settle(turn.answer, RequestRefused(message=_refusal(exc), status=400, code="unreadable_request"))
+        except BaseException:  # cancelled, or our own mistake: nobody is to wait for ever
+            _fail(turn, RingError("primad is stopping, or failed over this request"))
             raise
         finally:
             self._running.discard(turn)

@@ -136,11 +136,13 @@ def chat(text: Any) -> bytes:
     return json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
 
 
-def with_service(tmp_path: Path, work: Callable[[TextService], Awaitable[None]], limits: TextLimits = QUICK) -> None:
+def with_service(
+    tmp_path: Path, work: Callable[[TextService], Awaitable[None]], limits: TextLimits = QUICK, **vocabulary: str
+) -> None:
     """Do ``work`` with a service; nothing of it is left."""
 
     async def run() -> None:
-        service = TextService(str(write_vocabulary(tmp_path / "toy.gguf")), TEMPLATE, limits=limits)
+        service = TextService(str(write_vocabulary(tmp_path / "toy.gguf", **vocabulary)), TEMPLATE, limits=limits)
         async with asyncio.timeout(PATIENCE_S):
             assert (await service.pieces()).piece(65) == b"A"
             try:
@@ -165,7 +167,7 @@ async def works(service: TextService, owner: str = "") -> None:
     assert prepared.job.prompts[0].max_tokens == SETTINGS.context_tokens - len(prepared.job.prompts[0].tokens)
 
 
-def test_what_hangs_grows_or_crashes_is_refused_alone(tmp_path):
+def test_what_hangs_or_grows_is_refused_alone(tmp_path):
     async def work(service: TextService) -> None:
         assert "took more than 1 s" in await refused(service, "hang")
         await works(service)
@@ -173,14 +175,23 @@ def test_what_hangs_grows_or_crashes_is_refused_alone(tmp_path):
         await works(service)
         assert "chat template" in await refused(service, "deep")
         before = service.pids
-        waiting = asyncio.create_task(refused(service, "hang"))
-        await works(service, "another")
-        psutil.Process(service.pids[0]).kill()
-        assert "SIGKILL" in await waiting or sys.platform == "win32"
+        psutil.Process(*before).kill()
         await works(service)
         assert service.pids != before
 
     with_service(tmp_path, work)
+
+
+def test_what_crashes_its_process_is_refused_and_no_other_request_notices(tmp_path):
+    async def work(service: TextService) -> None:
+        body = json.dumps({"content": "a" * 1_000_000}).encode()
+        crashing = asyncio.create_task(service.prepare(llama_server.tokenize, body, SETTINGS))
+        await asyncio.gather(*(works(service, "another") for _ in range(5)))
+        with pytest.raises(RequestError, match="the process that read it was ended"):
+            await crashing
+        await works(service)
+
+    with_service(tmp_path, work, TextLimits(), pre="gpt-4o")
 
 
 def test_slow_requests_wait_for_each_other_and_others_go_on(tmp_path):
