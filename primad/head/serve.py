@@ -38,7 +38,7 @@ from primad.head.desk import HeadDesk
 from primad.head.facts import facts_of
 from primad.head.options import ServeOptions, bind_http, is_for_several, model_id, plan_by_hand, workload_of
 from primad.head.service import service_of
-from primad.head.text_service import TEXT_BYTES, TextService
+from primad.head.text_service import TextService
 from primad.head.vocabulary import chat_template_of
 from primad.network.local_heads import announced_head
 from primad.network.sockets import raise_descriptor_limit
@@ -173,7 +173,7 @@ def serve(
     if options.embedding is not None:
         check_embedding(options.embedding)
     draft, has_room = draft_of(options, config, header, reporter, memory().available_bytes)
-    promised_bytes = TEXT_BYTES + (0 if draft is None or not has_room else draft.memory_bytes)
+    promised_bytes = 0 if draft is None or not has_room else draft.memory_bytes
     own_key = new_key()
     door = door_of(options, own_key)
     with contextlib.ExitStack() as stack:

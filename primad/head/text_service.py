@@ -46,8 +46,6 @@ from primad.system.starvation import OwnTime
 from primad.system.tasks import Tasks, settle
 
 MOST_PROCESSES: Final = 2
-TEXT_BYTES: Final = 64 << 20
-"""What a process takes besides pages of files and a large vocabulary."""
 MAX_WAITING: Final = 256
 """Requests of one caller that may wait for their turn, fewer where several ask for many."""
 

@@ -35,7 +35,7 @@ TEMPLATE = (
     "{% if said == 'deep' %}{% macro deeper() %}{{ deeper() }}{% endmacro %}{{ deeper() }}{% endif %}"
     "{{ said }}"
 )
-QUICK = TextLimits(quick_s=0.3, most_s=1.0, memory_bytes=128 << 20, look_s=0.01)
+QUICK = TextLimits(quick_s=0.3, most_s=3.0, memory_bytes=128 << 20, look_s=0.01)
 PRE_TOKENIZERS = (
     "a.x-4.0",
     "afmoe",
@@ -169,7 +169,7 @@ async def works(service: TextService, owner: str = "") -> None:
 
 def test_what_hangs_or_grows_is_refused_alone(tmp_path):
     async def work(service: TextService) -> None:
-        assert "took more than 1 s" in await refused(service, "hang")
+        assert "took more than 3 s" in await refused(service, "hang")
         await works(service)
         assert "memory" in await refused(service, "grow")
         await works(service)
