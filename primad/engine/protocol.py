@@ -30,7 +30,7 @@ Hidden: TypeAlias = "NDArray[np.float32]"
 Tokens: TypeAlias = "NDArray[np.int32]"
 """Token ids, shape (rows,)."""
 
-Logits: TypeAlias = "NDArray[np.float32]"
+LogitsRow: TypeAlias = "NDArray[np.float32]"
 """Of one row, shape (vocabulary,)."""
 
 
@@ -256,7 +256,7 @@ class Sampler(Protocol):
     def is_ready(self, wait_s: float) -> bool:
         """Whether ``sample`` would not wait, now or within ``wait_s``: the mask of its grammar is there."""
 
-    def sample(self, row: int, kept: Logits | None = None) -> int:
+    def sample(self, row: int, kept: LogitsRow | None = None) -> int:
         """The next token from the logits of row ``row`` of the last ``LogitsWindow.forward``, or from ``kept`` ones."""
 
     @property
@@ -273,7 +273,7 @@ class LogitsWindow(EngineWindow, Protocol):
     def forward(self, rows: Rows) -> None:
         """Compute ``rows`` and keep the logits of those that want output."""
 
-    def logits(self, row: int) -> Logits:
+    def logits(self, row: int) -> LogitsRow:
         """Logits (vocabulary,) of row ``row`` of the last forward; a view that the next forward overwrites."""
 
     def sampler(self, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]) -> Sampler:

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from primad.engine.masks import Allowed, Candidates, Words, likeliest
-from primad.engine.protocol import LEAST_TEMPERATURE, Logits, Sampling, draw_seed
+from primad.engine.protocol import LEAST_TEMPERATURE, LogitsRow, Sampling, draw_seed
 from primad.errors import EngineError
 from primad.system.allocator import without_top
 
@@ -39,7 +39,7 @@ _ENTRY: Final = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.floa
 class HasLogits(Protocol):
     """What has computed the logits."""
 
-    def logits(self, row: int) -> Logits:
+    def logits(self, row: int) -> LogitsRow:
         """Logits (vocabulary,) of row ``row``."""
 
 
@@ -55,7 +55,7 @@ class GreedySampler:
     def is_ready(self, wait_s: float) -> bool:
         return self._allowed is None or self._allowed.is_ready(wait_s)
 
-    def sample(self, row: int, kept: Logits | None = None) -> int:
+    def sample(self, row: int, kept: LogitsRow | None = None) -> int:
         candidates = self._allowed.next() if self._allowed is not None else None
         token = likeliest(self._window.logits(row) if kept is None else kept, candidates)
         if self._allowed is not None:
@@ -239,7 +239,7 @@ class ChainSampler:
     def is_ready(self, wait_s: float) -> bool:
         return (self._dry is None or self._dry.done()) and self._allowed.is_ready(wait_s)
 
-    def sample(self, row: int, kept: Logits | None = None) -> int:
+    def sample(self, row: int, kept: LogitsRow | None = None) -> int:
         candidates = self._allowed.next()
         if self._chain is None:
             self._begin()
@@ -257,7 +257,7 @@ class ChainSampler:
         self._allowed.took(token)
         return token
 
-    def _choose(self, candidates: Candidates, logits: Logits) -> int:
+    def _choose(self, candidates: Candidates, logits: LogitsRow) -> int:
         """One of ``candidates``, the only ones that the chain sees."""
         entries = np.zeros(len(candidates), _ENTRY)
         entries["id"], entries["logit"] = candidates, logits[candidates]

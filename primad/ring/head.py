@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from primad.engine.protocol import GREEDY, Hidden, HiddenWindow, Logits, LogitsWindow, Sampler, Tokens
+from primad.engine.protocol import GREEDY, Hidden, HiddenWindow, LogitsRow, LogitsWindow, Sampler, Tokens
 from primad.errors import AlteredStepError, GrammarError, LateStepError, NotFiniteError, SenderError
 from primad.ring.drafting.tree import child
 from primad.ring.lateness import Lateness
@@ -112,7 +112,7 @@ class Head:
         self.shelf = shelf
         self._samplers: dict[int, Sampler] = {}
         self._masks_wait_s = MASKS_WAIT_S
-        self._held_back: dict[int, tuple[Generate, Logits]] = {}
+        self._held_back: dict[int, tuple[Generate, LogitsRow]] = {}
         """Whose next token is drawn when its mask is there, and from what: the next step overwrites the window's logits."""
         self._clock = clock
 
@@ -356,7 +356,7 @@ class Head:
         self._masks_wait_s = max(0.0, self._masks_wait_s - (self._clock() - began_s))
         return is_ready
 
-    def _sample(self, generate: Generate, sampler: Sampler, row: int, kept: Logits | None = None) -> Draw:
+    def _sample(self, generate: Generate, sampler: Sampler, row: int, kept: LogitsRow | None = None) -> Draw:
         """The token that follows ``row``, or the row that ``kept`` is of."""
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from primad.engine.protocol import EngineOptions, Hidden, Logits, Rows, Sampling, draw_seed
+from primad.engine.protocol import EngineOptions, Hidden, LogitsRow, Rows, Sampling, draw_seed
 from primad.errors import EngineError, GrammarError
 from primad.kv.cells import CellShape, LayerCells
 
@@ -392,7 +392,7 @@ class FakeSampler:
         self._late = max(0, self._late - 1)
         return not self._late
 
-    def sample(self, row: int, kept: Logits | None = None) -> int:
+    def sample(self, row: int, kept: LogitsRow | None = None) -> int:
         assert self._open, "a sampler was used after its release"
         assert not self._late, "the ring would have waited for a mask"
         self._late = self._model.late(self._draws.sampling)
