@@ -297,7 +297,10 @@ class _Nothing:
     def sampler(self, *_: object) -> _Nothing:
         return self
 
-    def sample(self, row: int) -> int:
+    def is_ready(self, wait_s: float) -> bool:
+        return True
+
+    def sample(self, row: int, kept: Any = None) -> int:
         return 5
 
     def is_end(self, token: int) -> bool:

@@ -21,6 +21,7 @@ from primad.engine.protocol import KvType
 from primad.errors import PrimadError
 from primad.gguf.architectures import Architecture
 from primad.gguf.model import open_model
+from primad.system.terminal import escape_uncaught
 
 if TYPE_CHECKING:
     from primad.certify.route import Logits
@@ -86,6 +87,7 @@ CheckAnswer = Tried | Listed
 
 def main() -> None:
     """Answer tasks until standard input ends."""
+    escape_uncaught()
     decoder = msgspec.json.Decoder(CheckTask)
     for line in sys.stdin.buffer:
         if sys.platform != "win32":

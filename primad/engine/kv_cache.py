@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from primad.engine.tensor import Tensor
 from primad.errors import EngineError
-from primad.kv.cells import Bytes, LayerCells
+from primad.kv.cells import Bytes, CellShape, LayerCells
 from primad.system.allocator import without_top
 
 with without_top("llama_cpp"):
@@ -142,6 +142,21 @@ class KvCache:
         self._transposed = False
         self._places: np.dtype[np.void] = _PLACES
         self._find_layout(sequence)
+
+    def shapes(self) -> list[CellShape]:
+        """What the cells of each layer are made of."""
+        return [self._shape(layer) for layer in range(self._layers)]
+
+    def _shape(self, layer: int) -> CellShape:
+        keys, values = self._keys.get(layer), self._values.get(layer)
+        kind = (keys or self._keys[0]).kind
+        return CellShape(
+            self._first + layer,
+            kind,
+            values.kind if values is not None else kind,
+            keys.cell_bytes if keys is not None else 0,
+            values.cell_bytes if values is not None else 0,
+        )
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 

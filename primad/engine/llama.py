@@ -80,7 +80,7 @@ from primad.gguf.architectures import (
 from primad.gguf.constants import GGMLQuantizationType
 from primad.gguf.header import Header, TensorInfo
 from primad.gguf.windows import position_embedding, sent_layers, token_embedding
-from primad.kv.cells import LayerCells
+from primad.kv.cells import CellShape, LayerCells
 
 logger = logging.getLogger(__name__)
 
@@ -643,6 +643,10 @@ class _Model:
     def kv_supported(self) -> bool:
         """Whether KV cells can be taken out and put back. Tried when first asked, which must be before rows are computed."""
         return self._kv is not None
+
+    @property
+    def kv_shapes(self) -> list[CellShape]:
+        return self._kv.shapes() if self._kv is not None else []
 
     @cached_property
     def _kv(self) -> KvCache | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -136,7 +136,7 @@ def _tokenizer(tokens: ModelTokens) -> LLTokenizer:
 class WorkBudget:
     """Processor time for the masks of one answer: some at once, for a grammar that is read, and some with each token.
 
-    The ring waits for a mask that is late, and with it other answers do: so one that is much work ends its own.
+    Nobody else waits for a mask that is late; the processor is everybody's, so one that is much work ends its answer.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,14 @@ class GrammarMask:
         self._mask = b""
         """The last one, and the tokens that it allows: in the middle of a text it is often the next one too."""
         self._allowed: Candidates = np.empty(0, np.int64)
+        self._due_s = time.monotonic() + MASK_TIMEOUT_S
         self._next: Future[Candidates] = self._thread.submit(self._begin, grammar, list(sampled))
+
+    def is_ready(self, wait_s: float) -> bool:
+        """Whether ``allowed`` would not wait, now or within ``wait_s``."""
+        if not self._next.done() and wait_s > 0:
+            wait([self._next], wait_s)
+        return self._next.done() or time.monotonic() >= self._due_s
 
     def allowed(self) -> Candidates:
         """The tokens that may come next; those that end the answer are among them where it may end.
@@ -173,12 +180,13 @@ class GrammarMask:
         Raises ``GrammarError`` when the grammar is wrong, or too much work.
         """
         try:
-            return self._next.result(timeout=MASK_TIMEOUT_S)
+            return self._next.result(timeout=max(0.0, self._due_s - time.monotonic()))
         except FutureTimeoutError as exc:
             raise GrammarError(f"the grammar gave no token within {MASK_TIMEOUT_S:g} s; make it simpler") from exc
 
     def took(self, token: int) -> None:
         """``token``, one of those that were allowed, comes next."""
+        self._due_s = time.monotonic() + MASK_TIMEOUT_S
         self._next = self._thread.submit(self._follow, token)
 
     def release(self) -> None:
@@ -192,7 +200,9 @@ class GrammarMask:
         tokenizer, began_s = self._words.tokenizer(), self._clock()
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         self._check()
-        self._matcher.consume_tokens(sampled)
+        for token in sampled:  # one by one, since the interpreter stands meanwhile
+            if not self._matcher.consume_token(token):
+                break
         return self._compute(began_s, 1 + len(sampled))
 
     def _follow(self, token: int) -> Candidates:
@@ -234,6 +244,10 @@ class Allowed:
         self._mask = mask
         self.vocabulary = vocabulary
         self._all_but_ends: Candidates | None = None
+
+    def is_ready(self, wait_s: float) -> bool:
+        """Whether ``next`` would not wait, now or within ``wait_s``."""
+        return self._mask is None or self._mask.is_ready(wait_s)
 
     def next(self) -> Candidates | None:
         """The tokens that may come next, None for all. Raises ``GrammarError``."""

@@ -18,7 +18,7 @@ import msgspec
 
 from halda import WindowAssignment
 from primad.engine.rope import Rope
-from primad.kv.cells import LayerCells
+from primad.kv.cells import CellShape, LayerCells
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +29,9 @@ Hidden: TypeAlias = "NDArray[np.float32]"
 
 Tokens: TypeAlias = "NDArray[np.int32]"
 """Token ids, shape (rows,)."""
+
+LogitsRow: TypeAlias = "NDArray[np.float32]"
+"""Of one row, shape (vocabulary,)."""
 
 
 LEAST_TEMPERATURE: Final = 1e-5
@@ -220,6 +223,10 @@ class EngineWindow(Protocol):
     def kv_supported(self) -> bool:
         """Whether ``kv_cells`` and ``kv_restore`` work here. To be asked before rows are computed: it is tried then."""
 
+    @property
+    def kv_shapes(self) -> list[CellShape]:
+        """What the cells of each layer are made of; only where ``kv_supported``."""
+
     def kv_remove(self, sequence: int, start: int, end: int) -> None:
         """Forget positions ``start <= p < end`` of ``sequence``; ``end = -1`` means to the end."""
 
@@ -246,8 +253,11 @@ class HiddenWindow(EngineWindow, Protocol):
 class Sampler(Protocol):
     """Draws tokens for one generation; remembers what it drew. Token ``i`` of the answer is sampled with ``draw_seed``."""
 
-    def sample(self, row: int) -> int:
-        """The next token from the logits of row ``row`` of the last ``LogitsWindow.forward``."""
+    def is_ready(self, wait_s: float) -> bool:
+        """Whether ``sample`` would not wait, now or within ``wait_s``: the mask of its grammar is there."""
+
+    def sample(self, row: int, kept: LogitsRow | None = None) -> int:
+        """The next token from the logits of row ``row`` of the last ``LogitsWindow.forward``, or from ``kept`` ones."""
 
     @property
     def mirostat_mu(self) -> float | None:
@@ -263,7 +273,7 @@ class LogitsWindow(EngineWindow, Protocol):
     def forward(self, rows: Rows) -> None:
         """Compute ``rows`` and keep the logits of those that want output."""
 
-    def logits(self, row: int) -> NDArray[np.float32]:
+    def logits(self, row: int) -> LogitsRow:
         """Logits (vocabulary,) of row ``row`` of the last forward; a view that the next forward overwrites."""
 
     def sampler(self, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]) -> Sampler:

@@ -21,10 +21,9 @@ from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from primad.engine.masks import Allowed, Candidates, Words, likeliest
-from primad.engine.protocol import LEAST_TEMPERATURE, Sampling, draw_seed
+from primad.engine.protocol import LEAST_TEMPERATURE, LogitsRow, Sampling, draw_seed
 from primad.errors import EngineError
 from primad.system.allocator import without_top
 
@@ -40,7 +39,7 @@ _ENTRY: Final = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.floa
 class HasLogits(Protocol):
     """What has computed the logits."""
 
-    def logits(self, row: int) -> NDArray[np.float32]:
+    def logits(self, row: int) -> LogitsRow:
         """Logits (vocabulary,) of row ``row``."""
 
 
@@ -53,9 +52,12 @@ class GreedySampler:
         self._window = window
         self._allowed = allowed
 
-    def sample(self, row: int) -> int:
+    def is_ready(self, wait_s: float) -> bool:
+        return self._allowed is None or self._allowed.is_ready(wait_s)
+
+    def sample(self, row: int, kept: LogitsRow | None = None) -> int:
         candidates = self._allowed.next() if self._allowed is not None else None
-        token = likeliest(self._window.logits(row), candidates)
+        token = likeliest(self._window.logits(row) if kept is None else kept, candidates)
         if self._allowed is not None:
             self._allowed.took(token)
         return token
@@ -234,7 +236,10 @@ class ChainSampler:
         """Mirostat's memory behind the last token."""
         return self._mu if self._is_mirostat else None
 
-    def sample(self, row: int) -> int:
+    def is_ready(self, wait_s: float) -> bool:
+        return (self._dry is None or self._dry.done()) and self._allowed.is_ready(wait_s)
+
+    def sample(self, row: int, kept: LogitsRow | None = None) -> int:
         candidates = self._allowed.next()
         if self._chain is None:
             self._begin()
@@ -243,19 +248,19 @@ class ChainSampler:
         for sampler in self._drawing():
             self._add(sampler)
         self._sampled += 1
-        if candidates is None and self._is_mirostat:
+        if candidates is None and (self._is_mirostat or kept is not None):
             candidates = np.arange(self._vocabulary)
         if candidates is None:
             token = int(llama.llama_sampler_sample(self._chain, self._context, row))
         else:
-            token = self._choose(candidates, row)
+            token = self._choose(candidates, self._window.logits(row) if kept is None else kept)
         self._allowed.took(token)
         return token
 
-    def _choose(self, candidates: Candidates, row: int) -> int:
+    def _choose(self, candidates: Candidates, logits: LogitsRow) -> int:
         """One of ``candidates``, the only ones that the chain sees."""
         entries = np.zeros(len(candidates), _ENTRY)
-        entries["id"], entries["logit"] = candidates, self._window.logits(row)[candidates]
+        entries["id"], entries["logit"] = candidates, logits[candidates]
         data = ctypes.cast(entries.ctypes.data, ctypes.POINTER(llama.llama_token_data))
         shown = llama.llama_token_data_array(data, len(entries), -1, False)
         if len(entries) > 1:

@@ -345,7 +345,8 @@ class HeadRing:
                 self._inputs.listener.deliver(self.epoch, event)
             case Loading(done):
                 self._inputs.reporter.progress(self.plan.head, "load", done, windows)
-            case Opened(address, key, keeps):
+            case Opened(address, key, keeps, cells):
+                self._inputs.station.workspace.cells.expect(cells)
                 self._own_keeps = keeps
                 settle(self._own, (address, key))
             case AskGuesses(task):

@@ -399,7 +399,6 @@ class WorkerLink:
                 return
             self._post(types.Heard(self.name))
             self._hear(message)
-            await asyncio.sleep(0)  # what is there already is received without a pause: who says much would hold up all
 
     def _hear(self, message: WorkerMessage) -> None:
         match message:

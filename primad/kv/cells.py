@@ -38,6 +38,12 @@ _MAX_INDEX_BYTES: Final = 64 * MAX_LAYERS
 _MAX_TYPE: Final = 255
 
 
+_SCALES: Final = {0: (3, 4, 0x7F), 1: (1, 2, 0x7C), 30: (1, 2, 0x7F), 2: (1, 18, 0x7C), 8: (1, 34, 0x7C)}
+"""By ggml type (F32, F16, BF16, Q4_0, Q8_0) where the high byte of a number, or of a block's scale, stands, in how many
+bytes, and the bits that are all set in what is not finite (F32 and BF16: or next to it)."""
+_FINITE: Final = {bits: bytes(high for high in range(256) if high & bits != bits) for bits in (0x7C, 0x7F)}
+
+
 class CellsError(PrimadError):
     """Bytes that are no KV cells of ours, or not whole any more."""
 
@@ -59,6 +65,33 @@ class LayerCells:
     keys: Bytes
     values: Bytes
     digest: bytes = field(default=b"", compare=False)
+
+
+class CellShape(msgspec.Struct, frozen=True, array_like=True):
+    """The types of a cell's keys and values in one layer, and their bytes."""
+
+    layer: int
+    key_type: int
+    value_type: int
+    key_bytes: int
+    value_bytes: int
+
+
+def shape_of(cells: LayerCells) -> CellShape:
+    """What each of ``cells``, of which there is one at least, is made of."""
+    count = cells.end - cells.start
+    return CellShape(
+        cells.layer, cells.key_type, cells.value_type, len(cells.keys) // count, len(cells.values) // count
+    )
+
+
+def are_numbers(cells: LayerCells) -> bool:
+    """Whether nothing in ``cells`` is NaN or infinite, as far as their types are known."""
+    for kind, data in ((cells.key_type, cells.keys), (cells.value_type, cells.values)):
+        place, every, bits = _SCALES.get(kind, (0, 0, 0))
+        if every and bytes(data)[place::every].translate(None, _FINITE[bits]):
+            return False
+    return True
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
@@ -151,6 +184,14 @@ class CellsFile:
     def layers(self) -> range:
         """The layers whose cells the file has."""
         return range(min(self._places), max(self._places) + 1)
+
+    def shapes(self) -> list[CellShape]:
+        """What the cells of each layer are made of."""
+        count = self.block.end - self.block.start
+        return [
+            CellShape(part.layer, part.key_type, part.value_type, part.key_bytes // count, part.value_bytes // count)
+            for _, _, part in self._places.values()
+        ]
 
     def read(self, layers: range) -> list[LayerCells]:
         """The cells of ``layers``, a part of those that the file has. Raises ``CellsError`` when some are damaged."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from primad.errors import DiskError
-from primad.kv.cells import LayerCells
+from primad.kv.cells import CellShape, LayerCells
 from primad.kv.keys import KvBlock
 from primad.kv.store import KvStore
 
@@ -22,10 +22,15 @@ PATIENCE_S: Final = 10.0
 
 
 class KvShelf:
-    """Keeps blocks in ``store`` and gives them back. One thread uses it; ``close`` ends the other."""
+    """Keeps blocks in ``store`` and gives them back, for windows whose cells are made of ``shapes``.
 
-    def __init__(self, store: KvStore) -> None:
+    One thread uses it; ``close`` ends the other.
+    """
+
+    def __init__(self, store: KvStore, shapes: Sequence[CellShape] = ()) -> None:
         self._store = store
+        self.shapes = list(shapes)
+        store.expect(shapes)
         self._waiting: deque[tuple[KvBlock, Sequence[LayerCells], int]] = deque()
         self._waiting_bytes = 0
         self._changed = threading.Condition()

@@ -25,7 +25,18 @@ from pathlib import Path
 from typing import Final
 
 from primad.errors import DiskError
-from primad.kv.cells import Bytes, CellsError, CellsFile, LayerCells, is_key, pack, unpack
+from primad.kv.cells import (
+    Bytes,
+    CellsError,
+    CellsFile,
+    CellShape,
+    LayerCells,
+    are_numbers,
+    is_key,
+    pack,
+    shape_of,
+    unpack,
+)
 from primad.kv.keys import KvBlock
 from primad.system.disk import lacking_room
 from primad.system.private_file import PRIVATE
@@ -33,6 +44,7 @@ from primad.system.private_file import PRIVATE
 logger = logging.getLogger(__name__)
 
 _FILE: Final = re.compile(r"(\d{1,4})-(\d{1,4})\.(cells|copy)")
+_COPY: Final = ".copy"
 _COUNT_SHARE: Final = 16
 """What others write is counted again after a 16th of the limit was written here, and so much goes at once."""
 
@@ -58,9 +70,14 @@ class KvStore:
         self.folder = folder
         self.limit_bytes = limit_bytes
         self._leases: dict[str, frozenset[str]] = {}
+        self._shapes: dict[int, CellShape] = {}
         self._numbers = count()
         self._counted_bytes: int | None = None
         self._written_bytes = 0
+
+    def expect(self, shapes: Iterable[CellShape]) -> None:
+        """This device's windows have such cells from now on: copies of other forms in their layers are not taken, and go."""
+        self._shapes = {shape.layer: shape for shape in shapes}
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
@@ -85,8 +102,19 @@ class KvStore:
         return self.layers(key).issuperset(range(first, last))
 
     def layers(self, key: str) -> frozenset[int]:
-        """The layers of a block that are here, by the names of its files."""
-        return frozenset(layer for _, layers in self._files(key) for layer in layers)
+        """The layers of a block that are here, by the names of its files and, of copies, by what they are made of."""
+        return frozenset(layer for path, layers in self._files(key) if self._fits(path, key) for layer in layers)
+
+    def _fits(self, path: Path, key: str) -> bool:
+        if path.suffix != _COPY or not self._shapes:
+            return True
+        with self._opened(path, key) as file:
+            return file is not None
+
+    def _judge(self, shapes: Iterable[CellShape]) -> None:
+        for shape in shapes:
+            if self._shapes.get(shape.layer, shape) != shape:
+                raise CellsError(f"KV cells of layer {shape.layer} have other types or sizes than those of this device")
 
     def read(self, key: str, first: int, last: int) -> list[LayerCells]:
         """The cells of layers ``first <= layer < last``, in order, verified; none when not all of them are here."""
@@ -135,12 +163,15 @@ class KvStore:
     def add_part(self, block: KvBlock, part: Bytes, asked: range) -> range:
         """Keep a part of ``block`` that came from another device, which was ``asked`` for these layers; those it has.
 
-        What is here stays as it is. Raises ``CellsError`` for what is none, or was not asked for.
+        What is here stays as it is. Raises ``CellsError`` for what is none, was not asked for, or no window could use.
         """
         found, cells = unpack(part)
         if found != block:
             raise CellsError(f"KV cells of block {found.key} came in place of those of block {block.key}")
         layers = range(cells[0].layer, cells[-1].layer + 1)
+        self._judge(map(shape_of, cells))
+        if strange := [each.layer for each in cells if not are_numbers(each)]:
+            raise CellsError(f"KV cells of layer {strange[0]} came with values that are not numbers (NaN or infinity)")
         if layers.start not in asked or layers[-1] not in asked:
             raise CellsError(f"KV cells of layers {layers.start} to {layers[-1]} came, which were not asked for")
         here = self.layers(block.key)
@@ -229,6 +260,8 @@ class KvStore:
                     name = f"{cells.layers.start}-{cells.layers.stop}"
                     if cells.block.key != key or path.stem != name or block not in (None, cells.block):
                         raise CellsError("a file of KV cells has another's name")
+                    if path.suffix == _COPY:
+                        self._judge(cells.shapes())
                 except CellsError as exc:
                     self._damaged(path, exc)
                     yield None

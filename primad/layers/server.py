@@ -118,6 +118,7 @@ class LayerServer:
 
     async def _receive(self) -> None:
         while True:
+            await asyncio.sleep(0)  # what is there already is received without a pause: who asks much would hold up all
             peer, *frames = await self._socket.recv_multipart(copy=False)
             try:
                 key, request = self._judge(frames)

@@ -63,6 +63,7 @@ class WorkerEnd:
     async def receive(self) -> tuple[bytes, str, HeadMessage]:
         """The next message of any device: connection, public key, message."""
         while True:
+            await asyncio.sleep(0)  # what is there already is received without a pause: who says much would hold up all
             peer, *frames = await self._socket.recv_multipart(copy=False)
             try:
                 if len(frames) != 1:
@@ -135,6 +136,7 @@ class HeadEnd:
     async def receive(self, timeout_s: float | None = NetworkTimings().answer_timeout_s) -> WorkerMessage:
         """The worker's next message. Raises ``ClusterError`` when there is none within ``timeout_s`` (None: waits on)."""
         while True:
+            await asyncio.sleep(0)  # as above
             try:
                 async with asyncio.timeout(timeout_s):
                     frames = await self._socket.recv_multipart()

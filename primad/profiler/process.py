@@ -15,6 +15,7 @@ import msgspec
 from primad.errors import PrimadError
 from primad.profiler.device import profile_device
 from primad.profiler.effort import QUICK, Effort
+from primad.system.terminal import escape_uncaught
 
 
 class MeasureRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +51,7 @@ def _say(line: Measuring | Unmeasured) -> None:
 
 def main() -> None:
     """Measure what was asked for on standard input."""
+    escape_uncaught()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that trials end with it, and their files go
     try:
         request = msgspec.json.decode(sys.stdin.buffer.read(), type=MeasureRequest)

@@ -19,6 +19,7 @@ import msgspec
 from halda import BATCH_ROWS, HELPED_ROWS, PREFILL_ROWS
 from primad.engine.devices import GpuDevice
 from primad.engine.protocol import KV_CELL_PADDING, EngineOptions, Hidden, Rows, WindowSource
+from primad.system.terminal import escape_uncaught
 
 CONTEXT: Final = PREFILL_ROWS + 256
 _RUN_STEPS: Final = 6
@@ -158,6 +159,7 @@ Task = TimeWindow | CompareRows | HoldWindow | StepWindow | StepOn | TimeHead | 
 
 def main() -> None:
     """Answer tasks until standard input ends."""
+    escape_uncaught()
     decoder = msgspec.json.Decoder(Task)
     step: Callable[[], float] | None = None
     for line in sys.stdin.buffer:

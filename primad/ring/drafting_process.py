@@ -26,6 +26,7 @@ from primad.ring.channel import RingChannel
 from primad.ring.child import inherited
 from primad.ring.drafting.branches import PART_ROWS, POOL, DraftBranches
 from primad.ring.drafting.messages import DraftModel, DraftTask, DraftText, DraftTokens
+from primad.system.terminal import escape_uncaught
 
 NICE: Final = 5
 """The ring's own steps go before guesses."""
@@ -67,6 +68,7 @@ def _vocabulary_size(path: Path) -> int:
 
 def main() -> None:
     """Guess until the other end closes, or the model cannot."""
+    escape_uncaught()
     try:
         _guess()
     except EngineError as exc:

@@ -10,11 +10,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import msgspec
 import numpy as np
 
-from primad.engine.protocol import GREEDY, Hidden, HiddenWindow, LogitsWindow, Sampler, Tokens
+from primad.engine.protocol import GREEDY, Hidden, HiddenWindow, LogitsRow, LogitsWindow, Sampler, Tokens
 from primad.errors import AlteredStepError, GrammarError, LateStepError, NotFiniteError, SenderError
 from primad.ring.drafting.tree import child
 from primad.ring.lateness import Lateness
@@ -40,6 +41,11 @@ from primad.ring.messages import (
 )
 from primad.ring.scheduler import Draw, PlannedStep, Scheduler
 from primad.ring.worker import Shelf, apply, check_sent, not_finite, rows_of, skipped, visit
+
+MASKS_WAIT_S: Final = 0.005
+"""A step waits so long for masks of grammars that are late, all together; who still lacks one is held back."""
+MASKS_LOOK_S: Final = 0.005
+"""So often it is looked for what is late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +111,9 @@ class Head:
         """What it computed is not finite: whose answer it was ends with it, and then the ring."""
         self.shelf = shelf
         self._samplers: dict[int, Sampler] = {}
+        self._masks_wait_s = MASKS_WAIT_S
+        self._held_back: dict[int, tuple[Generate, LogitsRow]] = {}
+        """Whose next token is drawn when its mask is there, and from what: the next step overwrites the window's logits."""
         self._clock = clock
 
     @property
@@ -148,6 +157,7 @@ class Head:
         """Compute no further row; ``Drained`` is told, once, when what is under way is back, and kept."""
         if not self._is_draining:
             self._is_draining = True
+            self._held_back.clear()
             self._scheduler.drain()
             self._tell_drained()
 
@@ -186,12 +196,13 @@ class Head:
         if self._news or self._failure is not None or (self._arrived and may_compute):
             return 0.0
         now, waits_until_s = self._clock(), self._scheduler.waits_until_s
+        looks_s = MASKS_LOOK_S if self._held_back else math.inf
         if not self._deadlines:
-            return math.inf if waits_until_s is None else max(0.0, waits_until_s - now)
+            return looks_s if waits_until_s is None else min(looks_s, max(0.0, waits_until_s - now))
         step, deadline = min(self._deadlines.items(), key=lambda item: item[1])
         if deadline <= now:
             raise LateStepError(f"step {step} did not come back within {self._step_timeout_s:g} s; a device hangs")
-        return max(0.0, min(deadline, self._laps.due_s()) - now)
+        return min(looks_s, max(0.0, min(deadline, self._laps.due_s()) - now))
 
     def news(self) -> Sequence[HeadEvent]:
         """What the daemon is to be told before anything else is computed."""
@@ -211,6 +222,8 @@ class Head:
         if news := self.news():
             return Tell(news)
         now = self._clock()
+        if self._held_back and (events := self._draw_held_back(now)):
+            return Tell(events)
         if len(self._arrived) > 1 and (planned := self._scheduler.refill(now)) is not None:
             return self._begin(planned, now)
         if self._arrived:
@@ -275,6 +288,7 @@ class Head:
             self._tail.forward(rows_of(step, content))
         del self._deadlines[step.step], self._under_way[step.step]
         self._scheduler.tally.skipped += step.skipped
+        self._masks_wait_s = MASKS_WAIT_S
         drawn = {each.request: self._draws(each, row, step) for row, each in self._scheduler.wants_draws(step.step)}
         news, self._news = self._news, []  # of before this step
         events = self._announce(self._scheduler.commit(step.step, drawn, self._clock()))
@@ -294,29 +308,63 @@ class Head:
             self._is_drained = True
             self._news.append(Drained())
 
-    def _draws(self, generate: Generate, row: int, step: Step) -> Draw:
-        """What follows ``row``, and what follows the rows of drafts behind it as far as they hold."""
-        first = last = self._draw(generate, row)
+    def _draws(self, generate: Generate, row: int, step: Step) -> Draw | None:
+        """What follows ``row``, and what follows the rows of drafts behind it as far as they hold and masks are there.
+
+        None: that of ``row`` is late.
+        """
+        first = self._draw(generate, row)
+        if first is None:
+            if not self._is_draining:
+                self._held_back[generate.request] = generate, self._tail.logits(row).copy()
+            return None
         more: list[Draw] = []
-        drafts, node = self._scheduler.drafts(step.step), -1
+        drafts, node, last = self._scheduler.drafts(step.step), -1, first
         while not last.ends and (found := child(drafts, node, last.token)) is not None:
-            node, last = found, self._draw(generate, row + found + 1)
+            if (following := self._draw(generate, row + found + 1)) is None:
+                break
+            node, last = found, following
             more.append(last)
         return replace(first, more=tuple(more)) if more else first
 
-    def _draw(self, generate: Generate, row: int) -> Draw:
-        logprob: float | None = None
-        top: tuple[tuple[int, float], ...] = ()
+    def _draw_held_back(self, now: float) -> list[HeadEvent]:
+        """The tokens of those that were held back and have their masks now."""
+        events: list[HeadEvent] = []
+        for request, (generate, logits) in list(self._held_back.items()):
+            if not self._scheduler.is_held_back(request):
+                del self._held_back[request]
+            elif (sampler := self._samplers[request]).is_ready(0.0):
+                del self._held_back[request]
+                draw = self._sample(generate, sampler, -1, logits)
+                events += self._announce(self._scheduler.draw_held_back(request, draw, now))
+        return [*events, *self._scheduler.kv_news()] if events else []
+
+    def _draw(self, generate: Generate, row: int) -> Draw | None:
+        """The token that follows ``row``; None: its mask is late."""
         # The best logit is NaN where any is; some models rule tokens out with minus infinity. 15 us for 128,000 tokens.
         if not math.isfinite(self._tail.logits(row).max()):
             self._failure = not_finite(self._tail)
-            return Draw(token=0, ends=True, error=str(self._failure))
+            return Draw(token=0, ends=True, error=str(self._failure), reason="error")
+        sampler = self._sampler_for(generate)
+        return self._sample(generate, sampler, row) if self._is_ready(sampler) else None
+
+    def _is_ready(self, sampler: Sampler) -> bool:
+        if sampler.is_ready(0.0):
+            return True
+        began_s = self._clock()
+        is_ready = sampler.is_ready(self._masks_wait_s)
+        self._masks_wait_s = max(0.0, self._masks_wait_s - (self._clock() - began_s))
+        return is_ready
+
+    def _sample(self, generate: Generate, sampler: Sampler, row: int, kept: LogitsRow | None = None) -> Draw:
+        """The token that follows ``row``, or the row that ``kept`` is of."""
+        logprob: float | None = None
+        top: tuple[tuple[int, float], ...] = ()
         try:
-            sampler = self._sampler_for(generate)
             if generate.logprobs is not None:
-                logprobs = log_softmax(self._tail.logits(row))
+                logprobs = log_softmax(self._tail.logits(row) if kept is None else kept)
                 top = most_likely(logprobs, generate.logprobs)
-            token = sampler.sample(row)
+            token = sampler.sample(row, kept)
         except GrammarError as exc:
             return Draw(token=0, ends=True, error=str(exc))
         if generate.logprobs is not None:

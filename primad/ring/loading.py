@@ -92,9 +92,10 @@ def open_shelf(opening: Open, windows: Iterable[RouteWindow]) -> KvShelf | None:
 
     The daemon holds the store to its limit.
     """
+    windows = list(windows)
     if opening.cells is None or not all(window.kv_supported for window in windows):
         return None
-    return KvShelf(KvStore(Path(opening.cells)))
+    return KvShelf(KvStore(Path(opening.cells)), [shape for window in windows for shape in window.kv_shapes])
 
 
 def share_scratch(windows: Collection[_Window]) -> None:

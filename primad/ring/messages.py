@@ -36,7 +36,7 @@ from primad.errors import (
     WeightsError,
     printable,
 )
-from primad.kv.cells import is_block, is_key
+from primad.kv.cells import CellShape, is_block, is_key
 from primad.kv.keys import KvBlock
 from primad.ring.chunks import Pieces
 from primad.ring.drafting.drafter import Drafting
@@ -496,12 +496,14 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     """Every window is loaded; steps of the device before this one are received at ``endpoint``.
 
     ``key`` is the public key of this ring process (Z85, 40 characters), new with every ``Opened``. Both are empty without
-    a ring. ``keeps``: all its windows can hand out KV cells and take them in, and there is a folder for them.
+    a ring. ``keeps``: all its windows can hand out KV cells and take them in, and there is a folder for them; ``cells`` says
+    what those of each layer are made of.
     """
 
     endpoint: str
     key: str
     keeps: bool = False
+    cells: list[CellShape] = []
 
 
 class Serving(msgspec.Struct, frozen=True, tag="serving"):

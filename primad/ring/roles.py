@@ -43,7 +43,7 @@ from primad.ring.messages import (
     Step,
 )
 from primad.ring.meter import Meter
-from primad.ring.worker import Worker
+from primad.ring.worker import Shelf, Worker
 from primad.settings.timings import RingTimings
 
 TAIL: Final = -1
@@ -101,7 +101,7 @@ class WorkerRole:
         self._arrived: deque[tuple[Step, Hidden]] = deque()
 
     def opened(self) -> Opened:
-        return Opened(self._links.endpoint, self._links.key, self._shelf is not None)
+        return _opened(self._links, self._shelf)
 
     def command(self, command: RoleCommand) -> None:
         match command:
@@ -208,8 +208,7 @@ class HeadRole:
         self._is_connected = self._links is None
 
     def opened(self) -> Opened:
-        keeps = self._head.shelf is not None
-        return Opened(*(self._links.endpoint, self._links.key) if self._links is not None else ("", ""), keeps)
+        return _opened(self._links, self._head.shelf)
 
     def command(self, command: RoleCommand) -> None:
         match command:
@@ -320,6 +319,11 @@ def _tell_memory_low(streams: Streams, channel: RingChannel[RingCommand]) -> Non
     needed_bytes = streams.streamer.take_replan() if streams.streamer is not None else None
     if needed_bytes is not None:
         channel.tell(ProcessMemoryLow(needed_bytes))
+
+
+def _opened(links: Links | None, shelf: Shelf | None) -> Opened:
+    endpoint, key = (links.endpoint, links.key) if links is not None else ("", "")
+    return Opened(endpoint, key, shelf is not None, shelf.shapes if shelf is not None else [])
 
 
 def _within(timings: RingTimings, step_timeout_s: float) -> RingTimings:

@@ -30,6 +30,9 @@ Where nobody has a row for it a place of the ring is given to a draft (``draftin
 in a step of its own behind its generation's last row, or some with that row in one step. If another token is drawn before
 it, its cells are forgotten with the generation's next row, and the steps that are for it alone are void: nothing is drawn
 from them, and devices that have not computed them need not.
+
+A generation whose next token cannot be drawn yet, since its grammar's mask is late, is held back: it has no row until
+then, and the others go on without it. Its drafts are taken back.
 """
 
 from __future__ import annotations
@@ -90,13 +93,14 @@ class PlannedStep:
 class Draw:
     """The token that was sampled for a step: ``ends`` when it ends the generation; ``top`` as in ``Sampled``.
 
-    ``error``: none could be sampled, and the generation ends with it. ``mirostat_mu`` as in ``Sampled``. ``more`` were
-    sampled behind it, each from the row of a draft that held.
+    ``error``: none could be sampled, and the generation ends with it, for ``reason`` as in ``Finished``. ``mirostat_mu``
+    as in ``Sampled``. ``more`` were sampled behind it, each from the row of a draft that held.
     """
 
     token: int
     ends: bool
     error: str | None = None
+    reason: str = "refused"
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     mirostat_mu: float | None = None
@@ -211,6 +215,11 @@ class Scheduler:
     def runs(self, request: int) -> bool:
         """Whether generation ``request`` holds a sequence."""
         return request in self._running
+
+    def is_held_back(self, request: int) -> bool:
+        """Whether generation ``request`` has no step until its next token is drawn with ``draw_held_back``."""
+        running = self._running.get(request)
+        return running is not None and running.held_back_s is not None
 
     def submit(self, generate: Generate) -> Finished | None:
         """Queue a generation; its end, when the tokens of earlier epochs are all that it may have.
@@ -376,6 +385,8 @@ class Scheduler:
         speculation = running.speculation
         if speculation is None or not running.sampled or not running.is_decoding or running.has_step:
             return None
+        if running.held_back_s is not None:
+            return None
         return speculation.next() if self._drafts_wanted(running) else None
 
     def _drafts_wanted(self, running: Running) -> int:
@@ -540,15 +551,20 @@ class Scheduler:
         return tree
 
     def _settle(self, running: Running | None, tree: TreeRows, draw: Draw | None) -> None:
-        """A step with ``tree`` is back: of its cells those of the path that held stay, in its text's own sequence."""
+        """A step with ``tree`` is back: of its cells those of the path that held stay, in its text's own sequence.
+
+        Behind the token that was drawn last nothing is: had its own row been drawn from, there would be another one.
+        """
         if not tree.nodes:
             return
         removes = [KvRemove(number, 0, -1) for number, _ in tree.ends]
-        if running is None or draw is None:
+        if running is None:
             self._slots.first(*removes)
             return
+        if running.speculation is not None:
+            running.speculation.take_back()
         at = -1
-        for token in [draw.token, *(each.token for each in draw.more)]:
+        for token in [each.token for each in (draw, *draw.more)][:-1] if draw is not None else []:
             found = child(tree.nodes, at, token)
             if found is None:
                 break
@@ -645,8 +661,11 @@ class Scheduler:
         self._take_back(self._running[request], self._running[request].certain)
         self._slots.release(self._running.pop(request))
 
-    def commit(self, step: int, drawn: Mapping[int, Draw], now: float) -> list[GenerationEvent]:
-        """Take back step ``step`` with what was ``drawn`` for its requests, as far as somebody wanted it still."""
+    def commit(self, step: int, drawn: Mapping[int, Draw | None], now: float) -> list[GenerationEvent]:
+        """Take back step ``step`` with what was ``drawn`` for its requests, as far as somebody wanted it still.
+
+        None: it is drawn later, and the generation held back until then.
+        """
         back = self._in_flight.pop(step)
         self._slots.back(step)
         told: list[GenerationEvent] = []
@@ -659,8 +678,13 @@ class Scheduler:
                 told.append(PromptProgress(request=request, tokens=running.reused, reused=running.reused))
                 running.reused = 0
             if request in drawn:
-                told += self._drawn(running, drawn[request], now, now - back.since_s)
-                self._settle(running, back.tree, drawn[request])
+                draw, lap_s = drawn[request], now - back.since_s
+                if draw is None:
+                    running.held_back_s = lap_s
+                    self._take_back(running, running.certain)
+                else:
+                    told += self._drawn(running, draw, now, lap_s)
+                self._settle(running, back.tree, draw)
                 settled = True
             elif computed < len(running.generate.prompt):
                 told.append(PromptProgress(request=request, tokens=computed))
@@ -672,6 +696,13 @@ class Scheduler:
         """End the generations that step ``step`` is for with ``error``. The ring ends with them."""
         found = [self._running[request] for request in self._in_flight[step].computed if request in self._running]
         return [self._finish(running, "error", now, error=error) for running in found]
+
+    def draw_held_back(self, request: int, draw: Draw, now: float) -> list[GenerationEvent]:
+        """The next token of ``request`` was drawn, which was held back for it."""
+        running = self._running[request]
+        lap_s, running.held_back_s = running.held_back_s, None
+        assert lap_s is not None
+        return self._drawn(running, draw, now, lap_s)
 
     def _drawn(self, running: Running, draw: Draw, now: float, lap_s: float) -> list[GenerationEvent]:
         told: list[GenerationEvent] = []
@@ -687,7 +718,7 @@ class Scheduler:
         if running.first_token_s is None:
             running.first_token_s = now
         if draw.error is not None:
-            return [self._finish(running, "refused", now, error=draw.error)]
+            return [self._finish(running, draw.reason, now, error=draw.error)]
         if draw.ends:
             return [self._finish(running, "stop", now)]
         running.sampled.append(draw.token)

@@ -71,6 +71,8 @@ class Running:
     """Chunks of its prompt may have ended elsewhere than this ring's do, in the ring that computed them."""
     mirostat_mu: float | None = None
     """Of its sampler, behind the token that was drawn last."""
+    held_back_s: float | None = None
+    """How long the step took that it has its next token from, which is not drawn yet; None: none waits for that."""
     speculation: Speculation | None = None
     """What is computed ahead of its tokens; its rows are in ``sequence`` behind those of what is known."""
 

@@ -15,13 +15,15 @@ import numpy as np
 
 from primad.engine.protocol import Hidden, HiddenWindow, RouteWindow, Rows, Tokens
 from primad.errors import NotFiniteError, RingError, SenderError
-from primad.kv.cells import LayerCells
+from primad.kv.cells import CellShape, LayerCells
 from primad.kv.keys import KvBlock
 from primad.ring.messages import MAX_SKIPPED, SENDER, KvCopy, KvKeep, KvLoad, KvOp, KvRemove, Skip, Step
 
 
 class Shelf(Protocol):
-    """Where a ring process puts KV cells, and finds them."""
+    """Where a ring process puts KV cells, and finds them; ``shapes`` says what those of its windows are made of."""
+
+    shapes: list[CellShape]
 
     def keep(self, block: KvBlock, cells: Sequence[LayerCells]) -> None:
         """Hand over ``cells``, those of ``block`` in some layers that follow each other."""

@@ -8,10 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
+from primad.system.terminal import escape_uncaught
+
 
 @contextmanager
 def answer_stream() -> Iterator[BinaryIO]:
-    """Where answers go: what was standard output. What is printed from now on goes to standard error."""
+    """Where answers go: what was standard output. What is printed from now on goes to standard error, where nothing that
+    a request or a file brought with it steers the terminal."""
+    escape_uncaught()
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         yield answers

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
+import threading
+import traceback
+from types import TracebackType
 from typing import Any, Final
 
 _OBEYED: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -34,8 +38,21 @@ class LineFormatter(logging.Formatter):
         return safe(super().formatException(ei))
 
 
+def _tell_uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    if sys.stderr is not None:
+        sys.stderr.write(safe("".join(traceback.format_exception(kind, error, trace))))
+
+
+def escape_uncaught() -> None:
+    """Have errors that nobody caught written harmlessly, too."""
+    sys.excepthook = _tell_uncaught
+    threading.excepthook = lambda found: _tell_uncaught(found.exc_type, found.exc_value, found.exc_traceback)
+    sys.unraisablehook = lambda found: _tell_uncaught(found.exc_type, found.exc_value, found.exc_traceback)
+
+
 def start_logging(level: str, form: str) -> None:
     """Log records of ``level`` and above to standard error, each as ``form`` says."""
+    escape_uncaught()
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(form))
     logging.basicConfig(level=level, handlers=[handler])

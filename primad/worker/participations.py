@@ -283,7 +283,8 @@ class Participations:
         match event:
             case Loading(windows):
                 await self._tell(Progress(epoch=load.epoch, phase="load", done=windows, total=len(load.windows)))
-            case Opened(address, key, keeps):
+            case Opened(address, key, keeps, cells):
+                self._place.cells.expect(cells)
                 participation = self._own_participation(load)
                 if participation is not None:
                     participation.process = process

@@ -11,6 +11,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from primad.api.backend import SamplingDefaults, TextModel
+from primad.api.openai import job
 from primad.api.openai.job import Job, chat_job, completion_job
 from primad.api.openai.logprobs import IMPOSSIBLE, chat_logprobs, completion_logprobs, token_text
 from primad.api.openai.schema import ChatRequest, CompletionRequest, parse
@@ -288,3 +289,17 @@ def test_a_text_that_no_tokens_could_make_short_enough_is_refused_before_it_is_r
             "the prompt has at least 100 tokens; it and at least one more must fit the context of 100"
         )
         assert (exc.code, exc.prompt_tokens) == ("context_length_exceeded", 100)
+
+
+def test_what_is_echoed_is_bounded_with_all_its_repetitions(monkeypatch):
+    monkeypatch.setattr(job, "MAX_ECHO_CHARS", 256)
+    for prompt, n, fits in (
+        ("aa", 128, True),
+        ("aaa", 128, False),
+        (["aa", "aa"], 64, True),
+        (["aa", "aaa"], 64, False),
+    ):
+        if not fits:
+            said = refusal(completion, prompt=prompt, n=n, echo=True)
+            assert (said.param, "more than 256; lower n" in str(said)) == ("echo", True)
+        assert len(completion(prompt=prompt, n=n, echo=fits).choices) == 128

@@ -1,17 +1,20 @@
 """The store of KV cells: what is put is held, what is damaged is not there, and the limit never takes what is leased."""
 
+import math
 import os
 import stat
 import sys
 import threading
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from primad.errors import DiskError
 from primad.kv import keys, shelf
-from primad.kv.cells import CellsError
+from primad.kv.cells import CellsError, shape_of
 from primad.kv.shelf import KvShelf
 from primad.kv.store import KvStore
 from tests.fakes.cells import cells_of
@@ -324,3 +327,76 @@ def test_what_waits_is_written_before_the_end(tmp_path):
         kept.keep(block, cells(block, 0))
     kept.close()
     assert len(KvStore(tmp_path).list()) == 3
+
+
+def odd(**changes):
+    """A cell of layer 5 that differs from those of this device."""
+    (cell,) = cells(FIRST, 5)
+    return replace(cell, **changes)
+
+
+ODD = [
+    odd(key_type=8),
+    odd(value_type=0),
+    odd(keys=b"", values=b""),
+    *(odd(keys=bytes(3 * size)) for size in (2, LAYER_BYTES - 2, LAYER_BYTES + 2)),
+    odd(values=bytes(3 * LAYER_BYTES // 2)),
+    odd(keys=bytes(3 * LAYER_BYTES * 2), values=b""),
+]
+
+
+def copied(folder, *cells):
+    other = KvStore(folder)
+    other.put(FIRST, cells)
+    part = other.part(FIRST.key, 0, 9)
+    assert part is not None
+    return part
+
+
+@pytest.mark.parametrize("strange", ODD)
+def test_copies_of_another_form_than_this_devices_cells_are_not_taken_and_go(tmp_path, strange):
+    """A ring that began with them would break when it loads them."""
+    part = copied(tmp_path / "other", *cells(FIRST, 4), strange)
+    keeper = KvStore(tmp_path / "cells")
+    assert keeper.add_part(FIRST, part, range(0, 9)) == range(4, 6), "who keeps them for another knows no form"
+    mine = KvStore(tmp_path / "mine")
+    mine.expect([shape_of(each) for each in cells(FIRST, 5, 6)])
+    with pytest.raises(CellsError, match="layer 5 have other types or sizes"):
+        mine.add_part(FIRST, part, range(0, 9))
+    for store in (mine, keeper):  # it is to compute these layers now
+        shelf = KvShelf(store, [shape_of(each) for each in cells(FIRST, 5, 6)])
+        assert not store.layers(FIRST.key)
+        assert not shelf.chain(FIRST.key, 5, 6)
+        shelf.close()
+    keeper.add_part(FIRST, copied(tmp_path / "good", *cells(FIRST, 4, 5, 6)), range(0, 9))
+    assert keeper.layers(FIRST.key) == {4, 5, 6}
+
+
+def numbers(kind: int, *values: float) -> bytes:
+    """As ggml type ``kind`` has them; of quantised blocks they are the scales."""
+    match kind:
+        case 0:
+            return np.array(values, "<f4").tobytes()
+        case 1:
+            return np.array(values, "<f2").tobytes()
+        case 30:
+            return (np.array(values, "<f4").view("<u4") >> 16).astype("<u2").tobytes()
+    rest = b"\xff" * {2: 16, 8: 32}[kind]
+    return b"".join(np.array([value], "<f2").tobytes() + rest for value in values)
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2, 8, 30])
+def test_copies_with_values_that_are_no_numbers_are_not_taken(tmp_path, kind):
+    good = numbers(kind, 65504.0, -65504.0, -1e-7)
+    for number, value in enumerate([math.nan, -math.nan, math.inf, -math.inf, 1.5]):
+        for place in range(3):
+            bad = numbers(kind, *(value if i == place else 0.5 for i in range(3)))
+            for changes in ({"keys": bad, "values": good}, {"keys": good, "values": bad}):
+                part = copied(tmp_path / "other", odd(key_type=kind, value_type=kind, **changes))
+                store = KvStore(tmp_path / f"{number}-{place}")
+                if math.isfinite(value):
+                    assert store.add_part(FIRST, part, range(0, 9)) == range(5, 6)
+                    continue
+                with pytest.raises(CellsError, match="not numbers"):
+                    store.add_part(FIRST, part, range(0, 9))
+                assert not store.layers(FIRST.key)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from primad.engine.protocol import Sampling
-from primad.errors import ProtocolError
+from primad.errors import AlteredStepError
 from primad.ring import scheduler as scheduler_module
 from primad.ring.drafting.drafter import Drafting, Guess
 from primad.ring.drafting.pace import BEGINS_AFTER
@@ -468,5 +468,5 @@ def test_a_step_that_nobody_asked_to_skip_is_refused():
     sent = ring.head.turn()
     assert isinstance(sent, Send)
     empty = np.empty((0, sent.step.shape[1]), np.float32)
-    with pytest.raises(ProtocolError, match="step 0 came back without having been computed, which nobody asked for"):
+    with pytest.raises(AlteredStepError, match="step 0 came back without having been computed, which nobody asked for"):
         ring.head.receive(msgspec.structs.replace(sent.step, window=3, skipped=True), empty)

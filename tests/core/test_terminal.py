@@ -6,7 +6,10 @@ import io
 import json
 import logging
 import re
+import sys
+import threading
 import unicodedata
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -17,6 +20,7 @@ from rich.text import Text
 
 from primad.cli.output import _SafeConsole, print_json
 from primad.errors import printable
+from primad.system import terminal
 from primad.system.terminal import LineFormatter, safe, safe_json
 
 OBEYED = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) in ("Cc", "Zl", "Zp", "Cs")]
@@ -93,3 +97,17 @@ def test_a_log_record_is_one_harmless_line():
     assert (first[:7], second) == ("WARNING", "ERROR failed")
     assert rest[0].startswith("Traceback")
     assert not obeyed(file.getvalue())
+
+
+def test_an_error_that_nobody_caught_is_written_harmlessly(monkeypatch, capsys):
+    for owner, name in ((sys, "excepthook"), (threading, "excepthook"), (sys, "unraisablehook")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    terminal.escape_uncaught()
+    error = ValueError(HOSTILE)
+    uncaught = SimpleNamespace(exc_type=ValueError, exc_value=error, exc_traceback=None, object=None, thread=None)
+    sys.excepthook(ValueError, error, None)
+    threading.excepthook(uncaught)
+    sys.unraisablehook(uncaught)
+    said = capsys.readouterr().err
+    assert said.count("ValueError: \\x1b[2J") == 3
+    assert not obeyed(said)

@@ -18,7 +18,7 @@ def cells_of(block: KvBlock, layers: Iterable[int], cell_bytes: int, salt: int =
             end=block.end,
             key_type=1,
             value_type=1,
-            keys=bytes([layer, block.start % 251]) * (rows * cell_bytes // 2),
+            keys=bytes([layer, block.start % 124]) * (rows * cell_bytes // 2),
             values=bytes([layer + 1 + salt]) * (rows * cell_bytes),
         )
         for layer in layers

@@ -8,15 +8,15 @@ happens. The next token is a function of all tokens before it and of nothing els
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from primad.engine.protocol import EngineOptions, Hidden, Rows, Sampling, draw_seed
+from primad.engine.protocol import EngineOptions, Hidden, LogitsRow, Rows, Sampling, draw_seed
 from primad.errors import EngineError, GrammarError
-from primad.kv.cells import LayerCells
+from primad.kv.cells import CellShape, LayerCells
 
 WIDTH = 8
 VOCABULARY = 64
@@ -88,6 +88,8 @@ class FakeModel:
     vocabulary: int = VOCABULARY
     script: Mapping[int, int] = field(default_factory=dict)
     gives_cells: bool = True
+    late: Callable[[Sampling], int] = lambda _: 0
+    """How often a generation's next mask is looked for before it is there."""
     open_windows: int = 0
     open_samplers: int = 0
     options: EngineOptions = field(
@@ -181,6 +183,10 @@ class _Window:
     @property
     def kv_supported(self) -> bool:
         return self._model.gives_cells
+
+    @property
+    def kv_shapes(self) -> list[CellShape]:
+        return [CellShape(layer, CELL_TYPE, CELL_TYPE, 8, 1) for layer in self.layers]
 
     def kv_cells(self, sequence: int, start: int, end: int) -> list[LayerCells]:
         self._check_open()
@@ -377,14 +383,22 @@ class FakeSampler:
         self._window, self._model = window, model
         self._draws = _Draws(sampling, prompt, sampled)
         self._open = True
+        self._late = model.late(sampling)
         self.mirostat_mu: float | None = None
         model.open_samplers += 1
 
-    def sample(self, row: int) -> int:
+    def is_ready(self, wait_s: float) -> bool:
         assert self._open, "a sampler was used after its release"
+        self._late = max(0, self._late - 1)
+        return not self._late
+
+    def sample(self, row: int, kept: LogitsRow | None = None) -> int:
+        assert self._open, "a sampler was used after its release"
+        assert not self._late, "the ring would have waited for a mask"
+        self._late = self._model.late(self._draws.sampling)
         if self._draws.sampling.grammar is not None:
             raise GrammarError("the fake follows no grammar")
-        return self._draws.draw(self._window.logits(row))
+        return self._draws.draw(self._window.logits(row) if kept is None else kept)
 
     def release(self) -> None:
         assert self._open, "a sampler was released twice"

@@ -21,7 +21,7 @@ from primad.ring.drafting.drafter import Drafting
 from primad.ring.drafting.lookup import PromptLookup
 from primad.ring.drafting.speculation import BeginsDrafter
 from primad.ring.grouping import Batching
-from primad.ring.head import Head, HeadEvent, Send, Tell
+from primad.ring.head import MASKS_LOOK_S, Head, HeadEvent, Send, Tell
 from primad.ring.messages import Cancel, Finished, Generate, Sampled, Skip, Step, StepLimits, decode_route, encode
 from primad.ring.scheduler import Scheduler
 from primad.ring.worker import Worker
@@ -77,6 +77,7 @@ class FakeRing:
 
     Without rounds the head computes the whole model of ``tail`` layers. ``now_s`` is the head's clock. Chunks of a prompt
     that have ``least`` rows end before a token that ``begins_message``. Each device has a shelf for cells of its ``layers``.
+    With an odd ``seed`` masks are late.
     """
 
     def __init__(
@@ -111,6 +112,9 @@ class FakeRing:
             branches=drafting.branches if drafting is not None else 0,
         )
         self.model = FakeModel(cuts[-1], ends, options=options)
+        if seed % 2:
+            looks = random.Random(seed)
+            self.model.late = lambda _: looks.choice((0, 0, 1, 2, 3, 9, 40))
         self.now_s = 100.0
         self.events: list[HeadEvent] = []
         self.windows: list[FakeHiddenWindow | FakeLogitsWindow] = []
@@ -174,7 +178,8 @@ class FakeRing:
             return True
         waits_until_s = self.scheduler.waits_until_s
         if waits_until_s is None:
-            return False
+            self.now_s += MASKS_LOOK_S
+            return self.head.wait_s() <= MASKS_LOOK_S
         self.now_s = waits_until_s
         return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from primad.kv.cells import LayerCells
+from primad.kv.cells import CellShape, LayerCells
 from primad.kv.keys import KvBlock
 
 
@@ -12,6 +12,7 @@ class FakeShelf:
     """The blocks that one device holds, by key and layer."""
 
     def __init__(self) -> None:
+        self.shapes: list[CellShape] = []
         self.blocks: dict[str, KvBlock] = {}
         self.cells: dict[str, dict[int, LayerCells]] = {}
         self.kept: list[str] = []

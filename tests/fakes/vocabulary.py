@@ -28,7 +28,7 @@ def write_vocabulary(path: Path, *, pre: str = "gpt-2", merges: Sequence[str] = 
     writer.add_feed_forward_length(64)
     writer.add_head_count(1)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_model("whitespace" if pre == "whitespace" else "gpt2")  # the one asserts that blanks are gone
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)

@@ -12,12 +12,15 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import zmq
 import zmq.asyncio
 
 from primad.errors import ClusterError
+from primad.network import control
 from primad.network.control import HeadEnd, WorkerEnd
 from primad.network.messages import MAX_MESSAGE_BYTES, Ping, Pong, Refused, Release
 from primad.network.sockets import endpoint, listen, open_socket
@@ -352,3 +355,38 @@ def test_endpoints_of_both_families():
     assert endpoint("127.0.0.1", 5) == "tcp://127.0.0.1:5"
     assert endpoint("::1", 5) == "tcp://[::1]:5"
     assert endpoint("[::1]", "*") == "tcp://[::1]:*"
+
+
+@pytest.mark.parametrize("frames", [[b"x", b"y"], [encode(Pong())]], ids=["garbage", "messages"])
+@pytest.mark.parametrize("by_worker", [False, True])
+def test_who_says_much_holds_up_nobody_else(monkeypatch, by_worker, frames):
+    """What is there already is received without a pause, so a flood would stop all else that the daemon does."""
+    calls = count()
+
+    async def always(**_: object) -> list[object]:
+        assert next(calls) < 1000, "nobody else had a turn"
+        return [zmq.Frame(b"peer"), *map(zmq.Frame, frames)] if by_worker else list(frames)
+
+    monkeypatch.setattr(control, "sender_key", lambda _: "key")
+    monkeypatch.setattr(control, "sender_address", lambda _: HOST)
+    monkeypatch.setattr(control, "decode_from_head", lambda _: HELLO)
+
+    async def read(end: WorkerEnd | HeadEnd) -> None:
+        while True:
+            await end.receive()
+
+    async def run() -> None:
+        async with worker_end() as (context, worker):
+            head = HeadEnd(context, HOST, worker.port, identity=new_identity(), key=new_identity().public)
+            end = worker if by_worker else head
+            socket, end._socket = end._socket, SimpleNamespace(recv_multipart=always)  # type: ignore[assignment]
+            reading = asyncio.create_task(read(end))
+            for _ in range(9):
+                await asyncio.sleep(0)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            end._socket = socket
+            head.close()
+            assert reading.cancelled(), reading.exception()
+
+    asyncio.run(run())

@@ -99,7 +99,7 @@ def test_a_temperature_that_is_next_to_none_is_none(temperature):
 def test_the_ends_of_every_range_draw_a_token_that_has_a_probability(fields):
     sampler = chain(**fields)
     for _ in range(3):
-        assert 0 <= sampler._choose(np.arange(SIZE), 0) < SIZE
+        assert 0 <= sampler.sample(-1, Logits().logits(0)) < SIZE
         assert math.isfinite(sampler.mirostat_mu or 0.0)
     sampler.release()
 

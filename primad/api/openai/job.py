@@ -15,7 +15,7 @@ from primad.api.chat import tokenize_prompt
 from primad.api.fill_in import fill_in_prompt
 from primad.api.openai.chat_fields import Message
 from primad.api.openai.sampling import SEEDS, first_seed, grammar_of, sampling_of
-from primad.api.openai.schema import MAX_CHOICES, ChatRequest, CompletionRequest
+from primad.api.openai.schema import MAX_CHOICES, MAX_ECHO_CHARS, ChatRequest, CompletionRequest
 from primad.api.openai.shift import answer_room, shifted
 from primad.api.openai.tool_use import answer_rules, chat_text
 from primad.api.reading import AnswerReading
@@ -165,6 +165,9 @@ def completion_job(request: CompletionRequest, served: TextModel, *, seed: int) 
             room = max(served.context_tokens - (request.token_limit or quarter), quarter)
             tokens = fill_in_prompt(vocabulary, prompt, request.gap, room=room)
         prompts.append((tokens, text if request.echo else ""))
+    echoed = (request.n or 1) * sum(len(text) for _, text in prompts)
+    if echoed > MAX_ECHO_CHARS:
+        raise RequestError(f"echo would return {echoed} characters, more than {MAX_ECHO_CHARS}; lower n", param="echo")
     return _job(request, served, prompts, grammar=grammar_of(request), reading=None, seed=seed, at="prompt")
 
 

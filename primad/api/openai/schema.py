@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 MAX_CHOICES: Final = 128
 """Answers of one request: prompts times ``n``."""
+MAX_ECHO_CHARS: Final = 4 << 20
+"""Of the prompts that a request has returned, each ``n`` times; one of 128,000 tokens has some 600,000."""
 
 MAX_STOPS: Final = 64
 """Editors send as many as a language has keywords."""

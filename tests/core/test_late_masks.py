@@ -1,0 +1,125 @@
+"""A grammar whose mask is late holds up its own answer and no other: who has no mask is held back, and loses no token.
+
+In rings with an odd seed masks are late at random, so the properties of ``test_ring.py``, ``test_speculation.py`` and
+``test_draft_trees.py`` hold for them too.
+"""
+
+from __future__ import annotations
+
+import threading
+from math import inf
+
+import msgspec
+import pytest
+
+from primad.engine import masks
+from primad.engine.masks import GrammarMask, Words
+from primad.errors import GrammarError
+from primad.ring.drafting.drafter import Drafting
+from primad.ring.grouping import Batching
+from primad.ring.head import MASKS_LOOK_S
+from primad.ring.messages import Drained, Sampled
+from tests.core.test_masks import ByteTokens
+from tests.core.test_speculation import knowing
+from tests.fakes.ring import GREEDY, FakeRing, generate
+
+LATE = msgspec.structs.replace(GREEDY, seed=1)
+NEVER = 10**9
+SHAPES = (([], 3, Batching(rows=3)), ([[1, 1, 1]], 1, Batching()), ([[1, 2], [1, 1]], 1, Batching(rows=2, steps=2)))
+
+
+def ring_of(rounds, tail, batching, looks: int = NEVER, **options) -> FakeRing:
+    """One in which each mask of answers sampled as ``LATE`` is there at the so many-eth look."""
+    ring = FakeRing(rounds, tail, sequences=3, batching=batching, **options)
+    ring.model.late = lambda sampling: looks if sampling.seed else 0
+    return ring
+
+
+def until_told(ring: FakeRing, *requests: int) -> None:
+    for _ in range(2000):
+        ring.move()
+    for request in requests:
+        assert len(ring.answer(request)[0]) == 8
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_others_go_on_while_a_mask_is_late(shape):
+    ring = ring_of(*shape)
+    for request, sampling in ((1, LATE), (2, GREEDY), (3, GREEDY)):
+        ring.head.submit(generate(request, [5, request], sampling=sampling))
+    until_told(ring, 2, 3)
+    assert ring.told(1) == 0
+    assert ring.head.wait_s() == MASKS_LOOK_S, "it is looked for it"
+    ring.cancel(1)
+    ring.run()
+    assert ring.head.wait_s() == inf
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_token_that_comes_late_is_drawn_from_its_own_logits(shape):
+    def told(looks: int) -> list[Sampled]:
+        ring = ring_of(*shape, looks)
+        for request, sampling in ((1, LATE), (2, GREEDY), (3, LATE)):
+            ring.head.submit(generate(request, [5, request], sampling=sampling, logprobs=2))
+        ring.run()
+        return sorted((event for event in ring.events if isinstance(event, Sampled)), key=lambda each: each.request)
+
+    assert told(50) == told(0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_answer_that_is_held_back_goes_on_in_the_next_ring(shape):
+    ring = ring_of(*shape, 50)
+    ring.head.submit(generate(1, [5, 6], sampling=LATE))
+    while not ring.told(1):
+        ring.move()
+    ring.model.late = lambda _: NEVER
+    for _ in range(100):
+        ring.move()
+    ring.head.drain()
+    while ring.move():
+        pass
+    assert ring.events[-1] == Drained(), "nothing is told behind it"
+    told = [event.token for event in ring.events if isinstance(event, Sampled)]
+    following = ring_of(*shape, 50)
+    assert told + following.ask(generate(1, [5, 6], sampled=told, sampling=LATE))[0] == ring.model.answer(
+        [5, 6], 8, GREEDY
+    )
+
+
+def test_drafts_hold_although_each_mask_is_there_only_when_it_is_waited_for():
+    """As behind drafts in one step, where each token's mask is begun when the one before it was drawn."""
+
+    def accepted(looks: int) -> int:
+        drafting = Drafting(rows=4, costs=(1.0,) * 4, branches=0, adapts=False)
+        ring = FakeRing([], 1, drafting=drafting, drafter=knowing(GREEDY, 1.0))
+        ring.model.late = lambda _: looks
+        return ring.ask(generate(1, [1, 2]))[1].accepted
+
+    assert accepted(2) == accepted(0) > 0
+
+
+class SlowWords(ByteTokens):
+    """Read when ``goes_on`` is set."""
+
+    def __init__(self, goes_on: threading.Event) -> None:
+        goes_on.wait()
+
+
+def test_a_mask_says_whether_it_is_there_and_is_given_up_in_the_end(monkeypatch):
+    goes_on = threading.Event()
+    mask = GrammarMask(Words(lambda: SlowWords(goes_on)), 'start: "a"', [])
+    assert not mask.is_ready(0.0)
+    goes_on.set()
+    while not mask.is_ready(0.1):
+        pass
+    assert mask.allowed().tolist() == [ord("a")]
+    mask.release()
+    monkeypatch.setattr(masks, "MASK_TIMEOUT_S", 0.0)
+    goes_on.clear()
+    mask = GrammarMask(Words(lambda: SlowWords(goes_on)), 'start: "a"', [])
+    assert mask.is_ready(0.0)
+    with pytest.raises(GrammarError, match="no token within"):
+        mask.allowed()
+    goes_on.set()
+    mask.release()
