@@ -50,6 +50,8 @@ class LlamaVocabulary:
         """No token stands for more characters of a text; None where a text may lose some before it becomes tokens."""
         if llama.llama_vocab_type(self._vocab) not in (llama.LLAMA_VOCAB_TYPE_BPE, llama.LLAMA_VOCAB_TYPE_SPM):
             return None
+        if not self._tokenize("  ", False, False):  # blanks are dropped
+            return None
         return max(len(name) for name, _, _ in self.all_tokens())
 
     @property
