@@ -220,8 +220,9 @@ def _is_doubted(number: int, message: Mapping[str, Any], text: str) -> bool:
     if message["role"] == "assistant" or not content:
         return False
     words = _WORDS.search(content)
-    probe = words[0] if words else max(re.findall(r"\w+", content), key=len, default=content)
-    return probe not in text or (number > 0 and message["role"] == "system" and words is None)
+    probes = [words[0]] if words else [content, json.dumps(content, ensure_ascii=False)[1:-1]]
+    is_there = any(probe in text for probe in probes)
+    return not is_there or (number > 0 and message["role"] == "system" and words is None)
 
 
 def _refusal(reason: str) -> RequestError:
