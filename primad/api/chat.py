@@ -248,8 +248,8 @@ def _compile(source: str) -> jinja2.Template:
         return environment.from_string(source)
     except (*_RUNTIME_ERRORS, SyntaxError) as exc:
         raise ModelError(
-            f"the model's chat template does not compile: {exc}; use /v1/completions, or give it another one with "
-            "`primad serve --chat-template FILE`"
+            f"the model file's chat template (tokenizer.chat_template) does not compile: {exc}; "
+            "use /v1/completions, or give it another one with `primad serve --chat-template FILE`"
         ) from exc
 
 
