@@ -9,7 +9,9 @@ models without one understand best.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, Final, NoReturn
@@ -21,6 +23,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from primad.api.backend import Vocabulary
+from primad.api.calls.choose import Thinking, thinks
+from primad.api.conversation import Messages, text_of
 from primad.api.grammar import HERMES, CallForm
 from primad.api.tool_prompt import for_template
 from primad.errors import ModelError, RequestError
@@ -48,6 +52,14 @@ _RUNTIME_ERRORS = (
     ValueError,
 )
 """What Jinja lets through when a template trips over the messages."""
+
+
+MAX_TRIES: Final = 12
+"""Prompts that leave something out, behind which no other one is looked for."""
+_MARK: Final = "qzmark"
+"""In place of a text, to see where a template writes it."""
+_WORDS: Final = re.compile(r"\w[\w ]{6,62}\w")
+"""Of a text, what every template writes as it is, and no template writes by itself."""
 
 
 class _Generation(Extension):
@@ -78,52 +90,151 @@ def render(
     variables: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
     form: CallForm = HERMES,
+    opens: bool = True,
+    continues: bool = False,
 ) -> str:
-    """The prompt for ``messages`` as text, by the model's template, ready for the assistant's next turn.
+    """The prompt for ``messages`` as text, by the model's template, ready for the assistant's next turn if it ``opens`` one.
 
     Each message has ``role`` and ``content`` and may have ``name``, ``tool_calls``, ``tool_call_id`` and
     ``reasoning_content``; a developer's message is a system message to templates. ``now`` is what ``strftime_now`` formats;
     ``variables`` are the request's, by name. ``tools`` are those that may be called, in ``form`` where the template knows
-    nothing of tools.
+    nothing of tools. If it ``continues`` the prompt ends with the text of the last message, which is the assistant's.
 
-    Raises ``RequestError`` when the template refuses the messages and ``ModelError`` when it is no template.
+    Raises ``RequestError`` when the template refuses the messages in every shape and ``ModelError`` when it is no template.
     """
     source = vocabulary.chat_template or CHATML
-    refusal: RequestError | None = None
-    for said, known in for_template(source, messages, tools, form):
+    template = _Template(_compile(source), source, vocabulary, now, variables or {}, tools, form)
+    return template.continued(messages) if continues else template.prompt(messages, opens=opens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    compiled: jinja2.Template
+    source: str
+    vocabulary: Vocabulary
+    now: datetime
+    variables: Mapping[str, Any]
+    tools: Sequence[Mapping[str, Any]]
+    form: CallForm
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], *, opens: bool, must: str = "") -> str:
+        """The first prompt that says ``must`` and all of ``messages``; where none does, the first that says ``must``."""
+        refusal: RequestError | None = None
+        found: list[str] = []
+        for shape, known in for_template(self.source, messages, self.tools, self.form):
+            try:
+                text = self._text(shape, known, opens)
+            except RequestError as exc:
+                refusal = refusal or exc
+                continue
+            if must not in text or text in found:
+                continue
+            if not self._leaves_out(shape, known, opens, text):
+                return text
+            found.append(text)
+            if len(found) == MAX_TRIES:
+                break
+        if not found:
+            raise refusal or _refusal("it leaves out the last one")
+        return found[0]
+
+    def continued(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt that ends with the last message: its turn is not closed, where the template shows it as it is; else
+        it follows the beginning of a turn."""
+        *before, last = messages
+        thinking = thinks(self.source)
+        said = str(last["content"])
+        if not said.strip() and thinking is not None:
+            said = f"{thinking.begin}\n{last.get('reasoning_content', '')}"
+        if said.strip() and not (thinking and said.lstrip().startswith(thinking.begin)):
+            try:
+                text = self.prompt([*before, {**last, "content": _MARK}], opens=False, must=_MARK)
+                return _begun(text[: text.rindex(_MARK)], said, thinking)
+            except RequestError:
+                pass  # as where the last one must be the user's
+        if not before:
+            raise _refusal("it cannot continue an assistant's message that is the first one")
+        return _begun(self.prompt(before, opens=True), said, thinking)
+
+    def _text(self, messages: Messages, known: Mapping[str, Any], opens: bool) -> str:
         try:
-            return _render(vocabulary, source, said, known, now, variables or {})
-        except RequestError as exc:
-            refusal = refusal or exc
-    assert refusal is not None
-    raise refusal
+            return self.compiled.render(
+                {
+                    "documents": None,
+                    "date_string": self.now.strftime("%d %b %Y"),
+                    "datetime": self.now.strftime("%b %d %Y"),
+                    "functions": _tojson(list(self.tools)),
+                    **self.variables,
+                    **known,
+                    "messages": messages,
+                    "add_generation_prompt": opens,
+                    "bos_token": self.vocabulary.bos,
+                    "eos_token": self.vocabulary.eos,
+                    "strftime_now": _strftime(self.now),
+                }
+            )
+        except _RUNTIME_ERRORS as exc:
+            raise _refusal(str(exc).strip() or type(exc).__name__) from exc
+
+    def _leaves_out(self, messages: Messages, known: Mapping[str, Any], opens: bool, text: str) -> bool:
+        """Whether what was said to the assistant is not all in ``text``, the prompt for ``messages``.
+
+        What cannot be found there may have been written otherwise: then a word in its place tells.
+        """
+        doubted = [number for number, message in enumerate(messages) if _is_doubted(number, message, text)]
+        if not doubted:
+            return False
+        words = {number: f"{_MARK}{number}x" for number in doubted}
+        asked = [
+            message | {"content": words[number]} if number in words else message
+            for number, message in enumerate(messages)
+        ]
+        try:
+            shown = self._text(asked, known, opens)
+        except RequestError:
+            return False
+        return not all(word in shown for word in words.values())
 
 
-def _render(
-    vocabulary: Vocabulary,
-    source: str,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    now: datetime,
-    variables: Mapping[str, Any],
-) -> str:
-    template = _compile(source)
-    try:
-        return template.render(
-            {
-                "documents": None,
-                **variables,
-                "tools": tools,
-                "messages": [_developer_as_system(message) for message in messages],
-                "add_generation_prompt": True,
-                "bos_token": vocabulary.bos,
-                "eos_token": vocabulary.eos,
-                "strftime_now": _strftime(now),
-            }
-        )
-    except _RUNTIME_ERRORS as exc:
-        reason = str(exc).strip() or type(exc).__name__
-        raise RequestError(f"the model's chat template refuses the messages: {reason}", param="messages") from exc
+def _begun(text: str, said: str, thinking: Thinking | None) -> str:
+    """The beginning of a turn, ``text``, with what was ``said`` in it: thoughts where they are thought, else behind them."""
+    if thinking is None:
+        return text + said
+    is_opened = text.rstrip().endswith(thinking.begin)
+    if said.lstrip().startswith(thinking.begin):
+        if is_opened:
+            return text.rstrip() + said.lstrip().removeprefix(thinking.begin)
+        return _closed(thinking).sub("", text) + said
+    return f"{text.rstrip()}\n\n{thinking.end}\n\n{said}" if is_opened else text + said
+
+
+@lru_cache(maxsize=4)
+def _closed(thinking: Thinking) -> re.Pattern[str]:
+    """Thoughts without a word, at the end of a prompt."""
+    return re.compile(rf"(?:{re.escape(thinking.begin)}\s*)?{re.escape(thinking.end)}\s*\Z")
+
+
+def _is_doubted(number: int, message: Mapping[str, Any], text: str) -> bool:
+    """Whether ``text`` may not say ``message``: it has not its beginning, or that is too short to tell."""
+    content = text_of(message).strip()
+    if message["role"] == "assistant" or not content:
+        return False
+    words = _WORDS.search(content)
+    probes = [words[0]] if words else [content, json.dumps(content, ensure_ascii=False)[1:-1]]
+    is_there = any(probe in text for probe in probes)
+    return not is_there or (number > 0 and message["role"] == "system" and words is None)
+
+
+def _refusal(reason: str) -> RequestError:
+    return RequestError(
+        f"the model's chat template refuses the messages: {reason} (`primad serve --chat-template FILE` gives it another)",
+        param="messages",
+    )
+
+
+def check_template(source: str) -> None:
+    """Raise ``ModelError`` unless ``source`` is a chat template."""
+    _compile(source)
 
 
 @lru_cache(maxsize=4)
@@ -138,13 +249,8 @@ def _compile(source: str) -> jinja2.Template:
     except (*_RUNTIME_ERRORS, SyntaxError) as exc:
         raise ModelError(
             f"the model file's chat template (tokenizer.chat_template) does not compile: {exc}; "
-            "use /v1/completions, or a model file with a working template"
+            "use /v1/completions, or give it another one with `primad serve --chat-template FILE`"
         ) from exc
-
-
-def _developer_as_system(message: Mapping[str, Any]) -> dict[str, Any]:
-    role = "system" if message["role"] == "developer" else message["role"]
-    return {**message, "role": role}
 
 
 def _strftime(now: datetime) -> Callable[[str], str]:
@@ -162,4 +268,13 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_as_list
+    )
+
+
+def _as_list(value: Any) -> list[Any]:
+    """What Jinja's filters gave, such as ``map``."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")

@@ -52,7 +52,8 @@ def manner_of(template: str | None, parser: str) -> Manner:
 class AnswerReading:
     """What is looked for in an answer: calls of ``functions`` in the form of that name (None: none), more than one if
     ``several``, and thoughts, in which the prompt may have ``opened`` the answer. With ``shows_control`` control tokens are
-    part of its text, with ``keeps_thoughts`` those of a form that has channels are.
+    part of its text, with ``keeps_thoughts`` those of a form that has channels are. One that ``continues`` begins in the
+    middle of a text.
     """
 
     form: str | None
@@ -62,10 +63,11 @@ class AnswerReading:
     several: bool
     shows_control: bool
     keeps_thoughts: bool = False
+    continues: bool = False
 
     def reader(self) -> Reader | HarmonyReader:
         """A reader of one answer."""
         form = None if self.form is None else FORMS[self.form]
         if form is not None and form.channels:
-            return HarmonyReader(self.functions, keeps_thoughts=self.keeps_thoughts)
+            return HarmonyReader(self.functions, keeps_thoughts=self.keeps_thoughts, continues=self.continues)
         return Reader(form, self.thinking, opened=self.opened, functions=self.functions)

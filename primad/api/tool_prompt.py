@@ -2,7 +2,8 @@
 
 Templates differ. Most take the arguments of an earlier call as an object, some as text; ``Arguments`` is both. Where a
 template never speaks of ``tools``, the system message tells of them, with the form in which to call; calls and results of
-earlier turns are written into messages that every template knows.
+earlier turns are written into messages that every template knows. A template that refuses a conversation gets it in other
+``shapes``.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Final
 
+from primad.api.conversation import Messages, in_parts, shapes, without_markers
 from primad.api.grammar import CallForm
 
-Messages = list[dict[str, Any]]
-
-_NULL_CONTENT: Final = re.compile(r"content['\"]?\]? is (?:not )?none")
+_NULL_CONTENT: Final = re.compile(r"(?<!_)content['\"]?\]? is (?:not )?none")
 _SHORT_IDS: Final = re.compile(r"length\s*!=\s*9\b")
 """Mistral's templates refuse ids of calls that are not nine letters and digits."""
 
@@ -42,25 +43,63 @@ class Arguments(dict[str, Any]):
 
 def for_template(
     template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: CallForm
-) -> Iterator[tuple[Messages, list[Mapping[str, Any]] | None]]:
-    """What to give to ``template``, the best first: messages, and tools (None for none) where it knows of them.
+) -> Iterator[tuple[Messages, dict[str, Any]]]:
+    """What to give to ``template``, the best first: messages, and ``tools`` by that name, None for none where it knows of
+    them.
 
     The next one is for a template that refuses the one before. A call in ``messages`` has its arguments as text.
     """
-    said = [dict(message) for message in messages]
+    said = [_developer_as_system(message) for message in messages]
     told = bool(tools) and not mentions(template, "tools")
-    native = list(tools) if tools and not told else None
-    has_calls = any(message.get("tool_calls") or message["role"] == "tool" for message in said)
-    if not has_calls and not told:
-        yield said, native
+    native = {"tools": list(tools) if tools and not told else None}
+    known = [native, {}]  # some templates go through tools where there are none
+    if tools and not told:
+        known = [native, {"tools": [_described(tool) for tool in tools]}]
+    whole = _announced(said, announcement(tools, form)) if told else said
+    yield from _given(template, whole, form, known)
+    plain = without_markers(whole, template)
+    if plain != whole:
+        yield from _given(template, plain, form, known)
+    for shape, variables in _given(template, whole, form, known):
+        yield in_parts(shape), variables
+
+
+def _given(
+    template: str, messages: Messages, form: CallForm, known: Sequence[dict[str, Any]]
+) -> Iterator[tuple[Messages, dict[str, Any]]]:
+    for variants in _variants(template, messages, form):
+        for variables in known:
+            for together in zip_longest(*map(shapes, variants)):
+                yield from ((shape, variables) for shape in together if shape is not None)
+
+
+def _variants(template: str, messages: Messages, form: CallForm) -> Iterator[list[Messages]]:
+    """``messages`` with calls and results as ``template`` may know them, at last as text; as good ones together."""
+    if not any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
+        yield [messages]
         return
-    announced = announcement(tools, form) if told else ""
-    if has_calls and mentions(template, "tool_calls"):
-        yield _announced(_as_wanted(template, said), announced), native
-    plain = _as_text(said, form)
-    yield _announced(plain, announced), native
-    if announced:
-        yield _announced(plain, announced, into="user"), native
+    if mentions(template, "tool_calls"):
+        without = (None, "") if _NULL_CONTENT.search(template) else ("",)
+        yield [_as_wanted(template, messages, each) for each in without]
+    yield [_as_text(messages, form)]
+
+
+def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """``tool`` with a description of each parameter, which some templates go by."""
+    function = tool["function"]
+    parameters = function["parameters"]
+    properties = parameters.get("properties")
+    if not isinstance(properties, dict):
+        return dict(tool)
+    told = {
+        name: {"description": ""} | schema if isinstance(schema, dict) else schema
+        for name, schema in properties.items()
+    }
+    return {**tool, "function": {**function, "parameters": {**parameters, "properties": told}}}
+
+
+def _developer_as_system(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {**message, "role": "system" if message["role"] == "developer" else message["role"]}
 
 
 def announcement(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str:
@@ -79,15 +118,15 @@ def written_call(name: str, arguments: str, form: CallForm) -> str:
     return form.before + json.dumps(name, ensure_ascii=False)[1:-1] + form.middle + arguments + form.behind
 
 
-def _as_wanted(template: str, messages: Messages) -> Messages:
-    """``messages`` with what templates look for in calls and results."""
+def _as_wanted(template: str, messages: Messages, without: str | None) -> Messages:
+    """``messages`` with what templates look for in calls and results; ``without`` is the content of a call without text."""
     names: dict[str, str] = {}
     found = []
     for message in messages:
         calls = message.get("tool_calls")
         if calls:
             names |= {call["id"]: call["function"]["name"] for call in calls}
-            content = message["content"] or (None if _NULL_CONTENT.search(template) else "")
+            content = message["content"] or without
             thought = message.get("reasoning_content")
             thinking = {"thinking": thought} if thought and not content and "message.thinking" in template else {}
             message = message | thinking | {"content": content, "tool_calls": [_call(template, call) for call in calls]}
@@ -138,14 +177,8 @@ def _as_text(messages: Messages, form: CallForm) -> Messages:
     return found
 
 
-def _announced(messages: Messages, text: str, into: str = "system") -> Messages:
-    """``messages`` with ``text`` in the system message, which is made where there is none; or before the first user's."""
-    if not text:
-        return messages
-    if into == "system":
-        has_system = messages[0]["role"] in ("system", "developer")
-        first = messages[0]["content"] + "\n\n" + text if has_system else text
-        return [{"role": "system", "content": first}, *messages[int(has_system) :]]
-    at = next((number for number, message in enumerate(messages) if message["role"] == into), 0)
-    content = f"{text}\n\n{messages[at]['content']}"
-    return [*messages[:at], {**messages[at], "content": content}, *messages[at + 1 :]]
+def _announced(messages: Messages, text: str) -> Messages:
+    """``messages`` with ``text`` in the system message, which is made where there is none."""
+    has_system = messages[0]["role"] == "system"
+    first = messages[0]["content"] + "\n\n" + text if has_system and messages[0]["content"] else text
+    return [{"role": "system", "content": first}, *messages[int(has_system) :]]

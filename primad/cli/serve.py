@@ -55,6 +55,10 @@ class EndpointOptions:
     any_model: Annotated[
         bool, typer.Option("--any-model", help="Answer with this model, whatever name a client says.")
     ] = False
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(help="A file with the Jinja template to use in place of the model file's.", show_default=False),
+    ] = None
     tool_parser: Annotated[
         str,
         typer.Option(
@@ -326,6 +330,7 @@ def _serve_options(
     from halda import EXPERT_PLACES, KV_TYPES, OBJECTIVES
     from primad.api.reading import PARSERS
     from primad.head.options import ServeOptions
+    from primad.head.vocabulary import chat_template_in
     from primad.planning.batching import BATCHING_MODES
     from primad.planning.drafting import SPECULATE_MODES
 
@@ -358,6 +363,7 @@ def _serve_options(
         any_model=endpoint.any_model,
         context_shift=endpoint.context_shift,
         max_wait_s=endpoint.max_wait,
+        chat_template=None if endpoint.chat_template is None else chat_template_in(endpoint.chat_template),
         tool_parser=parse_choice(endpoint.tool_parser, PARSERS, "--tool-parser"),
         embedding=endpoint.embedding,
         allowed_hosts=allowed_hosts(asking),

@@ -46,8 +46,8 @@ class ServeOptions:
     if ``use_all``; ``experts`` says where those of layers on a GPU are. The HTTP server listens at ``http_host`` and
     ``http_port``.
     Clients may also call the model by its ``aliases``, or with ``any_model`` whatever they like.
-    ``tool_parser`` names the form of its calls. With ``context_shift`` the oldest messages of a conversation that is too
-    long for the context are left out.
+    ``chat_template`` is used in place of the model file's (None). ``tool_parser`` names the form of its calls. With
+    ``context_shift`` the oldest messages of a conversation that is too long for the context are left out.
     They may reach it by the names ``allowed_hosts``, and be web pages of ``cors_origins``.
     ``embedding`` is a model file for embeddings. With ``api_key`` or ``api_key_file`` they need a key.
     ``extra_buffers`` is auto, on or off. Prompts are computed ``rows`` rows at a time, unless a plan that streams is better
@@ -86,6 +86,7 @@ class ServeOptions:
     max_wait_s: float | None = None
     aliases: tuple[str, ...] = ()
     any_model: bool = False
+    chat_template: str | None = None
     tool_parser: str = AUTO
     context_shift: bool = False
     allowed_hosts: tuple[str, ...] = ()

@@ -185,7 +185,7 @@ def serve(
 
         async def main() -> None:
             service = service_of(station, header, model, options, ranged, draft, adapters, head_has_room=has_room)
-            texts = TextService(str(service.model.file), chat_template_of(header))
+            texts = TextService(str(service.model.file), options.chat_template or chat_template_of(header))
             # A state cannot be cut back to what two prompts have in common.
             backend = RingBackend(texts=texts, max_wait_s=options.max_wait_s, reuses=not model.is_recurrent)
             embedding = _embedding_of(options, config)

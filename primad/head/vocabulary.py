@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final
 
 from primad.api.backend import SamplingDefaults
-from primad.errors import ModelError
+from primad.api.chat import check_template
+from primad.errors import ConfigError, ModelError
 from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header
 
 CHAT_TEMPLATE = "tokenizer.chat_template"
+MAX_TEMPLATE_BYTES: Final = 1 << 20
 _RECOMMENDED: Final = {
     "general.sampling.temp": ("temperature", 0.0, 2.0),
     "general.sampling.top_k": ("top_k", 0, 2**31 - 1),
@@ -45,3 +48,23 @@ def chat_template_of(header: Header) -> str | None:
     """The Jinja source in the model file, or None."""
     value = header.values.get(CHAT_TEMPLATE)
     return str(value.scalar()) if value is not None and value.type == GGUFValueType.STRING else None
+
+
+def chat_template_in(path: Path) -> str:
+    """The Jinja source in the file of ``--chat-template``. Raises ``ConfigError`` for one that cannot be used."""
+    at = f"--chat-template {path}"
+    try:
+        with path.open("rb") as file:
+            source = file.read(MAX_TEMPLATE_BYTES + 1).decode()
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "is no text in UTF-8"
+        raise ConfigError(f"{at}: {reason or exc}; name a file with a Jinja template") from exc
+    if not source.strip() or len(source) > MAX_TEMPLATE_BYTES:
+        raise ConfigError(
+            f"{at}: is empty, or larger than {MAX_TEMPLATE_BYTES >> 20} MiB; name a file with a Jinja template"
+        )
+    try:
+        check_template(source)
+    except ModelError as exc:
+        raise ConfigError(f"{at}: {exc.__cause__}; name a file with a Jinja template") from exc
+    return source

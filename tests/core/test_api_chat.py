@@ -102,5 +102,5 @@ def test_the_templates_own_words_reach_the_client():
 
 @pytest.mark.parametrize("template", ["{% if %}", "{{", "{% nonsense %}", "{{ x | nofilter }}", "(" * 3 + "{{ ((( }}"])
 def test_a_broken_template_is_the_model_files_fault(template):
-    with pytest.raises(ModelError, match=r"tokenizer\.chat_template\) does not compile"):
+    with pytest.raises(ModelError, match=r"does not compile.*serve --chat-template FILE"):
         rendered(template)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from primad.api.chat import render
-from primad.errors import RequestError
 from tests.fakes.backend import ByteVocabulary
 
 NOW = datetime(2025, 2, 3)
@@ -95,8 +94,8 @@ def test_results_beside_each_other_are_one_message_with_what_the_user_says_then(
 def test_where_there_is_no_system_message_the_users_has_the_tools():
     refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
     assert rendered(refuses, ASKED[:1]).startswith("[user]You can call")
-    with pytest.raises(RequestError, match="no system"):
-        rendered(refuses, [{"role": "system", "content": "x"}, *ASKED[:1]])
+    told = rendered(refuses, [{"role": "system", "content": "x"}, *ASKED[:1]])
+    assert told.startswith("[user]x\n\nYou can call")
 
 
 def test_without_tools_and_calls_nothing_is_different():

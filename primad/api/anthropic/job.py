@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Final
 
 from primad.api.anthropic.schema import (
@@ -71,7 +70,7 @@ def _system(ask: CountRequest) -> list[dict[str, Any]]:
 
 def _messages(turn: Turn) -> list[dict[str, Any]]:
     """One turn as messages: tools' results first, as chat templates want them, then what was said."""
-    if isinstance(turn.content, str):
+    if turn.content is None or isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     results = [
         {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
@@ -98,8 +97,7 @@ def _result(block: ToolResultBlock) -> str:
 
 
 def _call(block: ToolUseBlock) -> dict[str, Any]:
-    arguments = json.dumps(block.input, ensure_ascii=False)
-    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
 
 
 def _tool(tool: Tool) -> dict[str, Any]:

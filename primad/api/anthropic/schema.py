@@ -46,7 +46,7 @@ class ToolUseBlock(Strict):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] | str | None = None
 
 
 class ToolResultBlock(Strict):
@@ -68,7 +68,7 @@ class Turn(Strict):
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[
-        str | Annotated[list[Block], Field(fail_fast=True)],
+        str | Annotated[list[Block], Field(fail_fast=True)] | None,
         expecting("a string or a list of text, thinking, tool_use and tool_result blocks"),
     ]
 
@@ -135,7 +135,7 @@ class MessagesRequest(CountRequest):
     top_k: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     stop_sequences: (
         Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
+            list[Annotated[str, Field(max_length=MAX_STOP_CHARS)]],
             Field(max_length=MAX_STOPS),
         ]
         | None

@@ -28,10 +28,10 @@ MAX_HEADER_CHARS: Final = 512
 
 
 class HarmonyReader(StepReader):
-    """As ``Reader``; with ``keeps_thoughts`` they are part of the text."""
+    """As ``Reader``; with ``keeps_thoughts`` they are part of the text. If it ``continues`` the final message is begun."""
 
-    def __init__(self, functions: Functions, *, keeps_thoughts: bool) -> None:
-        super().__init__(self._between)
+    def __init__(self, functions: Functions, *, keeps_thoughts: bool, continues: bool = False) -> None:
+        super().__init__(self._content if continues else self._between)
         self._functions, self._keeps_thoughts = functions, keeps_thoughts
         self._channel, self._name = "final", ""
         self._is_called = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -92,10 +91,7 @@ def _message(message: OllamaMessage) -> dict[str, Any]:
             {
                 "id": f"call_{number}",
                 "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": json.dumps(call.function.arguments, ensure_ascii=False),
-                },
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
             }
             for number, call in enumerate(message.tool_calls)
         ]

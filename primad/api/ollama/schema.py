@@ -13,10 +13,10 @@ _NoImages = Annotated[Any, only(None, [], why="this model reads text only")]
 
 
 class OllamaFunction(Strict):
-    """The function that a model called, with its arguments as an object."""
+    """The function that a model called, with its arguments as an object, or as the text of one."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] | str | None = None
 
 
 class OllamaCall(Strict):

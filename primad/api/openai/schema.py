@@ -9,6 +9,7 @@ length) is checked in ``job``.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, Final, Literal, TypeVar
@@ -52,7 +53,12 @@ _HARMLESS: Final = frozenset(
 """Fields of OpenAI's that change nothing here; nobody needs to hear of them."""
 
 
-_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_ESCAPE: Final = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
+"""An escape in JSON; half of a pair by itself stands for no character."""
+_StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]], Field(min_length=1, fail_fast=True)]
 _TokenCount = Annotated[
     Literal[-1] | Annotated[int, Field(ge=1, le=MAX_TOKENS)], expecting("a count from 1, or -1 for as many as fit")
@@ -74,7 +80,7 @@ class SamplingRequest(SamplerFields):
     stop: Annotated[
         _StopString | Annotated[list[_StopString], Field(max_length=MAX_STOPS)] | None,
         expecting(
-            f"a string or a list of at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters",
+            f"a string or a list of at most {MAX_STOPS} strings, each of at most {MAX_STOP_CHARS} characters",
         ),
     ] = None
     max_tokens: _TokenCount | None = None
@@ -92,14 +98,9 @@ class SamplingRequest(SamplerFields):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
-        match self.stop:
-            case None:
-                return ()
-            case str():
-                return (self.stop,)
-            case strings:
-                return tuple(strings)
+        """The stop strings. An empty one says nothing."""
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(filter(None, given))
 
     @property
     def include_usage(self) -> bool:
@@ -195,13 +196,25 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def parse(model: type[R], body: bytes) -> R:
-    """A request body as ``model``. Raises ``RequestError`` (400) that names the first field that is wrong."""
+    """A request body as ``model``. Raises ``RequestError`` (400) that names the first field that is wrong.
+
+    Half of a character, which clients that cut texts send, is U+FFFD.
+    """
     try:
-        request = model.model_validate_json(body)
-        _tell_ignored(request)
-        return request
+        request = _validated(model, body)
     except ValidationError as exc:
         raise _refusal(exc) from exc
+    _tell_ignored(request)
+    return request
+
+
+def _validated(model: type[R], body: bytes) -> R:
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as exc:
+        if exc.errors(include_url=False, include_input=False)[0]["type"] != "json_invalid" or b"\\u" not in body:
+            raise
+    return model.model_validate_json(_ESCAPE.sub(lambda found: rb"\ufffd" if found["half"] else found[0], body))
 
 
 def build(model: type[R], fields: dict[str, Any]) -> R:

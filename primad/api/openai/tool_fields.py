@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from primad.api.openai.fields import Strict, expecting, only
+from primad.api.openai.history import understood_call
 from primad.errors import printable
 
 MAX_TOOLS: Final = 256
@@ -124,6 +125,11 @@ class ToolCall(Strict):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
+
+    @model_validator(mode="before")
+    @classmethod
+    def _understood(cls, value: Any) -> Any:
+        return understood_call(value)
 
     def for_template(self) -> dict[str, Any]:
         """The call as ``tool_prompt`` takes it."""

@@ -25,11 +25,13 @@ def chat_text(request: ChatFields, served: TextModel, *, now: datetime) -> str:
     """The prompt of ``request`` as text. Raises as ``render`` does."""
     return render(
         served.vocabulary,
-        [message.for_template() for message in request.messages],
+        request.conversation,
         now=now,
         variables=request.template_variables,
         tools=[tool.for_template() for tool in request.callable_tools],
         form=_manner(served).call_form,
+        opens=request.opens_turn,
+        continues=request.continues,
     )
 
 
@@ -52,7 +54,7 @@ def answer_rules(request: ChatRequest, served: TextModel, text: str) -> AnswerRu
     manner = _manner(served)
     wanted = _wanted(request, manner)
     thinking = None if request.reasoning_format == "none" else manner.thinking
-    opened = manner.thinking is not None and text.rstrip().endswith(manner.thinking.begin)
+    opened = manner.thinking is not None and _is_opened(text, request.begun, manner.thinking)
     if wanted is not None and opened and manner.thinking is not None:
         wanted = grammar.behind_thoughts(wanted, manner.thinking.end)
     functions = {tool.function.name: tool.function.parameters for tool in request.callable_tools}
@@ -64,7 +66,8 @@ def answer_rules(request: ChatRequest, served: TextModel, text: str) -> AnswerRu
         form = manner.form if wanted is None and not is_told else manner.asked
     reading = AnswerReading(
         form=None if form is None else form.name,
-        thinking=thinking,
+        thinking=thinking if opened or not request.continues else None,
+        continues=request.continues,
         opened=opened and thinking is not None,
         functions=functions,
         several=request.several_calls,
@@ -72,6 +75,13 @@ def answer_rules(request: ChatRequest, served: TextModel, text: str) -> AnswerRu
         shows_control=(form is not None and form.uses_control_tokens) or _is_control(served.vocabulary, thinking),
     )
     return AnswerRules(reading=reading, grammar=wanted)
+
+
+def _is_opened(text: str, begun: str, thinking: Thinking) -> bool:
+    """Whether the prompt ``text`` ends in thoughts; ``begun`` is its end that the client gave."""
+    if thinking.begin in begun or thinking.end in begun:
+        return begun.rfind(thinking.begin) > begun.rfind(thinking.end)
+    return text[: len(text) - len(begun)].rstrip().endswith(thinking.begin)
 
 
 def _wanted(request: ChatRequest, manner: Manner) -> str | None:

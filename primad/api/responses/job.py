@@ -50,7 +50,7 @@ def _messages(given: str | list[InputItem]) -> Iterator[dict[str, Any]]:
             said["content"] = _text(item.content)
         elif item.type == "reasoning":
             said["reasoning_content"] = _text(item.content) or _text(item.summary)
-        elif item.type == "function_call":
+        elif item.type in ("function_call", "custom_tool_call"):
             said.setdefault("tool_calls", []).append(_call(item, number))
         else:
             if said:
@@ -62,14 +62,15 @@ def _messages(given: str | list[InputItem]) -> Iterator[dict[str, Any]]:
 
 
 def _message(item: InputItem, number: int) -> dict[str, Any]:
-    if item.type == "function_call_output":
+    if item.type in ("function_call_output", "custom_tool_call_output"):
         call = _needed(item.call_id, f"input[{number}].call_id")
         return {"role": "tool", "tool_call_id": call, "content": _text(item.output)}
     return {"role": item.role, "content": _text(item.content)}
 
 
 def _call(item: InputItem, number: int) -> dict[str, Any]:
-    function = {"name": _needed(item.name, f"input[{number}].name"), "arguments": item.arguments or "{}"}
+    arguments = item.arguments if item.type == "function_call" else {"input": item.input}
+    function = {"name": _needed(item.name, f"input[{number}].name"), "arguments": arguments}
     return {"id": _needed(item.call_id, f"input[{number}].call_id"), "type": "function", "function": function}
 
 
@@ -82,7 +83,7 @@ def _needed(value: T | None, at: str) -> T:
 def _text(content: str | Sequence[ContentPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(part.text for part in content)
+    return "\n".join(part.text or part.refusal or "" for part in content)
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

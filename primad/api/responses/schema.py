@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from primad.api.openai.fields import Strict, expecting, only
+from primad.api.openai.history import result_of
 from primad.api.openai.samplers import MAX_TOKENS
 from primad.errors import printable
 
 _STATELESS = "nothing is kept between requests; send the whole conversation as 'input'"
 
 
-_PartKind = Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
-_ItemKind = Literal["message", "function_call", "function_call_output", "reasoning"]
+_PartKind = Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"]
+_ItemKind = Literal[
+    "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
+]
 
 
 class ContentPart(Strict):
     """A part of an item: text that was put in or came out, or a refusal."""
 
     type: _PartKind
-    text: str
+    text: str = ""
+    refusal: str | None = None
 
 
 _Parts = Annotated[
@@ -39,8 +43,9 @@ class InputItem(Strict):
     content: _Parts = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
-    output: _Parts = None
+    arguments: dict[str, Any] | str | None = None
+    input: str | None = None
+    output: Annotated[_Parts, BeforeValidator(result_of)] = None
     summary: _Parts = None
 
 

@@ -1,0 +1,129 @@
+"""The shapes in which a conversation may be given to a chat template, the nearest first. Pure.
+
+Templates are strict where clients are not: some take a system message at the beginning alone, or none, some want user and
+assistant to alternate, or a user to begin. Each shape gives up a little more of how the conversation was divided, and
+nothing of what was said.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+Messages = list[dict[str, Any]]
+
+_PARAGRAPH: Final = "\n\n"
+_MARK: Final = re.compile(r"<[^<>\s{}%'\"]{1,40}>|\[/?[A-Z][A-Z_]+\]")
+"""What looks like a marker in the source of a template."""
+_CHANNELS: Final = re.compile(r"\s*<\|channel\|>.*<\|message\|>", re.DOTALL)
+"""Before the last message of an answer of gpt-oss that nobody took apart."""
+
+
+def shapes(messages: Messages) -> Iterator[Messages]:
+    """``messages``, then with all that is needed for a template that is stricter, each shape once."""
+    joined = _joined(_with_one_system(messages))
+    begun = _begun_by_user(joined)
+    without_system = _system_in_user(joined)
+    found: list[Messages] = []
+    for shape in (messages, joined, begun, _in_results(begun), without_system, _in_results(without_system)):
+        if shape and shape not in found:
+            found.append(shape)
+            yield shape
+
+
+def without_markers(messages: Messages, template: str) -> Messages:
+    """``messages`` with each marker of ``template`` that somebody wrote into one broken by a space, so that it is text."""
+    marks = sorted(set(_MARK.findall(template)), key=len, reverse=True)
+    if not marks:
+        return messages
+    pattern = re.compile("|".join(map(re.escape, marks)))
+
+    def plain(text: str) -> str:
+        return pattern.sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", _CHANNELS.sub("", text, count=1))
+
+    return [
+        message
+        if message["role"] == "system"
+        else message | {name: plain(message[name]) for name in ("content", "reasoning_content") if message.get(name)}
+        for message in messages
+    ]
+
+
+def in_parts(messages: Messages) -> Messages:
+    """``messages`` with their contents as lists of one part, for templates that look into nothing else."""
+    return [
+        message | {"content": [{"type": "text", "text": message["content"]}]} if message["content"] else message
+        for message in messages
+    ]
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The content of a message in any shape."""
+    content = message["content"]
+    return str(content[0]["text"]) if isinstance(content, list) else content or ""
+
+
+def _with_one_system(messages: Messages) -> Messages:
+    """What the system says first is one message; what it says later, where it is said, the user's."""
+    count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    first = _PARAGRAPH.join(message["content"] for message in messages[:count] if message["content"])
+    rest = [
+        {"role": "user", "content": message["content"]} if message["role"] == "system" else message
+        for message in messages[count:]
+        if message["role"] != "system" or message["content"]
+    ]
+    return [{"role": "system", "content": first}, *rest] if first else rest
+
+
+def _joined(messages: Messages) -> Messages:
+    """Neighbours of one role are one message. An assistant's that says nothing is none."""
+    found: Messages = []
+    for message in messages:
+        role = message["role"]
+        if role == "assistant" and not message["content"] and not message.get("tool_calls"):
+            continue
+        if found and role == found[-1]["role"] and role in ("user", "assistant"):
+            found[-1] = _as_one(found[-1], message)
+        else:
+            found.append(message)
+    return found
+
+
+def _as_one(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    joined = first | second | {"content": _both(first, second, "content")}
+    if first.get("reasoning_content"):
+        joined["reasoning_content"] = _both(first, second, "reasoning_content")
+    if first.get("tool_calls"):
+        joined["tool_calls"] = [*first["tool_calls"], *second.get("tool_calls", ())]
+    return joined
+
+
+def _both(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -> str:
+    return _PARAGRAPH.join(text for text in (first.get(name), second.get(name)) if text)
+
+
+def _begun_by_user(messages: Messages) -> Messages:
+    """The user has the first turn, and said nothing where the client has none."""
+    at = int(bool(messages) and messages[0]["role"] == "system")
+    if len(messages) > at and messages[at]["role"] == "user":
+        return messages
+    return [*messages[:at], {"role": "user", "content": ""}, *messages[at:]]
+
+
+def _system_in_user(messages: Messages) -> Messages:
+    """What the system says is the beginning of the first user's turn."""
+    if not messages or messages[0]["role"] != "system":
+        return _begun_by_user(messages)
+    return _joined([{"role": "user", "content": messages[0]["content"]}, *messages[1:]])
+
+
+def _in_results(messages: Messages) -> Messages:
+    """What a user says behind the results of tools stands in the last of them."""
+    found: Messages = []
+    for message in messages:
+        if found and message["role"] == "user" and found[-1]["role"] == "tool":
+            found[-1] = found[-1] | {"content": _both(found[-1], message, "content")}
+        else:
+            found.append(message)
+    return found
