@@ -34,7 +34,8 @@ _ANNOTATIONS: Final = frozenset({"title", "description", "examples", "default", 
 
 
 def in_known_words(schema: Any, root: Mapping[str, Any] | None = None) -> Any:
-    """``schema``, a part of ``root`` (itself, where nothing is said), as llguidance takes it: an object or a truth value."""
+    """``schema``, a part of ``root`` (itself, where nothing is said), as llguidance takes it: an object, a part also a truth
+    value."""
     if not isinstance(schema, dict):
         return schema
     root = schema if root is None else root
@@ -53,7 +54,10 @@ def in_known_words(schema: Any, root: Mapping[str, Any] | None = None) -> Any:
     _name_properties(said, root)
     _make_unique(said, root)
     _rewrite_pattern(said)
-    return _negated(said)
+    fitting = _negated(said)
+    return (
+        schema if fitting is False and schema is root else fitting
+    )  # a whole of which nothing fits is refused by name
 
 
 def _leave_out_vacuous(said: dict[str, Any]) -> None:

@@ -385,6 +385,7 @@ def test_every_splitting_is_read_alike(text, name, opened, data):
         ("functools[", "firefunction"),
         ("<|function_call|> `function call`", "gigachat"),
         ("'role': 'function call'", "gigachat3"),
+        ("<tool_call> For each function call, return", "hermes"),
         ("'Write \\'Action:\\' followed by'", "command-r"),
         ("{{ messages }}", "hermes"),
     ],

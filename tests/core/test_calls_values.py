@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from primad.api.calls.values import Place
+from primad.api.calls.values import ArgumentPlace
 from primad.api.reading import AnswerReading
 from tests.fakes.told import calls_in
 
@@ -40,7 +40,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("schema", TEXTS)
 def test_a_text_stays_as_it_was_written_where_texts_are_allowed(schema):
-    place = Place([schema], {"$defs": DEFS})
+    place = ArgumentPlace([schema], {"$defs": DEFS})
     assert [place.value(text) for text in LIKE_JSON] == LIKE_JSON
 
 
@@ -86,16 +86,16 @@ OTHERS: list[tuple[dict[str, Any], str, Any]] = [
 
 @pytest.mark.parametrize(("schema", "text", "value"), OTHERS)
 def test_other_values_are_read_where_they_are_allowed(schema, text, value):
-    found = Place([schema], {"$defs": DEFS}).value(text)
+    found = ArgumentPlace([schema], {"$defs": DEFS}).value(text)
     assert (type(found), found) == (type(value), value)
 
 
 def test_what_the_writer_says_of_a_value_counts():
-    either = Place([{"type": ["string", "integer"]}], {})
+    either = ArgumentPlace([{"type": ["string", "integer"]}], {})
     assert either.value("5", is_text=True) == "5"
     assert either.value("5", is_text=False) == 5
-    assert Place([TEXT], {}).value("5", is_text=False) == "5"
-    assert Place([{"enum": ["1", 1]}], {}).value("1", is_text=False) == 1
+    assert ArgumentPlace([TEXT], {}).value("5", is_text=False) == "5"
+    assert ArgumentPlace([{"enum": ["1", 1]}], {}).value("1", is_text=False) == 1
 
 
 def test_parameters_are_found_in_every_part_of_a_schema():
@@ -106,10 +106,10 @@ def test_parameters_are_found_in_every_part_of_a_schema():
         "anyOf": [{"properties": {"c": TEXT}}, {"properties": {"c": NULL}}],
         "additionalProperties": TEXT,
     }
-    assert [Place([root], root).member(key).value("1") for key in "abcd"] == ["1"] * 4
-    assert Place([root], root).member("c").value("null") is None
+    assert [ArgumentPlace([root], root).member(key).value("1") for key in "abcd"] == ["1"] * 4
+    assert ArgumentPlace([root], root).member("c").value("null") is None
     patterned = {"patternProperties": {"^x": TEXT}}
-    assert Place([patterned], patterned).member("x").value("1") == "1"
+    assert ArgumentPlace([patterned], patterned).member("x").value("1") == "1"
 
 
 def test_references_and_unions_inside_of_each_other_take_no_time():
@@ -119,11 +119,11 @@ def test_references_and_unions_inside_of_each_other_take_no_time():
         for name, follower in zip(names, [*names[1:], "end"], strict=True)
     }
     root = {"$defs": {**twice, "end": TEXT}}
-    assert Place([{"$ref": "#/$defs/d30"}], root).value("1") == "1"
+    assert ArgumentPlace([{"$ref": "#/$defs/d30"}], root).value("1") == "1"
     deep: Any = TEXT
     for _ in range(500):
         deep = {"anyOf": [deep]}
-    assert Place([deep], {}).value("1") == 1
+    assert ArgumentPlace([deep], {}).value("1") == 1
 
 
 OPTIONAL = {"$defs": DEFS, "type": "object", "properties": {"v": {"$ref": "#/$defs/maybe"}}}

@@ -32,7 +32,7 @@ _SIGNS: Final = (
     ("<|tools_prefix|>", "apertus"),
     ("<|tool_call:begin|>", "solar"),
     ("<|function_call|>", "gigachat"),
-    ("function call", "gigachat3"),
+    ("'role': 'function call'", "gigachat3"),
     ("<|/tool|>", "phi-4-mini"),
     ("<|tool_call>", "gemma"),
     ("<start_function_call>", "gemma"),

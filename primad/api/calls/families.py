@@ -18,7 +18,7 @@ from primad.api.calls.form import (
     call_of,
     parse_json,
 )
-from primad.api.calls.values import Functions, Place, UnfinishedCallError, parameter
+from primad.api.calls.values import ArgumentPlace, Functions, UnfinishedCallError, parameter
 
 _FUNCTION: Final = re.compile(r"(?:\A|</function>)\s*<function=([^>\n]+)>")
 _PARAMETER: Final = re.compile(r"(?:\A\s*|\n\s*|</parameter>\s*)<parameter=([^>\n]+)>")
@@ -113,7 +113,7 @@ def parse_minimax_m3(body: str, functions: Functions) -> Sequence[Call] | None:
     found = _INVOKE.fullmatch(head)
     if found is None:
         return None
-    nodes = [_Element(tag="", place=Place.of(functions, found[1]), inner=[], text="")]
+    nodes = [_Element(tag="", place=ArgumentPlace.of(functions, found[1]), inner=[], text="")]
     for part in parts:
         tag = _M3_TAG.fullmatch(part)
         if tag is None or (tag[1] and (len(nodes) == 1 or nodes[-1].tag != tag[2])) or len(nodes) > MAX_ELEMENTS:
@@ -133,7 +133,7 @@ def parse_minimax_m3(body: str, functions: Functions) -> Sequence[Call] | None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Element:
     tag: str
-    place: Place
+    place: ArgumentPlace
     inner: list[tuple[str, Any]]
     text: str
 

@@ -39,7 +39,7 @@ def loaded(text: str) -> Any:
         raise ValueError("nested too deeply") from exc
 
 
-class Place:
+class ArgumentPlace:
     """A place in the parameters of a function: what may stand there."""
 
     def __init__(self, schemas: Sequence[Any], root: Any) -> None:
@@ -47,12 +47,12 @@ class Place:
         self._schemas, self._root = schemas, root
 
     @classmethod
-    def of(cls, functions: Functions, name: str) -> Place:
+    def of(cls, functions: Functions, name: str) -> ArgumentPlace:
         """The place of the arguments of the function ``name``."""
         schema = functions.get(name)
         return cls([schema] if schema else [], schema)
 
-    def member(self, key: str) -> Place:
+    def member(self, key: str) -> ArgumentPlace:
         """The place of the value of ``key`` in an object."""
         found, others = [], []
         for schema in self._parts():
@@ -63,15 +63,15 @@ class Place:
             patterns = schema.get("patternProperties")
             others += list(patterns.values()) if isinstance(patterns, dict) else []
             others += [schema["additionalProperties"]] if isinstance(schema.get("additionalProperties"), dict) else []
-        return Place(found or others, self._root)
+        return ArgumentPlace(found or others, self._root)
 
-    def item(self) -> Place:
+    def item(self) -> ArgumentPlace:
         """The place of any value in a list."""
         found: list[Any] = []
         for schema in self._parts():
             for items in (schema.get("items"), schema.get("prefixItems")):
                 found += items if isinstance(items, list) else [items] if isinstance(items, dict) else []
-        return Place(found, self._root)
+        return ArgumentPlace(found, self._root)
 
     def is_for(self, kind: str) -> bool:
         """Whether a value of ``kind`` may stand here, and not everything may."""
@@ -154,9 +154,9 @@ class Place:
         return at
 
 
-def parameter(functions: Functions, name: str, key: str) -> Place:
+def parameter(functions: Functions, name: str, key: str) -> ArgumentPlace:
     """The place of the parameter ``key`` of the function ``name``."""
-    return Place.of(functions, name).member(key)
+    return ArgumentPlace.of(functions, name).member(key)
 
 
 def _named(kind: Any) -> frozenset[str]:
