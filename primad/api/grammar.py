@@ -53,7 +53,7 @@ def of_schema(schema: Any, *, param: str = "json_schema") -> str:
         raise RequestError(f"'{param}': a JSON schema is an object", param=param, code="invalid_value")
     _check_nesting(schema, param)
     _check_size(json.dumps(schema), param)
-    text = json.dumps(in_known_words(schema))
+    text = json.dumps(_known(schema))
     _check_size(text, param)
     try:
         grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
@@ -128,7 +128,7 @@ def of_calls(
         if parameters is not None:
             try:
                 of_schema(parameters, param=f"{param}.{printable(name, 64)}.parameters")
-                schema = dict(in_known_words(parameters))
+                schema = dict(_known(parameters))
             except RequestError as exc:
                 if exc.code != "unsupported_schema":
                     raise
@@ -148,6 +148,14 @@ def of_calls(
     if wrong is not None:
         raise RequestError(f"'{param}': {_line(wrong)}", param=param, code="unsupported_schema")
     return grammar
+
+
+def _known(schema: Any) -> Any:
+    """``schema`` in known words; as it is where a keyword's value makes no sense, so that it is refused by name."""
+    try:
+        return in_known_words(schema)
+    except (TypeError, ValueError, AttributeError):
+        return schema
 
 
 def either(one: str, other: str) -> str:

@@ -65,7 +65,7 @@ def _leave_out_vacuous(said: dict[str, Any]) -> None:
     kinds = said.get("type")
     if kinds == "any" or (isinstance(kinds, list) and "any" in kinds):
         del said["type"]
-    if "format" in said and said["format"] not in FORMATS:
+    if "format" in said and said["format"] not in list(FORMATS):
         del said["format"]
     if not said.get("uniqueItems", True) or said.get("maxItems") in (0, 1):
         said.pop("uniqueItems", None)
@@ -172,7 +172,7 @@ def _negated(said: dict[str, Any]) -> Any:
             return False
         said["type"] = kinds
         del said["not"]
-    elif asked.keys() in ({"enum"}, {"const"}) and isinstance(said.get("enum"), list):
+    elif asked.keys() in ({"enum"}, {"const"}) and _listed(asked) is not None and isinstance(said.get("enum"), list):
         listed = [(type(value), value) for value in _listed(asked) or ()]
         said["enum"] = [value for value in said["enum"] if (type(value), value) not in listed]
         del said["not"]

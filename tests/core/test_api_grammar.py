@@ -200,6 +200,27 @@ def test_what_can_be_said_otherwise_is_guaranteed(schema, values):
     assert len(set(judged)) == 2, "both are tried"
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"propertyNames": {"enum": ["a"]}, "required": True},
+        {"propertyNames": {"enum": ["a"]}, "properties": 7},
+        {"propertyNames": 7},
+        {"pattern": "^(?=a)b", "allOf": 7},
+        {"items": {"enum": [1]}, "uniqueItems": True, "minItems": "x"},
+        {"not": {"type": 7}},
+        {"not": {"enum": 7}, "enum": [1]},
+    ],
+)
+def test_a_keyword_that_makes_no_sense_is_refused(schema):
+    refusal(of_schema, schema)
+
+
+@pytest.mark.parametrize("value", [[], {}, 7])
+def test_a_format_that_is_no_name_is_left_out(value):
+    of_schema({"type": "string", "format": value})
+
+
 def test_texts_that_may_not_repeat_may():
     grammar = of_schema({"type": "array", "items": TEXT, "uniqueItems": True})
     assert fits(grammar, '["a", "a"]')
