@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
+from primad.api.schema_words import in_known_words
 from primad.errors import RequestError, printable
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def of_schema(schema: Any, *, param: str = "json_schema") -> str:
     if not isinstance(schema, dict):
         raise RequestError(f"'{param}': a JSON schema is an object", param=param, code="invalid_value")
     _check_nesting(schema, param)
-    text = json.dumps(schema)
+    _check_size(json.dumps(schema), param)
+    text = json.dumps(_known(schema))
     _check_size(text, param)
     try:
         grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
@@ -105,24 +107,39 @@ HERMES: Final = CallForm()
 
 
 def of_calls(
-    functions: Mapping[str, Mapping[str, Any] | None], form: CallForm, *, several: bool, param: str = "tools"
+    functions: Mapping[str, Mapping[str, Any] | None],
+    form: CallForm,
+    *,
+    several: bool,
+    demanded: bool = True,
+    param: str = "tools",
 ) -> str:
     """The grammar of a call of one of ``functions`` (by name the JSON schema of its parameters, or None), or of ``several``.
 
-    Raises ``RequestError`` (400) that names the function and the keyword that cannot be expressed.
+    Where parameters cannot be expressed, arguments are any object. Raises ``RequestError`` (400) that names the function and
+    the keyword if that is so for all of them and a call is ``demanded``.
     """
     from llguidance import LLMatcher
 
     assert functions
-    rules, names = [], []
+    rules, names, refusals = [], [], []
     for number, (name, parameters) in enumerate(functions.items()):
-        schema: dict[str, Any] = {"type": "object"} if parameters is None else dict(parameters)
-        of_schema(schema, param=f"{param}.{printable(name, 64)}.parameters")
+        schema: dict[str, Any] = {"type": "object"}
+        if parameters is not None:
+            try:
+                of_schema(parameters, param=f"{param}.{printable(name, 64)}.parameters")
+                schema = dict(_known(parameters))
+            except RequestError as exc:
+                if exc.code != "unsupported_schema":
+                    raise
+                refusals.append(exc)
         schema["x-guidance"] = {"whitespace_pattern": _WHITESPACE}
         begin = _quoted(form.before + json.dumps(name, ensure_ascii=False)[1:-1] + form.middle)
         rules += [f"call_{number}: {begin} parameters_{number} {_quoted(form.behind)}"]
         rules += [f"parameters_{number}: %json {json.dumps(schema)}"]
         names.append(f"call_{number}")
+    if demanded and len(refusals) == len(functions):
+        raise refusals[0]
     more = f" ({_quoted(form.between)} call)*" if several else ""
     lark = "\n".join([f"start: call{more}", f"call: {' | '.join(names)}", *rules])
     _check_size(lark, param)
@@ -131,6 +148,14 @@ def of_calls(
     if wrong is not None:
         raise RequestError(f"'{param}': {_line(wrong)}", param=param, code="unsupported_schema")
     return grammar
+
+
+def _known(schema: Any) -> Any:
+    """``schema`` in known words; as it is where a keyword's value makes no sense, so that it is refused by name."""
+    try:
+        return in_known_words(schema)
+    except (TypeError, ValueError, AttributeError):
+        return schema
 
 
 def either(one: str, other: str) -> str:

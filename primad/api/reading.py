@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
-from primad.api.calls.choose import FORMS, Thinking, form_of, thinks
+from primad.api.calls.choose import Thinking, form_of, thinks
 from primad.api.calls.form import ToolForm
-from primad.api.calls.harmony import HarmonyReader
+from primad.api.calls.forms import FORMS
 from primad.api.calls.reader import Reader
+from primad.api.calls.steps import StepReader
 from primad.api.chat import CHATML
 from primad.api.grammar import HERMES, CallForm
 
@@ -32,7 +33,7 @@ class Manner:
     @property
     def is_thinking(self) -> bool:
         """Whether answers have thoughts."""
-        return self.thinking is not None or self.form.channels
+        return self.thinking is not None or self.form.has_thoughts
 
     @property
     def call_form(self) -> CallForm:
@@ -52,8 +53,8 @@ def manner_of(template: str | None, parser: str) -> Manner:
 class AnswerReading:
     """What is looked for in an answer: calls of ``functions`` in the form of that name (None: none), more than one if
     ``several``, and thoughts, in which the prompt may have ``opened`` the answer. With ``shows_control`` control tokens are
-    part of its text, with ``keeps_thoughts`` those of a form that has channels are. One that ``continues`` begins in the
-    middle of a text.
+    part of its text, with ``keeps_thoughts`` thoughts are that a form's own reader finds. One that ``continues`` begins in
+    the middle of a text.
     """
 
     form: str | None
@@ -65,9 +66,9 @@ class AnswerReading:
     keeps_thoughts: bool = False
     continues: bool = False
 
-    def reader(self) -> Reader | HarmonyReader:
+    def reader(self) -> StepReader:
         """A reader of one answer."""
         form = None if self.form is None else FORMS[self.form]
-        if form is not None and form.channels:
-            return HarmonyReader(self.functions, keeps_thoughts=self.keeps_thoughts, continues=self.continues)
+        if form is not None and form.reader is not None:
+            return form.reader(self.functions, self.keeps_thoughts, self.continues)
         return Reader(form, self.thinking, opened=self.opened, functions=self.functions)

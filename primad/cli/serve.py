@@ -63,8 +63,9 @@ class EndpointOptions:
         str,
         typer.Option(
             help="How the model writes calls of tools, where its chat template shows it wrongly: hermes, qwen3-coder, "
-            "llama3-json, llama3-pythonic, mistral, gpt-oss, glm, deepseek, deepseek-dsml, gemma, minimax, kimi, "
-            "kimi-k3, phi-4-mini, granite, command-r or json."
+            "llama3-json, llama3-pythonic, mistral, gpt-oss, glm, deepseek, deepseek-dsml, gemma, minimax, "
+            "minimax-m3, minicpm5, muse, kimi, kimi-k3, phi-4-mini, granite, command-r, nemotron-v2, tool-calls, "
+            "apertus, solar, firefunction, gigachat, gigachat3, functionary, functionary-v3-2 or json."
         ),
     ] = "auto"
     context_shift: Annotated[

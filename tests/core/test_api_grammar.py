@@ -75,13 +75,17 @@ def test_white_space_has_a_bound():
 @pytest.mark.parametrize(
     ("schema", "keyword"),
     [
-        ({"not": {"type": "string"}}, "not"),
-        ({"type": "object", "if": {"required": ["a"]}}, "if"),
-        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"not": {"pattern": "a"}}, "not"),
+        ({"not": {"type": "integer"}}, "not"),
+        ({"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}}, "if"),
+        ({"propertyNames": {"pattern": "a"}, "properties": {"b": {}}}, "propertyNames"),
+        ({"propertyNames": {"enum": ["a"]}, "required": ["b"]}, "propertyNames"),
         ({"contains": {"type": "null"}}, "contains"),
-        ({"properties": {"a": {"dependentSchemas": {}}}}, "dependentSchemas"),
-        ({"type": "string", "format": "made-up"}, "format"),
+        ({"properties": {"a": {"dependentSchemas": {"b": {"required": ["c"]}}}}}, "dependentSchemas"),
         ({"type": "string", "pattern": "(?=a)b"}, "pattern"),
+        ({"type": "string", "pattern": "^(?!ab|c)a"}, "pattern"),
+        ({"type": "string", "pattern": "^(?=a)b|c"}, "pattern"),
+        ({"type": "string", "pattern": "^(?=a"}, "pattern"),
         ({"type": "colour"}, "type"),
         ({"$ref": "https://example.com/schema"}, "$ref"),
         ({"$ref": "#/$defs/missing"}, "$ref"),
@@ -92,6 +96,135 @@ def test_a_keyword_that_cannot_be_expressed_is_named(schema, keyword):
     error = refusal(of_schema, schema)
     assert f"'{keyword}'" in str(error)
     assert error.code == "unsupported_schema"
+
+
+TEXT = {"type": "string"}
+VACUOUS = [
+    {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": TEXT},
+    {"type": "object", "propertyNames": True},
+    {"type": "object", "propertyNames": {"$ref": "#/$defs/name"}, "$defs": {"name": {"type": "string", "title": "n"}}},
+    {"type": "array", "items": TEXT, "uniqueItems": False},
+    {"type": "array", "uniqueItems": None},
+    *({"type": "string", "format": name} for name in ("password", "byte", "regex", "idn-email", "made-up", "", None)),
+    {"type": "any"},
+    {"type": ["string", "any"]},
+    {"not": False},
+    {"if": {"type": "string"}},
+    {"then": {"type": "string"}},
+    {"minContains": 1},
+    {"dependentRequired": {}},
+    {"unevaluatedProperties": True},
+    {"unevaluatedItems": {}},
+    {"anyOf": [{"items": {"propertyNames": {}}}, {"not": False}]},
+    {"properties": {"format": {"enum": [{"format": "made-up"}]}}, "required": ["format"]},
+]
+
+
+@pytest.mark.parametrize("schema", VACUOUS)
+def test_what_asks_for_nothing_is_left_out(schema):
+    of_schema(schema)
+    of_schema({"type": "object", "properties": {"a": {"items": schema}}, "$defs": schema.get("$defs", {})})
+
+
+NARROWING = [
+    (
+        {"propertyNames": {"type": "string", "enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}},
+        [{}, {"a": 1}, {"a": 1, "b": 2}, {"a": "x"}, {"c": 1}, []],
+    ),
+    (
+        {"type": "object", "propertyNames": {"const": "a"}, "properties": {"a": TEXT, "b": TEXT}},
+        [{"a": "x"}, {"b": "x"}],
+    ),
+    ({"type": "object", "propertyNames": {"pattern": "^a"}}, [{}, {"ab": 1}, {"b": 1}]),
+    ({"type": "object", "propertyNames": {"minLength": 1, "maxLength": 2}}, [{"ab": 1}, {"": 1}, {"abc": 1}]),
+    ({"type": "object", "properties": {"a": TEXT, "b": {"not": {}}}}, [{}, {"a": "x"}, {"a": "x", "b": 1}]),
+    ({"not": {"type": "null"}}, [1, "x", None, {}]),
+    ({"type": ["string", "null"], "not": {"type": ["null"]}}, ["x", None]),
+    ({"enum": [1, "a", True, None], "not": {"enum": [1, None]}}, [1, "a", True, None]),
+    ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, [{"a": 1}, {"b": 1}]),
+    ({"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}, [[], ["a"], ["b", "a"], ["a", "a"], ["c"]]),
+    (
+        {
+            "type": "array",
+            "items": {"$ref": "#/$defs/x"},
+            "uniqueItems": True,
+            "minItems": 1,
+            "$defs": {"x": {"enum": [1, 2]}},
+        },
+        [[], [1], [2, 1], [1, 1], [3]],
+    ),
+    *(
+        (
+            {"type": "string", "pattern": pattern},
+            [
+                "",
+                "a",
+                "-a",
+                "aB1",
+                "ab1",
+                "1.5",
+                ".",
+                "-.",
+                "x",
+                "xn",
+                "xn--a",
+                "xna",
+                " ",
+                "a a",
+                "a ",
+                "b.",
+                "aab",
+                "2",
+            ],
+        )
+        for pattern in (
+            r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$",
+            r"^(?=.*[A-Z])(?=.*\d)[A-Za-z\d]{2,}$",
+            r"^(?!\s*$).+",
+            r"^(?!-)[a-z-]+$",
+            r"^(?!(?:xn--))[a-z-]+$",
+            r"^(?!.*\.)[a-z.]*$",
+            r"^(?!\s)(?!.*\s$)[a-z ]+$",
+            r"^(?=.{2,3}$)(?!$)[a-z]+$",
+            r"^(?![^a]+$)[ab.]*$",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "values"), NARROWING)
+def test_what_can_be_said_otherwise_is_guaranteed(schema, values):
+    grammar = of_schema(schema)
+    judged = [jsonschema.Draft202012Validator(schema).is_valid(value) for value in values]
+    assert [fits(grammar, json.dumps(value)) for value in values] == judged
+    assert len(set(judged)) == 2, "both are tried"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"propertyNames": {"enum": ["a"]}, "required": True},
+        {"propertyNames": {"enum": ["a"]}, "properties": 7},
+        {"propertyNames": 7},
+        {"pattern": "^(?=a)b", "allOf": 7},
+        {"items": {"enum": [1]}, "uniqueItems": True, "minItems": "x"},
+        {"not": {"type": 7}},
+        {"not": {"enum": 7}, "enum": [1]},
+    ],
+)
+def test_a_keyword_that_makes_no_sense_is_refused(schema):
+    refusal(of_schema, schema)
+
+
+@pytest.mark.parametrize("value", [[], {}, 7])
+def test_a_format_that_is_no_name_is_left_out(value):
+    of_schema({"type": "string", "format": value})
+
+
+def test_texts_that_may_not_repeat_may():
+    grammar = of_schema({"type": "array", "items": TEXT, "uniqueItems": True})
+    assert fits(grammar, '["a", "a"]')
+    assert not fits(of_schema({"items": {"enum": list("abcde")}, "uniqueItems": True}), json.dumps(list("abcdea")))
 
 
 @pytest.mark.parametrize(
@@ -180,11 +313,6 @@ def test_a_call_in_another_form():
     assert fits(grammar, '{"name": "say\\"it\\"", "parameters": {"a": 1}}')
 
 
-def test_a_function_whose_parameters_cannot_be_guaranteed_is_named():
-    with pytest.raises(RequestError, match=r"tools\.pick\.parameters.*'uniqueItems'"):
-        of_calls({"now": None, "pick": {"type": "array", "uniqueItems": True}}, CallForm(), several=False)
-
-
 @pytest.mark.parametrize("answer", [of_schema({"type": "object"}), of_text("start: /[{]}/"), of_text('root ::= "{}"')])
 def test_thoughts_may_come_before_an_answer_that_fits(answer):
     grammar = behind_thoughts(answer, "</think>")
@@ -192,3 +320,15 @@ def test_thoughts_may_come_before_an_answer_that_fits(answer):
         assert fits(grammar, f"{thoughts}</think>\n\n{{}}")
     assert not fits(grammar, "{}")
     assert not fits(grammar, "x</think>y")
+
+
+def test_a_tool_that_cannot_be_expressed_leaves_the_others():
+    odd = {"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}}
+    tools = {"weather": WEATHER, "odd": odd}
+    grammar = of_calls(tools, CallForm(), several=False)
+    rome = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    for text, is_one in ((rome, True), (rome.replace("weather", "odd"), True), (rome.replace("Rome", "x"), False)):
+        assert fits(grammar, text) == is_one
+    with pytest.raises(RequestError, match=r"'tools\.odd\.parameters': the keyword 'if'"):
+        of_calls({"odd": odd}, CallForm(), several=False)
+    assert fits(of_calls({"odd": odd}, CallForm(), several=False, demanded=False), rome.replace("weather", "odd"))

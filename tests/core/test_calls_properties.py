@@ -7,15 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primad.api.calls.choose import FORMS, Thinking
+from primad.api.calls.choose import Thinking
+from primad.api.calls.forms import FORMS
 from primad.api.calls.reader import MAX_FAILED, MAX_PREFIX_CHARS
 from primad.api.reading import AnswerReading
 from tests.fakes.told import CUT, calls_in
 
 THINK = Thinking(begin="<think>", end="</think>")
+MANY = 30
+"""Examples of each form, of which there are as many."""
 Arguments = dict[str, Any]
 Found = tuple[str, str, list[tuple[str, Any]]]
 
@@ -28,18 +31,26 @@ def read(
     opened: bool = False,
     like: Arguments | None = None,
 ) -> Found:
-    """What is read of ``pieces``, with a function ``f`` whose text parameters are those that are text in ``like``."""
-    texts = {key: {"type": "string"} for key, value in (like or {}).items() if isinstance(value, str)}
+    """What is read of ``pieces``, with a function ``f`` whose parameters are as those in ``like``."""
     reader = AnswerReading(
         form=name,
         thinking=thinking,
         opened=opened,
-        functions={"f": {"type": "object", "properties": texts}},
+        functions={"f": schema_of(like or {})},
         several=True,
         shows_control=True,
     ).reader()
     told = [*map(reader.feed, pieces), reader.finish()]
     return "".join(each.thought for each in told), "".join(each.text for each in told), calls_in(told)
+
+
+def schema_of(value: Any) -> dict[str, Any]:
+    """A schema that says where texts are in ``value``, and lists and objects."""
+    if isinstance(value, dict):
+        return {"type": "object", "properties": {key: schema_of(inner) for key, inner in value.items()}}
+    if isinstance(value, list):
+        return {"type": "array", "items": schema_of(value[0]) if value else {}}
+    return {"type": ["string", "null"]} if isinstance(value, str) else {}
 
 
 def split(text: str, data: st.DataObject) -> list[str]:
@@ -61,6 +72,15 @@ def gemma(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{gemma(inner)}" for key, inner in value.items()) + "}"
     return "[" + ",".join(map(gemma, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+
+def minimax_m3(value: Any) -> str:
+    space = "]<]minimax[>["
+    if isinstance(value, dict):
+        return "".join(f"{space}<{key}>{minimax_m3(inner)}{space}</{key}>" for key, inner in value.items())
+    if isinstance(value, list):
+        return "".join(f"{space}<item>{minimax_m3(inner)}{space}</item>" for inner in value)
+    return plain(value)
 
 
 def python(name: str, arguments: Arguments) -> str:
@@ -117,6 +137,39 @@ WRITERS: dict[str, Callable[[str, Arguments], str]] = {
         f"{elements(arguments, '<parameter name=' + chr(34), chr(34) + '>', f'</parameter>{chr(10)}')}"
         "</invoke>\n</minimax:tool_call>"
     ),
+    "minimax-m3": lambda name, arguments: (
+        f']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="{name}">{minimax_m3(arguments)}]<]minimax[>[</invoke>\n'
+        "]<]minimax[>[</tool_call>"
+    ),
+    "minicpm5": lambda name, arguments: (
+        f'<function name="{name}">'
+        f"{elements(arguments, '<param name=' + chr(34), chr(34) + '><![CDATA[', ']]></param>')}</function>"
+    ),
+    "muse": lambda name, arguments: (
+        f'<|start|>assistant to={name}<|message|><atem:function_calls>\n<atem:invoke name="{name}">\n'
+        f"{elements(arguments, '<atem:parameter name=' + chr(34), chr(34) + '>', f'</atem:parameter>{chr(10)}')}"
+        "</atem:invoke>\n</atem:function_calls><|eot|>"
+    ),
+    "nemotron-v2": lambda name, arguments: (
+        f"<TOOLCALL>[{json.dumps({'name': name, 'arguments': arguments})}]</TOOLCALL>"
+    ),
+    "tool-calls": lambda name, arguments: (
+        f"<tool_calls>[{json.dumps({'name': name, 'arguments': arguments, 'id': '7'})}]</tool_calls>"
+    ),
+    "apertus": lambda name, arguments: f"<|tools_prefix|>[{json.dumps({name: arguments})}]<|tools_suffix|>",
+    "solar": lambda name, arguments: (
+        f"<|tool_calls|><|tool_call:begin|>a1b2<|tool_call:name|>{name}<|tool_call:args|>{json.dumps(arguments)}"
+        "<|tool_call:end|><|calls|>"
+    ),
+    "firefunction": lambda name, arguments: f" functools[{json.dumps({'name': name, 'arguments': arguments})}]",
+    "gigachat": lambda name, arguments: (
+        f"<|function_call|>{json.dumps({'name': name, 'arguments': arguments})}<|message_sep|>"
+    ),
+    "gigachat3": lambda name, arguments: (
+        f"<|message_sep|>\n\nfunction call<|role_sep|>\n{json.dumps({'name': name, 'arguments': arguments})}"
+    ),
+    "functionary": lambda name, arguments: f"<function={name}>{json.dumps(arguments)}</function>",
+    "functionary-v3-2": lambda name, arguments: f"{name}\n{json.dumps(arguments)}",
     "deepseek-dsml": lambda name, arguments: (
         f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="{name}">\n'
         + "".join(
@@ -154,7 +207,17 @@ def arguments_of(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Arguments]:
 
 
 BARE_ARGUMENTS, JSON_ARGUMENTS = arguments_of(BARE_TEXTS), arguments_of(JSON_TEXTS)
-HAS_BARE_TEXT = {"gemma", "qwen3-coder", "glm", "minimax", "deepseek-dsml", "kimi-k3"}
+HAS_BARE_TEXT = {"gemma", "qwen3-coder", "glm", "minimax", "deepseek-dsml", "kimi-k3", "minicpm5", "muse"}
+TREES = st.dictionaries(
+    KEYS,
+    st.recursive(
+        NUMBERS | BARE_TEXTS,
+        lambda inner: st.lists(BARE_TEXTS, max_size=3) | st.lists(NUMBERS, max_size=3) | st.dictionaries(KEYS, inner),
+        max_leaves=6,
+    ),
+    max_size=4,
+)
+"""Of MiniMax M3 nothing is JSON."""
 
 
 def test_every_form_is_written():
@@ -162,9 +225,11 @@ def test_every_form_is_written():
 
 
 @pytest.mark.parametrize("name", WRITERS)
+@settings(max_examples=MANY)
 @given(data=st.data())
 def test_calls_come_back_as_they_were_written(name, data):
-    arguments = data.draw(BARE_ARGUMENTS if name in HAS_BARE_TEXT else JSON_ARGUMENTS)
+    kinds = {"minimax-m3": TREES} | dict.fromkeys(HAS_BARE_TEXT, BARE_ARGUMENTS)
+    arguments = data.draw(kinds.get(name, JSON_ARGUMENTS))
     text = WRITERS[name]("f", arguments)
     for pieces in ([text], split(text, data)):
         assert read(name, pieces, like=arguments) == ("", "", [("f", arguments)])
@@ -198,9 +263,11 @@ def test_a_block_of_code_that_is_no_call_is_text():
 WORDS = st.lists(
     st.one_of(
         st.text(max_size=6),
-        st.sampled_from([*MARKERS, *(mark for form in FORMS.values() for mark in form.noise)]),
+        st.sampled_from([*MARKERS, *(mark for form in FORMS.values() for mark in (*form.noise, *form.frames))]),
         st.sampled_from(["<think>", "</think>", "[TOOL_CALLS]f[ARGS]", '{"name": "f"', "[f(a=", "call:f{", "\n", " "]),
         st.sampled_from(["<|message|>", "<|start|>", "<|channel|>analysis", "to=functions.f", "<|end|>", "<|call|>"]),
+        st.sampled_from([">>>", ">>>all\n", ">>>f\n", "all\n", "f\n", "to=f<|message|>", "to=self", "<|eom|>"]),
+        st.sampled_from(['<atem:function_calls><atem:invoke name="f">', "</atem:invoke></atem:function_calls>"]),
     ),
     max_size=8,
 ).map("".join)
@@ -209,11 +276,14 @@ WORDS = st.lists(
 def bare(text: str, name: str) -> str:
     """``text`` without white space, and without the control tokens around calls in the form ``name``."""
     for mark in FORMS[name].noise:
-        text = text.replace(mark, "") if mark.startswith(("<|", "<｜", "</｜")) else text
+        text = text.replace(mark, "") if "|" in mark or "｜" in mark else text
+    for mark in FORMS[name].frames:
+        text = text.replace(mark, "")
     return "".join(text.split())
 
 
-@pytest.mark.parametrize("name", sorted(FORMS.keys() - {"gpt-oss"}))
+@pytest.mark.parametrize("name", sorted(name for name, form in FORMS.items() if form.reader is None))
+@settings(max_examples=MANY)
 @given(text=WORDS)
 def test_nothing_is_lost_where_nothing_is_called(name, text):
     for pieces in ([text], list(text)):
@@ -223,6 +293,7 @@ def test_nothing_is_lost_where_nothing_is_called(name, text):
 
 
 @pytest.mark.parametrize("name", FORMS)
+@settings(max_examples=MANY)
 @given(text=WORDS, opened=st.booleans(), data=st.data())
 def test_any_splitting_of_any_text_is_read_alike(name, text, opened, data):
     pieces = split(text, data)

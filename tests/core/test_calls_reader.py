@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.api.calls.choose import FORMS, Thinking, form_of, thinks
+from primad.api.calls.choose import Thinking, form_of, thinks
 from primad.api.calls.events import Told
-from primad.api.reading import AnswerReading
+from primad.api.calls.forms import FORMS
+from primad.api.reading import AUTO, AnswerReading, manner_of
 from tests.fakes.told import CUT, calls_in
 
 FUNCTIONS: dict[str, dict[str, Any] | None] = {
@@ -48,6 +49,21 @@ SAID = {
     "granite": f"<|tool_call|>[{CALL}]",
     "command-r": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": '
     f"{json.dumps(ROME)}}}\n]<|END_ACTION|>",
+    "minimax-m3": ']<]minimax[>[<invoke name="weather">]<]minimax[>[<city>Rome]<]minimax[>[</city>]<]minimax[>[<days>3'
+    "]<]minimax[>[</days>]<]minimax[>[</invoke>",
+    "minicpm5": '<function name="weather"><param name="city">Rome</param><param name="days">3</param></function>',
+    "muse": '<|start|>assistant to=weather<|message|><atem:function_calls>\n<atem:invoke name="weather">\n'
+    '<atem:parameter name="city">Rome</atem:parameter>\n<atem:parameter name="days">3</atem:parameter>\n'
+    "</atem:invoke>\n</atem:function_calls><|eot|>",
+    "nemotron-v2": f"<TOOLCALL>[{CALL}]</TOOLCALL>",
+    "tool-calls": f"<tool_calls>[{CALL}]</tool_calls>",
+    "apertus": f'<|tools_prefix|>[{{"weather": {json.dumps(ROME)}}}]<|tools_suffix|>',
+    "solar": f"<|tool_call:begin|>a1<|tool_call:name|>weather<|tool_call:args|>{json.dumps(ROME)}<|tool_call:end|>",
+    "firefunction": f"functools[{CALL}]",
+    "gigachat": f"<|function_call|>{CALL}",
+    "gigachat3": f"function call<|role_sep|>\n{CALL}",
+    "functionary": f"<function=weather>{json.dumps(ROME)}</function>",
+    "functionary-v3-2": f"weather\n{json.dumps(ROME)}",
     "kimi": f"<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{json.dumps(ROME)}<|tool_call_end|>",
 }
 """The last ones as llama.cpp's models/templates have them (Kimi-K3, Phi-4-mini-instruct, c4ai-command-r7b-12-2024), and
@@ -76,10 +92,34 @@ OTHERS = [
     ("gemma", f"```json\n{CALL}\n```"),
     ("json", f"```json\n{CALL}\n```"),
     ("llama3-pythonic", '<|tool_call_start|>[weather(city="Rome", days=3)]<|tool_call_end|>'),
+    ("llama3-pythonic", '<function_calls>\nweather(city="Rome", days=3)\n</function_calls>'),
+    ("qwen3-coder", SAID["qwen3-coder"].replace("tool_call>", "seed:tool_call>")),
+    ("qwen3-coder", f"<tool_call><function=weather>{json.dumps(ROME)}</function></tool_call>"),
+    (
+        "glm",
+        "<tool_calls:opensource>\n<tool_call:opensource>weather<tool_sep:opensource>\n<arg_key:opensource>city"
+        "</arg_key:opensource>\n<arg_value:opensource>Rome</arg_value:opensource>\n<arg_key:opensource>days"
+        "</arg_key:opensource>\n<arg_value:opensource>3</arg_value:opensource>\n</tool_call:opensource>\n"
+        "</tool_calls:opensource>",
+    ),
+    ("minimax-m3", f"]<]minimax[>[<tool_call>\n{SAID['minimax-m3']}\n]<]minimax[>[</tool_call>"),
+    ("minicpm5", SAID["minicpm5"].replace(">Rome<", "><![CDATA[Rome]]><")),
+    ("solar", f"<|think|><|end|><|begin|>assistant<|tool_calls|>{SAID['solar']}<|calls|>".partition("<|end|>")[2]),
+    ("gigachat3", f"<|message_sep|>\n\n{SAID['gigachat3']}<|message_sep|>"),
+    ("functionary-v3-2", f">>>{SAID['functionary-v3-2']}"),
+    ("tool-calls", f"<tool_calls>\n{CALL}\n</tool_calls>"),
+    ("tool-calls", f"<tool_call>[{CALL}]</tool_call>"),
+    ("command-r", f"Action:\n```json\n[{CALL}]\n```"),
 ]
 STREAMED = [
+    "apertus",
     "command-r",
     "deepseek",
+    "firefunction",
+    "functionary",
+    "functionary-v3-2",
+    "gigachat",
+    "gigachat3",
     "gpt-oss",
     "granite",
     "hermes",
@@ -87,7 +127,10 @@ STREAMED = [
     "kimi",
     "llama3-json",
     "mistral",
+    "nemotron-v2",
     "phi-4-mini",
+    "solar",
+    "tool-calls",
 ]
 """The forms in which a call is told as it forms."""
 Read = tuple[str, str, list[tuple[str, Any]]]
@@ -112,7 +155,7 @@ def test_a_call_in_every_form(name, text):
     assert read(name, list(text)) == ("", "", [("weather", ROME)])
 
 
-@pytest.mark.parametrize("name", sorted(SAID.keys() - {"gpt-oss"}))
+@pytest.mark.parametrize("name", sorted(name for name, form in FORMS.items() if form.reader is None))
 def test_half_a_call_and_garbage_are_text(name):
     text = SAID[name]
     for wrong in (
@@ -140,6 +183,15 @@ def test_half_a_call_and_garbage_are_text(name):
         "minimax",
         "kimi-k3",
         "granite",
+        "minimax-m3",
+        "minicpm5",
+        "nemotron-v2",
+        "tool-calls",
+        "apertus",
+        "solar",
+        "firefunction",
+        "gigachat",
+        "functionary",
     ],
 )
 def test_text_before_calls_and_several_of_them(name):
@@ -316,11 +368,89 @@ def test_every_splitting_is_read_alike(text, name, opened, data):
         ("{{ '<|START_ACTION|>[' }}", "command-r"),
         ("{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", "phi-4-mini"),
         ("respond only with <|tool_call|> followed by a JSON list of tools used", "granite"),
+        ("<|tool_list_start|>[", "llama3-pythonic"),
+        ("List of tools: [", "llama3-pythonic"),
+        ("<function_calls>", "llama3-pythonic"),
+        ("<AVAILABLE_TOOLS><TOOLCALL>[", "nemotron-v2"),
+        ("<|tools_prefix|>", "apertus"),
+        ("<seed:tool_call>\n<function=f>", "qwen3-coder"),
+        ("<tool_calls>[ within <tool_call></tool_call>", "tool-calls"),
+        ("<tool_calls{}> <arg_key{}>", "glm"),
+        ('<function=example_function_name>{"example_name', "functionary"),
+        (">>>all", "functionary-v3-2"),
+        ("]<]minimax[>[<tool_call>", "minimax-m3"),
+        ('<function name="f"><param name="k">', "minicpm5"),
+        ('<atem:invoke name="f">', "muse"),
+        ("<|tool_call:begin|>", "solar"),
+        ("functools[", "firefunction"),
+        ("<|function_call|> `function call`", "gigachat"),
+        ("'role': 'function call'", "gigachat3"),
+        ("<tool_call> For each function call, return", "hermes"),
+        ("'Write \\'Action:\\' followed by'", "command-r"),
         ("{{ messages }}", "hermes"),
     ],
 )
 def test_the_form_is_read_off_the_template(template, name):
     assert form_of(template).name == name
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "thought", "said"),
+    [
+        ("<mm:think></mm:think>", "<mm:think>hm</mm:think>Hi", "hm", "Hi"),
+        ("<mm:think></mm:think>", "</mm:think>Hi", "", "Hi"),
+        ("<think></think>", "Hi </think> <think>", "", "Hi </think> <think>"),
+        ("<think{}></think{}>", "<think:opensource>hm</think:opensource>Hi", "hm", "Hi"),
+        ("<|inner_prefix|><|inner_suffix|>", "<|inner_prefix|>hm<|inner_suffix|>Hi", "hm", "Hi"),
+        (
+            "<|START_ACTION|><|END_THINKING|>",
+            "<|START_THINKING|>hm<|END_THINKING|><|START_TEXT|>Hi<|END_TEXT|>",
+            "hm",
+            "Hi",
+        ),
+        ("<|tool_call><channel|>", "<|channel>thought\nhm<channel|>Hi<channel|>", "hm", "Hi"),
+        ("<|tool_call><channel|>", "Hi<|channel>thought\nhm<channel|>", "hm", "Hi"),
+        ("<|tool_call:begin|>", "<|think|>hm<|end|><|begin|>assistant<|content|>Hi<|end|>", "hm", "Hi"),
+        ("<tool_calls>[BEGIN FINAL RESPONSE]", "[BEGIN FINAL RESPONSE]\nHi\n[END FINAL RESPONSE]", "", "Hi"),
+        (
+            "<tool_calls>[BEGIN FINAL RESPONSE]",
+            "Here are my reasoning steps:\nhm\n[BEGIN FINAL RESPONSE]\nHi[END FINAL RESPONSE]",
+            "hm",
+            "Hi",
+        ),
+        ("<atem:invoke", " to=self<|message|>hm<|eom|><|start|>assistant to=user<|message|>Hi<|eot|>", "hm", "Hi"),
+        (">>>all", "all\nHi >>> 1 + 1", "", "Hi >>> 1 + 1"),
+        ("<|function_call|>", "Hi<|message_sep|>", "", "Hi"),
+    ],
+)
+def test_what_families_write_around_their_answers_is_no_text(template, answer, thought, said):
+    manner = manner_of(template, AUTO)
+    for name in {manner.form.name if manner.form.reads_text else None, manner.form.name}:
+        for pieces in ([answer], list(answer)):
+            assert read(name, pieces, thinking=manner.thinking) == (thought, said, [])
+
+
+def test_objects_behind_each_other_are_several_calls():
+    for name, begin, end in (
+        ("tool-calls", "<tool_calls>", "</tool_calls>"),
+        ("hermes", "<tool_call>", "</tool_call>"),
+    ):
+        text = f"{begin}\n{CALL}\n{CALL}\n{end}"
+        assert read(name, [text]) == read(name, list(text)) == ("", "", [("weather", ROME)] * 2)
+
+
+def test_messages_to_functions_are_calls():
+    functionary = f"all\nLet me see.>>>weather\n{json.dumps(ROME)}\n>>>weather\n{json.dumps(ROME)}"
+    muse = f"to=self<|message|>Hm.<|eom|>{SAID['muse']}{SAID['muse']}"
+    for name, text, thought, said in (
+        ("functionary-v3-2", functionary, "", "Let me see."),
+        ("muse", muse, "Hm.", ""),
+    ):
+        assert read(name, [text]) == read(name, list(text)) == (thought, said, [("weather", ROME)] * 2)
+    for name in ("functionary-v3-2", "muse"):
+        wrong = SAID[name].replace("weather", "other")
+        assert read(name, [wrong])[2] == []
+        assert "Rome" in read(name, [wrong])[1]
 
 
 def test_thoughts_are_read_off_the_template():

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from primad.api.calls.choose import FORMS
 from primad.api.calls.form import Markers
+from primad.api.calls.forms import FORMS
 from primad.api.generation import Answered, write
 from primad.api.openai.job import completion_job
 from primad.api.openai.schema import CompletionRequest, parse

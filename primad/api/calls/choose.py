@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from primad.api.calls import families
-from primad.api.calls.form import Markers, ToolForm, parse_json
-from primad.api.grammar import HERMES, CallForm
+from primad.api.calls.form import ToolForm
+from primad.api.calls.forms import FORMS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,148 +17,10 @@ class Thinking:
     end: str
 
 
-_JSON: Final = CallForm(before='{"name": "', middle='", "arguments": ', behind="}", between="\n")
-_LLAMA: Final = CallForm(before='{"name": "', middle='", "parameters": ', behind="}", between="; ")
-_MISTRAL: Final = CallForm(before='[TOOL_CALLS][{"name": "', middle='", "arguments": ', behind="}]", between="")
-_PHI: Final = CallForm(
-    before='<|tool_call|>[{"name": "', middle='", "arguments": ', behind="}]<|/tool_call|>", between=""
-)
-_GRANITE: Final = CallForm(before='<|tool_call|>[{"name": "', middle='", "arguments": ', behind="}]", between="")
-_COMMAND_R: Final = CallForm(
-    before='<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "',
-    middle='", "parameters": ',
-    behind="}]<|END_ACTION|>",
-    between="",
-)
-_BARE: Final = Markers(begin="", end="")
-_TOOL_CALL: Final = Markers(begin="<tool_call>", end="</tool_call>")
-_BLOCK: Final = Markers(begin="```json\n", end="```")
-_ALL: Final = (
-    ToolForm(name="hermes", parse=parse_json, markers=(_TOOL_CALL,), call_form=HERMES, head=families.HEAD),
-    ToolForm(
-        name="qwen3-coder",
-        parse=families.parse_qwen_coder,
-        markers=(_TOOL_CALL, Markers(begin="<function=", end="</function>")),
-        noise=("</tool_call>",),
-    ),
-    ToolForm(
-        name="llama3-json",
-        parse=parse_json,
-        markers=(Markers(begin="<|python_tag|>", end=""), _BARE),
-        noise=(";",),
-        call_form=_LLAMA,
-        head=families.HEAD,
-    ),
-    ToolForm(
-        name="llama3-pythonic",
-        parse=families.parse_any,
-        markers=(
-            Markers(begin="<|python_start|>", end="<|python_end|>"),
-            Markers(begin="<|tool_call_start|>", end="<|tool_call_end|>"),
-            Markers(begin="", end="", quotes="\"'"),
-        ),
-    ),
-    ToolForm(
-        name="mistral",
-        parse=families.parse_mistral,
-        markers=(Markers(begin="[TOOL_CALLS]", end="", prefix=families.MISTRAL_PREFIX),),
-        call_form=_MISTRAL,
-        head=families.MISTRAL_HEAD,
-    ),
-    ToolForm(name="gpt-oss", parse=parse_json, channels=True),
-    ToolForm(name="glm", parse=families.parse_glm, markers=(_TOOL_CALL,)),
-    ToolForm(
-        name="deepseek",
-        parse=families.parse_deepseek,
-        head=families.DEEPSEEK_HEAD,
-        markers=(Markers(begin="<｜tool▁call▁begin｜>", end="<｜tool▁call▁end｜>"),),
-        noise=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    ),
-    ToolForm(
-        name="deepseek-dsml",
-        parse=families.parse_invoke,
-        markers=(
-            Markers(begin="<｜DSML｜invoke", end="</｜DSML｜invoke>"),
-            Markers(begin="<｜DSML｜ invoke", end="</｜DSML｜ invoke>"),
-        ),
-        noise=tuple(
-            f"<{slash}｜DSML｜{name}>" for slash in ("", "/") for name in ("function_calls", "tool_calls", " calls")
-        ),
-    ),
-    ToolForm(
-        name="gemma",
-        parse=families.parse_gemma,
-        markers=(
-            Markers(begin="<|tool_call>", end="<tool_call|>"),
-            Markers(begin="<start_function_call>", end="<end_function_call>"),
-            Markers(begin="```tool_code\n", end="```"),
-            _BLOCK,
-        ),
-    ),
-    ToolForm(
-        name="minimax",
-        parse=families.parse_invoke,
-        markers=(Markers(begin="<invoke", end="</invoke>"),),
-        noise=("<minimax:tool_call>", "</minimax:tool_call>"),
-    ),
-    ToolForm(
-        name="kimi",
-        parse=families.parse_kimi,
-        head=families.KIMI_HEAD,
-        markers=(Markers(begin="<|tool_call_begin|>", end="<|tool_call_end|>"),),
-        noise=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    ),
-    ToolForm(
-        name="kimi-k3",
-        parse=families.parse_kimi_k3,
-        markers=(Markers(begin="<|open|>call ", end="<|close|>call<|sep|>"),),
-        noise=(
-            *(f"<|{side}|>{name}<|sep|>" for side in ("open", "close") for name in ("response", "tools")),
-            "<|close|>message<|sep|>",
-            "<|end_of_msg|>",
-        ),
-        frames_text=True,
-    ),
-    ToolForm(
-        name="phi-4-mini",
-        parse=parse_json,
-        markers=(Markers(begin="<|tool_call|>", end="<|/tool_call|>"),),
-        call_form=_PHI,
-        head=families.HEAD,
-    ),
-    ToolForm(
-        name="granite",
-        parse=parse_json,
-        markers=(Markers(begin="<|tool_call|>", end=""), Markers(begin="<tool_call>", end="")),
-        noise=("</tool_call>",),
-        call_form=_GRANITE,
-        head=families.HEAD,
-    ),
-    ToolForm(
-        name="command-r",
-        parse=parse_json,
-        markers=(
-            Markers(begin="<|START_ACTION|>", end="<|END_ACTION|>"),
-            Markers(begin="Action: ```json\n", end="```"),
-        ),
-        noise=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-        call_form=_COMMAND_R,
-        head=families.HEAD,
-        frames_text=True,
-    ),
-    ToolForm(
-        name="json",
-        parse=parse_json,
-        markers=(_BARE, _BLOCK),
-        call_form=_JSON,
-        head=families.HEAD,
-        uses_control_tokens=False,
-    ),
-)
-FORMS: Final[Mapping[str, ToolForm]] = {form.name: form for form in _ALL}
-"""By the names that ``serve --tool-parser`` takes."""
 _SIGNS: Final = (
     ("<|channel|>", "gpt-oss"),
+    ("<atem:invoke", "muse"),
+    ("]<]minimax[>[", "minimax-m3"),
     ("minimax:tool_call", "minimax"),
     ("｜DSML｜", "deepseek-dsml"),
     ("<｜tool▁call▁begin｜>", "deepseek"),
@@ -168,16 +28,30 @@ _SIGNS: Final = (
     ("<|open|>", "kimi-k3"),
     ("<|START_ACTION|>", "command-r"),
     ("Write 'Action:'", "command-r"),
+    ("Write \\'Action:\\'", "command-r"),
+    ("<|tools_prefix|>", "apertus"),
+    ("<|tool_call:begin|>", "solar"),
+    ("<|function_call|>", "gigachat"),
+    ("'role': 'function call'", "gigachat3"),
     ("<|/tool|>", "phi-4-mini"),
     ("<|tool_call>", "gemma"),
     ("<start_function_call>", "gemma"),
     ("<|tool_call_start|>", "llama3-pythonic"),
     ("<|python_start|>", "llama3-pythonic"),
-    ("<arg_key>", "glm"),
+    ("<|tool_list_start|>", "llama3-pythonic"),  # LFM2
+    ("List of tools: [", "llama3-pythonic"),  # LFM2.5, which shows no marker
+    ("<function_calls>", "llama3-pythonic"),  # OLMo 3
+    ("<arg_key", "glm"),
+    ("<function=example_function_name>{", "functionary"),
+    (">>>all", "functionary-v3-2"),
     ("<function=", "qwen3-coder"),
+    ("<function name=", "minicpm5"),
+    ("<TOOLCALL>", "nemotron-v2"),
+    ("<tool_calls>", "tool-calls"),
     ("<tool_call>", "hermes"),
     ("<|tool_call|>", "granite"),
     ("[TOOL_CALLS]", "mistral"),
+    ("functools[", "firefunction"),
     ("<|python_tag|>", "llama3-json"),
     ("<|eom_id|>", "llama3-json"),
     ('"parameters": dictionary of argument name', "llama3-json"),
@@ -186,9 +60,14 @@ _THOUGHTS: Final = (
     ("</think>", "<think>", "</think>"),
     ("[/THINK]", "[THINK]", "[/THINK]"),
     ("</seed:think>", "<seed:think>", "</seed:think>"),
+    ("</mm:think>", "<mm:think>", "</mm:think>"),
+    ("</think{}>", "<think:opensource>", "</think:opensource>"),
     ("<channel|>", "<|channel>thought", "<channel|>"),
     ("<|END_THINKING|>", "<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|open|>", "<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    ("<|inner_suffix|>", "<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<|tool_call:begin|>", "<|think|>", "<|end|>"),
+    ("[BEGIN FINAL RESPONSE]", "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 )
 
 

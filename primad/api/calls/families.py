@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import unescape
 from typing import Any, Final
 
@@ -13,22 +14,24 @@ from primad.api.calls.events import Call
 from primad.api.calls.form import (
     ARGUMENTS,
     JSON_HEAD,
-    Functions,
-    UnfinishedCallError,
     all_of,
     call_of,
     parse_json,
-    typed,
 )
+from primad.api.calls.values import ArgumentPlace, Functions, UnfinishedCallError, parameter
 
 _FUNCTION: Final = re.compile(r"(?:\A|</function>)\s*<function=([^>\n]+)>")
 _PARAMETER: Final = re.compile(r"(?:\A\s*|\n\s*|</parameter>\s*)<parameter=([^>\n]+)>")
-_INVOKE: Final = re.compile(r"""\s*name=["']([^"'\n]+)["']\s*(?:/\s*>?|>(.*))""", re.DOTALL)
+_INVOKE: Final = re.compile(r"""\s*(?:name=)?["']([^"'\n]+)["']\s*(?:/\s*>?|>(.*))""", re.DOTALL)
 _NAMED: Final = re.compile(
-    r"""\s*<(｜DSML｜ ?)?parameter name=["']([^"'\n]+)["'](?: string="(true|false)")?>(.*?)</(?:｜DSML｜ ?)?parameter>\s*""",
+    r"""\s*<(｜DSML｜ ?|atem:)?param(?:eter)? name=["']([^"'\n]+)["'](?: string="(true|false)")?>"""
+    r"""(?:<!\[CDATA\[(.*?)\]\]>|(.*?))</(?:｜DSML｜ ?|atem:)?param(?:eter)?>\s*""",
     re.DOTALL,
 )
-_ARGUMENT: Final = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
+_ARGUMENT: Final = re.compile(
+    r"<arg_key(?::opensource)?>([^<]*)</arg_key(?::opensource)?>\s*<arg_value(?::opensource)?>"
+)
+_ARGUMENT_END: Final = re.compile(r"</arg_value(?::opensource)?>\s*\Z")
 _MISTRAL: Final = re.compile(r"\s*([^\[\]{}\s]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL)
 MISTRAL_PREFIX: Final = re.compile(r"\s*(?:(?=[{\[])|[^\[\]{}\s]+(?:\[CALL_ID\]\w+)?(?:\[ARGS\]|(?=\{)))")
 HEAD: Final = re.compile(JSON_HEAD)
@@ -44,12 +47,17 @@ _K3_ARGUMENT: Final = re.compile(
     r"(?=<\|open\|>argument|\Z)",
     re.DOTALL,
 )
+_SOLAR: Final = re.compile(r"[^<]*<\|tool_call:name\|>([^<]+)<\|tool_call:args\|>(.*)", re.DOTALL)
+_M3_SPACE: Final = "]<]minimax[>["
+_M3_TAG: Final = re.compile(r"<(/?)([^<>]+)>(.*)", re.DOTALL)
+MAX_ELEMENTS: Final = 64
+"""Inside of each other."""
 _GEMMA: Final = re.compile(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", re.DOTALL)
 _GEMMA_KEY: Final = re.compile(r"([{,]\s*)([^\s\"{}\[\],:][^\"{}\[\],:]*):")
 
 
 def parse_qwen_coder(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``<function=f><parameter=key>value</parameter></function>``, several of them, or JSON."""
+    """``<function=f><parameter=key>value</parameter></function>``, several of them, or JSON, in their place or inside."""
     text = body.strip()
     if text[:1] in ("{", "["):
         return parse_json(text, functions)
@@ -64,7 +72,9 @@ def parse_qwen_coder(body: str, functions: Functions) -> Sequence[Call] | None:
     )
 
 
-def _parameters(name: str, text: str, functions: Functions) -> dict[str, Any] | None:
+def _parameters(name: str, text: str, functions: Functions) -> dict[str, Any] | str | None:
+    if text.lstrip()[:1] == "{":
+        return text
     before, *parts = _PARAMETER.split(text)
     if before.strip():
         raise UnfinishedCallError
@@ -72,12 +82,13 @@ def _parameters(name: str, text: str, functions: Functions) -> dict[str, Any] | 
     for key, value in zip(parts[::2], parts[1::2], strict=True):
         value = value.rstrip().removesuffix("</parameter>") if value.rstrip().endswith("</parameter>") else value
         value = value.removeprefix("\n").removesuffix("\n")
-        found[key.strip()] = typed(name, key.strip(), value, functions)
+        found[key.strip()] = parameter(functions, name, key.strip()).value(value)
     return found
 
 
 def parse_invoke(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``name="f"><parameter name="key">value</parameter>``, of which the name is an attribute (MiniMax, DeepSeek)."""
+    """``name="f"><parameter name="key">value</parameter>``, of which the name is an attribute (MiniMax, DeepSeek, MiniCPM 5,
+    Muse)."""
     head = _INVOKE.fullmatch(body)
     if head is None:
         return None
@@ -87,21 +98,68 @@ def parse_invoke(body: str, functions: Functions) -> Sequence[Call] | None:
         found = _NAMED.match(inner, at)
         if found is None:
             raise UnfinishedCallError
-        value = found[4] if found[1] else found[4].removeprefix("\n").removesuffix("\n")
-        arguments[found[2]] = value if found[3] == "true" else typed(name, found[2], value, functions)
+        value = found[4] if found[5] is None else found[5]
+        if not found[1] and found[4] is None:
+            value = value.removeprefix("\n").removesuffix("\n")
+        is_text = None if found[3] is None else found[3] == "true"
+        arguments[found[2]] = parameter(functions, name, found[2]).value(value, is_text=is_text)
         at = found.end()
     return all_of([call_of(name, arguments, functions)])
+
+
+def parse_minimax_m3(body: str, functions: Functions) -> Sequence[Call] | None:
+    """``name="f">``, then elements that are called as the parameters are, lists and objects with elements inside."""
+    head, *parts = body.split(_M3_SPACE)
+    found = _INVOKE.fullmatch(head)
+    if found is None:
+        return None
+    nodes = [_Element(tag="", place=ArgumentPlace.of(functions, found[1]), inner=[], text="")]
+    for part in parts:
+        tag = _M3_TAG.fullmatch(part)
+        if tag is None or (tag[1] and (len(nodes) == 1 or nodes[-1].tag != tag[2])) or len(nodes) > MAX_ELEMENTS:
+            raise UnfinishedCallError
+        if tag[1]:
+            node = nodes.pop()
+            nodes[-1].inner.append((node.tag, node.value()))
+        else:
+            place = nodes[-1].place
+            place = place.item() if tag[2] == "item" and not place.is_for("object") else place.member(tag[2])
+            nodes.append(_Element(tag=tag[2], place=place, inner=[], text=tag[3]))
+    if len(nodes) > 1:
+        raise UnfinishedCallError
+    return all_of([call_of(found[1], dict(nodes[0].inner), functions)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Element:
+    tag: str
+    place: ArgumentPlace
+    inner: list[tuple[str, Any]]
+    text: str
+
+    def value(self) -> Any:
+        """What is inside: a list where all elements are items, unless an object is wanted."""
+        is_list = self.place.is_for("array") or not self.place.is_for("object")
+        if self.inner:
+            is_list = is_list and all(tag == "item" for tag, _ in self.inner)
+            return [value for _, value in self.inner] if is_list else dict(self.inner)
+        if not self.text.strip() and not self.place.is_for("string"):
+            for kind, empty in (("array", []), ("object", {})):
+                if self.place.is_for(kind):
+                    return empty
+        return self.place.value(self.text)
 
 
 def parse_glm(body: str, functions: Functions) -> Sequence[Call] | None:
     """The name, then ``<arg_key>key</arg_key><arg_value>value</arg_value>`` for each argument."""
     before, *parts = _ARGUMENT.split(body)
-    name = before.strip()
+    name = before.strip().removesuffix("<tool_sep:opensource>").strip()
     found = {}
     for key, value in zip(parts[::2], parts[1::2], strict=True):
-        if not value.rstrip().endswith("</arg_value>"):
+        end = _ARGUMENT_END.search(value)
+        if end is None:
             raise UnfinishedCallError
-        found[key.strip()] = typed(name, key.strip(), value.rstrip().removesuffix("</arg_value>"), functions)
+        found[key.strip()] = parameter(functions, name, key.strip()).value(value[: end.start()])
     return all_of([call_of(name, found, functions)])
 
 
@@ -124,6 +182,11 @@ def parse_kimi(body: str, functions: Functions) -> Sequence[Call] | None:
     return _matched(_KIMI, body, functions)
 
 
+def parse_solar(body: str, functions: Functions) -> Sequence[Call] | None:
+    """``id<|tool_call:name|>name<|tool_call:args|>{...}``."""
+    return _matched(_SOLAR, body, functions)
+
+
 def parse_kimi_k3(body: str, functions: Functions) -> Sequence[Call] | None:
     """``tool="name" index="1"<|sep|>``, then elements of arguments, each with its key and its type, or one of JSON."""
     head = _K3_CALL.fullmatch(body)
@@ -138,7 +201,7 @@ def parse_kimi_k3(body: str, functions: Functions) -> Sequence[Call] | None:
         if found[1] is None:
             return all_of([call_of(name, found[3], functions)])
         key = unescape(found[1])
-        arguments[key] = found[3] if found[2] == "string" else typed(name, key, found[3], functions)
+        arguments[key] = parameter(functions, name, key).value(found[3], is_text=found[2] == "string")
         at = found.end()
     return all_of([call_of(name, arguments, functions)])
 
@@ -164,11 +227,12 @@ def parse_gemma(body: str, functions: Functions) -> Sequence[Call] | None:
 
 
 def parse_python(body: str, functions: Functions) -> Sequence[Call] | None:
-    """A Python list of calls with keyword arguments that are literals: ``[f(a=1), g()]``."""
+    """A Python list of calls with keyword arguments that are literals, ``[f(a=1), g()]``, or a line for each."""
     try:
-        value = ast.parse(body.strip(), mode="eval").body
-        items = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
-        return all_of(_python_call(item, functions) for item in items)
+        lines = ast.parse(body.strip()).body
+        values = [line.value for line in lines if isinstance(line, ast.Expr)]
+        items = [item for each in values for item in (each.elts if isinstance(each, ast.List | ast.Tuple) else [each])]
+        return all_of(_python_call(item, functions) for item in items) if len(values) == len(lines) else None
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
 

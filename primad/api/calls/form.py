@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from primad.api.calls.events import Call
+from primad.api.calls.steps import StepReader
+from primad.api.calls.values import Functions, loaded
 from primad.api.grammar import CallForm
 
-Functions = Mapping[str, Mapping[str, Any] | None]
-"""By name the JSON schema of the parameters, or None."""
 Parse = Callable[[str, Functions], Sequence[Call] | None]
 """The calls in a body; None for what is no call of the functions. Raises ``UnfinishedCallError``."""
-
-
-class UnfinishedCallError(Exception):
-    """The body goes on: what looked like its end is part of an argument."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,24 +35,26 @@ class ToolForm:
     ``call_form`` is the same for a grammar, None where arguments are not JSON. ``head`` is what stands in a body before
     arguments that are a JSON object, with the function's name as its only group that matches: behind it a call is told as it
     forms, while a body that does not begin so is read by ``parse`` when it is whole. ``noise`` are markers around calls that
-    mean nothing; if it ``frames_text``, also where nothing may be called. Markers may be control tokens if it
-    ``uses_control_tokens``. With ``channels`` an answer has channels, of thoughts, calls and text, instead of markers.
+    mean nothing, ``frames`` those around whole answers, which are left out also where nothing may be called. Markers may be
+    control tokens if it ``uses_control_tokens``. An answer that is made of messages has a ``reader`` of its own instead of
+    markers (of functions, and whether thoughts are part of the text), which finds thoughts if it ``has_thoughts``.
     """
 
     name: str
     parse: Parse
     markers: tuple[Markers, ...] = ()
     noise: tuple[str, ...] = ()
+    frames: tuple[str, ...] = ()
     call_form: CallForm | None = None
     head: re.Pattern[str] | None = None
     uses_control_tokens: bool = True
-    channels: bool = False
-    frames_text: bool = False
+    reader: Callable[[Functions, bool, bool], StepReader] | None = None
+    has_thoughts: bool = False
 
     @property
     def reads_text(self) -> bool:
         """Whether it is needed to read an answer in which nothing may be called."""
-        return self.channels or self.frames_text
+        return self.reader is not None or bool(self.frames)
 
 
 ARGUMENTS: Final = r"""\s*(?=\{\s*["}])"""
@@ -68,29 +66,33 @@ JSON_HEAD: Final = (
 """What stands before the arguments in what ``parse_json`` reads, as nearly all models write it."""
 _NAMES: Final = ("name", "function", "tool_name")
 _ARGUMENTS: Final = ("arguments", "parameters", "args")
-_PYTHON: Final = {"True": True, "False": False, "None": None}
-
-
-def loaded(text: str) -> Any:
-    """``text`` as JSON. Raises ``ValueError``, and ``UnfinishedCallError`` where it ends inside a string."""
-    try:
-        return json.loads(text, strict=False)
-    except json.JSONDecodeError as exc:
-        is_cut_escape = exc.msg.startswith("Invalid \\u") and exc.pos >= len(text) - 8
-        if exc.msg.startswith("Unterminated string") or is_cut_escape:
-            raise UnfinishedCallError from exc
-        raise
-    except RecursionError as exc:
-        raise ValueError("nested too deeply") from exc
 
 
 def parse_json(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``{"name": ..., "arguments": {...}}``, or a list of such; the names that models give to the two vary."""
+    """``{"name": ..., "arguments": {...}}``, or a list or lines of such; the names that models give to the two vary."""
+    return all_of(_call_of(item, functions) for item in _items(body))
+
+
+def parse_named(body: str, functions: Functions) -> Sequence[Call] | None:
+    """``{"f": {...}}``, or a list of such."""
+    return all_of(
+        call_of(name, arguments, functions)
+        for item in _items(body)
+        for name, arguments in (item.items() if isinstance(item, dict) else [("", None)])
+    )
+
+
+def _items(body: str) -> list[Any]:
+    """The values in a list, or one behind the other; none where ``body`` is no JSON."""
     try:
         value = loaded(body)
     except ValueError:
-        return None
-    return all_of(_call_of(item, functions) for item in (value if isinstance(value, list) else [value]))
+        lines = re.split(r"(?<=\})\s*\n\s*(?=\{)", body.strip())
+        try:
+            return [loaded(line) for line in lines] if len(lines) > 1 else []
+        except ValueError:
+            return []
+    return value if isinstance(value, list) else [value]
 
 
 def _call_of(item: Any, functions: Functions) -> Call | None:
@@ -122,21 +124,6 @@ def call_of(name: str, arguments: Any, functions: Functions) -> Call | None:
         return None
     try:
         text = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # infinity is no JSON
+    except (ValueError, TypeError):  # infinity is no JSON
         return None
     return Call(name=name, arguments=text.encode(errors="replace").decode())  # JSON can write halves of characters
-
-
-def typed(name: str, key: str, text: str, functions: Functions) -> Any:
-    """What ``text`` means as the parameter ``key`` of the function ``name``: text where its schema says so, else JSON."""
-    properties = (functions.get(name) or {}).get("properties")
-    schema = properties.get(key) if isinstance(properties, dict) else None
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind == "string":
-        return text
-    if text.strip() in _PYTHON:
-        return _PYTHON[text.strip()]
-    try:
-        return loaded(text)
-    except (ValueError, UnfinishedCallError):
-        return text

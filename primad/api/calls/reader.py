@@ -15,9 +15,10 @@ from typing import Any, Final
 
 from primad.api.calls.choose import Thinking
 from primad.api.calls.events import CallPart
-from primad.api.calls.form import Markers, ToolForm, UnfinishedCallError
+from primad.api.calls.form import Markers, ToolForm
 from primad.api.calls.scan import JsonScan, certain
 from primad.api.calls.steps import StepReader
+from primad.api.calls.values import UnfinishedCallError
 
 MAX_FAILED: Final = 200
 """After so many beginnings or ends of calls that were none, the rest of an answer is text: reading stays linear."""
@@ -25,14 +26,15 @@ MAX_FAILED: Final = 200
 MAX_PREFIX_CHARS: Final = 256
 """Between a marker and the JSON behind it."""
 
-_CONTROL: Final = ("<|", "<｜", "</｜")
-"""So begin markers that are control tokens: they are never text."""
+_CONTROL: Final = ("|", "｜")
+"""Markers with one of these are control tokens: they are never text."""
 
 _WORDS: Final = re.compile(r"\w +\w")
 _IN_OBJECT: Final = re.compile(
     r"""\s*(?:,\s*"(?:[^"\\]|\\.)*"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[-+.\w]+)\s*)*\}""", re.DOTALL
 )
 _IN_LIST: Final = re.compile(r"\s*[,\]]")
+_NEXT_LINE: Final = re.compile(r"\s*\n\s*(?=\{)")
 
 
 class Reader(StepReader):
@@ -68,10 +70,13 @@ class Reader(StepReader):
         """Whether the answer opens thoughts, which some models do again. Each step says whether there is another to take."""
         assert self._thinking is not None
         begun, begin = self._held.lstrip(), self._thinking.begin
-        if begun.startswith(begin):
-            self._held, self._drops_space, self._step = begun[len(begin) :], True, self._thought
+        end = self._thinking.end
+        if begun.startswith((begin, end)):
+            is_open = begun.startswith(begin)
+            self._held, self._drops_space = begun[len(begin if is_open else end) :], True
+            self._step = self._thought if is_open else self._text
             return True
-        if begin.startswith(begun) and not is_last:
+        if (begin.startswith(begun) or end.startswith(begun)) and not is_last:
             return False
         self._step = self._thought if self._is_opened else self._text
         return True
@@ -136,8 +141,10 @@ class Reader(StepReader):
             at, mark = min(noise)
             self._say(len(self._held[:at].rstrip()))
             self._drop(
-                self._held.index(mark), len(mark), is_noise=not self._is_behind_call and not mark.startswith(_CONTROL)
+                self._held.index(mark), len(mark), is_noise=not self._is_behind_call and not self._is_dropped(mark)
             )
+            if self._thinking is not None and mark == self._thinking.begin:
+                self._step = self._thought
             return True
         if begun is None:
             marks = (*self._begins, *self._noise)
@@ -155,7 +162,14 @@ class Reader(StepReader):
 
     @property
     def _noise(self) -> Sequence[str]:
-        return () if self._form is None else self._form.noise
+        """What is no text: markers around calls and answers, and those of thoughts that are control tokens."""
+        thoughts = () if self._thinking is None else (self._thinking.begin, self._thinking.end)
+        marks = tuple(mark for mark in thoughts if _is_control(mark))
+        return marks if self._form is None else (*marks, *self._form.noise, *self._form.frames)
+
+    def _is_dropped(self, mark: str) -> bool:
+        """Whether ``mark`` is no text wherever it stands."""
+        return _is_control(mark) or (self._form is not None and mark in self._form.frames)
 
     def _begun(self) -> tuple[int, Markers] | None:
         """Where a call may begin, and the markers there."""
@@ -225,6 +239,12 @@ class Reader(StepReader):
             if found is None and self._markers.end:  # some models forget the brace before it
                 found = self._closing[-1].match(self._held, 0, MAX_PREFIX_CHARS)
                 self._closing = self._closing[-1:] if found else self._closing
+            again = _NEXT_LINE.match(self._held, 0, MAX_PREFIX_CHARS) if found is None else None
+            if (
+                again is not None and len(self._closing) == 1 and self._markers.end
+            ):  # some models write one object behind the other
+                self._held, self._step = self._held[again.end() - 1 :], self._next_in_list
+                return True
             if found is None:
                 if not is_last and len(self._held) < MAX_PREFIX_CHARS:
                     return False
@@ -290,3 +310,7 @@ class Reader(StepReader):
             space = self._held[: len(self._held) - len(rest)]
             self._dropped, self._noisy = self._dropped + space, self._noisy + space
             self._held, self._drops_space = rest, not rest
+
+
+def _is_control(mark: str) -> bool:
+    return any(char in mark for char in _CONTROL)

@@ -17,7 +17,9 @@ from primad.api.reading import AnswerReading, Manner, manner_of
 from primad.api.tool_prompt import mentions
 from primad.errors import RequestError
 
-_OPEN: Final = frozenset({"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"})
+_OPEN: Final = frozenset(
+    {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "propertyNames"}
+)
 """Where one of these is, the schema says itself which other properties there may be."""
 
 
@@ -96,7 +98,7 @@ def _wanted(request: ChatRequest, manner: Manner) -> str | None:
     if not demanded and (wanted is None or not request.callable_tools):
         return wanted
     functions = {tool.function.name: _closed(tool.function.parameters) for tool in demanded or request.callable_tools}
-    calls = grammar.of_calls(functions, manner.call_form, several=request.several_calls)
+    calls = grammar.of_calls(functions, manner.call_form, several=request.several_calls, demanded=bool(demanded))
     return calls if demanded or wanted is None else grammar.either(calls, wanted)
 
 
