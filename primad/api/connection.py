@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from primad.api.access import caller
 from primad.api.dialect import Framing
+from primad.api.guard import may_be_a_page
 from primad.errors import PrimadError, RequestError
 from primad.settings.timings import ApiTimings
 from primad.system.shares import Shares
@@ -33,17 +34,20 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-async def read_json(request: Request, timeout_s: float) -> bytes:
-    """The body of a request that says it is JSON, and that has arrived within ``timeout_s``.
+async def read_json(request: Request, timeout_s: float, *, only_json: bool = False) -> bytes:
+    """The body of a request, which has arrived within ``timeout_s``. It must say that it is JSON if ``only_json``, or if a
+    web page may have sent it.
 
-    To insist on the media type is also what keeps web pages out: a browser asks first (CORS preflight) before it sends
-    JSON to another origin, and this server never says yes.
+    That keeps web pages out: a browser asks first (CORS preflight) before it sends JSON to another origin, and this server
+    never says yes. Programs are believed without it; many send none, or that of a form.
 
     Raises ``RequestError`` (400, 408, 413) and ``ClientDisconnect``.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise RequestError(f"the content type is {media_type[:80]!r}; send the header Content-Type: application/json")
+    if media_type != "application/json" and (only_json or may_be_a_page(request.headers)):
+        raise RequestError(
+            f"the content type is {media_type[:80]!r}; web pages send the header Content-Type: application/json"
+        )
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > MAX_BODY_BYTES):
         raise _too_large()
