@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -151,9 +152,16 @@ def whole_calls(parts: Iterable[GivenPart]) -> Iterator[GivenCall]:
 
 
 async def write(
-    backend: Backend, vocabulary: TokenPieces, job: Job, choice: Choice, *, owner: str = ""
+    backend: Backend,
+    vocabulary: TokenPieces,
+    job: Job,
+    choice: Choice,
+    *,
+    owner: str = "",
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncGenerator[Written, None]:
-    """What is written for ``choice`` of ``owner`` as it becomes certain; the last one has ``finish``.
+    """What is written for ``choice`` of ``owner`` as it becomes certain; the last one has ``finish``. Of a choice without
+    tokens the prompt is computed, with the one that follows it, which nobody hears of.
 
     The backend's generator is closed, and so the sequence freed, before the last one is handed out, and whenever this
     generator is closed or cancelled.
@@ -166,9 +174,10 @@ async def write(
     piece = vocabulary.piece_or_marker if shows_control else vocabulary.piece
     last: Written | None = None
     cached, guessed = 0, NOTHING_GUESSED
+    until_s: float | None = None
     events = backend.generate(
         choice.prompt,
-        max_tokens=choice.max_tokens,
+        max_tokens=max(1, choice.max_tokens),
         sampling=choice.sampling,
         logprobs=job.logprobs,
         reuses=job.reuses,
@@ -180,9 +189,14 @@ async def write(
     async with aclosing(events):
         async for event in events:
             match event:
+                case Sampled() if not choice.max_tokens:
+                    pass
                 case Sampled():
                     released = transcript.feed(piece(event.token), event)
                     end: FinishReason | None = "stop" if transcript.stopped else None
+                    if job.decode_limit_s is not None and end is None:
+                        until_s = clock() + job.decode_limit_s if until_s is None else until_s
+                        end = "length" if "\n" in released.text and clock() > until_s else None
                     part = written(released, sampled=1, finish=end, stopped_by=transcript.stopped_by)
                     if part.finish is not None:
                         last = part
@@ -199,7 +213,8 @@ async def write(
                     raise RequestError(event.error or "the answer cannot be as it was asked for", code="invalid_value")
                 case Finished():
                     released = transcript.finish()
-                    finish: FinishReason = "length" if event.reason == "length" and not transcript.stopped else "stop"
+                    is_cut = event.reason == "length" or not choice.max_tokens
+                    finish: FinishReason = "length" if is_cut and not transcript.stopped else "stop"
                     last = written(released, sampled=0, finish=finish, stopped_by=transcript.stopped_by)
                     guessed = Guessed(right=event.accepted, wrong=event.drafted - event.accepted)
                     break

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import time
 
 import pytest
 
 from primad.api.backend import FillInTokens, Health
+from primad.api.generation import write
+from primad.api.llama_server import prepared
+from primad.api.openai.job import Job
 from primad.errors import RingError
 from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, says
 from tests.fakes.http import call, events, post
@@ -79,6 +84,35 @@ def test_every_event_says_what_it_took_if_it_is_asked_to():
         assert timed == [1, 2, 3, 3]
         *silent, _ = events(post(made, path, stream=True, **asked))
         assert not any("timings" in event for event in silent)
+
+
+def test_no_tokens_to_predict_has_the_prompt_computed_and_nothing_written():
+    for path, asked in (("/completion", {"prompt": "Hi"}), ("/infill", {"input_prefix": "a", "input_suffix": ""})):
+        backend = FakeBackend(says("one END"), vocabulary=ByteVocabulary(fill_in=FillInTokens(before=1, after=2, middle=3)))
+        whole = post(backend, path, n_predict=0, t_max_prompt_ms=1, t_max_predict_ms=1, samplers=[], **asked).json()
+        assert (whole["content"], whole["tokens_predicted"], whole["stop_type"]) == ("", 0, "limit")
+        assert whole["tokens_evaluated"] == whole["timings"]["prompt_n"] == len(backend.calls[0].prompt)
+        (end,) = events(post(backend, path, n_predict=0, stream=True, **asked))
+        assert (end["stop"], end["tokens_predicted"]) == (True, 0)
+        assert [each.max_tokens for each in backend.calls] == [1, 1]
+
+
+def test_an_answer_that_takes_too_long_ends_behind_the_next_line():
+    backend = FakeBackend(says("a\nbcd\ne\nf"))
+    assert backend.served is not None
+    for limit_ms, text in ((1500, "a\nbcd\n"), (2500, "a\nbcd\ne\n"), (9000, "a\nbcd\ne\nf"), (0, "a\nbcd\ne\nf")):
+        body = json.dumps({"prompt": "Hi", "t_max_predict_ms": limit_ms}).encode()
+        job = asyncio.run(backend.prepare(prepared.completion, body, backend.served.settings)).job
+        ticks = itertools.count()
+
+        async def texts(job: Job = job, ticks: itertools.count[int] = ticks) -> list[tuple[str, str | None]]:
+            written = write(backend, backend.vocabulary, job, job.choices[0], clock=lambda: float(next(ticks)))
+            return [(part.text, part.finish) async for part in written]
+
+        parts = asyncio.run(texts())
+        assert "".join(text for text, _ in parts) == text
+        assert parts[-1][1] == ("stop" if text.endswith("f") else "length")
+        assert backend.calls[-1].closed.is_set()
 
 
 def test_a_prompt_of_ids_and_texts_is_one_prompt():

@@ -42,15 +42,15 @@ class RawCompletionRequest(CompletionRequest):
         str | Annotated[list[_TokenId | str], Field(min_length=1, fail_fast=True)],
         expecting("a string, or a list of token ids and strings that make one prompt"),
     ]
-    n_predict: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None
+    n_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS)] | None = None
     n_probs: Annotated[Any, only(None, 0, why="use logprobs of /v1/completions")] = None
     logprobs: Annotated[Any, only(None, why="use logprobs of /v1/completions")] = None
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens of an answer, or None for what the context leaves."""
+        """The most tokens of an answer, or None for what the context leaves; 0: the prompt is computed, for the cache."""
         limit = self.max_tokens if self.n_predict is None else self.n_predict
-        return None if limit is None or limit < 1 else limit
+        return None if limit is None or limit < 0 else limit
 
     @property
     def prompts(self) -> list[str | list[int]]:

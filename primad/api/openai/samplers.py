@@ -95,6 +95,7 @@ class SamplerFields(Strict):
     timings_per_token: bool | None = None
     return_progress: bool | None = None
     id_slot: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None
+    t_max_predict_ms: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None
     samplers: Annotated[Any, only(None, [], why="their order is llama.cpp's")] = None
     grammar_lazy: Annotated[Any, only(None, False, why="a grammar holds from the first token")] = None
     lora: Annotated[Any, only(None, [], why="the model is served as its file is")] = None
