@@ -9,6 +9,7 @@ from pydantic import Field
 from primad.api.fill_in import Gap
 from primad.api.openai.chat_fields import ChatFields
 from primad.api.openai.fields import Strict, expecting, only
+from primad.api.openai.free_samplers import FreeSamplers, Whole
 from primad.api.openai.samplers import MAX_TOKENS
 from primad.api.openai.schema import CompletionRequest
 
@@ -35,14 +36,14 @@ class TemplateRequest(ChatFields):
     """``POST /apply-template``."""
 
 
-class RawCompletionRequest(CompletionRequest):
+class RawCompletionRequest(FreeSamplers, CompletionRequest):
     """``POST /completion``: samplers as in OpenAI's dialect, the limit and the prompt as llama-server has them."""
 
     prompt: Annotated[  # type: ignore[assignment]
         str | Annotated[list[_TokenId | str], Field(min_length=1, fail_fast=True)],
         expecting("a string, or a list of token ids and strings that make one prompt"),
     ]
-    n_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS)] | None = None
+    n_predict: Annotated[int, Whole, Field(ge=-2, le=MAX_TOKENS)] | None = None
     n_probs: Annotated[Any, only(None, 0, why="use logprobs of /v1/completions")] = None
     logprobs: Annotated[Any, only(None, why="use logprobs of /v1/completions")] = None
 
