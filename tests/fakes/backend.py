@@ -163,7 +163,7 @@ class FakeBackend:
         assert prompt, "the prompt is empty"
         assert all(type(token) is int and 0 <= token < SIZE for token in prompt), "the prompt leaves the vocabulary"
         assert 1 <= max_tokens <= self.served.context_tokens - len(prompt), "the answer does not fit the context"
-        assert logprobs is None or 0 <= logprobs <= 20
+        assert logprobs is None or 0 <= logprobs <= 100
         check_sampling(sampling, self.served.context_tokens)
         open_calls = sum(not call.closed.is_set() for call in self.calls)
         assert open_calls < self.served.sequences, "one request at a time: the last was not closed"

@@ -64,7 +64,11 @@ def test_a_completion_in_one_piece_says_what_its_tokens_took(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
     told = post(FakeBackend(says("abc")), "/completion", prompt="Hi").json()["timings"]
     assert told["predicted_ms"] >= 2000
-    assert told["predicted_per_second"] == told["predicted_n"] / told["predicted_ms"] * 1000
+    assert told["predicted_per_second"] == (told["predicted_n"] - 1) / told["predicted_ms"] * 1000
+    assert told["predicted_per_token_ms"] == told["predicted_ms"] / (told["predicted_n"] - 1)
+    assert told["prompt_per_second"] == told["prompt_n"] / told["prompt_ms"] * 1000
+    one = post(FakeBackend(says("a")), "/completion", prompt="Hi").json()["timings"]
+    assert (one["predicted_n"], one["predicted_per_second"], one["predicted_per_token_ms"]) == (1, 0, 0)
 
 
 def test_every_event_says_what_it_took_if_it_is_asked_to():
@@ -82,8 +86,14 @@ def test_every_event_says_what_it_took_if_it_is_asked_to():
         *told, _ = events(post(made, path, stream=True, timings_per_token=True, **asked))
         timed = [event["timings"]["predicted_n"] for event in told if "timings" in event]
         assert timed == [1, 2, 3, 3]
-        *silent, _ = events(post(made, path, stream=True, **asked))
+        *silent, last, _ = events(post(made, path, stream=True, **asked))
         assert not any("timings" in event for event in silent)
+        whole = post(made, path, **asked).json()
+        assert last["timings"]["predicted_n"] == whole["timings"]["predicted_n"] == 3
+        assert whole["timings"].keys() == last["timings"].keys()
+        counted = {"include_usage": True}
+        *_, counts, _ = events(post(made, path, stream=True, stream_options=counted, **asked))
+        assert (counts["choices"], counts["timings"]["predicted_n"]) == ([], 3)
 
 
 def test_no_tokens_to_predict_has_the_prompt_computed_and_nothing_written():
@@ -122,8 +132,61 @@ def test_a_prompt_of_ids_and_texts_is_one_prompt():
     assert backend.calls[0].max_tokens == 4096 - 3
 
 
+def test_several_prompts_and_choices_are_told_by_their_index():
+    for asked, prompts in (
+        ({"prompt": ["a", "b"]}, [[BOS, 97], [BOS, 98]]),
+        ({"prompt": ["a"]}, [[BOS, 97]]),
+        ({"prompt": [[97, 98], "c", [97, "b"]]}, [[97, 98], [BOS, 99], [97, 98]]),
+        ({"prompt": "a", "n": 2}, [[BOS, 97]] * 2),
+        ({"prompt": [97, 98]}, [[97, 98]]),
+    ):
+        backend = FakeBackend(says("xy"))
+        told = post(backend, "/completion", **asked).json()
+        told = told if isinstance(told, list) else [told]
+        assert [each.prompt for each in backend.calls] == prompts
+        assert [(each["index"], each["content"]) for each in told] == [(i, "xy") for i in range(len(prompts))]
+        assert [each["tokens_evaluated"] for each in told] == [len(prompt) for prompt in prompts]
+        assert all(each["timings"]["predicted_n"] == each["tokens_predicted"] == 2 for each in told)
+        streamed = events(post(FakeBackend(says("xy")), "/completion", stream=True, **asked))
+        for index in range(len(prompts)):
+            assert "".join(each["content"] for each in streamed if each["index"] == index) == "xy"
+            assert [each["stop"] for each in streamed if each["index"] == index] == [False, False, True]
+    for wrong in ([], [[]], ["a"] * 129, [["a", []]], [1.5]):
+        assert post(FakeBackend(says()), "/completion", prompt=wrong).status_code == 400
+
+
+def test_probabilities_have_llama_servers_shape():
+    whole = post(FakeBackend(says("aé")), "/completion", prompt="Hi", n_probs=2).json()
+    first, begun, _ = whole["completion_probabilities"]
+    assert (first["id"], first["token"], first["bytes"], first["logprob"]) == (97, "a", [97], -0.5)
+    assert first["top_logprobs"] == [
+        {"id": 97, "token": "a", "bytes": [97], "logprob": -0.5},
+        {"id": 98, "token": "b", "bytes": [98], "logprob": -1.0},
+    ]
+    assert (begun["token"], begun["bytes"]) == ("", [195])
+    *parts, end = events(post(FakeBackend(says("aé")), "/completion", prompt="Hi", n_probs=2, stream=True))
+    assert [each for part in parts for each in part["completion_probabilities"]] == whole["completion_probabilities"]
+    assert "completion_probabilities" not in end
+    assert "completion_probabilities" not in post(FakeBackend(says("a")), "/completion", prompt="Hi", n_probs=0).json()
+
+
+def test_an_answer_that_the_context_cuts_is_truncated_and_fields_are_picked():
+    for asked, is_cut in (({}, True), ({"n_predict": 2}, False)):
+        told = post(FakeBackend(says("abcdefgh"), context_tokens=8), "/completion", prompt="Hi", **asked).json()
+        assert (told["stop_type"], told["truncated"]) == ("limit", is_cut)
+    fields = ["content", "timings/prompt_n", "no/such", ""]
+    assert post(FakeBackend(says("a")), "/completion", prompt="Hi", response_fields=fields).json() == {
+        "content": "a",
+        "prompt_n": 3,
+    }
+    *_, end = events(post(FakeBackend(says("a")), "/completion", prompt="Hi", response_fields=["stop"], stream=True))
+    assert end == {"stop": True}
+    assert post(FakeBackend(says("a")), "/completion", prompt="Hi", response_fields=[""]).json()["content"] == "a"
+
+
 def test_what_is_wrong_is_told():
-    assert "n_probs" in post(FakeBackend(says()), "/completion", prompt="Hi", n_probs=3).json()["error"]["message"]
+    refused = post(FakeBackend(says()), "/completion", prompt="Hi", n_probs=101).json()["error"]
+    assert (refused["param"], "n_probs" in refused["message"]) == ("n_probs", True)
     assert post(FakeBackend(says()), "/tokenize").json()["error"]["param"] == "content"
     got = events(post(FakeBackend(says("a", RingError("gone"))), "/completion", prompt="Hi", stream=True))
     assert got[-1]["error"]["message"] == "gone"

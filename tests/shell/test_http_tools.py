@@ -466,3 +466,30 @@ def test_the_official_clients():
             await client._client.aclose()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("told", [openai_whole, openai_streamed])
+def test_the_call_before_it_again_ends_the_answer(told: Any):
+    rome, oslo = calls("Rome"), calls("Oslo")
+    weather = [("weather", {"city": city}) for city in ("Rome", "Oslo")]
+    for texts, found in (
+        ((rome, rome, rome), weather[:1]),
+        ((rome, "\n", rome), weather[:1]),
+        ((rome, oslo, oslo, rome), weather),
+        ((rome, oslo, rome), [*weather, weather[0]]),
+        ((rome, "And again:", rome), [weather[0], weather[0]]),
+        ((rome, calls("Romeo")), [weather[0], ("weather", {"city": "Romeo"})]),
+    ):
+        made = backend(*texts)
+        *_, given, finish = told(made, tools=TOOLS)
+        assert (given, finish) == (found, "tool_calls"), texts
+    made = backend(rome, rome, "never read")
+    told(made, tools=TOOLS)
+    assert made.calls[0].sampled < 2 * len(rome) + 2
+
+
+def test_a_repetition_that_is_cut_is_a_call_that_is_not_whole():
+    made = backend(calls("Rome"), calls("Rome")[:-20])
+    made.ending = ("length", None)
+    *_, given, finish = openai_streamed(made, tools=TOOLS)
+    assert (len(given), finish) == (2, "length")
