@@ -229,9 +229,9 @@ def _written(
 
 
 class _Read:
-    """``_written`` for an answer in which calls and thoughts are looked for. The first whole call ends it if one is enough, and
-    so does one that is the call before it again. A call that is not whole makes ``length`` of ``stop``, unless it was a stop
-    string that cut it."""
+    """``_written`` for an answer in which calls and thoughts are looked for. The first whole call ends it if one is enough,
+    and so does one that is the call before it again. A call that is not whole makes ``length`` of ``stop``, unless it was a
+    stop string that cut it."""
 
     def __init__(self, reading: AnswerReading) -> None:
         self._reader, self._several = reading.reader(), reading.several
@@ -268,8 +268,8 @@ class _Read:
 
 
 class _Calls:
-    """The calls of an answer: so many ``given``, and of them ``whole``. As long as one may be the call before it again nobody
-    hears of it; once it is, it is none, and the answer ``repeats`` itself."""
+    """The calls of an answer: so many ``given``, and of them ``whole``. As long as one may be the call before it again
+    nobody hears of it; once it is, it is none, and the answer ``repeats`` itself."""
 
     def __init__(self) -> None:
         self.given = self.whole = 0

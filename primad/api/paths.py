@@ -1,4 +1,4 @@
-"""Base URLs as people paste them: ``http://host/`` before ``/v1/models`` makes ``//v1/models``, and some end with a slash."""
+"""Base URLs as people paste them: ``http://host/`` before ``/v1/models`` makes ``//v1/models``; some end with one."""
 
 from __future__ import annotations
 

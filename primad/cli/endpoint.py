@@ -140,7 +140,9 @@ def opened(kind: type[C], there: Reached, timeout_s: float | None) -> C:
 
 def _broken(there: Reached, names: tuple[str, ...], why: Exception) -> ClusterError:
     first, *_ = str(why).split(". ")
-    return ClusterError(f"{there.url}: {_set_of(names)} cannot be used: {printable(first, 200)}; correct it, or unset it")
+    return ClusterError(
+        f"{there.url}: {_set_of(names)} cannot be used: {printable(first, 200)}; correct it, or unset it"
+    )
 
 
 def _set_of(names: tuple[str, ...]) -> str:

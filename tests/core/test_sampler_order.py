@@ -19,7 +19,13 @@ USUAL = msgspec.structs.replace(GREEDY, temperature=0.8, top_k=40, top_p=0.95, m
 
 
 def test_llama_cpps_own_order_is_taken_whole_by_any_of_its_names():
-    for named in (OURS, "edskypmxt", [*OURS, "infill", "tfs_z"], [name.replace("_", "-") for name in OURS], [*OURS, *OURS]):
+    for named in (
+        OURS,
+        "edskypmxt",
+        [*OURS, "infill", "tfs_z"],
+        [name.replace("_", "-") for name in OURS],
+        [*OURS, *OURS],
+    ):
         assert in_order(SAYS_ALL, named) == SAYS_ALL
     assert in_order(USUAL, ["temp" if name == "temperature" else name for name in OURS]) == USUAL
 
@@ -59,6 +65,6 @@ def test_an_order_that_changes_nothing_is_taken(sampling: Sampling, named: list[
     ],
 )
 def test_an_order_that_changes_something_is_refused_by_name(sampling: Sampling, named: list[str]):
-    with pytest.raises(RequestError, match="'samplers'.*before") as caught:
+    with pytest.raises(RequestError, match=r"'samplers'.*before") as caught:
         in_order(sampling, named)
     assert caught.value.param == "samplers"

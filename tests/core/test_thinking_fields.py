@@ -14,7 +14,8 @@ HELLO = [{"role": "user", "content": "Hi"}]
 FAMILIES = {
     "Qwen3, GLM, Gemma 4": "{% if enable_thinking is defined and enable_thinking is false %}off{% else %}on{% endif %}",
     "Granite 3.3": "{% if thinking %}on{% else %}off{% endif %}",
-    "DeepSeek V3.1": "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ 'on' if thinking else 'off' }}",
+    "DeepSeek V3.1": "{% if not thinking is defined %}{% set thinking = false %}{% endif %}"
+    "{{ 'on' if thinking else 'off' }}",
     "another": "{{ 'on' if think else 'off' }}",
     "Command A": "{% set reasoning = reasoning if reasoning is not undefined else (false if reasoning_effort is defined and "
     'reasoning_effort | lower == "none" else true) %}{{ "on" if reasoning else "off" }}',
@@ -41,7 +42,9 @@ def test_every_family_thinks_or_not_as_it_is_asked(family):
 
 
 def test_an_effort_is_one_that_the_template_knows():
-    harmony = '{% if reasoning_effort is not defined %}{% set reasoning_effort = "medium" %}{% endif %}{{ reasoning_effort }}'
+    harmony = (
+        '{% if reasoning_effort is not defined %}{% set reasoning_effort = "medium" %}{% endif %}{{ reasoning_effort }}'
+    )
     assert [shown(harmony, *asked) for asked in ((None,), (True,), (False,), (True, "high"), (None, "low"))] == [
         *("medium", "medium", "low", "high", "low")
     ]

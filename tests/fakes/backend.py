@@ -234,7 +234,9 @@ def check_sampling(sampling: Sampling, context_tokens: int) -> None:
     assert sampling.mirostat in (0, 1, 2)
     assert 0 <= sampling.mirostat_tau <= 100
     assert 0 <= sampling.xtc_threshold <= 1
-    assert all(0 <= token < SIZE and (bias == -math.inf or -10_000 <= bias <= 10_000) for token, bias in sampling.logit_bias)
+    assert all(
+        0 <= token < SIZE and (bias == -math.inf or -10_000 <= bias <= 10_000) for token, bias in sampling.logit_bias
+    )
 
 
 def says(*texts: str | bytes | Item) -> Callable[[Call], list[Item]]:

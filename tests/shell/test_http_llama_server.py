@@ -98,7 +98,9 @@ def test_every_event_says_what_it_took_if_it_is_asked_to():
 
 def test_no_tokens_to_predict_has_the_prompt_computed_and_nothing_written():
     for path, asked in (("/completion", {"prompt": "Hi"}), ("/infill", {"input_prefix": "a", "input_suffix": ""})):
-        backend = FakeBackend(says("one END"), vocabulary=ByteVocabulary(fill_in=FillInTokens(before=1, after=2, middle=3)))
+        backend = FakeBackend(
+            says("one END"), vocabulary=ByteVocabulary(fill_in=FillInTokens(before=1, after=2, middle=3))
+        )
         whole = post(backend, path, n_predict=0, t_max_prompt_ms=1, t_max_predict_ms=1, samplers=[], **asked).json()
         assert (whole["content"], whole["tokens_predicted"], whole["stop_type"]) == ("", 0, "limit")
         assert whole["tokens_evaluated"] == whole["timings"]["prompt_n"] == len(backend.calls[0].prompt)

@@ -24,7 +24,14 @@ def test_a_slash_too_many_changes_nothing():
     }
     for path, body in bodies.items():
         method = "GET" if body is None else "POST"
-        for said in (path, f"/{path}", f"{path}/", f"//{path}//", path.replace("/", "//"), path.replace("/v1/", "/v1///")):
+        for said in (
+            path,
+            f"/{path}",
+            f"{path}/",
+            f"//{path}//",
+            path.replace("/", "//"),
+            path.replace("/v1/", "/v1///"),
+        ):
             answer = call(FakeBackend(says("x")), method, f"http://127.0.0.1:8080{said}", json=body)
             assert answer.status_code == 200, (said, answer.text)
     assert call(FakeBackend(says()), "GET", "http://127.0.0.1:8080//v2/models").status_code == 404

@@ -66,7 +66,10 @@ def test_a_schema_that_cannot_be_followed_is_refused_by_its_keyword(path):
 
 
 MEDIA_TYPES = (
-    *({"content-type": said} for said in ("text/plain", "application/x-www-form-urlencoded", "", "multipart/form-data")),
+    *(
+        {"content-type": said}
+        for said in ("text/plain", "application/x-www-form-urlencoded", "", "multipart/form-data")
+    ),
     {},  # as the fetch of a Blob
 )
 PAGES = (

@@ -64,7 +64,9 @@ def test_a_browser_gets_the_page_and_a_client_of_the_api_is_told_what_this_is():
 def test_everything_that_the_page_loads_is_a_file_of_this_server():
     texts = {name: file.content.decode() for name, file in files.files().items() if not name.startswith("vendor/")}
     of_index = re.findall(r'(?:src|href)="([^"#]+)"', texts[files.INDEX])
-    of_scripts = [urljoin("/page/js/", each) for text in texts.values() for each in re.findall(r' from "([^"]+)"', text)]
+    of_scripts = [
+        urljoin("/page/js/", each) for text in texts.values() for each in re.findall(r' from "([^"]+)"', text)
+    ]
     assert not any(path.startswith("/") for path in of_index), "a proxy may serve the page below a prefix"
     loaded = {urljoin("/", path) for path in of_index} | set(of_scripts)
     assert {f"/page/{name}" for name in texts if name.endswith((".js", ".css", ".svg"))} <= loaded

@@ -80,8 +80,8 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class RawAnswer:
-    """A choice of ``/completion`` as it is written, for who calls the model ``model``; times are those of the ``clock``. If it
-    ``times_parts``, each part of a stream has its timings."""
+    """A choice of ``/completion`` as it is written, for who calls the model ``model``; times are those of the ``clock``. If
+    it ``times_parts``, each part of a stream has its timings."""
 
     model: str
     served: ServedModel

@@ -35,9 +35,7 @@ _Share = Annotated[float, AfterValidator(lambda value: min(max(value, 0.0), 1.0)
 _Count = Annotated[int, Whole, Field(le=MAX_TOKENS), _at_least(0)]
 _Reach = Annotated[int, Whole, Field(le=MAX_TOKENS), _at_least(-1)]
 _Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
-_Repeat = Annotated[
-    float, Field(le=MAX_PENALTY), AfterValidator(lambda value: max(value, 0.01) if value > 0 else 1.0)
-]
+_Repeat = Annotated[float, Field(le=MAX_PENALTY), AfterValidator(lambda value: max(value, 0.01) if value > 0 else 1.0)]
 _Bias = Annotated[float, Field(ge=-MAX_TEMPERATURE, le=MAX_TEMPERATURE)] | Literal[False]
 
 

@@ -185,7 +185,7 @@ def _job(
     n = request.n or 1
     if len(prompts) * n > MAX_CHOICES:
         raise RequestError(f"{len(prompts)} prompts with n = {n} are more than {MAX_CHOICES} choices", param="n")
-    limit, logprobs = request.token_limit, request.logprob_count
+    limit, logprobs, limit_ms = request.token_limit, request.logprob_count, request.t_max_predict_ms or 0
     logprobs = None if logprobs is None else min(logprobs, served.vocabulary.size)
     return Job(
         prompts=tuple(_prompt(tokens, echo, served, limit, at) for tokens, echo in prompts),
@@ -198,7 +198,7 @@ def _job(
         reuses=request.cache_prompt is not False,
         priority=request.priority or 0,
         speculates=request.speculate is not False,
-        decode_limit_s=request.t_max_predict_ms / 1000 if (request.t_max_predict_ms or 0) > 0 else None,
+        decode_limit_s=limit_ms / 1000 if limit_ms > 0 else None,
     )
 
 

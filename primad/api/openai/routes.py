@@ -167,9 +167,7 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
             Route(path=path, handler=here.models, methods=("GET",), answers="ModelList")
             for path in ("/v1/models", "/models")
         ),
-        Route(
-            path="/v1/chat/completions/input_tokens", handler=here.count, asks="ChatRequest", answers="InputTokens"
-        ),
+        Route(path="/v1/chat/completions/input_tokens", handler=here.count, asks="ChatRequest", answers="InputTokens"),
         Route(path="/v1/models/{model_id:path}", handler=here.model, methods=("GET",), answers="Model"),
         *(
             Route(

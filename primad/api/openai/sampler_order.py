@@ -33,8 +33,8 @@ _EITHER_WAY: Final = frozenset({("top_k", "min_p"), ("top_k", "temperature"), ("
 
 
 def in_order(sampling: Sampling, samplers: str | Sequence[str]) -> Sampling:
-    """``sampling`` with the ``samplers`` of the list alone. Names that llama.cpp has and we have not, as ``infill``, are left
-    out as unknown ones are there.
+    """``sampling`` with the ``samplers`` of the list alone. Names that llama.cpp has and we have not, as ``infill``, are
+    left out as unknown ones are there.
 
     Raises ``RequestError`` (400) for an order that would change something.
     """

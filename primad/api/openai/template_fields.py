@@ -43,7 +43,7 @@ class TemplateFields(Strict):
         return value
 
     def variables_for(self, template: str) -> dict[str, Any]:
-        """The variables of ``template``, by its own names. ``chat_template_kwargs`` is nearest to it, and so the last word."""
+        """The variables of ``template``, by its own names. ``chat_template_kwargs`` is nearest to it: the last word."""
         said = thinking_variables(template, self.enable_thinking, self.reasoning_effort)
         documents = {} if self.documents is None else {"documents": self.documents}
         return said | documents | (self.chat_template_kwargs or {})

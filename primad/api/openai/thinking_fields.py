@@ -1,7 +1,7 @@
 """Whether and how much a model thinks, in the words of its own chat template. Pure.
 
-Templates call it ``enable_thinking``, ``thinking``, ``reasoning`` or otherwise. What one does not mention changes nothing, so
-all switches are set at once; an effort is text that some templates write into the prompt, so it is set where it is known.
+Templates call it ``enable_thinking``, ``thinking``, ``reasoning`` or otherwise. What one does not mention changes nothing,
+so all switches are set at once; an effort is text that some templates write into the prompt, so it is set where it is known.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import msgspec
 class AnswerTimings(msgspec.Struct, frozen=True, kw_only=True):
     """What an answer took: its prompt until the first token, waiting included, then the tokens after it.
 
-    ``cache_n`` tokens of the prompt were computed before, ``prompt_n`` were not. The rates of ``predicted_n`` tokens are those
-    after the first, and 0 where there are none.
+    ``cache_n`` tokens of the prompt were computed before, ``prompt_n`` were not. The rates of ``predicted_n`` tokens are
+    those after the first, and 0 where there are none.
     """
 
     cache_n: int

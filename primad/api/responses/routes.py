@@ -70,9 +70,7 @@ class _Routes:
 def _routes(endpoint: Endpoint) -> Sequence[Route]:
     here = _Routes(endpoint)
     return (
-        Route(
-            path="/v1/responses/input_tokens", handler=here.count, asks="ResponsesRequest", answers="InputTokens"
-        ),
+        Route(path="/v1/responses/input_tokens", handler=here.count, asks="ResponsesRequest", answers="InputTokens"),
         *(
             Route(
                 path=path,
