@@ -14,13 +14,13 @@ from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from primad.api.access import caller
 from primad.api.dialect import Framing
-from primad.api.guard import may_be_a_page
 from primad.errors import PrimadError, RequestError
 from primad.settings.timings import ApiTimings
 from primad.system.shares import Shares
@@ -61,6 +61,12 @@ async def read_json(request: Request, timeout_s: float, *, only_json: bool = Fal
     except TimeoutError as exc:
         raise RequestError(f"the body did not arrive within {timeout_s:.0f} s", status=408) from exc
     return bytes(body)
+
+
+def may_be_a_page(headers: Headers) -> bool:
+    """Whether a browser may have sent it: each sends ``Origin`` with every POST to another origin, also without a content
+    type (a ``Blob``) or for a form; old ones at least the page that it comes from."""
+    return any(name in ("origin", "referer", "cookie") or name.startswith("sec-fetch-") for name in headers)
 
 
 def _too_large() -> RequestError:

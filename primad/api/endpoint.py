@@ -71,8 +71,8 @@ class Endpoint:
 
     def write(self, served: ServedModel, job: Job, choice: Choice) -> AsyncGenerator[Written, None]:
         """What is written for ``choice``, counted in the metrics; close it to stop."""
-        written = charged(write(self.backend, served.vocabulary, job, choice, owner=caller()), len(choice.prompt))
-        return self._metrics.metered(written, len(choice.prompt))
+        written = write(self.backend, served.vocabulary, job, choice, owner=caller(), clock=time.monotonic)
+        return self._metrics.metered(charged(written, len(choice.prompt)), len(choice.prompt))
 
     async def whole(
         self, request: Request, served: ServedModel, job: Job, clocks: Sequence[AnswerClock] = ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -158,7 +157,7 @@ async def write(
     choice: Choice,
     *,
     owner: str = "",
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float],
 ) -> AsyncGenerator[Written, None]:
     """What is written for ``choice`` of ``owner`` as it becomes certain; the last one has ``finish``. Of a choice without
     tokens the prompt is computed, with the one that follows it, which nobody hears of.

@@ -122,12 +122,6 @@ def _is_here(client: str) -> bool:
         return bare.lower() == "localhost"
 
 
-def may_be_a_page(headers: Headers) -> bool:
-    """Whether a browser may have sent it: each sends ``Origin`` with every POST to another origin, also without a content
-    type (a ``Blob``) or for a form; old ones at least the page that it comes from."""
-    return any(name in ("origin", "referer", "cookie") or name.startswith("sec-fetch-") for name in headers)
-
-
 def said_key(headers: Headers) -> str | None:
     """The key in ``Authorization: Bearer`` or ``x-api-key``."""
     scheme, _, said = headers.get("authorization", "").partition(" ")

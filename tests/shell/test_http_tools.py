@@ -306,7 +306,7 @@ def test_a_marker_may_be_a_control_token(monkeypatch):
 
     async def answer(reading: AnswerReading | None) -> Answered:
         asking = msgspec.structs.replace(job, reading=reading)
-        async with aclosing(write(made, made.model().vocabulary, asking, job.choices[0])) as written:
+        async with aclosing(write(made, made.model().vocabulary, asking, job.choices[0], clock=float)) as written:
             return Answered.of(job.choices[0], [part async for part in written])
 
     read, plain = asyncio.run(answer(asked)), asyncio.run(answer(None))

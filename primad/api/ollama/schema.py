@@ -8,7 +8,7 @@ from pydantic import Field
 
 from primad.api.openai.fields import Strict, expecting, only
 from primad.api.openai.free_samplers import FreeSamplers, Whole
-from primad.api.openai.schema import MAX_TOP_LOGPROBS, ChatRequest, CompletionRequest, TokenCount
+from primad.api.openai.schema import MAX_TOP_LOGPROBS, ChatRequest, CompletionRequest, TokenLimit
 
 _NoImages = Annotated[Any, only(None, [], why="this model reads text only")]
 
@@ -81,10 +81,10 @@ class OllamaGenerateRequest(OllamaRequest):
 class FreeChatRequest(FreeSamplers, ChatRequest):
     """What the core makes of a chat; numbers are Ollama's."""
 
-    max_tokens: Annotated[TokenCount | None, Whole] = None
+    max_tokens: Annotated[TokenLimit | None, Whole] = None
 
 
 class FreeCompletionRequest(FreeSamplers, CompletionRequest):
     """What the core makes of a raw prompt, or one with a suffix."""
 
-    max_tokens: Annotated[TokenCount | None, Whole] = None
+    max_tokens: Annotated[TokenLimit | None, Whole] = None

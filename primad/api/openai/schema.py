@@ -52,7 +52,7 @@ _HARMLESS: Final = frozenset(
 
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]], Field(min_length=1, fail_fast=True)]
-TokenCount = Annotated[
+TokenLimit = Annotated[
     Literal[-1] | Annotated[int, Field(ge=1, le=MAX_TOKENS)], expecting("a count from 1, or -1 for as many as fit")
 ]
 
@@ -75,7 +75,7 @@ class SamplingRequest(SamplerFields):
             f"a string or a list of at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters",
         ),
     ] = None
-    max_tokens: TokenCount | None = None
+    max_tokens: TokenLimit | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -108,7 +108,7 @@ class SamplingRequest(SamplerFields):
 class ChatRequest(ChatFields, SamplingRequest):
     """``POST /v1/chat/completions``."""
 
-    max_completion_tokens: TokenCount | None = None
+    max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     modalities: Annotated[Any, only(None, ["text"], why="this server answers with text only")] = None
