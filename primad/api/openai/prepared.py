@@ -78,7 +78,7 @@ class RerankRequest(Strict):
     model: Annotated[str, Field(max_length=512)] | None = None
     query: str
     documents: Texts
-    top_n: Annotated[int, Field(ge=1)] | None = None
+    top_n: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
 
 
 def chat(body: bytes, asking: Asking) -> PreparedAnswer:
