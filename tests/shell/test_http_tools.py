@@ -233,7 +233,8 @@ def test_a_call_is_streamed_as_it_is_written():
     got = post(made, "/v1/chat/completions", messages=HELLO, tools=TOOLS, stream=True).text
     deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in got.splitlines() if line.startswith("data: {")]
     told = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert len(told) > 2 * len('{"city": "Rome"}') - 4
+    shared = '{"city": "'  # as long as the second may be the first again, it is held back
+    assert len(told) > 2 * len('{"city": "Rome"}') - len(shared) - 4
     assert [call["function"].get("name") for call in told if "id" in call] == ["weather", "weather"]
     blocks = post(made, "/v1/messages", stream=True, **ANTHROPIC, tools=ANTHROPIC_TOOLS).text
     assert blocks.count("input_json_delta") == len(told)

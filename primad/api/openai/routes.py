@@ -194,7 +194,7 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
     )
 
 
-T = TypeVar("T", shapes.ChatCompletion, shapes.ChatChunk, shapes.Completion)
+T = TypeVar("T", bound=shapes.ChatCompletion | shapes.ChatChunk | shapes.Completion)
 
 
 def _timed(chunk: T, timings: AnswerTimings | UnsetType) -> T:
