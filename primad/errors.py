@@ -131,12 +131,15 @@ class RequestError(PrimadError):
 
 
 class PromptTooLongError(RequestError):
-    """A prompt of (at least) ``prompt_tokens`` leaves no room for an answer in a context of ``context_tokens``."""
+    """A prompt of (at least) ``prompt_tokens`` leaves no room for an answer in a context of ``context_tokens``.
+
+    Clients look for "exceeds the available context size", and shorten their history.
+    """
 
     def __init__(self, prompt_tokens: int, context_tokens: int, param: str, *, at_least: bool = False) -> None:
         tokens = f"at least {prompt_tokens}" if at_least else str(prompt_tokens)
         super().__init__(
-            f"the prompt has {tokens} tokens; it and at least one more must fit the context of {context_tokens}; "
+            f"the prompt has {tokens} tokens, which with one more exceeds the available context size of {context_tokens}; "
             "shorten it, or start 'primad serve' with a larger --context",
             code="context_length_exceeded",
             param=param,

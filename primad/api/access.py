@@ -16,7 +16,7 @@ from primad.api.generation import Written
 from primad.api.keys import Allowance, ApiKey, key_like
 from primad.errors import RequestError
 
-OPEN_PATHS: Final = ("/health", "/api/hello", "/", "/ui/owner")
+OPEN_PATHS: Final = ("/health", "/v1/health", "/api/hello", "/", "/ui/owner")
 """What answers without a key: for who looks whether the server lives, and for the page until it has one."""
 OPEN_FOLDER: Final = "/page/"
 """The page's files, which hold no secret."""

@@ -37,6 +37,7 @@ from primad.api.page import files
 from primad.api.page.desk import Desk
 from primad.api.page.owner import Owner
 from primad.api.page.routes import Page
+from primad.api.paths import TidyPaths
 from primad.api.responses import routes as responses
 from primad.api.status import StatusBody, status_body
 from primad.errors import PrimadError, RequestError
@@ -84,6 +85,7 @@ def create_app(
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",))
     app.add_middleware(HostGuard, hosts=hosts, refuse=_refuse)
     app.add_middleware(Counted, metrics=metrics)
+    app.add_middleware(TidyPaths)
     for route in routes:
         app.add_api_route(
             route.path,
@@ -93,6 +95,8 @@ def create_app(
             responses=_answers(route),
             include_in_schema=route.answers is not None,
         )
+        if "GET" in route.methods and "HEAD" not in route.methods and not route.path.startswith("/ui/"):
+            app.add_api_route(route.path, route.handler, methods=["HEAD"], include_in_schema=False)
     _handle_errors(app)
     app.state.close = page.close
     return app
@@ -107,7 +111,10 @@ class _Server:
     def routes(self) -> tuple[Route, ...]:
         return (
             Route(path="/", handler=self.about, methods=("GET", "HEAD")),
-            Route(path="/health", handler=self.health, methods=("GET",), answers="HealthBody"),
+            *(
+                Route(path=path, handler=self.health, methods=("GET",), answers="HealthBody")
+                for path in ("/health", "/v1/health")
+            ),
             Route(path="/status", handler=self.status, methods=("GET",), answers="StatusBody"),
             Route(path="/metrics", handler=self.metrics, methods=("GET",)),
         )

@@ -80,6 +80,7 @@ class ModelFacts:
     """What the model file says of itself, for clients that show it; None and "" where it is not known."""
 
     architecture: str = ""
+    basename: str = ""
     quantization: str = ""
     parameters: int | None = None
     size_bytes: int | None = None

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -33,17 +34,20 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-async def read_json(request: Request, timeout_s: float) -> bytes:
-    """The body of a request that says it is JSON, and that has arrived within ``timeout_s``.
+async def read_json(request: Request, timeout_s: float, *, only_json: bool = False) -> bytes:
+    """The body of a request, which has arrived within ``timeout_s``. It must say that it is JSON if ``only_json``, or if a
+    web page may have sent it.
 
-    To insist on the media type is also what keeps web pages out: a browser asks first (CORS preflight) before it sends
-    JSON to another origin, and this server never says yes.
+    That keeps web pages out: a browser asks first (CORS preflight) before it sends JSON to another origin, and this server
+    never says yes. Programs are believed without it; many send none, or that of a form.
 
     Raises ``RequestError`` (400, 408, 413) and ``ClientDisconnect``.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise RequestError(f"the content type is {media_type[:80]!r}; send the header Content-Type: application/json")
+    if media_type != "application/json" and (only_json or may_be_a_page(request.headers)):
+        raise RequestError(
+            f"the content type is {media_type[:80]!r}; web pages send the header Content-Type: application/json"
+        )
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > MAX_BODY_BYTES):
         raise _too_large()
@@ -57,6 +61,12 @@ async def read_json(request: Request, timeout_s: float) -> bytes:
     except TimeoutError as exc:
         raise RequestError(f"the body did not arrive within {timeout_s:.0f} s", status=408) from exc
     return bytes(body)
+
+
+def may_be_a_page(headers: Headers) -> bool:
+    """Whether a browser may have sent it: each sends ``Origin`` with every POST to another origin, also without a content
+    type (a ``Blob``) or for a form; old ones at least the page that it comes from."""
+    return any(name in ("origin", "referer", "cookie") or name.startswith("sec-fetch-") for name in headers)
 
 
 def _too_large() -> RequestError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -71,23 +71,24 @@ class Endpoint:
 
     def write(self, served: ServedModel, job: Job, choice: Choice) -> AsyncGenerator[Written, None]:
         """What is written for ``choice``, counted in the metrics; close it to stop."""
-        written = charged(write(self.backend, served.vocabulary, job, choice, owner=caller()), len(choice.prompt))
-        return self._metrics.metered(written, len(choice.prompt))
+        written = write(self.backend, served.vocabulary, job, choice, owner=caller(), clock=time.monotonic)
+        return self._metrics.metered(charged(written, len(choice.prompt)), len(choice.prompt))
 
     async def whole(
-        self, request: Request, served: ServedModel, job: Job, clock: AnswerClock | None = None
+        self, request: Request, served: ServedModel, job: Job, clocks: Sequence[AnswerClock] = ()
     ) -> list[Answered]:
-        """All choices of ``job``, written to their ends, as ``clock`` sees; it stops when the client leaves."""
-        return await while_connected(request.receive, self._answered(served, job, clock))
+        """All choices of ``job``, written to their ends, as the clock of each sees, or one of all; it stops when the client
+        leaves."""
+        return await while_connected(request.receive, self._answered(served, job, clocks))
 
-    async def _answered(self, served: ServedModel, job: Job, clock: AnswerClock | None) -> list[Answered]:
+    async def _answered(self, served: ServedModel, job: Job, clocks: Sequence[AnswerClock]) -> list[Answered]:
         parts: list[list[Written]] = [[] for _ in job.choices]
         begins = [partial(self.write, served, job, choice) for choice in job.choices]
         async with aclosing(together(begins, served.sequences)) as written:
             async for place, part in written:
                 parts[place].append(part)
-                if clock is not None:
-                    clock.count(part.sampled, part.cached, time.perf_counter())
+                if clocks:
+                    clocks[min(place, len(clocks) - 1)].count(part.sampled, part.cached, time.perf_counter())
         return [Answered.of(choice, each) for choice, each in zip(job.choices, parts, strict=True)]
 
     def stream(self, messages: AsyncGenerator[msgspec.Struct, None], framing: Framing) -> Response:

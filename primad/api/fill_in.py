@@ -43,7 +43,7 @@ def fill_in_prompt(vocabulary: Vocabulary, before: Sequence[int] | str, gap: Gap
     left = room - len(begin) - 3
     if left < 1:
         raise RequestError(
-            f"'{param}': the context leaves no room beside the answer; ask for a shorter one", param=param
+            f"'{param}': with the answer it exceeds the available context size; ask for a shorter answer", param=param
         )
     head = before if not isinstance(before, str) else _plain(vocabulary, before)
     tail = _plain(vocabulary, gap.after)

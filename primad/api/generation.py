@@ -151,9 +151,16 @@ def whole_calls(parts: Iterable[GivenPart]) -> Iterator[GivenCall]:
 
 
 async def write(
-    backend: Backend, vocabulary: TokenPieces, job: Job, choice: Choice, *, owner: str = ""
+    backend: Backend,
+    vocabulary: TokenPieces,
+    job: Job,
+    choice: Choice,
+    *,
+    owner: str = "",
+    clock: Callable[[], float],
 ) -> AsyncGenerator[Written, None]:
-    """What is written for ``choice`` of ``owner`` as it becomes certain; the last one has ``finish``.
+    """What is written for ``choice`` of ``owner`` as it becomes certain; the last one has ``finish``. Of a choice without
+    tokens the prompt is computed, with the one that follows it, which nobody hears of.
 
     The backend's generator is closed, and so the sequence freed, before the last one is handed out, and whenever this
     generator is closed or cancelled.
@@ -166,9 +173,10 @@ async def write(
     piece = vocabulary.piece_or_marker if shows_control else vocabulary.piece
     last: Written | None = None
     cached, guessed = 0, NOTHING_GUESSED
+    until_s: float | None = None
     events = backend.generate(
         choice.prompt,
-        max_tokens=choice.max_tokens,
+        max_tokens=max(1, choice.max_tokens),
         sampling=choice.sampling,
         logprobs=job.logprobs,
         reuses=job.reuses,
@@ -180,9 +188,14 @@ async def write(
     async with aclosing(events):
         async for event in events:
             match event:
+                case Sampled() if not choice.max_tokens:
+                    pass
                 case Sampled():
                     released = transcript.feed(piece(event.token), event)
                     end: FinishReason | None = "stop" if transcript.stopped else None
+                    if job.decode_limit_s is not None and end is None:
+                        until_s = clock() + job.decode_limit_s if until_s is None else until_s
+                        end = "length" if "\n" in released.text and clock() > until_s else None
                     part = written(released, sampled=1, finish=end, stopped_by=transcript.stopped_by)
                     if part.finish is not None:
                         last = part
@@ -199,7 +212,8 @@ async def write(
                     raise RequestError(event.error or "the answer cannot be as it was asked for", code="invalid_value")
                 case Finished():
                     released = transcript.finish()
-                    finish: FinishReason = "length" if event.reason == "length" and not transcript.stopped else "stop"
+                    is_cut = event.reason == "length" or not choice.max_tokens
+                    finish: FinishReason = "length" if is_cut and not transcript.stopped else "stop"
                     last = written(released, sampled=0, finish=finish, stopped_by=transcript.stopped_by)
                     guessed = Guessed(right=event.accepted, wrong=event.drafted - event.accepted)
                     break
@@ -214,13 +228,13 @@ def _written(
 
 
 class _Read:
-    """``_written`` for an answer in which calls and thoughts are looked for. The first whole call ends it if one is enough.
-    A call that is not whole makes ``length`` of ``stop``, unless it was a stop string that cut it."""
+    """``_written`` for an answer in which calls and thoughts are looked for. The first whole call ends it if one is enough,
+    and so does one that is the call before it again. A call that is not whole makes ``length`` of ``stop``, unless it was a
+    stop string that cut it."""
 
     def __init__(self, reading: AnswerReading) -> None:
         self._reader, self._several = reading.reader(), reading.several
-        self._given = self._whole = 0
-        self._id = self._name = ""
+        self._calls = _Calls()
 
     def __call__(
         self, released: Released[Sampled], *, sampled: int, finish: FinishReason | None, stopped_by: str | None
@@ -228,9 +242,18 @@ class _Read:
         told = [self._reader.feed(released.text)]
         if finish is not None:
             told.append(self._reader.finish())
-        calls = [self._part(part) for each in told for part in each.calls if self._several or not self._whole]
-        if self._given and (finish == "stop" or (finish is None and self._whole and not self._several)):
-            is_cut = self._whole < self._given
+        heard, calls = list[GivenPart](), self._calls
+        for each in told:
+            for part in each.calls:
+                if (self._several or not calls.whole) and not calls.repeats:
+                    heard += calls.hear(part)
+            if each.text.strip():
+                calls.forget()
+        if finish is not None:
+            heard += calls.rest()
+        is_enough = finish is None and (calls.repeats or (calls.whole and not self._several))
+        if calls.given and (finish == "stop" or is_enough):
+            is_cut = calls.whole < calls.given
             finish = "tool_calls" if not is_cut else "length" if stopped_by is None else "stop"
         return Written(
             text="".join(each.text for each in told),
@@ -239,18 +262,66 @@ class _Read:
             finish=finish,
             stopped_by=stopped_by,
             thought="".join(each.thought for each in told),
-            calls=tuple(calls),
+            calls=tuple(heard),
         )
 
-    def _part(self, part: CallPart) -> GivenPart:
+
+class _Calls:
+    """The calls of an answer: so many ``given``, and of them ``whole``. As long as one may be the call before it again
+    nobody hears of it; once it is, it is none, and the answer ``repeats`` itself."""
+
+    def __init__(self) -> None:
+        self.given = self.whole = 0
+        self.repeats = False
+        self._id = self._name = self._arguments = ""
+        self._before: tuple[str, str] | None = None
+        self._held: list[GivenPart] = []
+
+    def hear(self, part: CallPart) -> list[GivenPart]:
+        """What of the calls is to be told, with ``part``."""
         if part.name is not None:
-            self._given, self._id, self._name = self._given + 1, f"call_{secrets.token_hex(12)}", part.name
-        self._whole += part.is_whole
-        return GivenPart(
-            index=self._given - 1,
-            id=self._id,
-            name=self._name,
-            arguments=part.arguments,
-            begins=part.name is not None,
-            is_whole=part.is_whole,
+            self.given, self._id, self._name = self.given + 1, f"call_{secrets.token_hex(12)}", part.name
+            self._arguments, self._before = "", None if self._held else self._before
+        self.whole += part.is_whole
+        self._arguments += part.arguments
+        self._held.append(
+            GivenPart(
+                index=self.given - 1,
+                id=self._id,
+                name=self._name,
+                arguments=part.arguments,
+                begins=part.name is not None,
+                is_whole=part.is_whole,
+            )
+        )
+        said = (self._name, self._arguments)
+        if part.is_whole and said == self._before:
+            self.given, self.whole, self.repeats, self._held = self.given - 1, self.whole - 1, True, []
+        if self._may_repeat() and not part.is_whole:
+            return []
+        if part.is_whole:
+            self._before = said
+        return self.rest()
+
+    def rest(self) -> list[GivenPart]:
+        """What was held back, of each call in one part."""
+        held, self._held = self._held, []
+        by_call = [list(parts) for _, parts in groupby(held, key=lambda part: part.index)]
+        return [
+            replace(
+                parts[0],
+                arguments="".join(part.arguments for part in parts),
+                is_whole=parts[-1].is_whole,
+            )
+            for parts in by_call
+        ]
+
+    def forget(self) -> None:
+        """There is text behind the last call, so the next one is not right behind it."""
+        if not self._held:
+            self._before = None
+
+    def _may_repeat(self) -> bool:
+        return self._before is not None and (
+            self._name == self._before[0] and self._before[1].startswith(self._arguments)
         )

@@ -1,10 +1,11 @@
 """Who may talk to the server: through a browser no web page from elsewhere; where there are keys, who has one.
 
 A server on 127.0.0.1 can be reached by any page the user has open. Two habits keep them out: the API sends CORS headers
-to no origin but those that its owner named, and insists on JSON (``connection.read_json``), so another origin can neither
-read an answer nor start work; and this guard refuses host names that are not ours, so a page cannot become our own origin
-by pointing its name at 127.0.0.1 (DNS rebinding). An IP address in ``Host`` is always fine: no attacker's name is
-involved. Nor is one in ``host.docker.internal``, which containers call this machine: no public name ends so.
+to no origin but those that its owner named, and insists on JSON where a browser may ask (``connection.read_json``), so
+another origin can neither read an answer nor start work; and this guard refuses host names that are not ours, so a page
+cannot become our own origin by pointing its name at 127.0.0.1 (DNS rebinding). An IP address in ``Host`` is always
+fine: no attacker's name is involved. Nor is one in ``host.docker.internal``, which containers call this machine: no
+public name ends so.
 
 A server without keys on 127.0.0.1 is for programs of its machine. A proxy or a tunnel there would let in whoever it lets in,
 so what says that it was passed on for another machine is refused.

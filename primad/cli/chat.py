@@ -13,7 +13,7 @@ import typer
 
 from primad.cli.conversation import COMMANDS, Conversation, Piece, Received, shown, split_command
 from primad.cli.drawing import Drawing
-from primad.cli.endpoint import ASKS_FOR_KEY, CONNECT_TIMEOUT_S, HeadName, Key, Reached, Url, in_our_words, reached
+from primad.cli.endpoint import ASKS_FOR_KEY, HeadName, Key, Reached, Url, in_our_words, opened, reached
 from primad.cli.line_input import is_typed, line_reader
 from primad.cli.output import err, out
 from primad.errors import ClusterError, printable
@@ -63,7 +63,7 @@ class Talk:
         self, runner: asyncio.Runner, there: Reached, conversation: Conversation, options: dict[str, Any]
     ) -> None:
         self._runner, self._options = runner, options
-        self._url, self._headers = there.url, there.headers
+        self._there = there
         self.conversation = conversation
         self.received, self._dim, self._open = Received(), False, False
 
@@ -83,14 +83,11 @@ class Talk:
     async def _answer(self, body: dict[str, Any]) -> None:
         import httpx
 
+        client = opened(httpx.AsyncClient, self._there, None)
         drawing = Drawing(self._draw)
         body["stream_options"] = {"include_usage": True}
         try:
-            timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-            async with (
-                httpx.AsyncClient(base_url=self._url, headers=self._headers, timeout=timeout) as client,
-                client.stream("POST", "/v1/chat/completions", json=body) as response,
-            ):
+            async with client, client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
                     await response.aread()
                     raise ClusterError(_error(response))
@@ -99,9 +96,9 @@ class Talk:
             if not self.received.is_whole:
                 raise ClusterError("the answer broke off")
         except ClusterError as exc:
-            raise ClusterError(f"{self._url}: {printable(str(exc), 1000)}") from exc
+            raise ClusterError(f"{self._there.url}: {printable(str(exc), 1000)}") from exc
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as exc:
-            raise in_our_words(self._url, exc) from exc
+            raise in_our_words(self._there, exc) from exc
         finally:
             drawing.finish()
 

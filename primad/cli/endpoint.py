@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from urllib.parse import urlsplit
 
 import typer
 
-from primad.errors import ClusterError, ConfigError
+from primad.errors import ClusterError, ConfigError, printable
 from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK, load_config
 
 if TYPE_CHECKING:
@@ -37,9 +39,12 @@ Key = Annotated[
         show_default=False,
     ),
 ]
+C = TypeVar("C", "httpx.Client", "httpx.AsyncClient")
 DEFAULT_URL: Final = f"http://{LOOPBACK}:{DEFAULT_HTTP_PORT}"
 ASKS_FOR_KEY: Final = "asks for an API key; give --api-key KEY, or set PRIMAD_API_KEY"
 CONNECT_TIMEOUT_S: Final = 5.0
+_PROXIES: Final = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+_CERTIFICATES: Final = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 
 
 class KeyRefusedError(ClusterError):
@@ -48,10 +53,11 @@ class KeyRefusedError(ClusterError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """Where to ask, and the key to say there."""
+    """Where to ask, and the key to say there. No proxy leads to a head of this device (``is_own``)."""
 
     url: str
     key: str | None = None
+    is_own: bool = True
 
     @property
     def headers(self) -> dict[str, str]:
@@ -70,7 +76,8 @@ def reached(url: str | None, head: str | None, key: str | None) -> Reached:
     if url is not None:
         if head is not None:
             raise ConfigError("--head: contradicts --url; leave one of them out")
-        return Reached(url=url.rstrip("/").removesuffix("/v1"), key=_sound(key))  # as serve prints it for clients, too
+        there = url.rstrip("/").removesuffix("/v1")  # as serve prints it for clients, too
+        return Reached(url=there, key=_sound(key), is_own=_is_this_device(there))
     from primad.network.local_heads import chosen_head, home_note, local_heads, read_head
 
     home = load_config({}).home
@@ -79,6 +86,14 @@ def reached(url: str | None, head: str | None, key: str | None) -> Reached:
     if found is None:
         return Reached(url=DEFAULT_URL, key=_sound(key))
     return Reached(url=found.url, key=found.key or _sound(key))
+
+
+def _is_this_device(url: str) -> bool:
+    try:
+        host = urlsplit(url).hostname or ""
+        return host == "localhost" or host.endswith(".localhost") or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _sound(key: str | None) -> str | None:
@@ -98,29 +113,57 @@ def connected(there: Reached, timeout_s: float | None) -> Iterator[httpx.Client]
     """A client of the endpoint. What fails in talking to it is a ``ClusterError``."""
     import httpx
 
-    url = there.url
-    try:
-        client = httpx.Client(
-            base_url=url, headers=there.headers, timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
-        )
-    except (httpx.InvalidURL, ValueError) as exc:
-        raise ClusterError(f"--url {url}: is no address of an endpoint; try {DEFAULT_URL}") from exc
-    with client:
+    with opened(httpx.Client, there, timeout_s) as client:
         try:
             yield client
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            raise in_our_words(url, exc) from exc
+            raise in_our_words(there, exc) from exc
 
 
-def in_our_words(url: str, failure: Exception) -> ClusterError:
-    """What happened when the HTTP library failed so in talking to the endpoint at ``url``."""
+def opened(kind: type[C], there: Reached, timeout_s: float | None) -> C:
+    """A client of the HTTP library's ``kind`` for the endpoint. Raises ``ClusterError`` for what is no address of one, and
+    for a variable of the environment that is no proxy's or no certificates'."""
     import httpx
 
+    timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+    try:
+        httpx.URL(there.url)
+    except (httpx.InvalidURL, ValueError) as exc:
+        raise in_our_words(there, exc) from exc
+    try:
+        return kind(base_url=there.url, headers=there.headers, timeout=timeout, trust_env=not there.is_own)
+    except OSError as exc:
+        raise _broken(there, _CERTIFICATES, exc) from exc
+    except (ImportError, httpx.InvalidURL, ValueError) as exc:  # SOCKS needs a package of its own
+        raise _broken(there, _PROXIES, exc) from exc
+
+
+def _broken(there: Reached, names: tuple[str, ...], why: Exception) -> ClusterError:
+    first, *_ = str(why).split(". ")
+    return ClusterError(
+        f"{there.url}: {_set_of(names)} cannot be used: {printable(first, 200)}; correct it, or unset it"
+    )
+
+
+def _set_of(names: tuple[str, ...]) -> str:
+    """Those variables of ``names`` that are set, in capitals or not."""
+    found = [name for each in names for name in (each, each.lower()) if os.environ.get(name)]
+    return " or ".join(found) or "what the system says of proxies"
+
+
+def in_our_words(there: Reached, failure: Exception) -> ClusterError:
+    """What happened when the HTTP library failed so in talking to the endpoint ``there``."""
+    import httpx
+
+    url = there.url
     match failure:
         case httpx.InvalidURL() | httpx.UnsupportedProtocol() | ValueError():
             return ClusterError(f"--url {url}: is no address of an endpoint; try {DEFAULT_URL}")
         case httpx.ConnectError() | httpx.ConnectTimeout():
-            return ClusterError(f"{url}: nobody answers there; is 'primad serve' running?")
+            from urllib.request import getproxies
+
+            proxy = "" if there.is_own or not getproxies() else f" ({_set_of(_PROXIES)} may lead elsewhere)"
+            return ClusterError(f"{url}: nobody answers there; is 'primad serve' running?{proxy}")
         case httpx.TimeoutException():
             return ClusterError(f"{url}: gave no answer in time; look at the terminal of 'primad serve'")
         case httpx.RemoteProtocolError() | httpx.NetworkError():

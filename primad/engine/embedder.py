@@ -132,7 +132,7 @@ class Embedder:
             return tokens
         if not cuts:
             raise ValueError(
-                f"has {len(tokens)} tokens; the embedding model takes at most {self.most_tokens}; shorten it"
+                f"has {len(tokens)} tokens and exceeds the available context size of {self.most_tokens}; shorten it"
             )
         ends = 1 if isinstance(text, str) and vocabulary.adds_end else 0
         return tokens[: self.most_tokens - ends] + tokens[len(tokens) - ends :]

@@ -276,7 +276,7 @@ class RingBackend:
         self._unsent.clear()
         for request, generation in list(self._open.items()):
             if len(generation.generate.prompt) >= served.context_tokens:
-                generation.fail(f"the context has {served.context_tokens} tokens now, and the prompt does not fit it")
+                generation.fail(f"the prompt exceeds the available context size, which is {served.context_tokens} now")
             elif request in self._open and not generation.ended:  # who asked may go away while the others are sent
                 await send(generation.to_go_on(cells))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from primad.api.backend import ModelFacts
+from primad.errors import ModelError
 from primad.gguf.constants import LlamaFileType
 from primad.gguf.header import Header
 
@@ -15,12 +16,21 @@ def facts_of(header: Header) -> ModelFacts:
     tensors = header.tensors.values()
     return ModelFacts(
         architecture=architecture,
+        basename=_text(header, "general.basename"),
         quantization=_quantization(int(header.number("general.file_type", -1))),
         parameters=sum(prod(tensor.shape) for tensor in tensors),
         size_bytes=sum(tensor.bytes for tensor in tensors),
         trained_context_tokens=header.count(f"{architecture}.context_length"),
         width=header.count(f"{architecture}.embedding_length"),
     )
+
+
+def _text(header: Header, key: str) -> str:
+    """What is there as text; "" for nothing, and for what is none: clients only show it."""
+    try:
+        return header.text(key, "")
+    except ModelError:
+        return ""
 
 
 def _quantization(file_type: int) -> str:

@@ -286,7 +286,7 @@ def test_a_text_that_no_tokens_could_make_short_enough_is_refused_before_it_is_r
         refusal(chat, messages=[{"role": "user", "content": long}]),
     ):
         assert str(exc).startswith(
-            "the prompt has at least 100 tokens; it and at least one more must fit the context of 100"
+            "the prompt has at least 100 tokens, which with one more exceeds the available context size of 100"
         )
         assert (exc.code, exc.prompt_tokens) == ("context_length_exceeded", 100)
 

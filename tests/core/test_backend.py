@@ -409,7 +409,7 @@ def test_a_prompt_that_does_not_fit_the_next_ring_ends_with_an_error():
         await backend.attach(narrow, 2, second.send, second.status, "serving")
         await settled()
         assert [each.prompt for each in second.generates] == [[1, 2]]
-        assert [end.error for end in long.ends] == ["the context has 8 tokens now, and the prompt does not fit it"]
+        assert [end.error for end in long.ends] == ["the prompt exceeds the available context size, which is 8 now"]
         with pytest.raises(PromptTooLongError):
             await anext(ask(backend, *range(1, 9)))
         await short.cancel()

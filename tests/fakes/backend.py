@@ -163,7 +163,7 @@ class FakeBackend:
         assert prompt, "the prompt is empty"
         assert all(type(token) is int and 0 <= token < SIZE for token in prompt), "the prompt leaves the vocabulary"
         assert 1 <= max_tokens <= self.served.context_tokens - len(prompt), "the answer does not fit the context"
-        assert logprobs is None or 0 <= logprobs <= 20
+        assert logprobs is None or 0 <= logprobs <= 100
         check_sampling(sampling, self.served.context_tokens)
         open_calls = sum(not call.closed.is_set() for call in self.calls)
         assert open_calls < self.served.sequences, "one request at a time: the last was not closed"
@@ -215,26 +215,28 @@ def sampled(token: int, logprobs: int | None = None) -> Sampled:
 
 def check_sampling(sampling: Sampling, context_tokens: int) -> None:
     """What llama.cpp's samplers take without a second thought, and without more memory than the context is worth."""
-    assert 0 <= sampling.temperature <= 2
+    assert 0 <= sampling.temperature <= 10_000
     assert 0 <= sampling.top_k < 2**31
     assert 0 <= sampling.seed < 2**32 - 1
     for share in (sampling.top_p, sampling.min_p, sampling.typical_p, sampling.mirostat_eta, sampling.xtc_probability):
         assert 0 <= share <= 1
-    assert -2 <= sampling.presence_penalty <= 2
-    assert -2 <= sampling.frequency_penalty <= 2
-    assert 0.01 <= sampling.repeat_penalty <= 10
+    assert -100 <= sampling.presence_penalty <= 100
+    assert -100 <= sampling.frequency_penalty <= 100
+    assert 0.01 <= sampling.repeat_penalty <= 100
     assert 0 <= sampling.penalty_tokens <= context_tokens
     assert 0 <= sampling.dry_tokens <= context_tokens
     assert 0 <= sampling.dry_allowed_length < 2**31
     assert 0 <= sampling.dry_base <= 100
     assert 0 <= sampling.dry_multiplier <= 100
-    assert 0 <= sampling.temperature_range <= 2
+    assert 0 <= sampling.temperature_range <= 10_000
     assert 0 <= sampling.temperature_exponent <= 100
     assert 0 <= sampling.top_n_sigma <= 1000
     assert sampling.mirostat in (0, 1, 2)
     assert 0 <= sampling.mirostat_tau <= 100
     assert 0 <= sampling.xtc_threshold <= 1
-    assert all(0 <= token < SIZE and (bias == -math.inf or -100 <= bias <= 100) for token, bias in sampling.logit_bias)
+    assert all(
+        0 <= token < SIZE and (bias == -math.inf or -10_000 <= bias <= 10_000) for token, bias in sampling.logit_bias
+    )
 
 
 def says(*texts: str | bytes | Item) -> Callable[[Call], list[Item]]:

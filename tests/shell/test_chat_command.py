@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 
 from primad.cli import chat as chat_command
 from primad.cli import main as cli
+from primad.cli.endpoint import in_our_words, opened, reached
+from primad.errors import ClusterError
 from tests.fakes.http import answering
 
 
@@ -73,8 +76,6 @@ def chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, en
     """Runs ``primad chat``, in which ``lines`` are typed unless it reads its standard input; gives exit code and outputs."""
     monkeypatch.setenv("PRIMAD_LOG", "WARNING")
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
 
     def run(*arguments: str, lines: tuple[str, ...] | None = (), url: str = endpoint.url) -> tuple[int, str, str]:
         left = list(lines or ())
@@ -168,6 +169,39 @@ def test_nobody_there_is_told_in_our_words(chat: Types):
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         expected = f"primad: error: {url}: nobody answers there; is 'primad serve' running?\n"
         assert chat("Why?", url=url) == (2, "", expected)
+
+
+BROKEN = (
+    ("http_proxy", "http://127.0.0.1:9"),
+    ("ALL_PROXY", "http://127.0.0.1:9"),
+    ("all_proxy", "socks5://127.0.0.1:9"),
+    ("HTTP_PROXY", "ftp://127.0.0.1:9"),
+    ("http_proxy", "http://[broken"),
+    ("NO_PROXY", "http://[broken"),
+    ("SSL_CERT_FILE", "/nonexistent.pem"),
+    ("SSL_CERT_FILE", __file__),
+)
+"""Variables of shells, of which a head on this device has nothing to know."""
+
+
+def test_no_proxy_leads_to_a_head_of_this_device(chat: Types, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
+    for name, value in BROKEN:
+        endpoint.says(event(content="yes"), DONE)
+        with monkeypatch.context() as shell:
+            shell.setenv(name, value)
+            assert chat("Why?") == (0, "yes\n", ""), (name, value)
+
+
+def test_a_variable_that_is_broken_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch):
+    there = reached("http://desk.invalid:8080", None, None)
+    for name, value in (*BROKEN[2:4], *BROKEN[6:]):
+        with monkeypatch.context() as shell:
+            shell.setenv(name, value)
+            with pytest.raises(ClusterError, match=rf"desk.invalid:8080: {name}\b.* cannot be used") as caught:
+                opened(httpx.Client, there, 1)
+            assert len(str(caught.value).splitlines()) == 1
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert "http_proxy" in str(in_our_words(there, httpx.ConnectError("refused")))
 
 
 @pytest.mark.parametrize("behind", ["/v1", "/v1/", "/"])

@@ -32,6 +32,7 @@ def test_a_chat():
     body = post(backend, CHAT, model="toy", messages=HELLO).json()
     assert body.pop("id").startswith("chatcmpl-")
     assert body.pop("created") > 1_700_000_000
+    assert body.pop("timings")["prompt_n"] == body["usage"]["prompt_tokens"]
     assert body == {
         "object": "chat.completion",
         "model": "toy",
@@ -77,6 +78,7 @@ def test_a_completion():
     body = post(FakeBackend(says("abc")), COMPLETIONS, prompt="Hi").json()
     assert body.pop("id").startswith("cmpl-")
     assert body.pop("created") > 1_700_000_000
+    assert body.pop("timings")["predicted_n"] == 3
     assert body == {
         "object": "text_completion",
         "model": "toy",
@@ -280,7 +282,7 @@ def test_a_model_is_served_by_its_names_and_by_any_where_that_was_asked_for():
     assert [model["id"] for model in listed] == ["toy", "gpt-4", "local"]
     assert call(backend, "GET", "/v1/models/local", names=aliased).json()["id"] == "local"
     body = {"model": "gpt-4", "messages": HELLO}
-    assert call(backend, "POST", CHAT, json=body, names=aliased).json()["model"] == "toy"
+    assert call(backend, "POST", CHAT, json=body, names=aliased).json()["model"] == "gpt-4"
     assert call(backend, "POST", CHAT, json=body | {"model": "gpt-5"}, names=aliased).status_code == 404
     assert call(backend, "POST", CHAT, json=body | {"model": "gpt-5"}, names=any_name).status_code == 200
 

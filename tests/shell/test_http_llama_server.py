@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import time
 
 import pytest
 
 from primad.api.backend import FillInTokens, Health
+from primad.api.generation import write
+from primad.api.llama_server import prepared
+from primad.api.openai.job import Job
 from primad.errors import RingError
 from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, says
 from tests.fakes.http import call, events, post
@@ -59,7 +64,11 @@ def test_a_completion_in_one_piece_says_what_its_tokens_took(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
     told = post(FakeBackend(says("abc")), "/completion", prompt="Hi").json()["timings"]
     assert told["predicted_ms"] >= 2000
-    assert told["predicted_per_second"] == told["predicted_n"] / told["predicted_ms"] * 1000
+    assert told["predicted_per_second"] == (told["predicted_n"] - 1) / told["predicted_ms"] * 1000
+    assert told["predicted_per_token_ms"] == told["predicted_ms"] / (told["predicted_n"] - 1)
+    assert told["prompt_per_second"] == told["prompt_n"] / told["prompt_ms"] * 1000
+    one = post(FakeBackend(says("a")), "/completion", prompt="Hi").json()["timings"]
+    assert (one["predicted_n"], one["predicted_per_second"], one["predicted_per_token_ms"]) == (1, 0, 0)
 
 
 def test_every_event_says_what_it_took_if_it_is_asked_to():
@@ -77,8 +86,45 @@ def test_every_event_says_what_it_took_if_it_is_asked_to():
         *told, _ = events(post(made, path, stream=True, timings_per_token=True, **asked))
         timed = [event["timings"]["predicted_n"] for event in told if "timings" in event]
         assert timed == [1, 2, 3, 3]
-        *silent, _ = events(post(made, path, stream=True, **asked))
+        *silent, last, _ = events(post(made, path, stream=True, **asked))
         assert not any("timings" in event for event in silent)
+        whole = post(made, path, **asked).json()
+        assert last["timings"]["predicted_n"] == whole["timings"]["predicted_n"] == 3
+        assert whole["timings"].keys() == last["timings"].keys()
+        counted = {"include_usage": True}
+        *_, counts, _ = events(post(made, path, stream=True, stream_options=counted, **asked))
+        assert (counts["choices"], counts["timings"]["predicted_n"]) == ([], 3)
+
+
+def test_no_tokens_to_predict_has_the_prompt_computed_and_nothing_written():
+    for path, asked in (("/completion", {"prompt": "Hi"}), ("/infill", {"input_prefix": "a", "input_suffix": ""})):
+        backend = FakeBackend(
+            says("one END"), vocabulary=ByteVocabulary(fill_in=FillInTokens(before=1, after=2, middle=3))
+        )
+        whole = post(backend, path, n_predict=0, t_max_prompt_ms=1, t_max_predict_ms=1, samplers=[], **asked).json()
+        assert (whole["content"], whole["tokens_predicted"], whole["stop_type"]) == ("", 0, "limit")
+        assert whole["tokens_evaluated"] == whole["timings"]["prompt_n"] == len(backend.calls[0].prompt)
+        (end,) = events(post(backend, path, n_predict=0, stream=True, **asked))
+        assert (end["stop"], end["tokens_predicted"]) == (True, 0)
+        assert [each.max_tokens for each in backend.calls] == [1, 1]
+
+
+def test_an_answer_that_takes_too_long_ends_behind_the_next_line():
+    backend = FakeBackend(says("a\nbcd\ne\nf"))
+    assert backend.served is not None
+    for limit_ms, text in ((1500, "a\nbcd\n"), (2500, "a\nbcd\ne\n"), (9000, "a\nbcd\ne\nf"), (0, "a\nbcd\ne\nf")):
+        body = json.dumps({"prompt": "Hi", "t_max_predict_ms": limit_ms}).encode()
+        job = asyncio.run(backend.prepare(prepared.completion, body, backend.served.settings)).job
+        ticks = itertools.count()
+
+        async def texts(job: Job = job, ticks: itertools.count[int] = ticks) -> list[tuple[str, str | None]]:
+            written = write(backend, backend.vocabulary, job, job.choices[0], clock=lambda: float(next(ticks)))
+            return [(part.text, part.finish) async for part in written]
+
+        parts = asyncio.run(texts())
+        assert "".join(text for text, _ in parts) == text
+        assert parts[-1][1] == ("stop" if text.endswith("f") else "length")
+        assert backend.calls[-1].closed.is_set()
 
 
 def test_a_prompt_of_ids_and_texts_is_one_prompt():
@@ -88,8 +134,61 @@ def test_a_prompt_of_ids_and_texts_is_one_prompt():
     assert backend.calls[0].max_tokens == 4096 - 3
 
 
+def test_several_prompts_and_choices_are_told_by_their_index():
+    for asked, prompts in (
+        ({"prompt": ["a", "b"]}, [[BOS, 97], [BOS, 98]]),
+        ({"prompt": ["a"]}, [[BOS, 97]]),
+        ({"prompt": [[97, 98], "c", [97, "b"]]}, [[97, 98], [BOS, 99], [97, 98]]),
+        ({"prompt": "a", "n": 2}, [[BOS, 97]] * 2),
+        ({"prompt": [97, 98]}, [[97, 98]]),
+    ):
+        backend = FakeBackend(says("xy"))
+        told = post(backend, "/completion", **asked).json()
+        told = told if isinstance(told, list) else [told]
+        assert [each.prompt for each in backend.calls] == prompts
+        assert [(each["index"], each["content"]) for each in told] == [(i, "xy") for i in range(len(prompts))]
+        assert [each["tokens_evaluated"] for each in told] == [len(prompt) for prompt in prompts]
+        assert all(each["timings"]["predicted_n"] == each["tokens_predicted"] == 2 for each in told)
+        streamed = events(post(FakeBackend(says("xy")), "/completion", stream=True, **asked))
+        for index in range(len(prompts)):
+            assert "".join(each["content"] for each in streamed if each["index"] == index) == "xy"
+            assert [each["stop"] for each in streamed if each["index"] == index] == [False, False, True]
+    for wrong in ([], [[]], ["a"] * 129, [["a", []]], [1.5]):
+        assert post(FakeBackend(says()), "/completion", prompt=wrong).status_code == 400
+
+
+def test_probabilities_have_llama_servers_shape():
+    whole = post(FakeBackend(says("aé")), "/completion", prompt="Hi", n_probs=2).json()
+    first, begun, _ = whole["completion_probabilities"]
+    assert (first["id"], first["token"], first["bytes"], first["logprob"]) == (97, "a", [97], -0.5)
+    assert first["top_logprobs"] == [
+        {"id": 97, "token": "a", "bytes": [97], "logprob": -0.5},
+        {"id": 98, "token": "b", "bytes": [98], "logprob": -1.0},
+    ]
+    assert (begun["token"], begun["bytes"]) == ("", [195])
+    *parts, end = events(post(FakeBackend(says("aé")), "/completion", prompt="Hi", n_probs=2, stream=True))
+    assert [each for part in parts for each in part["completion_probabilities"]] == whole["completion_probabilities"]
+    assert "completion_probabilities" not in end
+    assert "completion_probabilities" not in post(FakeBackend(says("a")), "/completion", prompt="Hi", n_probs=0).json()
+
+
+def test_an_answer_that_the_context_cuts_is_truncated_and_fields_are_picked():
+    for asked, is_cut in (({}, True), ({"n_predict": 2}, False)):
+        told = post(FakeBackend(says("abcdefgh"), context_tokens=8), "/completion", prompt="Hi", **asked).json()
+        assert (told["stop_type"], told["truncated"]) == ("limit", is_cut)
+    fields = ["content", "timings/prompt_n", "no/such", ""]
+    assert post(FakeBackend(says("a")), "/completion", prompt="Hi", response_fields=fields).json() == {
+        "content": "a",
+        "prompt_n": 3,
+    }
+    *_, end = events(post(FakeBackend(says("a")), "/completion", prompt="Hi", response_fields=["stop"], stream=True))
+    assert end == {"stop": True}
+    assert post(FakeBackend(says("a")), "/completion", prompt="Hi", response_fields=[""]).json()["content"] == "a"
+
+
 def test_what_is_wrong_is_told():
-    assert "n_probs" in post(FakeBackend(says()), "/completion", prompt="Hi", n_probs=3).json()["error"]["message"]
+    refused = post(FakeBackend(says()), "/completion", prompt="Hi", n_probs=101).json()["error"]
+    assert (refused["param"], "n_probs" in refused["message"]) == ("n_probs", True)
     assert post(FakeBackend(says()), "/tokenize").json()["error"]["param"] == "content"
     got = events(post(FakeBackend(says("a", RingError("gone"))), "/completion", prompt="Hi", stream=True))
     assert got[-1]["error"]["message"] == "gone"

@@ -91,7 +91,7 @@ def least(schema: Any) -> Any:
 def bodies(path: str, seen: set[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Bodies for ``path``, each with the name of the field that has a number."""
     schema = resolved(DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"])
-    base = LIKELY.get(path) or least(schema)
+    base = LIKELY.get(path.removesuffix("/input_tokens")) or least(schema)
     for place, said, text in numbers_of(schema, base=base):
         known = (str(place[-1]), said) in seen
         seen.add((str(place[-1]), said))

@@ -56,6 +56,40 @@ def test_options_and_format_reach_the_core():
     assert [each.sampling.grammar is None for each in backend.calls] == [False, False, True]
 
 
+@both
+def test_numbers_are_taken_as_ollama_takes_them(path):
+    room = 4096 - 10
+    for options, field, got in (
+        ({"top_k": 40.0}, "top_k", 40),
+        ({"top_k": -1}, "top_k", 0),
+        ({"top_k": None}, "top_k", 40),
+        ({"seed": 42.0}, "seed", 42),
+        ({"repeat_last_n": -1.0}, "penalty_tokens", 4096),
+        ({"repeat_last_n": 0}, "penalty_tokens", 0),
+        ({"repeat_penalty": 0}, "repeat_penalty", 1),
+        ({"mirostat": 2.0}, "mirostat", 2),
+        ({"temperature": 2.5}, "temperature", 2.5),
+        ({"temperature": -1}, "temperature", 0),
+        ({"top_p": 1.5}, "top_p", 1),
+        ({"presence_penalty": 3}, "presence_penalty", 3),
+        ({"num_predict": 2.0}, "max_tokens", 2),
+        *(({"num_predict": each}, "max_tokens", room) for each in (0, -1, -2, -1.0, None)),
+    ):
+        backend = FakeBackend(says("x"), vocabulary=VOCABULARY)
+        answer = post(backend, path, **VALID[path], options=options)
+        assert answer.status_code == 200, (options, answer.text)
+        asked = backend.calls[0]
+        assert (asked.max_tokens if field == "max_tokens" else getattr(asked.sampling, field)) == got, options
+
+
+def test_think_is_said_in_the_words_of_the_template():
+    for template in ("{{ thinking }}", "{{ enable_thinking }}", "{{ reasoning }}", "{{ think }}"):
+        backend = FakeBackend(says("x"), vocabulary=ByteVocabulary(chat_template=template))
+        for think in (True, False, "high"):
+            assert post(backend, CHAT, **VALID[CHAT], think=think).status_code == 200
+        assert [bytes(each.prompt[1:]) for each in backend.calls] == [b"True", b"False", b"True"]
+
+
 def test_an_answer_in_one_piece_says_what_its_tokens_took(monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
@@ -107,6 +141,7 @@ def test_what_it_says_of_models():
     assert call(backend, "GET", "/api/ps").json()["models"][0]["context_length"] == 4096
     assert tuple(map(int, call(backend, "GET", "/api/version").json()["version"].split("."))) > (0, 6, 4)
     shown = post(backend, "/api/show", model="toy").json()
+    assert shown["model_info"]["general.basename"] == "toy"
     assert (shown["template"], shown["capabilities"]) == (VOCABULARY.chat_template, ["completion"])
     assert post(backend, "/api/show", name="other").status_code == 404
     backend.served = None
@@ -117,8 +152,9 @@ def test_what_it_says_of_models():
 def test_errors_have_its_shape(path):
     for asked, status, told in (
         ({"model": "other"}, 404, "other"),
-        ({"options": {"temperature": 9}}, 400, "'options.temperature'"),
-        ({"options": {"num_predict": 0}}, 400, "'options.num_predict'"),
+        ({"options": {"temperature": 1e9}}, 400, "'options.temperature'"),
+        ({"options": {"num_predict": "3"}}, 400, "'options.num_predict'"),
+        ({"options": {"num_predict": True}}, 400, "'options.num_predict'"),
         ({"format": {"not": {}}}, 400, "'format'"),
         ({"format": 3}, 400, "format"),
         ({"stream": "yes"}, 400, "stream"),

@@ -65,12 +65,52 @@ def test_a_schema_that_cannot_be_followed_is_refused_by_its_keyword(path):
     assert error(post(FakeBackend(says()), path, **VALID[path], grammar="root ::= x"), 400)["param"] == "grammar"
 
 
-@both
-@pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "", "multipart/form-data"])
-def test_only_json_is_taken_so_that_browsers_ask_first(path, media_type):
-    body = json.dumps(VALID[path]).encode()
-    response = call(FakeBackend(says()), "POST", path, content=body, headers={"content-type": media_type})
-    assert "application/json" in error(response, 400)["message"]
+MEDIA_TYPES = (
+    *(
+        {"content-type": said}
+        for said in ("text/plain", "application/x-www-form-urlencoded", "", "multipart/form-data")
+    ),
+    {},  # as the fetch of a Blob
+)
+PAGES = (
+    {"origin": "http://evil.example"},
+    {"origin": "null"},
+    {"sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "same-site", "sec-fetch-mode": "no-cors"},
+    {"sec-fetch-mode": "navigate"},
+    {"referer": "http://evil.example/"},
+    {"Origin": "http://127.0.0.1:9999", "Sec-Fetch-Site": "same-site"},
+)
+DIALECTS = {
+    CHAT: VALID[CHAT],
+    COMPLETIONS: VALID[COMPLETIONS],
+    "/completion": {"prompt": "Hi"},
+    "/tokenize": {"content": "Hi"},
+    "/v1/messages": {"model": "toy", "max_tokens": 5, "messages": HELLO},
+    "/v1/responses": {"input": "Hi"},
+    "/api/chat": {"model": "toy", "messages": HELLO, "stream": False},
+    "/api/generate": {"model": "toy", "prompt": "Hi", "stream": False},
+}
+
+
+def test_a_program_need_not_say_that_it_sends_json():
+    for path, asked in DIALECTS.items():
+        for said in MEDIA_TYPES:
+            answer = call(FakeBackend(says("x")), "POST", path, content=json.dumps(asked).encode(), headers=said)
+            assert answer.status_code == 200, (path, said, answer.text)
+
+
+def test_a_page_must_say_that_it_sends_json_so_that_browsers_ask_first_and_nothing_is_read_before():
+    async def body():
+        raise AssertionError("the body is read")
+        yield b""
+
+    for path in DIALECTS:
+        for page in PAGES:
+            for said in MEDIA_TYPES:
+                answer = call(FakeBackend(says()), "POST", path, content=body(), headers=page | said)
+                assert answer.status_code == 400, (path, page, said)
+                assert "application/json" in answer.text
 
 
 @both

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from urllib.parse import urljoin
 
 import httpx
 import pytest
@@ -62,7 +63,12 @@ def test_a_browser_gets_the_page_and_a_client_of_the_api_is_told_what_this_is():
 
 def test_everything_that_the_page_loads_is_a_file_of_this_server():
     texts = {name: file.content.decode() for name, file in files.files().items() if not name.startswith("vendor/")}
-    loaded = {path for text in texts.values() for path in re.findall(r'["(](/page/[^"#)]+)', text)}
+    of_index = re.findall(r'(?:src|href)="([^"#]+)"', texts[files.INDEX])
+    of_scripts = [
+        urljoin("/page/js/", each) for text in texts.values() for each in re.findall(r' from "([^"]+)"', text)
+    ]
+    assert not any(path.startswith("/") for path in of_index), "a proxy may serve the page below a prefix"
+    loaded = {urljoin("/", path) for path in of_index} | set(of_scripts)
     assert {f"/page/{name}" for name in texts if name.endswith((".js", ".css", ".svg"))} <= loaded
     for path in loaded:
         assert ask(app_of(), "GET", path).status_code == 200, path

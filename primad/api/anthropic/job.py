@@ -46,7 +46,7 @@ def chat_request(ask: CountRequest, served: ModelSettings) -> ChatRequest:
             if choice.disable_parallel_tool_use:
                 fields["parallel_tool_calls"] = False
     if ask.thinking is not None and ask.thinking.type != "adaptive":
-        fields["chat_template_kwargs"] = {"enable_thinking": ask.thinking.type == "enabled"}
+        fields["enable_thinking"] = ask.thinking.type == "enabled"
     if isinstance(ask, MessagesRequest):
         fields |= {
             "max_tokens": ask.max_tokens,

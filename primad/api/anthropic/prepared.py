@@ -23,6 +23,7 @@ class PreparedMessage(msgspec.Struct, frozen=True, kw_only=True):
     """A job, and how its answer is told."""
 
     job: Job
+    model: str
     stream: bool
     shows_thoughts: bool
 
@@ -34,7 +35,12 @@ def messages(body: bytes, asking: Asking) -> PreparedMessage:
     with said_as(NAMES):
         job = chat_job(request, asking.served, seed=asking.seed, now=asking.now)
     shows_thoughts = ask.thinking is not None and ask.thinking.type != "disabled"
-    return PreparedMessage(job=job, stream=bool(ask.stream), shows_thoughts=shows_thoughts)
+    return PreparedMessage(
+        job=job,
+        model=request.model or asking.served.id,
+        stream=bool(ask.stream),
+        shows_thoughts=shows_thoughts,
+    )
 
 
 def count(body: bytes, asking: Asking) -> TokenCount:

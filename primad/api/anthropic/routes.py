@@ -59,7 +59,7 @@ class _Routes:
         asked = await self._endpoint.prepare(request, prepared.messages, served)
         answer = MessageAnswer(
             id=f"msg_{secrets.token_hex(12)}",
-            model=served.id,
+            model=asked.model,
             prompt_tokens=asked.job.prompt_tokens,
             shows_thoughts=asked.shows_thoughts,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,9 +13,12 @@ from primad import __version__
 from primad.api.backend import ServedModel
 from primad.api.chat import CHATML
 from primad.api.generation import Answered, Written
-from primad.api.openai.job import Job
+from primad.api.openai.job import Choice
+from primad.api.openai.logprobs import IMPOSSIBLE
 from primad.api.openai.timings import AnswerClock, AnswerTimings
+from primad.api.text import Placed
 from primad.api.tool_prompt import mentions
+from primad.ring.messages import Sampled
 
 
 class CompletionPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +31,7 @@ class CompletionPart(msgspec.Struct, frozen=True, kw_only=True):
     id_slot: int = 0
     tokens_predicted: int
     tokens_evaluated: int
+    completion_probabilities: list[Any] | UnsetType = UNSET
     timings: AnswerTimings | UnsetType = UNSET
 
 
@@ -45,7 +50,23 @@ class CompletionEnd(msgspec.Struct, frozen=True, kw_only=True):
     truncated: bool = False
     stop_type: Literal["eos", "limit", "word"]
     stopping_word: str
+    completion_probabilities: list[Any] | UnsetType = UNSET
     timings: AnswerTimings
+
+
+class TokenChance(msgspec.Struct, frozen=True, kw_only=True):
+    """A token that could have come."""
+
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class SampledChance(TokenChance, frozen=True, kw_only=True):
+    """A token that came, with the likeliest ones at its place, best first."""
+
+    top_logprobs: list[TokenChance]
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,56 +80,87 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class RawAnswer:
-    """An answer of ``/completion`` as it is written; times are those of the ``clock``. If it ``times_parts``, each part of a
-    stream has its timings."""
+    """A choice of ``/completion`` as it is written, for who calls the model ``model``; times are those of the ``clock``. If
+    it ``times_parts``, each part of a stream has its timings."""
 
+    model: str
     served: ServedModel
-    job: Job
+    choice: Choice
     clock: AnswerClock
+    with_probs: bool = False
     times_parts: bool = False
 
     def part(self, written: Written, now_s: float) -> CompletionPart:
         """What ``written`` adds."""
         self.clock.count(written.sampled, written.cached, now_s)
         return CompletionPart(
+            index=self.choice.index,
             content=written.text,
             tokens=[placed.entry.token for placed in written.tokens],
             tokens_predicted=self.clock.predicted,
-            tokens_evaluated=self.job.prompt_tokens,
+            tokens_evaluated=self.clock.prompt_tokens,
+            completion_probabilities=list(self.chances(written.tokens)) or UNSET,
             timings=self.clock.timings(now_s) if self.times_parts else UNSET,
         )
 
-    def whole(self, answered: Answered, now_s: float) -> CompletionEnd:
-        """All of it at once; the ``clock`` saw it written."""
-        return self.end(
-            answered.finish,
-            answered.stopped_by,
-            now_s,
+    def chances(self, tokens: Iterable[Placed[Sampled]]) -> Iterator[Any]:
+        """The probabilities of ``tokens`` one by one, as JSON, if they are told."""
+        if not self.with_probs:
+            return
+        for placed in tokens:
+            sampled = placed.entry
+            top = [TokenChance(**self._chance(token, logprob)) for token, logprob in sampled.top]
+            assert sampled.logprob is not None, "it was asked for"
+            came = SampledChance(**self._chance(sampled.token, sampled.logprob), top_logprobs=top)
+            yield msgspec.Raw(msgspec.json.encode(came))
+
+    def _chance(self, token: int, logprob: float) -> dict[str, Any]:
+        piece = self.served.vocabulary.piece(token)
+        text = piece.decode("utf-8", "ignore")
+        return {"id": token, "token": text, "bytes": list(piece), "logprob": max(logprob, IMPOSSIBLE)}
+
+    def whole(self, answered: Answered, chances: list[Any], now_s: float) -> CompletionEnd:
+        """All of it at once, with its ``chances``; the ``clock`` saw it written."""
+        end = self.end(answered.finish, answered.stopped_by, now_s)
+        return msgspec.structs.replace(
+            end,
             content=answered.text,
             tokens=[placed.entry.token for placed in answered.tokens],
+            completion_probabilities=chances or UNSET,
         )
 
-    def end(
-        self,
-        finish: str,
-        stopped_by: str | None,
-        now_s: float,
-        *,
-        content: str = "",
-        tokens: list[int] | None = None,
-    ) -> CompletionEnd:
+    def end(self, finish: str, stopped_by: str | None, now_s: float) -> CompletionEnd:
         """The last event."""
+        cells = self.clock.prompt_tokens + self.clock.predicted
         return CompletionEnd(
-            content=content,
-            tokens=tokens or [],
-            model=self.served.id,
+            index=self.choice.index,
+            content="",
+            tokens=[],
+            model=self.model,
             tokens_predicted=self.clock.predicted,
-            tokens_evaluated=self.job.prompt_tokens,
-            tokens_cached=self.job.prompt_tokens + self.clock.predicted,
+            tokens_evaluated=self.clock.prompt_tokens,
+            tokens_cached=cells,
+            truncated=finish == "length" and cells >= self.served.context_tokens,
             stop_type="limit" if finish == "length" else "eos" if stopped_by is None else "word",
             stopping_word=stopped_by or "",
             timings=self.clock.timings(now_s),
         )
+
+
+def picked(end: CompletionEnd, fields: Sequence[str]) -> Any:
+    """The ``fields`` of ``end``, those that it has, under their last names; all of it for none. ``timings/prompt_n`` is one
+    within another."""
+    if not fields:
+        return end
+    whole = msgspec.json.decode(msgspec.json.encode(end))
+    found: dict[str, Any] = {}
+    for field in fields:
+        value, names = whole, field.split("/")
+        for name in names:
+            value = value.get(name, UNSET) if isinstance(value, dict) else UNSET
+        if value is not UNSET:
+            found[names[-1]] = value
+    return found
 
 
 def props(served: ServedModel) -> dict[str, Any]:

@@ -20,11 +20,13 @@ from primad.api.openai.tool_use import chat_text
 
 
 class PreparedRaw(msgspec.Struct, frozen=True, kw_only=True):
-    """A job, and how its answer is told."""
+    """A job, and how its answer is told to who calls the model ``model``; ``fields`` are those of it, none for all."""
 
     job: Job
+    model: str
     stream: bool
     times_parts: bool
+    fields: list[str]
 
 
 class WholeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +55,7 @@ class TemplatedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 def completion(body: bytes, asking: Asking) -> PreparedRaw:
     """``POST /completion``."""
-    return _prepared(_one_prompt(parse(RawCompletionRequest, body), asking.served), asking)
+    return _prepared(_with_ids(parse(RawCompletionRequest, body), asking.served), asking)
 
 
 def infill(body: bytes, asking: Asking) -> PreparedRaw:
@@ -63,20 +65,29 @@ def infill(body: bytes, asking: Asking) -> PreparedRaw:
 
 def _prepared(ask: RawCompletionRequest, asking: Asking) -> PreparedRaw:
     job = completion_job(ask, asking.served, seed=asking.seed)
-    return PreparedRaw(job=job, stream=bool(ask.stream), times_parts=bool(ask.timings_per_token))
+    return PreparedRaw(
+        job=job,
+        model=ask.model or asking.served.id,
+        stream=bool(ask.stream),
+        times_parts=bool(ask.timings_per_token),
+        fields=[name for name in ask.response_fields or () if name],
+    )
 
 
-def _one_prompt(ask: RawCompletionRequest, served: TextModel) -> RawCompletionRequest:
-    """``ask`` with a prompt that mixes ids and texts as ids."""
-    if isinstance(ask.prompt, str):
-        return ask
+def _with_ids(ask: RawCompletionRequest, served: TextModel) -> RawCompletionRequest:
+    """``ask`` with prompts that mix ids and texts as ids."""
+    prompts = [each if isinstance(each, str) else _ids(each, served) for each in ask.mixed_prompts]
+    return ask.model_copy(update={"prompt": prompts[0] if len(prompts) == 1 else prompts})
+
+
+def _ids(prompt: list[int | str], served: TextModel) -> list[int]:
     tokens: list[int] = []
-    for part in ask.prompt:
+    for part in prompt:
         if isinstance(part, str):
             tokens += served.vocabulary.tokenize(part, add_special=not tokens, parse_special=True)
         else:
             tokens.append(part)
-    return ask.model_copy(update={"prompt": tokens})
+    return tokens
 
 
 def tokenize(body: bytes, asking: Asking) -> WholeBody:

@@ -6,13 +6,14 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from primad.api.backend import Preparation, ServedModel
+from primad.api.choices import together
 from primad.api.dialect import EVENT_STREAM, Dialect, Route
 from primad.api.endpoint import Endpoint, json_response
 from primad.api.llama_server import prepared
@@ -21,6 +22,7 @@ from primad.api.llama_server.answers import (
     CompletionPart,
     RawAnswer,
     Slot,
+    picked,
     props,
 )
 from primad.api.llama_server.prepared import DetokenizedText, TemplatedPrompt, TokenList
@@ -35,6 +37,7 @@ from primad.api.openai.errors import error_body
 from primad.api.openai.job import Job
 from primad.api.openai.routes import EVENTS
 from primad.api.openai.timings import AnswerClock
+from primad.api.turns import in_turns
 
 _EVENTS: Final = replace(EVENTS, end=b"")
 
@@ -82,22 +85,39 @@ class _Routes:
     async def _respond(self, request: Request, preparation: Preparation[prepared.PreparedRaw]) -> Response:
         served = self._endpoint.serving()
         asked = await self._endpoint.prepare(request, preparation, served)
-        job = asked.job
-        clock = AnswerClock(prompt_tokens=job.prompt_tokens, begun_s=time.perf_counter())
-        answer = RawAnswer(served=served, job=job, clock=clock, times_parts=asked.times_parts)
+        job, begun_s = asked.job, time.perf_counter()
+        answers = [
+            RawAnswer(
+                model=asked.model,
+                served=served,
+                choice=choice,
+                clock=AnswerClock(prompt_tokens=len(choice.prompt), begun_s=begun_s),
+                with_probs=job.logprobs is not None,
+                times_parts=asked.times_parts,
+            )
+            for choice in job.choices
+        ]
         if asked.stream:
-            return self._endpoint.stream(self._stream(served, job, answer), _EVENTS)
-        answered = await self._endpoint.whole(request, served, job, clock)
-        return json_response(answer.whole(answered[0], time.perf_counter()))
+            return self._endpoint.stream(self._stream(served, job, answers, asked.fields), _EVENTS)
+        answered = await self._endpoint.whole(request, served, job, [answer.clock for answer in answers])
+        now_s, told = time.perf_counter(), list[Any]()
+        for answer, each in zip(answers, answered, strict=True):
+            chances = await in_turns(answer.chances(each.tokens))
+            told.append(picked(answer.whole(each, chances, now_s), asked.fields))
+        return json_response(told[0] if len(told) == 1 else told)
 
-    async def _stream(self, served: ServedModel, job: Job, answer: RawAnswer) -> AsyncGenerator[msgspec.Struct, None]:
-        async with aclosing(self._endpoint.write(served, job, job.choices[0])) as written:
-            async for part in written:
+    async def _stream(
+        self, served: ServedModel, job: Job, answers: list[RawAnswer], fields: Sequence[str]
+    ) -> AsyncGenerator[Any, None]:
+        begins = [partial(self._endpoint.write, served, job, choice) for choice in job.choices]
+        async with aclosing(together(begins, served.sequences)) as written:
+            async for place, part in written:
+                answer = answers[place]
                 event = answer.part(part, time.perf_counter())
                 if part.text or part.tokens:
                     yield event
                 if part.finish is not None:
-                    yield answer.end(part.finish, part.stopped_by, time.perf_counter())
+                    yield picked(answer.end(part.finish, part.stopped_by, time.perf_counter()), fields)
 
 
 def _routes(endpoint: Endpoint) -> Sequence[Route]:

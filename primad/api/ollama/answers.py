@@ -191,6 +191,7 @@ def shown(served: ServedModel) -> dict[str, Any]:
         "details": _details(served),
         "model_info": {
             "general.architecture": architecture,
+            "general.basename": facts.basename or served.id,
             "general.parameter_count": facts.parameters,
             f"{architecture}.context_length": served.context_tokens,
             f"{architecture}.embedding_length": facts.width,

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from primad.api.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, OllamaMessage, OllamaRequest
+from primad.api.ollama.schema import (
+    FreeChatRequest,
+    FreeCompletionRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaRequest,
+)
+from primad.api.openai.free_samplers import is_count
 from primad.api.openai.schema import ChatRequest, CompletionRequest, build
 
 LATEST: Final = ":latest"
@@ -47,7 +55,7 @@ def chat_request(ask: OllamaChatRequest) -> ChatRequest:
     fields: dict[str, Any] = {"messages": [_message(message) for message in ask.messages]}
     if ask.tools:
         fields["tools"] = ask.tools
-    return build(ChatRequest, _shared(ask) | fields)
+    return build(FreeChatRequest, _shared(ask) | fields)
 
 
 def generate_request(ask: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
@@ -55,9 +63,9 @@ def generate_request(ask: OllamaGenerateRequest) -> ChatRequest | CompletionRequ
     if ask.raw or ask.suffix:
         fields: dict[str, Any] = {"max_tokens": -1} | _shared(ask) | {"prompt": ask.prompt, "suffix": ask.suffix}
         fields["logprobs"] = fields.pop("top_logprobs", 0) if fields.get("logprobs") else None
-        return build(CompletionRequest, fields)
+        return build(FreeCompletionRequest, fields)
     system = [{"role": "system", "content": ask.system}] if ask.system else []
-    return build(ChatRequest, _shared(ask) | {"messages": [*system, {"role": "user", "content": ask.prompt}]})
+    return build(FreeChatRequest, _shared(ask) | {"messages": [*system, {"role": "user", "content": ask.prompt}]})
 
 
 def _shared(ask: OllamaRequest) -> dict[str, Any]:
@@ -68,13 +76,13 @@ def _shared(ask: OllamaRequest) -> dict[str, Any]:
     fields |= {name: options[name] for name in _OPTIONS if options.get(name) is not None}
     limit = options.get("num_predict")
     if limit is not None:
-        fields["max_tokens"] = -1 if limit == -2 else limit  # "until the context is full" is what -1 is here
+        fields["max_tokens"] = -1 if is_count(limit) and limit < 1 else limit
     if ask.format == "json":
         fields["response_format"] = {"type": "json_object"}
     elif isinstance(ask.format, dict):
         fields["json_schema"] = ask.format
     if ask.think is not None:
-        fields["chat_template_kwargs"] = {"enable_thinking": bool(ask.think)}
+        fields["enable_thinking"] = bool(ask.think)
         if isinstance(ask.think, str):
             fields["reasoning_effort"] = ask.think
     return fields

@@ -94,7 +94,7 @@ class _Routes:
         if asked.stream:
             framing = replace(_LINES, waiting=_line(answer.nothing()))
             return self._endpoint.stream(self._stream(served, job, answer), framing)
-        answered = await self._endpoint.whole(request, served, job, answer.clock)
+        answered = await self._endpoint.whole(request, served, job, [answer.clock])
         entries = await in_turns(answer.entries(answered[0]))
         return json_response(answer.whole(answered[0], entries, time.perf_counter()))
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from primad.api.openai.fields import Strict, expecting, only
-from primad.api.openai.schema import MAX_TOP_LOGPROBS
+from primad.api.openai.free_samplers import FreeSamplers, Whole
+from primad.api.openai.schema import MAX_TOP_LOGPROBS, ChatRequest, CompletionRequest, TokenLimit
 
 _NoImages = Annotated[Any, only(None, [], why="this model reads text only")]
 
@@ -75,3 +76,15 @@ class OllamaGenerateRequest(OllamaRequest):
     suffix: str | None = None
     template: Annotated[Any, only(None, "", why="the model's own template is used; or send raw")] = None
     context: Annotated[Any, only(None, [], why="send the conversation to /api/chat")] = None
+
+
+class FreeChatRequest(FreeSamplers, ChatRequest):
+    """What the core makes of a chat; numbers are Ollama's."""
+
+    max_tokens: Annotated[TokenLimit | None, Whole] = None
+
+
+class FreeCompletionRequest(FreeSamplers, CompletionRequest):
+    """What the core makes of a raw prompt, or one with a suffix."""
+
+    max_tokens: Annotated[TokenLimit | None, Whole] = None

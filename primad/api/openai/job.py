@@ -24,7 +24,8 @@ from primad.ring.messages import Sampling
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Token ids (int32, little-endian) to continue by at most ``max_tokens``; ``echo`` is told before each answer."""
+    """Token ids (int32, little-endian) to continue by at most ``max_tokens`` (0: they are only computed, for the cache);
+    ``echo`` is told before each answer."""
 
     ids: bytes
     max_tokens: int
@@ -71,7 +72,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     ``reading`` says what is looked for in each answer, None for nothing. With ``tells_progress`` a stream says how much of
     its prompt is computed; what of it was computed before is computed again unless it ``reuses`` that. ``priority`` and
-    ``speculates`` are as in ``ring.messages``.
+    ``speculates`` are as in ``ring.messages``. So long after its first token (``decode_limit_s``) an answer ends with the
+    next line, None: never.
     """
 
     prompts: tuple[Prompt, ...]
@@ -84,6 +86,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     reuses: bool
     priority: int
     speculates: bool = True
+    decode_limit_s: float | None = None
 
     @cached_property
     def choices(self) -> tuple[Choice, ...]:
@@ -185,7 +188,7 @@ def _job(
     n = request.n or 1
     if len(prompts) * n > MAX_CHOICES:
         raise RequestError(f"{len(prompts)} prompts with n = {n} are more than {MAX_CHOICES} choices", param="n")
-    limit, logprobs = request.token_limit, request.logprob_count
+    limit, logprobs, limit_ms = request.token_limit, request.logprob_count, request.t_max_predict_ms or 0
     logprobs = None if logprobs is None else min(logprobs, served.vocabulary.size)
     return Job(
         prompts=tuple(_prompt(tokens, echo, served, limit, at) for tokens, echo in prompts),
@@ -198,6 +201,7 @@ def _job(
         reuses=request.cache_prompt is not False,
         priority=request.priority or 0,
         speculates=request.speculate is not False,
+        decode_limit_s=limit_ms / 1000 if limit_ms > 0 else None,
     )
 
 

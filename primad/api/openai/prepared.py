@@ -8,10 +8,13 @@ import msgspec
 from pydantic import Field
 
 from primad.api.backend import Asking
+from primad.api.chat import tokenize_prompt
 from primad.api.openai.fields import Strict, expecting
-from primad.api.openai.job import Job, chat_job, completion_job
+from primad.api.openai.job import Job, chat_job, check_model, completion_job
 from primad.api.openai.samplers import MAX_TOKENS
 from primad.api.openai.schema import ChatRequest, CompletionRequest, SamplingRequest, parse
+from primad.api.openai.shapes import InputTokens
+from primad.api.openai.tool_use import chat_text
 
 MAX_TEXTS: Final = 2048
 """Texts to embed of one request."""
@@ -23,9 +26,10 @@ _Lists = Annotated[list[_Ids], Field(min_length=1, max_length=MAX_TEXTS, fail_fa
 
 
 class PreparedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A job, and how its answer is told."""
+    """A job, and how its answer is told to who calls the model ``model``."""
 
     job: Job
+    model: str
     stream: bool
     include_usage: bool
     times_parts: bool
@@ -74,24 +78,37 @@ class RerankRequest(Strict):
     model: Annotated[str, Field(max_length=512)] | None = None
     query: str
     documents: Texts
-    top_n: Annotated[int, Field(ge=1)] | None = None
+    top_n: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
 
 
 def chat(body: bytes, asking: Asking) -> PreparedAnswer:
     """``POST /v1/chat/completions``."""
     ask = parse(ChatRequest, body)
-    return _prepared(ask, chat_job(ask, asking.served, seed=asking.seed, now=asking.now))
+    return _prepared(ask, chat_job(ask, asking.served, seed=asking.seed, now=asking.now), asking)
+
+
+def count(body: bytes, asking: Asking) -> InputTokens:
+    """``POST /v1/chat/completions/input_tokens``."""
+    return counted(parse(ChatRequest, body), asking)
+
+
+def counted(ask: ChatRequest, asking: Asking) -> InputTokens:
+    """How many tokens the conversation of ``ask`` has, also one that is too long."""
+    check_model(ask.model, [asking.served])
+    text = chat_text(ask, asking.served, now=asking.now)
+    return InputTokens(input_tokens=len(tokenize_prompt(asking.served.vocabulary, text)))
 
 
 def completion(body: bytes, asking: Asking) -> PreparedAnswer:
     """``POST /v1/completions``."""
     ask = parse(CompletionRequest, body)
-    return _prepared(ask, completion_job(ask, asking.served, seed=asking.seed))
+    return _prepared(ask, completion_job(ask, asking.served, seed=asking.seed), asking)
 
 
-def _prepared(ask: SamplingRequest, job: Job) -> PreparedAnswer:
+def _prepared(ask: SamplingRequest, job: Job, asking: Asking) -> PreparedAnswer:
     return PreparedAnswer(
         job=job,
+        model=ask.model or asking.served.id,
         stream=bool(ask.stream),
         include_usage=ask.include_usage,
         times_parts=bool(ask.timings_per_token),

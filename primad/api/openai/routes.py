@@ -7,13 +7,14 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from primad.api.anthropic.models import ANTHROPIC, model_entry, model_list
 from primad.api.backend import ServedModel
 from primad.api.choices import together
 from primad.api.dialect import EVENT_STREAM, Dialect, Framing, Route
@@ -60,17 +61,24 @@ class _Routes:
         beside = self._endpoint.embeddings
         if beside is not None and beside.name not in names:
             listed.append(embeddings.listed(beside))
-        return json_response(ModelList(data=listed))
+        return json_response(model_list(listed) if ANTHROPIC in request.headers else ModelList(data=listed))
 
     async def model(self, request: Request) -> Response:
         """The served model by one of its names."""
-        name, served = request.path_params["model_id"], self._endpoint.model()
-        beside = self._endpoint.embeddings
+        model = self._model(request.path_params["model_id"])
+        return json_response(model_entry(model) if ANTHROPIC in request.headers else model)
+
+    def _model(self, name: str) -> Model:
+        served, beside = self._endpoint.model(), self._endpoint.embeddings
         if beside is not None and name == beside.name and (served is None or name not in served.all_names):
-            return json_response(embeddings.listed(beside))
+            return embeddings.listed(beside)
         check_model(name, [served] if served else [])
         assert served is not None
-        return json_response(_model(served, served.id if served.names.any_model else name))
+        return _model(served, served.id if served.names.any_model else name)
+
+    async def count(self, request: Request) -> Response:
+        """How many tokens a conversation has, also one that is too long."""
+        return json_response(await self._endpoint.prepare(request, preparations.count, self._endpoint.serving()))
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
@@ -91,7 +99,7 @@ class _Routes:
         answer = kind(
             id=f"{kind.PREFIX}-{secrets.token_hex(12)}",
             created=int(time.time()),
-            model=served.id,
+            model=prepared.model,
             vocabulary=served.vocabulary,
             with_logprobs=job.logprobs is not None,
             include_usage=prepared.include_usage,
@@ -99,17 +107,20 @@ class _Routes:
         if prepared.stream:
             chunks = self._stream(served, job, answer, times_parts=prepared.times_parts)
             return self._endpoint.stream(chunks, EVENTS)
-        answered = await self._endpoint.whole(request, served, job)
+        clock = AnswerClock(prompt_tokens=job.prompt_tokens, begun_s=time.perf_counter())
+        answered = await self._endpoint.whole(request, served, job, [clock])
+        timings = clock.timings(time.perf_counter())
         ended = [(each.choice, each.cached) for each in answered]
         guessed = sum((each.guessed for each in answered), NOTHING_GUESSED)
         usage = _usage(job, sum(each.sampled for each in answered), ended, guessed)
         entries = [await in_turns(answer.entries(each)) for each in answered]
-        return json_response(answer.whole(answered, entries, usage))
+        return json_response(_timed(answer.whole(answered, entries, usage), timings))
 
     async def _stream(
         self, served: ServedModel, job: Job, answer: ApiAnswer, *, times_parts: bool
     ) -> AsyncGenerator[msgspec.Struct, None]:
-        sampled, begin_s, ended = 0, time.perf_counter(), list[tuple[Choice, int]]()
+        begin_s, ended = time.perf_counter(), list[tuple[Choice, int]]()
+        whole = AnswerClock(prompt_tokens=job.prompt_tokens, begun_s=begin_s)
         clocks: dict[int, AnswerClock] = {}
         guessed = NOTHING_GUESSED
         begun: set[int] = set()
@@ -123,9 +134,9 @@ class _Routes:
         async with aclosing(together(all_begin, served.sequences)) as written:
             async for place, part in written:
                 choice, clock = job.choices[place], clocks[place]
-                sampled += part.sampled
                 now_s = time.perf_counter()
-                clock.count(part.sampled, part.cached, now_s)
+                for each in (clock, whole):
+                    each.count(part.sampled, part.cached, now_s)
                 timings = clock.timings(now_s) if times_parts else UNSET
                 opening = None if place in begun else answer.opening(choice)
                 if opening is not None:
@@ -142,9 +153,10 @@ class _Routes:
                 if part.finish is not None:
                     ended.append((choice, part.cached))
                     guessed += part.guessed
-                    yield _timed(answer.closing(choice, part.finish), timings)
+                    yield _timed(answer.closing(choice, part.finish), clock.timings(now_s))
         if answer.include_usage:
-            yield answer.counts(_usage(job, sampled, ended, guessed))
+            counts = answer.counts(_usage(job, whole.predicted, ended, guessed))
+            yield _timed(counts, whole.timings(time.perf_counter()))
 
 
 def _routes(endpoint: Endpoint) -> Sequence[Route]:
@@ -155,6 +167,7 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
             Route(path=path, handler=here.models, methods=("GET",), answers="ModelList")
             for path in ("/v1/models", "/models")
         ),
+        Route(path="/v1/chat/completions/input_tokens", handler=here.count, asks="ChatRequest", answers="InputTokens"),
         Route(path="/v1/models/{model_id:path}", handler=here.model, methods=("GET",), answers="Model"),
         *(
             Route(
@@ -181,10 +194,11 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
     )
 
 
-def _timed(
-    chunk: shapes.ChatChunk | shapes.Completion, timings: AnswerTimings | UnsetType
-) -> shapes.ChatChunk | shapes.Completion:
-    return chunk if timings is UNSET else msgspec.structs.replace(chunk, timings=timings)
+T = TypeVar("T", bound=shapes.ChatCompletion | shapes.ChatChunk | shapes.Completion)
+
+
+def _timed(chunk: T, timings: AnswerTimings | UnsetType) -> T:
+    return msgspec.structs.replace(chunk, timings=timings)
 
 
 def _usage(job: Job, sampled: int, ended: Sequence[tuple[Choice, int]], guessed: Guessed) -> Usage:

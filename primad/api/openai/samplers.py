@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, AliasChoices, Field
 from pydantic_core import PydanticCustomError
@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from primad.api.openai.fields import Strict, expecting, only
 
 MAX_TOKENS: Final = 2**31 - 1
+MAX_SAMPLERS: Final = 64
 MAX_BREAKERS: Final = 16
 MAX_BREAKER_CHARS: Final = 40
 MAX_BREAKERS_CHARS: Final = 128
@@ -52,9 +53,11 @@ class ResponseFormat(Strict):
 class SamplerFields(Strict):
     """What chooses the next token. A field that is absent is as the model file says, or as most clients have it."""
 
+    MAX_BIAS: ClassVar[float] = 100
+
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: _Share | None = None
-    top_k: _Count | None = None
+    top_k: _Reach | None = None
     min_p: _Share | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: _Penalty | None = None
@@ -95,7 +98,13 @@ class SamplerFields(Strict):
     timings_per_token: bool | None = None
     return_progress: bool | None = None
     id_slot: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None
-    samplers: Annotated[Any, only(None, [], why="their order is llama.cpp's")] = None
+    t_max_predict_ms: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None
+    samplers: Annotated[
+        Annotated[str, Field(max_length=MAX_SAMPLERS)]
+        | Annotated[list[Annotated[str, Field(max_length=MAX_SAMPLERS)]], Field(max_length=MAX_SAMPLERS)]
+        | None,
+        expecting("a list of samplers' names, or llama.cpp's letters for them"),
+    ] = None
     grammar_lazy: Annotated[Any, only(None, False, why="a grammar holds from the first token")] = None
     lora: Annotated[Any, only(None, [], why="the model is served as its file is")] = None
     guided_json: _Unguided = None

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from primad.api.backend import TextModel, Vocabulary
 from primad.api.grammar import of_schema, of_text
+from primad.api.openai.sampler_order import in_order
 from primad.api.openai.samplers import SamplerFields
 from primad.errors import RequestError, printable
 from primad.ring.messages import GREEDY, Sampling
@@ -29,7 +30,7 @@ def first_seed(request: SamplerFields, random: int) -> int:
 def sampling_of(request: SamplerFields, served: TextModel, *, seed: int, grammar: str | None) -> Sampling:
     """How ``request`` wants its answer sampled by ``served``, which must fit ``grammar``.
 
-    Raises ``RequestError`` (400) for a bias on what is no token.
+    Raises ``RequestError`` (400) for a bias on what is no token, and for samplers in an order that would change something.
     """
     usual = served.sampling
 
@@ -39,9 +40,9 @@ def sampling_of(request: SamplerFields, served: TextModel, *, seed: int, grammar
     def reach(tokens: int) -> int:
         return served.context_tokens if tokens == -1 else min(tokens, served.context_tokens)
 
-    return Sampling(
+    sampling = Sampling(
         temperature=given(request.temperature, usual.temperature),
-        top_k=given(request.top_k, usual.top_k),
+        top_k=max(0, given(request.top_k, usual.top_k)),
         top_p=given(request.top_p, usual.top_p),
         min_p=given(request.min_p, usual.min_p),
         seed=seed % SEEDS,
@@ -49,7 +50,7 @@ def sampling_of(request: SamplerFields, served: TextModel, *, seed: int, grammar
         frequency_penalty=given(request.frequency_penalty, 0.0),
         repeat_penalty=given(request.repeat_penalty, usual.repeat_penalty),
         penalty_tokens=reach(given(request.repeat_last_n, usual.penalty_tokens)),
-        logit_bias=_logit_bias(request.logit_bias or {}, served.vocabulary),
+        logit_bias=_logit_bias(request.logit_bias or {}, served.vocabulary, request.MAX_BIAS),
         top_n_sigma=max(0.0, given(request.top_n_sigma, 0.0)),
         typical_p=given(request.typical_p, 1.0),
         temperature_range=given(request.dynatemp_range, 0.0),
@@ -68,6 +69,7 @@ def sampling_of(request: SamplerFields, served: TextModel, *, seed: int, grammar
         ignore_eos=bool(request.ignore_eos),
         grammar=grammar,
     )
+    return sampling if request.samplers is None else in_order(sampling, request.samplers)
 
 
 def grammar_of(request: SamplerFields) -> str | None:
@@ -102,13 +104,13 @@ def grammar_of(request: SamplerFields) -> str | None:
 
 
 def _logit_bias(
-    biases: dict[str, float | bool] | list[list[int | str | float | bool]], vocabulary: Vocabulary
+    biases: dict[str, float | bool] | list[list[int | str | float | bool]], vocabulary: Vocabulary, most: float
 ) -> tuple[tuple[int, float], ...]:
     pairs = biases.items() if isinstance(biases, dict) else [(pair[0], pair[1]) for pair in biases]
     by_token: dict[int, float] = {}
     for key, bias in pairs:
-        if bias is True or isinstance(bias, str) or not -100 <= bias <= 100:
-            raise _bad_bias(f"{str(bias)[:40]!r} is no bias; they go from -100 to 100, or are false")
+        if bias is True or isinstance(bias, str) or not -most <= bias <= most:
+            raise _bad_bias(f"{str(bias)[:40]!r} is no bias; they go from -{most:.0f} to {most:.0f}, or are false")
         for token in _tokens_of(key, vocabulary):
             by_token[token] = -math.inf if bias is False else float(bias)
     return tuple(sorted(by_token.items()))

@@ -60,7 +60,7 @@ _ESCAPE: Final = re.compile(
 """An escape in JSON; half of a pair by itself stands for no character."""
 _StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]], Field(min_length=1, fail_fast=True)]
-_TokenCount = Annotated[
+TokenLimit = Annotated[
     Literal[-1] | Annotated[int, Field(ge=1, le=MAX_TOKENS)], expecting("a count from 1, or -1 for as many as fit")
 ]
 
@@ -83,7 +83,7 @@ class SamplingRequest(SamplerFields):
             f"a string or a list of at most {MAX_STOPS} strings, each of at most {MAX_STOP_CHARS} characters",
         ),
     ] = None
-    max_tokens: _TokenCount | None = None
+    max_tokens: TokenLimit | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -111,7 +111,7 @@ class SamplingRequest(SamplerFields):
 class ChatRequest(ChatFields, SamplingRequest):
     """``POST /v1/chat/completions``."""
 
-    max_completion_tokens: _TokenCount | None = None
+    max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     modalities: Annotated[Any, only(None, ["text"], why="this server answers with text only")] = None

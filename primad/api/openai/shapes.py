@@ -138,6 +138,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True, tag_field="objec
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    timings: AnswerTimings | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,6 +230,12 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", t
     data: list[Model]
 
 
+class InputTokens(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="response.input_tokens"):
+    """How many tokens a prompt has."""
+
+    input_tokens: int
+
+
 class HealthBody(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /health``."""
 
@@ -254,5 +261,5 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorDetail
 
 
-ANSWERS = (ChatCompletion, ChatChunk, Completion, Model, ModelList, HealthBody, StatusBody, ErrorBody)
+ANSWERS = (ChatCompletion, ChatChunk, Completion, Model, ModelList, InputTokens, HealthBody, StatusBody, ErrorBody)
 """Everything that a route answers with, for the OpenAPI document."""

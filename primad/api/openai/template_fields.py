@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from primad.api.openai.fields import Strict
+from primad.api.openai.thinking_fields import thinking_variables
 
 MAX_DOCUMENTS: Final = 128
 MAX_TEMPLATE_VARIABLES: Final = 32
@@ -41,12 +42,8 @@ class TemplateFields(Strict):
             raise PydanticCustomError("reserved", "'{name}' is what the server gives; leave it out", {"name": name})
         return value
 
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """By name. ``chat_template_kwargs`` is nearest to the template, and so the last word."""
-        named = {
-            "enable_thinking": self.enable_thinking,
-            "reasoning_effort": self.reasoning_effort,
-            "documents": self.documents,
-        }
-        return {name: value for name, value in named.items() if value is not None} | (self.chat_template_kwargs or {})
+    def variables_for(self, template: str) -> dict[str, Any]:
+        """The variables of ``template``, by its own names. ``chat_template_kwargs`` is nearest to it: the last word."""
+        said = thinking_variables(template, self.enable_thinking, self.reasoning_effort)
+        documents = {} if self.documents is None else {"documents": self.documents}
+        return said | documents | (self.chat_template_kwargs or {})

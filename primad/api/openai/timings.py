@@ -10,14 +10,18 @@ import msgspec
 class AnswerTimings(msgspec.Struct, frozen=True, kw_only=True):
     """What an answer took: its prompt until the first token, waiting included, then the tokens after it.
 
-    ``cache_n`` tokens of the prompt were computed before, ``prompt_n`` were not.
+    ``cache_n`` tokens of the prompt were computed before, ``prompt_n`` were not. The rates of ``predicted_n`` tokens are
+    those after the first, and 0 where there are none.
     """
 
     cache_n: int
     prompt_n: int
     prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
     predicted_n: int
     predicted_ms: float
+    predicted_per_token_ms: float
     predicted_per_second: float
 
 
@@ -46,11 +50,19 @@ class AnswerClock:
     def timings(self, now_s: float) -> AnswerTimings:
         """What it took until now."""
         prompt_s, decode_s = self.took_s(now_s)
+        computed, later = self.prompt_tokens - self.cached, max(self.predicted - 1, 0)
         return AnswerTimings(
             cache_n=self.cached,
-            prompt_n=self.prompt_tokens - self.cached,
+            prompt_n=computed,
             prompt_ms=1000 * prompt_s,
+            prompt_per_token_ms=_ratio(1000 * prompt_s, computed),
+            prompt_per_second=_ratio(computed, prompt_s),
             predicted_n=self.predicted,
             predicted_ms=1000 * decode_s,
-            predicted_per_second=self.predicted / decode_s if decode_s > 0 else 0.0,
+            predicted_per_token_ms=_ratio(1000 * decode_s, later),
+            predicted_per_second=_ratio(later, decode_s),
         )
+
+
+def _ratio(amount: float, parts: float) -> float:
+    return amount / parts if parts > 0 else 0.0

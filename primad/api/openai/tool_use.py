@@ -29,7 +29,7 @@ def chat_text(request: ChatFields, served: TextModel, *, now: datetime) -> str:
         served.vocabulary,
         request.conversation,
         now=now,
-        variables=request.template_variables,
+        variables=request.variables_for(served.vocabulary.chat_template or ""),
         tools=[tool.for_template() for tool in request.callable_tools],
         form=_manner(served).call_form,
         opens=request.opens_turn,

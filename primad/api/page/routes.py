@@ -112,7 +112,7 @@ class Page:
     async def owner(self, request: Request) -> Response:
         """The owner's key for a ticket."""
         check_origin(request)
-        asked = decoded(await read_json(request, self._timings.body_timeout_s), Ticket)
+        asked = decoded(await read_json(request, self._timings.body_timeout_s, only_json=True), Ticket)
         return json_response(OwnerKey(key=self._owner.key_for(asked.ticket)))
 
     async def devices(self, request: Request) -> Response:
@@ -157,7 +157,7 @@ class Page:
     async def what_if(self, request: Request) -> Response:
         """What another cluster would do, for whoever may ask: nothing changes by it."""
         check_origin(request)
-        asked = decoded(await read_json(request, self._timings.body_timeout_s), OtherCluster)
+        asked = decoded(await read_json(request, self._timings.body_timeout_s, only_json=True), OtherCluster)
         return json_response(await done(self._open_desk().what_if(asked)))
 
     def _open_desk(self) -> Desk:
@@ -169,7 +169,7 @@ class Page:
         """What the owner asks for. Raises ``RequestError`` for all others."""
         check_origin(request)
         self._owner.check(said_key(request.headers))
-        return decoded(await read_json(request, self._timings.body_timeout_s), kind)
+        return decoded(await read_json(request, self._timings.body_timeout_s, only_json=True), kind)
 
 
 def check_origin(request: Request) -> None:

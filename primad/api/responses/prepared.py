@@ -8,7 +8,9 @@ import msgspec
 
 from primad.api.backend import Asking
 from primad.api.openai.job import Job, chat_job
+from primad.api.openai.prepared import counted
 from primad.api.openai.schema import parse, said_as
+from primad.api.openai.shapes import InputTokens
 from primad.api.responses.job import NAMES, chat_request
 from primad.api.responses.schema import ResponsesRequest
 
@@ -29,6 +31,7 @@ class PreparedResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A job, and how its answer is told."""
 
     job: Job
+    model: str
     stream: bool
     said: SaidAgain
 
@@ -47,4 +50,10 @@ def respond(body: bytes, asking: Asking) -> PreparedResponse:
         parallel_tool_calls=ask.parallel_tool_calls is not False,
         metadata=ask.metadata or {},
     )
-    return PreparedResponse(job=job, stream=bool(ask.stream), said=said)
+    return PreparedResponse(job=job, model=ask.model or asking.served.id, stream=bool(ask.stream), said=said)
+
+
+def count(body: bytes, asking: Asking) -> InputTokens:
+    """``POST /v1/responses/input_tokens``."""
+    with said_as(NAMES):
+        return counted(chat_request(parse(ResponsesRequest, body)), asking)

@@ -30,6 +30,10 @@ class _Routes:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
 
+    async def count(self, request: Request) -> Response:
+        """How many tokens a conversation has, also one that is too long."""
+        return json_response(await self._endpoint.prepare(request, preparations.count, self._endpoint.serving()))
+
     async def respond(self, request: Request) -> Response:
         """Continue a conversation."""
         served = self._endpoint.serving()
@@ -37,7 +41,7 @@ class _Routes:
         answer = ResponseAnswer(
             id=f"resp_{secrets.token_hex(16)}",
             created=int(time.time()),
-            model=served.id,
+            model=prepared.model,
             said=prepared.said,
             prompt_tokens=prepared.job.prompt_tokens,
         )
@@ -64,10 +68,19 @@ class _Routes:
 
 
 def _routes(endpoint: Endpoint) -> Sequence[Route]:
-    respond = _Routes(endpoint).respond
-    return tuple(
-        Route(path=path, handler=respond, asks="ResponsesRequest", answers="ResponseBody", stream_type=EVENT_STREAM)
-        for path in ("/v1/responses", "/responses")
+    here = _Routes(endpoint)
+    return (
+        Route(path="/v1/responses/input_tokens", handler=here.count, asks="ResponsesRequest", answers="InputTokens"),
+        *(
+            Route(
+                path=path,
+                handler=here.respond,
+                asks="ResponsesRequest",
+                answers="ResponseBody",
+                stream_type=EVENT_STREAM,
+            )
+            for path in ("/v1/responses", "/responses")
+        ),
     )
 
 

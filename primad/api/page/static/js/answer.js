@@ -1,6 +1,6 @@
 // One answer as it is written: its text, thoughts and calls, and how quick it was.
 
-import { events } from "/page/js/server.js";
+import { events } from "./server.js";
 
 /** What `chat` says so far, as the API takes it; `values` are the settings. Throws `Error` where a setting is wrong. */
 export function asked(chat, values) {

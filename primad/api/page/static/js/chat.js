@@ -1,11 +1,11 @@
 // Chat: conversations on the left, the one that is open in the middle, settings on the right.
 
-import { asked, write } from "/page/js/answer.js";
-import { announce, copy, h, icon, iconButton } from "/page/js/dom.js";
-import { count, ms, speed } from "/page/js/format.js";
-import { onStatus } from "/page/js/live.js";
-import { show } from "/page/js/markdown.js";
-import * as store from "/page/js/store.js";
+import { asked, write } from "./answer.js";
+import { announce, copy, h, icon, iconButton } from "./dom.js";
+import { count, ms, speed } from "./format.js";
+import { onStatus } from "./live.js";
+import { show } from "./markdown.js";
+import * as store from "./store.js";
 
 const ENDS = { length: "cut at the limit", stopped: "stopped" };
 const SAMPLING = [

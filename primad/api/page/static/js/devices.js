@@ -1,8 +1,8 @@
 // Devices: pair, approve, revoke. Only the owner of the head may, whom 'primad page' lets in.
 
-import { announce, copy, h, iconButton } from "/page/js/dom.js";
-import { onStatus } from "/page/js/live.js";
-import { ask } from "/page/js/server.js";
+import { announce, copy, h, iconButton } from "./dom.js";
+import { onStatus } from "./live.js";
+import { ask } from "./server.js";
 
 const EVERY_MS = 2000;
 

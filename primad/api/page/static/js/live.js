@@ -1,6 +1,6 @@
 // The status of the head, once a second while somebody can see the page, for every part of it.
 
-import { events, Refused } from "/page/js/server.js";
+import { events, Refused } from "./server.js";
 
 const AGAIN_MS = 1000;
 const MOST_AGAIN_MS = 8000;

@@ -1,12 +1,12 @@
 // The frame of the page: views, how the head is, the key, the theme.
 
-import { startChat } from "/page/js/chat.js";
-import { letOwnerIn, startDevices } from "/page/js/devices.js";
-import { icon } from "/page/js/dom.js";
-import { speed } from "/page/js/format.js";
-import { onStatus, rate, watch } from "/page/js/live.js";
-import { startRing } from "/page/js/ring.js";
-import { becomeOwner, keys, onKeyWanted } from "/page/js/server.js";
+import { startChat } from "./chat.js";
+import { letOwnerIn, startDevices } from "./devices.js";
+import { icon } from "./dom.js";
+import { speed } from "./format.js";
+import { onStatus, rate, watch } from "./live.js";
+import { startRing } from "./ring.js";
+import { becomeOwner, keys, onKeyWanted } from "./server.js";
 
 const THEME = "primad.theme";
 const VIEWS = ["chat", "ring", "devices"];

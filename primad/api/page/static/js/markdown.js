@@ -1,7 +1,7 @@
 // Markdown as HTML that is safe to show: what a model wrote is never trusted. HTML in it is shown as it stands.
 
-import { copy, h, iconButton } from "/page/js/dom.js";
-import { Marked } from "/page/vendor/marked.js";
+import { copy, h, iconButton } from "./dom.js";
+import { Marked } from "../vendor/marked.js";
 
 const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
 const marked = new Marked({

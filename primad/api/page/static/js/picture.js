@@ -1,7 +1,7 @@
 // The ring as a picture: windows in the order in which a token visits them, clockwise from the top.
 
-import { h, svg } from "/page/js/dom.js";
-import { count, ms, ranges } from "/page/js/format.js";
+import { h, svg } from "./dom.js";
+import { count, ms, ranges } from "./format.js";
 
 const CENTRE = { x: 330, y: 236 };
 const RADIUS = 168;

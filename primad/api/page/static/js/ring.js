@@ -1,10 +1,10 @@
 // The ring, live: the picture, figures beside what was planned, events.
 
-import { announce, h, svg } from "/page/js/dom.js";
-import { bytes, clock, count, ms, ranges, speed } from "/page/js/format.js";
-import { onStatus, rate } from "/page/js/live.js";
-import { startWhatIf } from "/page/js/what_if.js";
-import { colour, drawRing, keyOf, legend } from "/page/js/picture.js";
+import { announce, h, svg } from "./dom.js";
+import { bytes, clock, count, ms, ranges, speed } from "./format.js";
+import { onStatus, rate } from "./live.js";
+import { startWhatIf } from "./what_if.js";
+import { colour, drawRing, keyOf, legend } from "./picture.js";
 
 const KEPT = 120;
 const OFF = 1.25;

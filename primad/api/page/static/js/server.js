@@ -41,7 +41,8 @@ async function request(path, { body, signal, ...options } = {}) {
   const key = keys.owner || keys.api;
   if (key) headers.authorization = `Bearer ${key}`;
   if (body !== undefined) headers["content-type"] = "application/json";
-  const response = await fetch(path, {
+  const response = await fetch(new URL(`.${path}`, document.baseURI), {
+    // below the page, as a proxy may serve it under a prefix
     method: body === undefined ? "GET" : "POST",
     headers,
     body: body === undefined ? undefined : JSON.stringify(body),

@@ -1,9 +1,9 @@
 // What if: the predicted effect of a device less, or of one more.
 
-import { announce, h } from "/page/js/dom.js";
-import { count, ms, percent, speed } from "/page/js/format.js";
-import { onStatus } from "/page/js/live.js";
-import { ask } from "/page/js/server.js";
+import { announce, h } from "./dom.js";
+import { count, ms, percent, speed } from "./format.js";
+import { onStatus } from "./live.js";
+import { ask } from "./server.js";
 
 const LINKS = [
   ["2.5Gbit/s,0.3ms", "wired, 2.5 Gbit/s"],

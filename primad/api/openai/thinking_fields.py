@@ -1,0 +1,60 @@
+"""Whether and how much a model thinks, in the words of its own chat template. Pure.
+
+Templates call it ``enable_thinking``, ``thinking``, ``reasoning`` or otherwise. What one does not mention changes nothing,
+so all switches are set at once; an effort is text that some templates write into the prompt, so it is set where it is known.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from primad.api.tool_prompt import mentions
+
+NO_EFFORT: Final = "none"
+"""The effort that turns thinking off, as OpenAI calls it."""
+_LEAST: Final = ("no_think", NO_EFFORT, "minimal", "low")
+"""What templates call the least effort, the least one first."""
+_SCALE: Final = (*_LEAST, "medium", "high", "xhigh", "max")
+_EFFORTS: Final = ("reasoning_effort", "thinking_effort", "reasoning_strength")
+
+
+def thinking_variables(template: str, thinks: bool | None, effort: str | None) -> dict[str, Any]:
+    """The variables of ``template`` that say whether the model ``thinks``, and with which ``effort``; None: as it likes."""
+    if effort == NO_EFFORT and thinks is None:
+        thinks = False
+    found: dict[str, Any] = {} if thinks is None else _switches(thinks)
+    for name in _EFFORTS:
+        if mentions(template, name):
+            wanted = _effort(template, name, thinks, effort)
+            found |= {} if wanted is None else {name: wanted}
+    return found
+
+
+def _switches(thinks: bool) -> dict[str, Any]:
+    return {
+        **dict.fromkeys(("enable_thinking", "thinking", "think", "reasoning"), thinks),
+        "thinking_mode": "enabled" if thinks else "disabled",
+        "thinking_option": "on" if thinks else "off",
+        **({} if thinks else {"thinking_budget": 0}),
+    }
+
+
+def _effort(template: str, name: str, thinks: bool | None, effort: str | None) -> str | None:
+    """What the variable ``name`` is set to; None: nothing."""
+    none = next((word for word in _LEAST[:2] if _is_quoted(template, word)), None)
+    if thinks is False and effort in (None, NO_EFFORT):
+        return next((word for word in _LEAST if _is_quoted(template, word)), "low")
+    if effort is None:
+        return "high" if thinks and none is not None else None
+    allowed = re.search(rf"\b{name} not in \[([^\]]*)\]", template)
+    words = re.findall(r"\w+", allowed[1]) if allowed is not None else []
+    known = [word for word in _SCALE if word in words]
+    if not known or effort in words or effort not in _SCALE:
+        return effort
+    place = _SCALE.index(effort)
+    return min(known, key=lambda word: (abs(_SCALE.index(word) - place), -_SCALE.index(word)))
+
+
+def _is_quoted(template: str, word: str) -> bool:
+    return re.search(rf"""(['"]){word}\1""", template) is not None

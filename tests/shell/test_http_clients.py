@@ -1,0 +1,70 @@
+"""What clients of several dialects look for in what they are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from primad.api.backend import ModelNames
+from tests.fakes.backend import ByteVocabulary, FakeBackend, says
+from tests.fakes.embeddings import FakeEmbeddings
+from tests.fakes.http import call, events, post
+
+HELLO = [{"role": "user", "content": "Hi"}]
+TEMPLATE = ByteVocabulary(chat_template="{{ messages[-1].content }}")
+NAMES = ModelNames(aliases=("gpt-4o",))
+ANTHROPIC = {"anthropic-version": "2023-06-01"}
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HELLO},
+    "/v1/completions": {"prompt": "Hi"},
+    "/completion": {"prompt": "Hi"},
+    "/v1/messages": {"max_tokens": 9, "messages": HELLO},
+    "/v1/responses": {"input": "Hi"},
+    "/api/chat": {"messages": HELLO},
+    "/api/generate": {"prompt": "Hi"},
+}
+
+
+def long(value: Any) -> Any:
+    return [{"role": "user", "content": "x" * 500}] if isinstance(value, list) else "x" * 500
+
+
+def test_a_prompt_that_is_too_long_is_told_by_the_words_that_clients_look_for_in_every_dialect():
+    for path, asked in ASKED.items():
+        body = {key: value if key == "max_tokens" else long(value) for key, value in asked.items()}
+        answer = post(FakeBackend(says(), vocabulary=TEMPLATE, context_tokens=64), path, model="toy", **body)
+        assert (answer.status_code, "exceeds the available context size" in answer.text) == (400, True), answer.text
+
+
+def test_the_name_that_was_asked_for_is_the_name_that_is_told():
+    def asked(path: str, **body: Any) -> Any:
+        return call(FakeBackend(says("x"), vocabulary=TEMPLATE), "POST", path, json=body, names=NAMES)
+
+    for path, body in ASKED.items():
+        assert asked(path, stream=False, model="gpt-4o", **body).json()["model"] == "gpt-4o", path
+    for path in ("/v1/chat/completions", "/v1/completions", "/completion", "/v1/responses"):
+        assert asked(path, **ASKED[path]).json()["model"] == "toy", path
+    streamed = events(asked("/v1/chat/completions", stream=True, model="gpt-4o", messages=HELLO))
+    assert {event["model"] for event in streamed[:-1]} == {"gpt-4o"}
+
+
+def test_tokens_of_a_prompt_are_counted_also_of_one_that_is_too_long():
+    backend = FakeBackend(says(), vocabulary=TEMPLATE, context_tokens=64)
+    for path in ("/v1/chat/completions", "/v1/responses"):
+        told = post(backend, f"{path}/input_tokens", **ASKED[path]).json()
+        assert told == {"object": "response.input_tokens", "input_tokens": 3}
+        field = next(iter(ASKED[path]))
+        assert post(backend, f"{path}/input_tokens", **{field: long(ASKED[path][field])}).json()["input_tokens"] == 501
+    assert post(backend, "/v1/responses/input_tokens", input="Hi", model="other").status_code == 404
+    assert not backend.calls
+
+
+def test_who_speaks_anthropics_dialect_gets_models_in_its_shape():
+    backend = FakeBackend(says())
+    listed = call(backend, "GET", "/v1/models", headers=ANTHROPIC, names=NAMES, embeddings=FakeEmbeddings()).json()
+    assert [(each["type"], each["id"]) for each in listed["data"]][:2] == [("model", "toy"), ("model", "gpt-4o")]
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "toy", listed["data"][-1]["id"])
+    assert listed["data"][0]["created_at"] == "2023-11-14T22:13:20Z"
+    assert call(backend, "GET", "/v1/models/toy", headers=ANTHROPIC).json() == listed["data"][0]
+    backend.served = None
+    assert call(backend, "GET", "/v1/models", headers=ANTHROPIC).json()["data"] == []
+    assert call(backend, "GET", "/v1/models").json() == {"object": "list", "data": []}

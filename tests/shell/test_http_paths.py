@@ -1,0 +1,57 @@
+"""Paths with a slash too many, and HEAD where GET is."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+
+from primad.api.access import Door
+from primad.api.app import create_app
+from tests.fakes.backend import FakeBackend, says
+from tests.fakes.http import call
+
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+def test_a_slash_too_many_changes_nothing():
+    bodies = {
+        "/v1/chat/completions": {"messages": HELLO},
+        "/api/chat": {"model": "toy", "messages": HELLO, "stream": False},
+        "/v1/messages": {"model": "toy", "max_tokens": 3, "messages": HELLO},
+        "/tokenize": {"content": "x"},
+        **dict.fromkeys(("/v1/models", "/v1/models/toy", "/health", "/v1/health", "/props", "/api/tags")),
+    }
+    for path, body in bodies.items():
+        method = "GET" if body is None else "POST"
+        for said in (
+            path,
+            f"/{path}",
+            f"{path}/",
+            f"//{path}//",
+            path.replace("/", "//"),
+            path.replace("/v1/", "/v1///"),
+        ):
+            answer = call(FakeBackend(says("x")), method, f"http://127.0.0.1:8080{said}", json=body)
+            assert answer.status_code == 200, (said, answer.text)
+    assert call(FakeBackend(says()), "GET", "http://127.0.0.1:8080//v2/models").status_code == 404
+
+
+def test_head_is_answered_where_get_is_and_the_document_has_it_once():
+    for path in ("/", "/v1/models", "/v1/models/toy", "/health", "/props", "/api/tags", "/metrics", "/status"):
+        assert call(FakeBackend(says()), "HEAD", path).status_code == 200, path
+    assert call(FakeBackend(says()), "HEAD", "/ui/events").status_code == 405
+    assert "head" not in create_app(FakeBackend(says())).openapi()["paths"]["/v1/models"]
+
+
+def test_a_slash_too_many_opens_no_door():
+    app = create_app(FakeBackend(says()), door=Door(lambda: ()))
+
+    async def status(path: str) -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+            return (await client.get(f"http://127.0.0.1:8080{path}")).status_code
+
+    for path in ("//v1/models", "/v1/models/", "//health/../v1/models", "/page//../v1/models", "/ui/who/"):
+        assert asyncio.run(status(path)) in (401, 404), path
+    for path in ("//health", "/v1/health/", "//page//page.css"):
+        assert asyncio.run(status(path)) == 200, path
