@@ -96,7 +96,8 @@ def test_what_is_said_when_nobody_waits_for_it_any_more_is_no_trouble():
     """Forming was cancelled, and the process not ended yet."""
 
     async def once() -> None:
-        ring = HeadRing(SimpleNamespace())
+        cells = SimpleNamespace(expect=lambda _: None)
+        ring = HeadRing(SimpleNamespace(station=SimpleNamespace(workspace=SimpleNamespace(cells=cells))))
         for wanted in (ring._own, ring._serving, ring._drained):
             wanted.cancel()
         for event in (Opened("tcp://127.0.0.1:1", "key"), Serving(), Drained()):
