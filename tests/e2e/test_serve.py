@@ -376,7 +376,7 @@ def test_who_only_slows_the_ring_is_left_out(served, smollm2, new_home, cluster)
         assert greedy(head) == served.complete().choices[0].text
         head.run.wait_for(r"^head: 30 layers \(0-29\)$")
         head.run.wait_for(r"^worker is left out: ")
-        worker.wait_for(r"^head head: worker is left out: ")
+        worker.wait_for(r"^head head(-2)?: worker is left out: ")  # another head of this user may be called so, too
 
 
 def test_no_worker_in_sight(served, smollm2, new_home, cluster):

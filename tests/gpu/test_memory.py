@@ -83,7 +83,7 @@ def taken_by_windows(caplog, gpu) -> list[float]:
 @pytest.fixture
 def said(caplog):
     hear_llama()  # another test of this process may have set a callback of its own
-    caplog.set_level(logging.DEBUG, "primad.engine.llama")
+    caplog.set_level(logging.DEBUG, "primad.engine.binding")
     return caplog
 
 

@@ -30,7 +30,7 @@ _BUFFER = re.compile(r" (KV|RS) buffer size = +([0-9.]+) MiB")
 @pytest.fixture
 def said(caplog):
     hear_llama()  # another test of this process may have set a callback of its own
-    caplog.set_level(logging.DEBUG, "primad.engine.llama")
+    caplog.set_level(logging.DEBUG, "primad.engine.binding")
     return caplog
 
 
