@@ -50,7 +50,7 @@ class Joining:
 
     async def pairs(self, at: str | None = None) -> str:
         """The key that is trusted in the end."""
-        return (await pairing_service.pair(self._station, str(CODE), at, self.said.append)).key
+        return (await pairing_service.pair(self._station, str(CODE), at, self.said.append, "head")).key
 
     async def _look(self, *_: object) -> list[Peer]:
         return self.peers
