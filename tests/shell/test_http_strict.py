@@ -134,7 +134,8 @@ def test_what_follows_an_answer_on_its_connection_is_as_strict(caplog):
 
 
 def test_a_wrong_chunk_behind_an_early_answer_ends_the_connection_without_a_traceback(caplog):
-    late = asks(CODING, body=b"").replace(b"application/json", b"text/plain").replace(b"Connection: close\r\n", b"")
+    late = asks(CODING, body=b"").replace(b"Connection: close\r\n", b"")
+    late = late.replace(b"application/json", b"text/plain\r\nOrigin: http://elsewhere")  # so it is refused at once
 
     async def scenario() -> None:
         async with patient(FakeBackend(says("Hello"))) as port:

@@ -192,6 +192,6 @@ def test_a_wrong_code_costs_the_right_device_one_try(joining: Joining):
         async with invited() as desk:
             joining.sees(desk.port, addresses=(HOST, "localhost"))
             with pytest.raises(PrimadError, match="4 tries are left"):
-                await pairing_service.pair(joining._station, str(WRONG), None, joining.said.append)
+                await pairing_service.pair(joining._station, str(WRONG), None, joining.said.append, "head")
 
     run(test)

@@ -32,7 +32,7 @@ HANGS = "{% for _ in range(99999) %}{% for _ in range(99999) %}{% endfor %}{% en
 TEMPLATE = (
     "{% set said = messages[-1].content %}"
     f"{{% if said == 'grow' %}}{GROWS}{{% elif said == 'hang' %}}{HANGS}{{% endif %}}"
-    "{% if said == 'deep' %}{% macro deeper() %}{{ deeper() }}{% endmacro %}{{ deeper() }}{% endif %}"
+    "{% if 'deep' in said|string %}{% macro deeper() %}{{ deeper() }}{% endmacro %}{{ deeper() }}{% endif %}"
     "{{ said }}"
 )
 QUICK = TextLimits(quick_s=0.3, most_s=3.0, memory_bytes=128 << 20, look_s=0.01)

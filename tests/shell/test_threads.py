@@ -19,6 +19,7 @@ from primad.engine.rope import AS_THE_MODEL_SAYS
 from primad.errors import RingError
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
+from primad.head.blame import Blame
 from primad.head.link_book import LinkBook
 from primad.head.promise import Promise
 from primad.head.ring import HeadRing
@@ -117,7 +118,7 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
         await ring.close()
 
     asyncio.run(once())
-    assert broken == [(3, None, "it ends here", False)]
+    assert broken == [(3, Blame(reason="it ends here"))]
     (opening,) = process.opened
     assert (opening.options.threads, opening.options.batch_threads) == (3, 7)
     assert process.threads == 7, "the process has room for the larger team"

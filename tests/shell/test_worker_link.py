@@ -42,7 +42,6 @@ from primad.network.messages import (
     Refused,
     Release,
     Remeasured,
-    Welcome,
     WorkerStatus,
 )
 from primad.network.versions import OURS, Versions
@@ -51,7 +50,6 @@ from primad.settings.timings import NetworkTimings
 from primad.trust.identity import new_identity
 from tests.fakes.control import HEAD, HOST, FakeDevice, gated
 from tests.fakes.load import a_load
-from tests.fakes.profile import PROFILE
 
 PATIENCE_S = 60
 KEY, OTHER_KEY = new_identity().public, new_identity().public
@@ -818,31 +816,3 @@ def free_port() -> int:
     with closing(socket.socket()) as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
-
-
-def test_a_worker_that_says_more_than_can_be_heard_holds_nobody_up():
-    class Flood:
-        key = KEY
-
-        async def receive(self, timeout_s: float | None) -> Pong:
-            return Pong()
-
-        async def send(self, message: object) -> None:
-            """Taken."""
-
-        async def wait_ended(self) -> None:
-            await asyncio.Future()
-
-        def close(self) -> None:
-            """Closed."""
-
-    async def once() -> None:
-        waiting: asyncio.Queue[types.Event] = asyncio.Queue(10)
-        welcome = Welcome(protocol=1, version="0", build="b", profile=PROFILE, layer_port=1)
-        link = WorkerLink(Flood(), welcome, 1.0, waiting.put_nowait)
-        async with asyncio.timeout(PATIENCE_S):
-            for _ in range(1000):
-                assert await waiting.get() == types.Heard(link.name)
-        link.close()
-
-    asyncio.run(once())
