@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from primad.api.app import create_app
@@ -118,9 +119,8 @@ def hostile(tmp_path: Any, backend: FakeBackend, requests: list[tuple[str, Body]
         service = TextService(str(path), backend.vocabulary.chat_template)
         try:
             async with asyncio.timeout(PATIENCE_S):
-                backend.served = backend.served and backend.served.__class__(
-                    vocabulary=await service.pieces(), **_settings(backend)
-                )
+                assert backend.served is not None
+                backend.served = replace(backend.served, vocabulary=await service.pieces())
                 ask = Asked(service, backend)
                 await ask("/v1/chat/completions", json.dumps({"messages": HELLO}).encode())
                 bodies = [(to, body if isinstance(body, bytes) else json.dumps(body).encode()) for to, body in requests]
@@ -135,12 +135,6 @@ def hostile(tmp_path: Any, backend: FakeBackend, requests: list[tuple[str, Body]
             await service.close()
 
     return asyncio.run(run())
-
-
-def _settings(backend: FakeBackend) -> dict[str, Any]:
-    assert backend.served is not None
-    settings = backend.served.settings
-    return {name: getattr(settings, name) for name in settings.__dataclass_fields__}
 
 
 def test_no_request_stops_the_loop(tmp_path):
