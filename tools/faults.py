@@ -34,6 +34,7 @@ TIMED = (
     "tests/e2e/test_disk_faults.py",
     "tests/e2e/test_restart.py",
     "tests/e2e/test_attacks.py",
+    "tests/e2e/test_hostile_requests.py",
     "tests/shell/test_control.py",
     "tests/shell/test_floods.py",
     "tests/shell/test_doctor.py",

@@ -290,6 +290,8 @@ class KvStore:
                 for piece in pieces:
                     file.write(piece)
             partial.replace(folder / name)
+        except FileNotFoundError:  # the block is being forgotten
+            return
         finally:
             partial.unlink(missing_ok=True)
 

@@ -6,6 +6,7 @@ import stat
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -237,6 +238,18 @@ def test_a_disk_too_small_for_the_limit_is_said_beforehand(tmp_path, monkeypatch
 
 class _Usage:
     total, free = 1 << 40, (1 << 30) + 10
+
+
+def test_a_block_that_is_forgotten_while_it_is_written_is_no_error(tmp_path, monkeypatch):
+    store, replacing = KvStore(tmp_path / "cells"), Path.replace
+
+    def replace_late(partial, path):
+        KvStore(store.folder).forget([FIRST.key])
+        return replacing(partial, path)
+
+    monkeypatch.setattr(Path, "replace", replace_late)
+    store.put(FIRST, cells(FIRST, 0))
+    assert not store.layers(FIRST.key)
 
 
 def test_a_folder_that_refuses_is_one_clear_error(tmp_path):

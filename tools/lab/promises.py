@@ -28,6 +28,7 @@ PROMISES: Final[Mapping[str, Promise]] = {
     "noticed": Promise(1.0, "a head notices that the process of a worker has ended"),
     "cut off": Promise(20.0, "a connection of somebody who proves nothing is closed"),
     "answer in a flood": Promise(5.0, "a trusted device is answered while thousands of strangers connect"),
+    "health under attack": Promise(0.1, "a head answers /health while it reads the worst requests"),
     "revoked": Promise(5.0, "the ring with a device that is revoked is cut"),
     "examined": Promise(60.0, "primad doctor has looked at this machine"),
 }

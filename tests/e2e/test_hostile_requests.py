@@ -1,0 +1,111 @@
+"""While a head with a ring of two reads the worst requests, it says how it is, others are answered, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import PATIENCE_S, Head, all_joined, heading
+from tests.e2e.crowd import held
+from tests.e2e.streams import ask, show
+from tests.e2e.test_crowd import MOST_BYTES, MOST_MORE
+from tests.figures import note
+from tests.shell.test_http_hostile import HOSTILE
+
+pytestmark = [pytest.mark.slow, pytest.mark.matrix]
+
+HEALTH = """
+import http.client, sys, time
+while not sys.stdin.closed:
+    begin = time.monotonic()
+    link = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=60)
+    link.request("GET", "/health")
+    status = link.getresponse().status
+    link.close()
+    print(begin, time.monotonic() - begin, status, flush=True)
+    time.sleep(0.02)
+"""
+"""Asks in a process of its own, which what this one does cannot hold up."""
+
+
+@contextmanager
+def health_asked(port: int) -> Iterator[list[tuple[float, int]]]:
+    """How long each look at ``/health`` took, and its status, until now."""
+    looks: list[tuple[float, int]] = []
+    with subprocess.Popen([sys.executable, "-c", HEALTH, str(port)], stdout=subprocess.PIPE, text=True) as asking:
+
+        def read() -> None:
+            for line in asking.stdout or ():
+                _, took_s, status = line.split()
+                looks.append((float(took_s), int(status)))
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            yield looks
+        finally:
+            asking.kill()
+            reader.join()
+
+
+class Listener:
+    """A client that asks for the same answer again and again."""
+
+    def __init__(self, head: Head) -> None:
+        self.texts: list[str] = []
+        self.gap_s = 0.0
+        self._head, self._goes_on = head, True
+        self._thread = threading.Thread(target=self._listen)
+
+    def _listen(self) -> None:
+        while self._goes_on:
+            told = ask(self._head, tokens=200)
+            self.texts.append(told.text if told.error is None else str(told.error))
+            self.gap_s = max(self.gap_s, told.gap_s)
+
+    def __enter__(self) -> Listener:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._goes_on = False
+        self._thread.join()
+
+
+def test_hostile_requests_hold_up_neither_health_nor_others_and_leave_nothing(smollm2: Path, module_home):
+    cluster = f"hostile-{secrets.token_hex(6)}"
+    with ExitStack() as stack:
+        stack.enter_context(all_joined([module_home("worker")], cluster))
+        arguments = ("--wait", 1, "--use-all", "--context", 8192, "--sequences", 4)
+        head = stack.enter_context(heading(smollm2, module_home("head"), cluster, *arguments))
+        head.wait_serving()
+        alone = ask(head, tokens=200).text
+        bodies = [(to, body if isinstance(body, bytes) else json.dumps(body).encode()) for to, body in HOSTILE]
+        with httpx.Client(base_url=head.url, timeout=PATIENCE_S, headers={"Content-Type": "application/json"}) as client:
+            client.post("/v1/chat/completions", content=bodies[0][1])  # threads and buffers that stay are made now
+            before = held(head)
+            with health_asked(head.port) as looks, Listener(head) as listener:
+                for to, body in bodies:
+                    seen = len(looks)
+                    status = client.post(to, content=body).status_code
+                    assert status < 500 or status == 501, (to, body[:80], status)
+                    slowest_s = max((took_s for took_s, _ in looks[seen:]), default=0.0)
+                    show(f"{slowest_s * 1e3:6.1f} ms {status} {to} {body[:60]!r}")
+                    note("health under attack", slowest_s)
+        after = held(head)
+        show(f"longest gap of the other client {listener.gap_s:.2f} s in {len(listener.texts)} answers; {before}, {after}")
+        assert {status for _, status in looks} == {200}
+        assert set(listener.texts) == {alone}
+        assert after.descriptors <= before.descriptors + MOST_MORE
+        assert after.threads <= before.threads + MOST_MORE
+        assert after.private_bytes <= before.private_bytes + MOST_BYTES
+        assert "Traceback" not in head.run.output
