@@ -8,16 +8,17 @@ our mistake, is answered with 500 and logged with its traceback by the server (u
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route as StarletteRoute
 
 from primad import __version__
 from primad.api.access import OPEN, Door
@@ -63,7 +64,7 @@ def create_app(
     embeddings: Embeddings | None = None,
     owner_key: str | None = None,
     desk: Desk | None = None,
-) -> FastAPI:
+) -> Api:
     """The API over ``backend``, whose model is also called by ``names``.
 
     ``hosts`` are names, besides localhost and IP addresses, by which clients may reach it; web pages of ``origins`` may
@@ -71,7 +72,6 @@ def create_app(
     Who says ``owner_key`` may change things at ``desk`` by way of the page.
     Its ``state.close()`` ends what would stay open, when the server ends.
     """
-    app = _App(title="primad", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     metrics = Metrics()
     endpoint = Endpoint(backend, metrics, timings, names, embeddings)
     server = _Server(endpoint, metrics)
@@ -79,6 +79,7 @@ def create_app(
     dialects = [route for one in DIALECTS for route in one.routes(endpoint)]
     routes = [*server.routes(), *page.routes(), *dialects]
     metrics.know(route.path for route in routes)
+    app = Api(routes)
     app.add_middleware(BodyGuard, most_bytes=MAX_BODIES_BYTES)  # the middleware that is added last sees a request first
     app.add_middleware(KeyGuard, door=door, refuse=_refuse)
     if origins:
@@ -86,17 +87,6 @@ def create_app(
     app.add_middleware(HostGuard, hosts=hosts, refuse=_refuse)
     app.add_middleware(Counted, metrics=metrics)
     app.add_middleware(TidyPaths)
-    for route in routes:
-        app.add_api_route(
-            route.path,
-            route.handler,
-            methods=list(route.methods),
-            openapi_extra=_asks(route),
-            responses=_answers(route),
-            include_in_schema=route.answers is not None,
-        )
-        if "GET" in route.methods and "HEAD" not in route.methods and not route.path.startswith("/ui/"):
-            app.add_api_route(route.path, route.handler, methods=["HEAD"], include_in_schema=False)
     _handle_errors(app)
     app.state.close = page.close
     return app
@@ -152,15 +142,40 @@ class _Server:
         return status_body(self._backend.health(), self._backend.model(), ring, embedding, self._metrics.tokens())
 
 
-class _App(FastAPI):
-    """FastAPI, with the schemas of bodies that it does not parse itself in the OpenAPI document."""
+class Api(Starlette):
+    """``routes``, and the document about those that say what they answer."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._documented = [route for route in routes if route.answers is not None]
+        document = Route(path="/openapi.json", handler=self._document, methods=("GET",))
+        super().__init__(routes=[_served(route) for route in (*routes, document)])
+        self.router.redirect_slashes = False
+        self._written: dict[str, Any] | None = None
+
+    async def _document(self, request: Request) -> Response:
+        return JSONResponse(await asyncio.to_thread(self.openapi))
 
     def openapi(self) -> dict[str, Any]:
-        if not self.openapi_schema:
-            document = super().openapi()
-            components = document.setdefault("components", {}).setdefault("schemas", {})
-            components |= schemas(DIALECTS)
-        return super().openapi()
+        """The OpenAPI document, which FastAPI writes; that takes some hundred milliseconds, most of them to load it."""
+        if self._written is not None:
+            return self._written
+        from fastapi import FastAPI
+
+        writer = FastAPI(title="primad", version=__version__)
+        for route in self._documented:
+            methods, asks, answers = list(route.methods), _asks(route), _answers(route)
+            writer.add_api_route(route.path, route.handler, methods=methods, openapi_extra=asks, responses=answers)
+        document = writer.openapi()
+        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas(DIALECTS))
+        self._written = document
+        return document
+
+
+def _served(route: Route) -> StarletteRoute:
+    served = StarletteRoute(route.path, route.handler, methods=list(route.methods))
+    if route.path.startswith("/ui/"):  # the page asks for no heads, and of events there is none
+        served.methods = set(route.methods)
+    return served
 
 
 def _dialect_of(path: str) -> Dialect:
@@ -178,7 +193,7 @@ def _refuse(path: str, exc: PrimadError, headers: dict[str, str] | None = None) 
     return error_response(exc, headers, shape=_dialect_of(path).error_body)
 
 
-def _handle_errors(app: FastAPI) -> None:
+def _handle_errors(app: Starlette) -> None:
     """Turn every exception into the error object of the path's dialect."""
 
     async def on_primad_error(request: Request, exc: Exception) -> Response:
@@ -197,10 +212,6 @@ def _handle_errors(app: FastAPI) -> None:
                 message = str(exc.detail)
         return _refuse(request.url.path, RequestError(message, status=exc.status_code), dict(exc.headers or {}))
 
-    async def on_invalid(request: Request, exc: Exception) -> Response:
-        assert isinstance(exc, RequestValidationError)
-        return _refuse(request.url.path, RequestError("; ".join(str(error["msg"]) for error in exc.errors())))
-
     async def on_left(request: Request, exc: Exception) -> Response:
         return Response(status_code=499)
 
@@ -210,7 +221,6 @@ def _handle_errors(app: FastAPI) -> None:
     handlers: dict[type[Exception], Callable[[Request, Exception], Any]] = {
         PrimadError: on_primad_error,
         HTTPException: on_http_exception,
-        RequestValidationError: on_invalid,
         ClientDisconnect: on_left,
         Exception: on_our_mistake,
     }
