@@ -1,8 +1,9 @@
 """The main job on one machine: a head and workers as separate processes answer a question.
 
 Every process is a real daemon with its own home folder; they find each other by mDNS on loopback, trust each other as
-processes of one user do, plan, ship layers, form an encrypted ring and serve an OpenAI endpoint, which is then asked. All
-of them take part (``--use-all``), though processes that share one machine's cores are no faster together than one alone.
+processes of one user do, ship layers, form an encrypted ring and serve an OpenAI endpoint, which is then asked. Each gets
+as many layers as the others (``--windows``): processes that share one machine's cores are no faster together than one alone,
+so that a plan which is solved for would give one of them nearly all.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from primad.gguf.architectures import borders, layer_count
+from primad.gguf.model import open_model
 from primad.settings.config import LOOPBACK
 from primad.trust.local_trust import VARIABLE
 
@@ -34,9 +38,21 @@ ROOT = Path(__file__).parent.parent
 PRIMAD = Path(sys.executable).with_name("primad")
 MODEL = ROOT / ".models" / "smollm2-135m-q4_1.gguf"
 PROMPT = "Explain in a few sentences how a bicycle stays upright."
+CONTEXT_TOKENS = 2048
 READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
 PREFERRED_PORT = 8080
+
+NEXT = """
+What to try next:
+
+  .venv/bin/primad fit                    which models this machine can run, how fast, and what to type for them
+  .venv/bin/primad plan --model-shape llama3-70b-q4k --fleet mixed-home
+                                          a plan that is solved for: four machines of a home and a model of 70B
+  ./tools/demo --keep                     the same as now, and the endpoint stays up
+  ./packaging/install.sh                  installs primad; README.md has the five commands of a first cluster
+  docs/first-models.md                    which model first
+"""
 
 out = Console(highlight=False)
 
@@ -91,19 +107,9 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
             stack.enter_context(
                 daemon(["join", "--home", str(homes / name), "--name", name, "--cluster", cluster], homes, stderr=log)
             )
-    head = stack.enter_context(
-        daemon(
-            ["serve", "--model", str(options.model), "--home", str(homes / "head"), "--name", "head"]
-            + ["--cluster", cluster, "--port", str(port)]
-            + (
-                ["--wait", str(options.devices - 1), "--wait-timeout", "300", "--use-all"]
-                if options.devices > 1
-                else ["--alone"]
-            ),
-            homes,
-            stderr=None,
-        )
-    )
+    serve = ["serve", "--model", str(options.model), "--home", str(homes / "head"), "--name", "head"]
+    work = ["--cluster", cluster, "--port", str(port), "--context", str(CONTEXT_TOKENS), "--sequences", "1"]
+    head = stack.enter_context(daemon([*serve, *work, *plan_options(options)], homes, stderr=None))
     url = f"http://127.0.0.1:{port}"
     with httpx.Client(base_url=url, timeout=httpx.Timeout(60.0, read=600.0)) as client:
         if not _wait_ready(client, head):
@@ -117,7 +123,29 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
     if options.keep:
         _explain(url, options.model.stem)
         head.wait()
+    out.print(NEXT, markup=False, soft_wrap=True)
     return 0
+
+
+def plan_options(options: argparse.Namespace) -> list[str]:
+    """What makes the layers be shared equally, where the model can be cut so; else all take part."""
+    if options.devices == 1:
+        return ["--alone"]
+    header = open_model(options.model, header_only=True)
+    windows = equal_windows(layer_count(header), options.devices)
+    is_cut = windows and set(accumulate(windows)) <= set(borders(header))
+    by_hand = ["--windows", ",".join(map(str, windows)), "--rounds", "1"]
+    return ["--wait", str(options.devices - 1), "--wait-timeout", "300", *(by_hand if is_cut else ["--use-all"])]
+
+
+def equal_windows(layers: int, devices: int) -> list[int]:
+    """Layers of the first window of each device, the head's first, which has another one at the end; none for too few."""
+    each, more = divmod(layers, devices)
+    if not each or (each == 1 and not more):
+        return []
+    others = [each] * (devices - 1)
+    head = layers - sum(others) - 1  # its last window has one layer
+    return [head, *others]
 
 
 @contextmanager
