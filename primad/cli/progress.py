@@ -76,7 +76,7 @@ class RichReporter:
         bars = self._bars()
         task = bars.add_task(words, total=None)
         try:
-            yield lambda words: bars.update(task, description=words)
+            yield lambda words: bars.update(task, description=words, refresh=True)
         finally:
             bars.remove_task(task)
             if bars is self._progress and not bars.tasks:
