@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,11 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from primad.gguf.architectures import borders, layer_count
-from primad.gguf.model import open_model
 from primad.settings.config import LOOPBACK
 from primad.trust.local_trust import VARIABLE
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tools.lab.demo_plan import NEXT, plan_options
 
 ROOT = Path(__file__).parent.parent
 PRIMAD = Path(sys.executable).with_name("primad")
@@ -42,17 +42,6 @@ CONTEXT_TOKENS = 2048
 READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
 PREFERRED_PORT = 8080
-
-NEXT = """
-What to try next:
-
-  .venv/bin/primad fit                    which models this machine can run, how fast, and what to type for them
-  .venv/bin/primad plan --model-shape llama3-70b-q4k --fleet mixed-home
-                                          a plan that is solved for: four machines of a home and a model of 70B
-  ./tools/demo --keep                     the same as now, and the endpoint stays up
-  ./packaging/install.sh                  installs primad; README.md has the five commands of a first cluster
-  docs/first-models.md                    which model first
-"""
 
 out = Console(highlight=False)
 
@@ -109,7 +98,9 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
             )
     serve = ["serve", "--model", str(options.model), "--home", str(homes / "head"), "--name", "head"]
     work = ["--cluster", cluster, "--port", str(port), "--context", str(CONTEXT_TOKENS), "--sequences", "1"]
-    head = stack.enter_context(daemon([*serve, *work, *plan_options(options)], homes, stderr=None))
+    head = stack.enter_context(
+        daemon([*serve, *work, *plan_options(options.model, options.devices)], homes, stderr=None)
+    )
     url = f"http://127.0.0.1:{port}"
     with httpx.Client(base_url=url, timeout=httpx.Timeout(60.0, read=600.0)) as client:
         if not _wait_ready(client, head):
@@ -125,27 +116,6 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
         head.wait()
     out.print(NEXT, markup=False, soft_wrap=True)
     return 0
-
-
-def plan_options(options: argparse.Namespace) -> list[str]:
-    """What makes the layers be shared equally, where the model can be cut so; else all take part."""
-    if options.devices == 1:
-        return ["--alone"]
-    header = open_model(options.model, header_only=True)
-    windows = equal_windows(layer_count(header), options.devices)
-    is_cut = windows and set(accumulate(windows)) <= set(borders(header))
-    by_hand = ["--windows", ",".join(map(str, windows)), "--rounds", "1"]
-    return ["--wait", str(options.devices - 1), "--wait-timeout", "300", *(by_hand if is_cut else ["--use-all"])]
-
-
-def equal_windows(layers: int, devices: int) -> list[int]:
-    """Layers of the first window of each device, the head's first, which has another one at the end; none for too few."""
-    each, more = divmod(layers, devices)
-    if not each or (each == 1 and not more):
-        return []
-    others = [each] * (devices - 1)
-    head = layers - sum(others) - 1  # its last window has one layer
-    return [head, *others]
 
 
 @contextmanager

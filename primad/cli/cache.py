@@ -13,7 +13,7 @@ import typer
 from rich.progress import Progress
 from rich.table import Table
 
-from primad.cli.commands import Commands
+from primad.cli.commands import CommandGroup
 from primad.cli.options import Home
 from primad.cli.output import err, out, print_json
 from primad.errors import ConfigError
@@ -31,7 +31,7 @@ IN_USE_S = 600.0
 """KV cells that were used so lately may be in use still."""
 
 
-cache_app = Commands(no_args_is_help=True, help="The layers that this device keeps on disk.")
+cache_app = CommandGroup(no_args_is_help=True, help="The layers that this device keeps on disk.")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: bytes, and Unix times.")]
 CellsFolder = Annotated[

@@ -31,7 +31,7 @@ def _flags_without_type(params: Iterable[Any]) -> list[Any]:
     return params
 
 
-class Commands(typer.Typer):
+class CommandGroup(typer.Typer):
     """A group of commands."""
 
     def __init__(self, **how: Any) -> None:

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from primad import __version__
-from primad.cli.commands import Commands
+from primad.cli.commands import CommandGroup
 from primad.cli.options import Cluster, Home, OnInterface
 from primad.cli.output import err, out, print_json
 from primad.cli.progress import RichReporter
@@ -29,7 +29,7 @@ _HALF = 19
 """Characters of half a fingerprint."""
 
 
-devices_app = Commands(invoke_without_command=True)
+devices_app = CommandGroup(invoke_without_command=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
