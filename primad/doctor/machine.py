@@ -65,12 +65,13 @@ def gather_memory() -> MemoryFacts:
 
 
 def _own_bytes() -> int:
-    """What primad's ring processes here have in memory, as far as this user may see it."""
+    """What primad's ring processes here have in memory, as far as this user may see it; pages of files are available."""
     found = 0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if _RING_PROCESS in process.cmdline():
-                found += process.memory_info().rss
+                held = process.memory_info()
+                found += held.rss - getattr(held, "shared", 0)
     return found
 
 
