@@ -6,7 +6,7 @@
 #   packaging/install.sh --from primad-0.1.0-py3-none-any.whl
 #   packaging/install.sh --dry-run                    say it, and end
 #   packaging/install.sh --yes                        do not ask
-#   packaging/install.sh --extras hub,plot            also models by name, and plots
+#   packaging/install.sh --extras plot                also what plots need
 #   packaging/install.sh --llama-wheel FILE --sha256 HASH     with an llama.cpp that tools/wheelhouse built: no compiler
 #
 # Every package has a version and a hash of the checkout's tools/constraints.txt, llama.cpp's sources and what builds them too.

@@ -1,8 +1,9 @@
 """The main job on one machine: a head and workers as separate processes answer a question.
 
 Every process is a real daemon with its own home folder; they find each other by mDNS on loopback, trust each other as
-processes of one user do, plan, ship layers, form an encrypted ring and serve an OpenAI endpoint, which is then asked. All
-of them take part (``--use-all``), though processes that share one machine's cores are no faster together than one alone.
+processes of one user do, ship layers, form an encrypted ring and serve an OpenAI endpoint, which is then asked. Each gets
+as many layers as the others (``--windows``): processes that share one machine's cores are no faster together than one alone,
+so that a plan which is solved for would give one of them nearly all.
 """
 
 from __future__ import annotations
@@ -30,10 +31,14 @@ from rich.table import Table
 from primad.settings.config import LOOPBACK
 from primad.trust.local_trust import VARIABLE
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tools.lab.demo_plan import NEXT, plan_options
+
 ROOT = Path(__file__).parent.parent
 PRIMAD = Path(sys.executable).with_name("primad")
 MODEL = ROOT / ".models" / "smollm2-135m-q4_1.gguf"
 PROMPT = "Explain in a few sentences how a bicycle stays upright."
+CONTEXT_TOKENS = 2048
 READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
 PREFERRED_PORT = 8080
@@ -91,18 +96,10 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
             stack.enter_context(
                 daemon(["join", "--home", str(homes / name), "--name", name, "--cluster", cluster], homes, stderr=log)
             )
+    serve = ["serve", "--model", str(options.model), "--home", str(homes / "head"), "--name", "head"]
+    work = ["--cluster", cluster, "--port", str(port), "--context", str(CONTEXT_TOKENS), "--sequences", "1"]
     head = stack.enter_context(
-        daemon(
-            ["serve", "--model", str(options.model), "--home", str(homes / "head"), "--name", "head"]
-            + ["--cluster", cluster, "--port", str(port)]
-            + (
-                ["--wait", str(options.devices - 1), "--wait-timeout", "300", "--use-all"]
-                if options.devices > 1
-                else ["--alone"]
-            ),
-            homes,
-            stderr=None,
-        )
+        daemon([*serve, *work, *plan_options(options.model, options.devices)], homes, stderr=None)
     )
     url = f"http://127.0.0.1:{port}"
     with httpx.Client(base_url=url, timeout=httpx.Timeout(60.0, read=600.0)) as client:
@@ -117,6 +114,7 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
     if options.keep:
         _explain(url, options.model.stem)
         head.wait()
+    out.print(NEXT, markup=False, soft_wrap=True)
     return 0
 
 

@@ -23,11 +23,14 @@ from primad.api import status  # noqa: E402
 from primad.api.metrics import Metrics  # noqa: E402
 from primad.api.openai.schema import ChatRequest, CompletionRequest, SamplingRequest  # noqa: E402
 from primad.gguf.architectures import SUPPORTED, Recurrent, Sliding  # noqa: E402
+from primad.gguf.published import published_models, published_profile  # noqa: E402
 from primad.network import layer_messages, messages  # noqa: E402
 from primad.ring import messages as ring_messages  # noqa: E402
+from primad.settings.quantities import show_bytes  # noqa: E402
 from primad.trust import pairing  # noqa: E402
 
 _UNBOUNDED = 2**31 - 1
+_FIRST_CONTEXT = 8192
 _METRIC = re.compile(r"^# HELP (\S+) (.*)\n# TYPE \S+ (\S+)$", re.MULTILINE)
 
 
@@ -37,6 +40,7 @@ def pages() -> dict[Path, dict[str, str]]:
     return {
         ROOT / "docs" / "http.md": http,
         ROOT / "docs" / "models.md": {"": _architectures()},
+        ROOT / "docs" / "first-models.md": {"": _published()},
         ROOT / "docs" / "protocol.md": _protocol(),
     }
 
@@ -52,6 +56,19 @@ def with_tables(page: str, tables: Mapping[str, str]) -> str:
         assert closed, f"the page lacks {end!r}"
         page = f"{before}{begin}\n{table}\n{end}{after}"
     return page
+
+
+# ---- models that can be fetched -------------------------------------------------------------------------------------
+
+
+def _published() -> str:
+    lines = ["| model | `--model` | file | memory |", "|---|---|---|---|"]
+    for model in published_models():
+        cells = _FIRST_CONTEXT * sum(layer.kv_bytes_per_token for layer in published_profile(model).layers)
+        lines.append(
+            f"| {model.title} | `{model.hub}` | {show_bytes(model.file_bytes)} | {show_bytes(model.file_bytes + cells)} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 # ---- requests -------------------------------------------------------------------------------------------------------

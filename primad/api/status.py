@@ -79,7 +79,10 @@ class PlannedFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One device of the ring; ``ring`` is null when its ring process did not answer in time."""
+    """One device of the ring; ``ring`` is null when its ring process did not answer in time.
+
+    It ``computes`` then where requests are open: it answers between two steps, and a chunk of a prompt may be a long one.
+    """
 
     name: str
     role: str
@@ -90,6 +93,7 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     ring: RingFigures | None
     memory: MemoryFigures
     predicted: PlannedFigures
+    computes: bool = False
 
 
 class Promises(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,8 @@ import typer
 from rich.progress import Progress
 from rich.table import Table
 
-from primad.cli.options import Home, KvCacheFolder
+from primad.cli.commands import CommandGroup
+from primad.cli.options import Home
 from primad.cli.output import err, out, print_json
 from primad.errors import ConfigError
 from primad.settings.config import Config, load_config, usage_folder
@@ -30,15 +31,22 @@ IN_USE_S = 600.0
 """KV cells that were used so lately may be in use still."""
 
 
-cache_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode="markdown", help="The layers that this device keeps on disk."
-)
+cache_app = CommandGroup(no_args_is_help=True, help="The layers that this device keeps on disk.")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: bytes, and Unix times.")]
+CellsFolder = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache",
+        help="The folder with KV cells of prompts to look at as well [default: as configured].",
+        metavar="DIR",
+        show_default=False,
+    ),
+]
 
 
 @cache_app.command("list")
-def list_layers(home: Home = None, kv_cache: KvCacheFolder = None, json: Json = False) -> None:
+def list_layers(home: Home = None, kv_cache: CellsFolder = None, json: Json = False) -> None:
     """List the layers on disk, least recently used first, and say how many KV cells are kept.
 
     Examples:
@@ -155,7 +163,7 @@ def prune(
         typer.Option(help="Remove what was not used for so many days.", metavar="DAYS", min=0, show_default=False),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all layers and KV cells.")] = False,
-    kv_cache: KvCacheFolder = None,
+    kv_cache: CellsFolder = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
     json: Json = False,
 ) -> None:

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from primad.cli.conversation import COMMANDS, Conversation, Piece, Received, shown, split_command
 from primad.cli.drawing import Drawing
-from primad.cli.endpoint import ASKS_FOR_KEY, HeadName, Key, Reached, Url, in_our_words, opened, reached
+from primad.cli.endpoint import (
+    ASKS_FOR_KEY,
+    HeadName,
+    Key,
+    Reached,
+    Url,
+    check_let_in,
+    connected,
+    in_our_words,
+    opened,
+    reached,
+)
 from primad.cli.line_input import is_typed, line_reader
 from primad.cli.output import err, out
+from primad.cli.progress import RichReporter
 from primad.errors import ClusterError, printable
 from primad.settings.config import load_config
 
@@ -48,12 +62,18 @@ def chat(
     """
     options = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
     chosen = {key: value for key, value in options.items() if value is not None}
+    there = reached(url, head, api_key)
     with asyncio.Runner() as runner:
-        talk = Talk(runner, reached(url, head, api_key), Conversation(system or ""), chosen)
+        talk = Talk(runner, there, Conversation(system or ""), chosen)
         if prompt is not None:
             talk.ask(prompt)
             return
+        err.print(_greeting(there), style="dim")
         _converse(talk)
+
+
+_GREETING_S: Final = 10.0
+_OK: Final = 200
 
 
 class Talk:
@@ -86,13 +106,17 @@ class Talk:
         client = opened(httpx.AsyncClient, self._there, None)
         drawing = Drawing(self._draw)
         body["stream_options"] = {"include_usage": True}
+        if err.is_terminal:
+            body["return_progress"] = True
         try:
-            async with client, client.stream("POST", "/v1/chat/completions", json=body) as response:
-                if response.status_code != 200:
-                    await response.aread()
-                    raise ClusterError(_error(response))
-                async for line in response.aiter_lines():
-                    drawing.add(self.received.take(line, time.monotonic()))
+            with contextlib.ExitStack() as waiting:
+                show = waiting.enter_context(RichReporter(err).waiting("waiting for the answer"))
+                async with client, client.stream("POST", "/v1/chat/completions", json=body) as response:
+                    if response.status_code != 200:
+                        await response.aread()
+                        raise ClusterError(_error(response))
+                    async for line in response.aiter_lines():
+                        drawing.add(self._taken(line, waiting, show))
             if not self.received.is_whole:
                 raise ClusterError("the answer broke off")
         except ClusterError as exc:
@@ -101,6 +125,15 @@ class Talk:
             raise in_our_words(self._there, exc) from exc
         finally:
             drawing.finish()
+
+    def _taken(self, line: str, waiting: contextlib.ExitStack, show: Callable[[str], None]) -> list[Piece]:
+        """What ``line`` brings. What shows that the answer is waited for ends with its first piece."""
+        pieces = self.received.take(line, time.monotonic())
+        if pieces:
+            waiting.close()
+        elif self.received.read and not self.received.pieces:
+            show(self.received.read)
+        return pieces
 
     def _draw(self, piece: Piece) -> None:
         if piece.is_thought and not out.is_terminal:
@@ -123,6 +156,20 @@ def _error(response: httpx.Response) -> str:
         return str(response.json()["error"]["message"])
     except (json.JSONDecodeError, KeyError, TypeError):
         return f"answered {response.status_code}; is it a primad endpoint?"
+
+
+def _greeting(there: Reached) -> str:
+    """Which model answers. Raises ``ClusterError`` where nothing would answer: before anything is typed."""
+    with connected(there, _GREETING_S) as client:
+        models = client.get("/v1/models")
+        check_let_in(there.url, models.status_code)
+        health = client.get("/health")
+    try:
+        names = [str(each["id"]) for each in models.json()["data"]]
+        waits = "" if health.status_code == _OK else f"; not serving yet: {health.json()['detail']}"
+    except (ValueError, KeyError, TypeError) as exc:
+        raise ClusterError(f"{there.url}: {_error(models)}") from exc
+    return f"{names[0] if names else 'no model yet'} at {there.url}{waits}"
 
 
 def _converse(talk: Talk) -> None:

@@ -10,6 +10,7 @@ import typer
 from primad.cli.hub import model_path
 from primad.cli.options import Home
 from primad.cli.output import err, out, print_json
+from primad.cli.progress import RichReporter
 from primad.errors import printable
 from primad.settings.config import load_config, open_home
 from primad.settings.quantities import parse_whole
@@ -61,8 +62,8 @@ def check(
     layers = tuple(parse_whole(part, "--cuts", least=1, most=100_000) for part in (cuts or "").split(",") if cuts)
     header = open_model(model_path(model, lambda: config, fetches=False), header_only=True)
     wanted = Wanted(cuts=layers, every=every, time_limit_s=time_limit)
-    with err.status("trying") as shown:
-        verdict = try_windows(header, wanted, lambda what: shown.update(f"trying {printable(what)}"))
+    with RichReporter(err).waiting("trying") as show:
+        verdict = try_windows(header, wanted, lambda what: show(f"trying {printable(what)}"))
     try:
         save_verdict(config.home, header, verdict)
     except OSError as exc:

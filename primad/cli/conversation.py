@@ -88,6 +88,8 @@ class Received:
     tokens: int | None = None
     first_s: float = 0.0
     last_s: float = 0.0
+    read: str = ""
+    """How far the prompt is read, for people; "" where the endpoint has not said it."""
     is_whole: bool = False
 
     def take(self, line: str, now: float) -> list[Piece]:
@@ -106,6 +108,8 @@ class Received:
     def _take(self, chunk: Mapping[str, Any], now: float) -> list[Piece]:
         if "error" in chunk:
             raise ClusterError(str(chunk["error"].get("message") or "the answer broke off"))
+        if progress := chunk.get("prompt_progress"):
+            self.read = f"reading the prompt: {int(progress['processed'])} of {int(progress['total'])} tokens"
         usage = chunk.get("usage")
         if usage:
             self.tokens = int(usage["completion_tokens"])

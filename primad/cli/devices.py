@@ -12,8 +12,10 @@ import typer
 from rich.table import Table
 
 from primad import __version__
+from primad.cli.commands import CommandGroup
 from primad.cli.options import Cluster, Home, OnInterface
 from primad.cli.output import err, out, print_json
+from primad.cli.progress import RichReporter
 from primad.errors import ClusterError, ConfigError
 from primad.settings.config import Config, load_config
 
@@ -27,7 +29,7 @@ _HALF = 19
 """Characters of half a fingerprint."""
 
 
-devices_app = typer.Typer(invoke_without_command=True, rich_markup_mode="markdown")
+devices_app = CommandGroup(invoke_without_command=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +201,8 @@ def report(home: Path) -> DaemonReport:
 def _peers(config: Config, seconds: float) -> list[Peer]:
     from primad.network.discovery import look
 
-    return asyncio.run(look(config.host, seconds, config.interface))
+    with RichReporter(err).waiting("looking for devices"):
+        return asyncio.run(look(config.host, seconds, config.interface))
 
 
 def _table(found: Sequence[Row]) -> Table:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from primad.cli.options import Cluster, Home, OnInterface
 from primad.cli.output import err, out, print_json
+from primad.cli.progress import RichReporter
 from primad.errors import PrimadError
 from primad.settings.config import DEFAULT_HTTP_PORT, load_config
 
@@ -66,7 +67,8 @@ def doctor(
         own_key=own_key,
         trusts=trusts,
     )
-    findings = asyncio.run(examine(subject))
+    with RichReporter(err).waiting("looking at this device and those in sight"):
+        findings = asyncio.run(examine(subject))
     if json:
         print_json(findings)
     else:

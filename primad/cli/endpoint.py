@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from primad.cli.completion import head_names
 from primad.errors import ClusterError, ConfigError, printable
 from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK, load_config
 
@@ -27,7 +28,10 @@ Url = Annotated[
 HeadName = Annotated[
     str | None,
     typer.Option(
-        "--head", help="Which head, where several run on this device: its name, or name:port.", show_default=False
+        "--head",
+        help="Which head, where several run on this device: its name, or name:port.",
+        show_default=False,
+        autocompletion=head_names,
     ),
 ]
 Key = Annotated[

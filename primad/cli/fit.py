@@ -11,10 +11,12 @@ import typer
 from rich import box
 from rich.table import Table
 
+from primad.cli.completion import one_of
 from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devices, wishes_of
 from primad.cli.grouped import grouped
 from primad.cli.options import Context, KvCacheType
-from primad.cli.output import err, print_json, tables
+from primad.cli.output import err, out, print_json, tables
+from primad.cli.progress import RichReporter
 from primad.settings.quantities import parse_choice, show_bytes, show_ms, show_speed
 
 if TYPE_CHECKING:
@@ -33,7 +35,11 @@ class ModelsOptions:
 
     quant: Annotated[
         list[str] | None,
-        typer.Option(help="q4k, q8 or f16; may be repeated [default: q4k].", show_default=False),
+        typer.Option(
+            help="q4k, q8 or f16; may be repeated [default: q4k].",
+            show_default=False,
+            autocompletion=one_of(*_QUANTISATIONS),
+        ),
     ] = None
     only: Annotated[
         str | None, typer.Option(help="Models with this in their name, as in qwen3.", show_default=False)
@@ -66,10 +72,8 @@ def fit(
     from primad.planning.fit import fit_all
 
     questions = list(_questions(models, fleet, live, files))
-    with err.status(f"planning for {len(questions)} models") as status:
-        answer = fit_all(
-            questions, planned=lambda count: status.update(f"planned for {count} of {len(questions)} models")
-        )
+    with RichReporter(err).waiting(f"planning for {len(questions)} models") as show:
+        answer = fit_all(questions, planned=lambda count: show(f"planned for {count} of {len(questions)} models"))
     if models.json:
         print_json(answer)
     else:
@@ -80,6 +84,7 @@ def _questions(
     models: ModelsOptions, fleet: FleetOptions, live: LiveOptions, files: list[Path] | None
 ) -> Iterator[tuple[str, Question]]:
     from primad.errors import ConfigError
+    from primad.gguf.published import published_file, published_profile
     from primad.gguf.shapes import popular_shapes, shape
     from primad.planning.question import Wishes, ask
 
@@ -94,7 +99,8 @@ def _questions(
     wishes = replace(wishes, head=wishes.head or found.own or _roomiest(found.devices))
     for name in names:
         for kind in kinds:
-            profile = shape(f"{name}-{kind}")
+            file = published_file(f"{name}-{kind}")
+            profile = shape(f"{name}-{kind}") if file is None else published_profile(file)
             context = None if models.context is None else min(models.context, profile.context_tokens)
             yield (
                 f"{name}-{kind}",
@@ -120,12 +126,30 @@ def _show(answer: FitAnswer) -> None:
     for column in ("", "model", "size", "runs", "a second", "first token", "context", "devices", "held up by"):
         numbers = column in ("size", "a second", "first token", "context", "devices")
         table.add_column(column, justify="right" if numbers else "left", overflow="fold")
-    for each in answer.models:
+    for each in reversed(answer.models):  # the best stand where the eye is when it is done
         table.add_row(*_cells(each))
     tables.print(table)
     if answer.help:
         tables.print(f"What would help most: {answer.help}.")
-    tables.print("* the largest that write at least 5 tokens/s; each is a --model-shape of primad plan")
+    tables.print("* the largest that write at least 5 tokens/s; each name is a --model-shape of primad plan")
+    for line in next_commands(answer):
+        out.print(line)
+
+
+def next_commands(answer: FitAnswer) -> list[str]:
+    """What to type for the best, and for the best that can be fetched; where none is fast enough, for the first that run."""
+    from primad.planning.fit import BEST
+
+    runs = [each for each in answer.models if each.runs != "no"]
+    best = [each for each in runs if each.is_best] or runs[:BEST]
+    if not best:
+        return []
+    fetched = [] if any(each.hub for each in best) else [each for each in runs if each.hub][:1]
+    commands = [
+        f"  primad serve --model {each.hub}" if each.hub else f"  primad plan --model-shape {each.name}"
+        for each in (*fetched, *reversed(best))
+    ]
+    return ["Type next, for one of them:", *commands]
 
 
 def _cells(each: Fit) -> list[str]:

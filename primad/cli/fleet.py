@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from primad.cli.completion import device_limits, device_names, fleets
 from primad.cli.options import DeviceOptions, NamedDevices, OnInterface
 from primad.cli.output import err
 from primad.settings.config import load_config
@@ -33,10 +34,16 @@ class FleetOptions:
         list[Path] | None,
         typer.Option(help="A profile file or a folder of them; may be repeated.", show_default=False),
     ] = None
-    fleet: Annotated[str | None, typer.Option(help="A built-in fleet, or a fleet's file.", show_default=False)] = None
+    fleet: Annotated[
+        str | None, typer.Option(help="A built-in fleet, or a fleet's file.", show_default=False, autocompletion=fleets)
+    ] = None
     head: Annotated[
         str | None,
-        typer.Option(help="The head [default: the best; this device for live ones].", show_default=False),
+        typer.Option(
+            help="The head [default: the best; this device for live ones].",
+            show_default=False,
+            autocompletion=device_names,
+        ),
     ] = None
     link: Annotated[
         list[str] | None,
@@ -48,13 +55,19 @@ class FleetOptions:
     ] = None
     max_ram: Annotated[
         list[str] | None,
-        typer.Option(help="At most so much RAM: NAME=16GiB; may be repeated.", show_default=False),
+        typer.Option(
+            help="At most so much RAM: NAME=16GiB; may be repeated.", show_default=False, autocompletion=device_limits
+        ),
     ] = None
-    max_vram: Annotated[list[str] | None, typer.Option(help="At most so much VRAM: NAME=8GiB.", show_default=False)] = (
-        None
-    )
+    max_vram: Annotated[
+        list[str] | None,
+        typer.Option(help="At most so much VRAM: NAME=8GiB.", show_default=False, autocompletion=device_limits),
+    ] = None
     max_disk: Annotated[
-        list[str] | None, typer.Option(help="At most so much disk for layers: NAME=50GB.", show_default=False)
+        list[str] | None,
+        typer.Option(
+            help="At most so much disk for layers: NAME=50GB.", show_default=False, autocompletion=device_limits
+        ),
     ] = None
 
 
@@ -101,7 +114,9 @@ def found_devices(fleet: FleetOptions, files: list[Path] | None, live: LiveOptio
         "devices": tuple(live.device or ()),
     }
     config = load_config(own_flags)
-    found = survey(config, live.seconds, RichReporter(err))
+    reporter = RichReporter(err)
+    with reporter.waiting("looking for devices"):
+        found = survey(config, live.seconds, reporter)
     return FoundDevices(devices=found.devices, links=found.links, own=found.devices[0].device, home=config.home)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from primad.cli.output import err
 from primad.errors import ConfigError
 from primad.settings.config import Config, models_folder
+from primad.settings.quantities import show_bytes
 
 if TYPE_CHECKING:
     from primad.gguf.header import Header
@@ -27,6 +28,7 @@ def model_path(given: Path, load: Callable[[], Config], *, fetches: bool = True,
 
     name = hub_name(given.as_posix())
     if name is None:
+        check_path(given)
         return given
     config = load()
     found = kept(name, models_folder(config.home))
@@ -35,6 +37,32 @@ def model_path(given: Path, load: Callable[[], Config], *, fetches: bool = True,
     if found is None and not fetches:
         raise ConfigError(f"{name}: is not here; primad pull {name} fetches it{otherwise}")
     return (found or fetched(name, config)).files[0]
+
+
+def check_path(given: Path) -> None:
+    """Say what ``--model`` would take, where ``given`` is no file but a model's name of another program or site.
+
+    Raises ``ConfigError``. A file that is not there is whoever's business opens it.
+    """
+    from primad.gguf.hub import PREFIX, repository_in
+    from primad.gguf.published import meant
+
+    text = given.as_posix()
+    if given.suffix.lower() == ".gguf" or given.exists():
+        return
+    if (repository := repository_in(text)) is not None:
+        raise ConfigError(
+            f"{text}: no such file; a model of the hub is named with {PREFIX}, as in {PREFIX}{repository}"
+        )
+    models = meant(text)
+    if models:
+        names = ", ".join(f"{model.hub} ({show_bytes(model.file_bytes)})" for model in models)
+        raise ConfigError(f"{text}: no such file; by name, as --model takes it, this is {names}")
+    if ":" in text:
+        raise ConfigError(
+            f"{text}: no such file, and no name that --model takes; give a GGUF file, or a model of Hugging Face's hub "
+            "as in hf:Qwen/Qwen3-8B-GGUF:Q4_K_M"
+        )
 
 
 def served_model(given: Path, config: Config, *, whole: bool, several: bool) -> Path | RangedModel:

@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
+from primad.cli.commands import CommandGroup
 from primad.cli.options import Home
 from primad.cli.output import err, out
 from primad.errors import ConfigError, printable
 from primad.settings.config import load_config
 
-key_app = typer.Typer(help="API keys: add, list and remove them.", no_args_is_help=True)
+key_app = CommandGroup(help="API keys: add, list and remove them.", no_args_is_help=True)
 
 File = Annotated[
     Path | None,

@@ -17,6 +17,7 @@ from primad import __version__
 from primad.cli.cache import cache_app
 from primad.cli.chat import chat
 from primad.cli.check import check
+from primad.cli.commands import CommandGroup
 from primad.cli.devices import devices_app
 from primad.cli.doctor import doctor
 from primad.cli.fit import fit
@@ -40,11 +41,10 @@ from primad.system.hidden_gpus import hide_gpus
 from primad.system.notify import MOST_STATUS_CHARS, notify
 from primad.system.terminal import start_logging
 
-app = typer.Typer(
+app = CommandGroup(
     name="primad",
     help="The machines you own run one large language model together.",
     no_args_is_help=True,
-    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
+from primad.cli.completion import one_of
 from primad.errors import ConfigError
 from primad.settings.config import Config
 from primad.settings.quantities import parse_choice
@@ -55,13 +56,16 @@ Experts = Annotated[
     str,
     typer.Option(
         help="Where a mixture's experts are of layers on a GPU: cpu (in RAM, computed by the processor), gpu, or auto: "
-        "where the plan has them."
+        "where the plan has them.",
+        autocompletion=one_of("auto", "cpu", "gpu"),
     ),
 ]
 KvCacheType = Annotated[
     str,
     typer.Option(
-        "--kv-type", help="What the KV cache holds its values in: f16, q8_0 (about half as large) or q4_0 (a quarter)."
+        "--kv-type",
+        help="What the KV cache holds its values in: f16, q8_0 (about half as large) or q4_0 (a quarter).",
+        autocompletion=one_of("f16", "q8_0", "q4_0"),
     ),
 ]
 MaxRam = Annotated[
@@ -122,7 +126,13 @@ class RopeOptions:
     PANEL: ClassVar[str] = "RoPE, where it is to be otherwise than the model says"
 
     rope_scaling: Annotated[
-        str | None, typer.Option(help="none, linear, yarn or longrope.", show_default=False, metavar="KIND")
+        str | None,
+        typer.Option(
+            help="none, linear, yarn or longrope.",
+            show_default=False,
+            metavar="KIND",
+            autocompletion=one_of("none", "linear", "yarn", "longrope"),
+        ),
     ] = None
     rope_scale: Annotated[
         float | None, typer.Option(help="Stretch the context by this factor.", show_default=False)

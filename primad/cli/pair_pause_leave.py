@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from primad.cli.options import Home
-from primad.cli.output import out, print_json
+from primad.cli.output import err, out, print_json
+from primad.cli.progress import RichReporter
 from primad.errors import ClusterError, ConfigError, Stopped
 from primad.settings.config import Config, check_address, load_config
 
@@ -187,7 +188,9 @@ def _ask(home: Path | None, request: AdminRequest, timeout_s: float | None = Non
     """The daemon's answer. Raises ``ClusterError`` when none runs or it refuses."""
     from primad.network.admin import ASK_S, Refusal, ask
 
-    answer = ask(load_config({"home": home}).home, request, timeout_s or ASK_S)
+    folder = load_config({"home": home}).home
+    with RichReporter(err).waiting("asking the daemon that runs here"):
+        answer = ask(folder, request, timeout_s or ASK_S)
     if isinstance(answer, Refusal):
         raise ClusterError(answer.reason)
     return answer

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import msgspec
 import typer
 
+from primad.cli.completion import objectives, one_of, shapes
 from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devices, wishes_of
 from primad.cli.grouped import grouped
 from primad.cli.hub import model_path
 from primad.cli.options import Context, Experts, KvCacheType, Lora, RopeOptions, rope_of
 from primad.cli.output import err, tables, write_json
+from primad.cli.progress import RichReporter
 from primad.errors import ConfigError
 from primad.settings.config import load_config, models_folder
 
@@ -36,7 +38,8 @@ class ModelOptions:
 
     model: Annotated[Path | None, typer.Option(help="The GGUF file; its header is enough.", show_default=False)] = None
     model_shape: Annotated[
-        str | None, typer.Option(help="A built-in model, as in llama3-70b-q4k.", show_default=False)
+        str | None,
+        typer.Option(help="A built-in model, as in llama3-70b-q4k.", show_default=False, autocompletion=shapes),
     ] = None
     draft: Annotated[
         Path | None,
@@ -56,7 +59,11 @@ class WorkOptions:
     PANEL: ClassVar[str] = "Work to plan for"
 
     objective: Annotated[
-        str, typer.Option(help="What to make small: latency, ttft, throughput (of all sequences) or balanced.")
+        str,
+        typer.Option(
+            help="What to make small: latency, ttft, throughput (of all sequences) or balanced.",
+            autocompletion=objectives,
+        ),
     ] = "balanced"
     experts: Experts = "auto"
     context: Context = None
@@ -78,13 +85,18 @@ class AnswerOptions:
 
     PANEL: ClassVar[str] = "Answer"
 
-    solver: Annotated[str, typer.Option(help="halda, or paper: Halda as published (in a source checkout).")] = "halda"
+    solver: Annotated[
+        str,
+        typer.Option(
+            help="halda, or paper: Halda as published (in a source checkout).", autocompletion=one_of("halda", "paper")
+        ),
+    ] = "halda"
     time_limit: Annotated[float, typer.Option(help="Seconds for the solver.", min=0.1, max=3600)] = 10.0
     what_if: Annotated[
         list[str] | None,
         typer.Option(
             help="add=FILE, drop=NAME, ram:NAME=16GiB, vram:NAME=12GiB, disk:NAME=3GB/s, link=1Gbit/s,2ms or "
-            "link:A:B=300Mbit/s; may be repeated. Shows what it changes.",
+            "link:NAME:NAME=300Mbit/s; may be repeated. Shows what it changes.",
             show_default=False,
         ),
     ] = None
@@ -226,7 +238,8 @@ def _answer(asked: Question, wanted: AnswerOptions, checked: Checked) -> None:
     from primad.profiler.store import load_profiles
 
     changes = tuple(wanted.what_if or ())
-    answer = explain(change(asked, changes, load_profiles), changes, asked) if changes else explain(asked)
+    with RichReporter(err).waiting("planning"):
+        answer = explain(change(asked, changes, load_profiles), changes, asked) if changes else explain(asked)
     firsts = [window.first for device in answer.devices for window in device.windows]
     answer = msgspec.structs.replace(answer, checked=checked(firsts))
     if wanted.plot is not None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Final
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from primad.settings.quantities import show_bytes
 
@@ -22,6 +26,18 @@ _WORDS: Final = {
 }
 
 
+class _Share(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{task.percentage:>3.0f}%")
+
+
+class _Time(TimeRemainingColumn):
+    """What is left, or, of what nobody knows the end of, how long it has taken."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task) if task.total is not None else Text(str(timedelta(seconds=int(task.elapsed or 0))))
+
+
 class RichReporter:
     """Implements ``daemon.reporter.Reporter`` on a rich console."""
 
@@ -30,6 +46,7 @@ class RichReporter:
         self._progress: Progress | None = None
         self._tasks: dict[tuple[str, str], TaskID] = {}
         self._told: set[tuple[str, str]] = set()
+        self._waited: TaskID | None = None
 
     def say(self, line: str) -> None:
         """One line for the owner."""
@@ -45,24 +62,46 @@ class RichReporter:
                 amount = f" ({show_bytes(total)})" if phase in ("fetch", "copy", "compare") else ""
                 self._console.print(f"{device}: {words}: done{amount}", markup=False)
             return
-        if self._progress is None:
-            self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.percentage:>3.0f}%"),
-                TimeRemainingColumn(),
-                console=self._console,
-                transient=True,
-            )
-            self._progress.start()
+        progress = self._bars()
         if key not in self._tasks:
-            self._tasks[key] = self._progress.add_task(f"{device}: {words}", total=total)
-        self._progress.update(self._tasks[key], completed=done, total=total)
+            self._tasks[key] = progress.add_task(f"{device}: {words}", total=total)
+        progress.update(self._tasks[key], completed=done, total=total)
+
+    @contextlib.contextmanager
+    def waiting(self, words: str) -> Iterator[Callable[[str], None]]:
+        """While inside, a terminal shows ``words``, or later ones, and for how long. Nothing is shown elsewhere."""
+        if not self._console.is_terminal:
+            yield lambda words: None
+            return
+        bars = self._bars()
+        task = bars.add_task(words, total=None)
+        try:
+            yield lambda words: bars.update(task, description=words, refresh=True)
+        finally:
+            bars.remove_task(task)
+            if bars is self._progress and not bars.tasks:
+                self.settle()
+
+    def _bars(self) -> Progress:
+        if self._progress is None:
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(), _Share(), _Time())
+            self._progress = Progress(*columns, console=self._console, transient=True)
+            self._progress.start()
+        return self._progress
+
+    def wait(self, words: str) -> None:
+        """``waiting``, until other words come or the bars are taken away."""
+        if not self._console.is_terminal:
+            return
+        bars = self._bars()
+        if self._waited is not None:
+            bars.remove_task(self._waited)
+        self._waited = bars.add_task(words, total=None)
 
     def settle(self) -> None:
         """Take the bars away."""
         if self._progress is not None:
             self._progress.stop()
-        self._progress = None
+        self._progress = self._waited = None
         self._tasks.clear()
         self._told.clear()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 import typer
 
 from primad.cli.asking import AskingOptions, allowed_hosts, check_asking, cors_origins, warning
+from primad.cli.completion import device_names, objectives, one_of
 from primad.cli.grouped import flags, grouped
 from primad.cli.hub import model_path, served_model
 from primad.cli.options import (
@@ -157,7 +158,10 @@ class ServedPlanOptions:
     PANEL: ClassVar[str] = "Plan"
 
     objective: Annotated[
-        str, typer.Option(help="What the plan makes small: latency, ttft, throughput or balanced.")
+        str,
+        typer.Option(
+            help="What the plan makes small: latency, ttft, throughput or balanced.", autocompletion=objectives
+        ),
     ] = "balanced"
     experts: Experts = "auto"
     use_all: Annotated[
@@ -175,7 +179,8 @@ class ServedPlanOptions:
         str,
         typer.Option(
             help="What several answers compute together: exact (each is what it is alone), fast (as many tokens a second as "
-            "can be), or auto: exact where that keeps nine tenths of them."
+            "can be), or auto: exact where that keeps nine tenths of them.",
+            autocompletion=one_of("auto", "exact", "fast"),
         ),
     ] = "auto"
     prompt: Annotated[
@@ -211,7 +216,8 @@ class ComputeOptions:
         str,
         typer.Option(
             help="Guess the next tokens from prompt and answer, and compute them ahead where the ring is idle: auto (if it "
-            "has room for that), lookup (anyway), draft (with --draft, anyway) or off."
+            "has room for that), lookup (anyway), draft (with --draft, anyway) or off.",
+            autocompletion=one_of("auto", "lookup", "draft", "off"),
         ),
     ] = "auto"
     draft: Annotated[
@@ -226,11 +232,17 @@ class ComputeOptions:
     draft_on: Annotated[
         str,
         typer.Option(
-            help="The device on which the model of --draft guesses; auto: where it wins most.", metavar="NAME|auto"
+            help="The device on which the model of --draft guesses; auto: where it wins most.",
+            metavar="NAME|auto",
+            autocompletion=device_names,
         ),
     ] = "auto"
     extra_buffers: Annotated[
-        str, typer.Option(help="Repacked or AMX copies of weights: auto (try and time them), on or off.")
+        str,
+        typer.Option(
+            help="Repacked or AMX copies of weights: auto (try and time them), on or off.",
+            autocompletion=one_of("auto", "on", "off"),
+        ),
     ] = "auto"
     step_timeout: Annotated[
         float, typer.Option(help="Seconds after which a step that is not back breaks the ring.", min=1, max=86_400)
@@ -298,7 +310,11 @@ def serve(
     options = replace(options, lora=parse_lora(lora or ()))
     whole = others.alone or others.wait == 0 or bool(lora)
     source = served_model(model, config, whole=whole, several=is_for_several(options, config))
-    run_serve(config, source, options, endpoint.host, RichReporter(err))
+    reporter = RichReporter(err)
+    try:
+        run_serve(config, source, options, endpoint.host, reporter)
+    finally:
+        reporter.settle()  # a terminal keeps its cursor, whatever ended it
 
 
 def _check_together(others: OtherDevicesOptions, plan: ServedPlanOptions) -> None:

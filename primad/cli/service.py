@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from primad.cli.commands import CommandGroup
 from primad.cli.output import err, out
 from primad.errors import ConfigError, printable
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from primad.supervisor.service import DaemonService
     from primad.supervisor.steps import Manager, Place, ServiceStep
 
-service_app = typer.Typer(help="Run serve or join as a service: install, remove, look after it.", no_args_is_help=True)
+service_app = CommandGroup(help="Run serve or join as a service: install, remove, look after it.", no_args_is_help=True)
 
 System = Annotated[
     bool, typer.Option("--system", help="Of the machine, which starts with it; otherwise of your session.")
@@ -376,9 +377,9 @@ def _installed(*, system: bool, changes: bool = False) -> Place:
 
 
 def _runner() -> Runner:
-    from primad.supervisor.machine import Commands
+    from primad.supervisor.machine import CommandGroup
 
-    return Commands()
+    return CommandGroup()
 
 
 def _do(todo: list[ServiceStep], *, dry_run: bool = False) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from primad.cli.endpoint import HeadName, Key, KeyRefusedError, Reached, Url, check_let_in, connected, reached
-from primad.cli.output import tables, write_json
+from primad.cli.output import err, tables, write_json
+from primad.cli.progress import RichReporter
 from primad.cli.watched import Look, watched
 from primad.errors import ClusterError, printable
 from primad.settings.quantities import show_bytes, show_ms, show_speed
@@ -69,7 +70,9 @@ def status(
         if json:
             _print_json(client, there.url, watch=watch)
         else:
-            tables.print(render(_ask(client, there.url)[1]))
+            with RichReporter(err).waiting("asking the devices"):
+                said = _ask(client, there.url)[1]
+            tables.print(render(said))
 
 
 def _print_json(client: httpx.Client, url: str, *, watch: bool) -> None:
@@ -183,7 +186,7 @@ def _notes(status: StatusBody) -> list[str]:
     """What the table does not say: who did not answer, who is not in the ring, and where the plan is wrong."""
     from primad.api.status import wrong_line
 
-    silent = [f"{printable(device.name)}: did not answer in time" for device in status.devices if device.ring is None]
+    silent = [f"{printable(device.name)}: {_why_silent(device)}" for device in status.devices if device.ring is None]
     there = {device.name for device in status.devices}
     left_out = {each.device: each.reason for each in status.left_out}
     others = [
@@ -198,6 +201,14 @@ def _notes(status: StatusBody) -> list[str]:
     kept += [] if status.checked is None else [printable(status.checked)]
     kept += [] if status.drafts is None or not status.drafts.drafted else [_drafts(status.drafts)]
     return silent + others + wrong + kept + ([] if status.embedding is None else [_embedding(status.embedding)])
+
+
+def _why_silent(device: DeviceStatus) -> str:
+    return (
+        "computes a long step, as of a prompt; its figures come after it"
+        if device.computes
+        else "did not answer in time"
+    )
 
 
 def _kept(kv: KvStatus) -> list[str]:

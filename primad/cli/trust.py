@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from primad.cli.completion import trusted_names
 from primad.cli.options import Home
 from primad.cli.output import out
 from primad.errors import ConfigError
@@ -44,7 +45,7 @@ def trust(
 
 
 def revoke(
-    device: Annotated[str, typer.Argument(help="Its name, or its key.")],
+    device: Annotated[str, typer.Argument(help="Its name, or its key.", autocompletion=trusted_names)],
     home: Home = None,
 ) -> None:
     """Trust a device no longer, whoever introduces it, until you pair with it again.

@@ -18,5 +18,8 @@ class Reporter(Protocol):
     def progress(self, device: str, phase: str, done: int, total: int) -> None:
         """``device`` has done ``done`` of ``total`` in ``phase`` (fetch, copy, compare: bytes; others: steps)."""
 
+    def wait(self, words: str) -> None:
+        """``words`` say what is waited for, until other ones do or all is settled."""
+
     def settle(self) -> None:
         """Nothing is under way any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import sys
 import time
@@ -21,19 +22,23 @@ if sys.platform != "win32":
 LEAST_PYTHON: Final = (3, 11)
 LEAST_FILES: Final = 1024
 _SYSTEMS: Final = ("Linux", "Darwin", "Windows")
-_LITTLE_BYTES: Final = 1 << 30
 _LITTLE_PART: Final = 0.1
 _SWAPPING_PART: Final = 0.25
 _DAY_S: Final = 86_400
+_RING_PROCESS: Final = "primad.ring.process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFacts:
-    """Bytes. ``total_bytes`` and ``available_bytes`` are what this process may use, ``machine_bytes`` all there is."""
+    """Bytes. ``total_bytes`` and ``available_bytes`` are what this process may use, ``machine_bytes`` all there is.
+
+    ``own_bytes`` are those of primad's processes here, which hold layers and give them back.
+    """
 
     machine_bytes: int
     total_bytes: int
     available_bytes: int
+    own_bytes: int
     swap_total_bytes: int
     swap_used_bytes: int
 
@@ -53,16 +58,30 @@ def gather_memory() -> MemoryFacts:
         machine_bytes=int(psutil.virtual_memory().total),
         total_bytes=ours.total_bytes,
         available_bytes=ours.available_bytes,
+        own_bytes=_own_bytes(),
         swap_total_bytes=int(swap.total),
         swap_used_bytes=int(swap.used),
     )
+
+
+def _own_bytes() -> int:
+    """What primad's ring processes here have in memory, as far as this user may see it; pages of files are available."""
+    found = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if _RING_PROCESS in process.cmdline():
+                held = process.memory_info()
+                found += held.rss - getattr(held, "shared", 0)
+    return found
 
 
 def judge_memory(facts: MemoryFacts, system: str) -> list[Finding]:
     """Layers that do not fit into what is available are read from disk for every token."""
     amount = f"{_gib(facts.available_bytes)} of {_gib(facts.total_bytes)} are available"
     users = {"Windows": "taskmgr", "Darwin": "top -o mem"}.get(system, "ps aux --sort=-rss | head")
-    if facts.available_bytes < max(_LITTLE_BYTES, _LITTLE_PART * facts.total_bytes):
+    if facts.own_bytes:
+        amount += f", and primad has {_gib(facts.own_bytes)} already"
+    if facts.available_bytes + facts.own_bytes < _LITTLE_PART * facts.total_bytes:
         text = f"only {amount}: layers beyond them are read from disk for every token; close what you do not need"
         found = [finding("memory", "warning", text, users)]
     else:

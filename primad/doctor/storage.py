@@ -13,24 +13,35 @@ from typing import Final
 import psutil
 
 from primad.doctor.findings import Finding, finding
+from primad.layers.cache import LayerCache
+from primad.layers.eviction import CachedLayer
 from primad.profiler.records import read_home
+from primad.settings.config import layer_folder
+from primad.system.disk import reserve_bytes
+from primad.system.memory import memory
 from primad.trust.identity import FILE_NAME
 
 _NETWORK: Final = ("nfs", "cifs", "smb", "sshfs", "fuse.sshfs", "9p", "afpfs", "webdav", "davfs", "ceph", "glusterfs")
 _MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs")
 _SLOW_BYTES_PER_S: Final = 150e6
-_LITTLE_BYTES: Final = 10 << 30
-_NOTHING_BYTES: Final = 1 << 30
+_LAYER_BYTES: Final = 132_000_000
+"""A layer of an 8B model of about four bits: what room is told in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskFacts:
-    """``kind`` is the file system ("" when unknown), ``read_bytes_per_s`` what the profile measured (None: never)."""
+    """``kind`` is the file system ("" when unknown), ``read_bytes_per_s`` what the profile measured (None: never).
+
+    Of the disk's ``total_bytes`` ``free_bytes`` are free; ``layers`` are here already. This device may use ``memory_bytes``.
+    """
 
     home: str
     writable: bool
     kind: str
     free_bytes: int
+    total_bytes: int
+    layers: tuple[CachedLayer, ...]
+    memory_bytes: int
     read_bytes_per_s: float | None
 
 
@@ -49,27 +60,28 @@ def gather_disk(home: Path) -> DiskFacts:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     record = read_home(home)
+    usage = shutil.disk_usage(folder)
     return DiskFacts(
         home=str(home),
         writable=folder.is_dir() and os.access(folder, os.W_OK | os.X_OK),
         kind=_kind(folder.resolve()),
-        free_bytes=shutil.disk_usage(folder).free,
+        free_bytes=usage.free,
+        total_bytes=usage.total,
+        layers=tuple(LayerCache(layer_folder(home), owner=False).layers()),
+        memory_bytes=memory().total_bytes,
         read_bytes_per_s=None if record is None else record.disk.prefetch_bytes_per_s,
     )
 
 
 def judge_disk(facts: DiskFacts) -> list[Finding]:
-    """The disk must take layers, and give those back fast that do not fit into memory."""
+    """The disk must take layers, and give those back fast that do not fit into memory.
+
+    How much is enough says this device itself: what its memory holds, and which layers it has already.
+    """
     found = []
     if not facts.writable:
         found.append(finding("disk", "error", f"{facts.home} cannot be written", "primad doctor --home FOLDER"))
-    free = f"{facts.free_bytes / (1 << 30):.1f} GiB are free under {facts.home}"
-    if facts.free_bytes < _NOTHING_BYTES:
-        found.append(finding("disk", "error", f"{free}: no layer fits", "primad cache prune"))
-    elif facts.free_bytes < _LITTLE_BYTES:
-        found.append(finding("disk", "warning", f"{free}: few layers fit", "primad cache prune"))
-    else:
-        found.append(finding("disk", "ok", free))
+    found.append(_judge_room(facts))
     if facts.kind.lower().startswith(_NETWORK):
         text = f"{facts.home} lies on a network file system ({facts.kind}): layers are read through the network"
         found.append(finding("disk", "warning", text, "primad join --home FOLDER    (on a disk of this machine)"))
@@ -79,6 +91,33 @@ def judge_disk(facts: DiskFacts) -> list[Finding]:
         )
         found.append(finding("disk", "warning", text, "primad join --home FOLDER    (on a disk)"))
     return found + _judge_speed(facts.read_bytes_per_s)
+
+
+def _judge_room(facts: DiskFacts) -> Finding:
+    reserve = reserve_bytes(facts.total_bytes)
+    room = max(0, facts.free_bytes - reserve)
+    here = sum(layer.size_bytes for layer in facts.layers)
+    held = sum(layer.size_bytes for layer in facts.layers if layer.held)
+    text = f"{_gib(facts.free_bytes)} are free under {facts.home}"
+    if here:
+        text += f" beside {len(facts.layers)} layers ({_gib(here)}) that are here"
+    spare = room + here - held
+    if spare < _LAYER_BYTES:
+        why = f"as large as those of an 8B model fits, as {_gib(min(reserve, facts.free_bytes))} stay free"
+        if here:
+            return finding("disk", "note", f"{text}; no further layer {why}")
+        elsewhere = "primad join --home FOLDER    (on a disk with room)"
+        return finding("disk", "error", f"{text}: no layer {why}", elsewhere)
+    more = "more layers" if here else "layers"
+    text += f"; {spare // _LAYER_BYTES} {more} as large as those of an 8B model fit"
+    if room + here < facts.memory_bytes:
+        less = f"{text}: less than this device's memory of {_gib(facts.memory_bytes)} could hold"
+        return finding("disk", "note", less)
+    return finding("disk", "ok", text)
+
+
+def _gib(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB"
 
 
 def _judge_speed(rate: float | None) -> list[Finding]:

@@ -29,6 +29,9 @@ PREFIX: Final = "hf:"
 PREFERRED: Final = ("Q4_K_M", "Q4_K_XL", "Q4_K_S", "Q4_0", "MXFP4", "IQ4_XS", "IQ4_NL", "Q5_K_M", "Q8_0")
 """Quantisations that are taken where none is asked for, the first that there is."""
 _NAME: Final = re.compile(r"hf:(?P<owner>[\w.-]+)/(?P<repo>[\w.-]+)(?::(?P<quantisation>[\w.-]+))?")
+_ELSEWHERE: Final = re.compile(
+    r"(?P<site>(?:https?:/+)?(?:www\.)?(?:huggingface|hf)\.co/)?(?P<name>[\w.-]+/[\w.-]+(?::[\w.-]+)?)(?:/.*)?"
+)
 _PART: Final = re.compile(PART_NAME.pattern, re.IGNORECASE)
 _QUANTISATION: Final = re.compile(
     r"(?<![A-Za-z0-9])(I?Q\d\w*|MXFP4\w*|BF16|F16|F32|TQ\d\w*)(?![A-Za-z0-9])", re.IGNORECASE
@@ -96,6 +99,13 @@ def hub_name(text: str) -> HubName | None:
             f"{printable(text, 100)}: is no model of the hub; give one as in hf:owner/repo or hf:owner/repo:Q4_K_M"
         )
     return HubName(match["owner"], match["repo"], match["quantisation"] or "")
+
+
+def repository_in(text: str) -> str | None:
+    """The repository, and what it is quantised to, that ``text`` names as the hub's site or another program does."""
+    match = _ELSEWHERE.fullmatch(text)
+    is_named = match is not None and (match["site"] or "gguf" in match["name"].lower())
+    return match["name"] if match is not None and is_named else None
 
 
 def kept_models(folder: Path) -> list[KeptModel]:

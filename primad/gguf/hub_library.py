@@ -51,11 +51,13 @@ def _first_line(exc: BaseException) -> str:
 
 
 def library() -> Any:
-    """The hub's own library, which is an extra. Raises ``ConfigError`` where it is not there."""
+    """The hub's own library, which takes long to import. Raises ``ConfigError`` where it is not there."""
     try:
         import huggingface_hub
     except ModuleNotFoundError as exc:
-        raise ConfigError("models by name need primad's extra 'hub': install primad[hub], or name a GGUF file") from exc
+        raise ConfigError(
+            "huggingface_hub: is not installed, and models by name need it; install primad anew, or name a GGUF file"
+        ) from exc
     return huggingface_hub
 
 

@@ -24,6 +24,8 @@ from primad.gguf.profile import KV_VALUE_BYTES, recurrent_values, state_bytes
 
 PROFILES_VERSION: Final = 1
 _MATRIX_AND_OUTPUT: Final = {"q4k": ("Q4_K", "Q6_K"), "q8": ("Q8_0", "Q8_0"), "f16": ("F16", "F16")}
+SUFFIXES: Final = tuple(_MATRIX_AND_OUTPUT)
+"""What a name may end with."""
 _PLAIN: Final = "q4k"
 _BLOCK: Final = {"Q4_K": 256, "Q6_K": 256}
 _WITHOUT_WHOLE_BLOCKS: Final = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
@@ -71,7 +73,8 @@ class Shape:
     one of ``shared_feed_forward`` beside the experts. Where layers are of several ``kinds``, ``pattern`` names that of each
     with a letter, and begins anew when it is over. A feed-forward that is not ``gated`` has two matrices. Windows begin at
     multiples of ``cut_multiple``. Each layer may take ``layer_inputs`` values beside the hidden state, of a table with a
-    row for each token. A ``popular`` model is one that people ask for.
+    row for each token. A ``popular`` model is one that people ask for. Its file of about four bits is ``hub`` by name and
+    has ``file_bytes``, where that is known; ``also`` are other names of models of this shape.
     """
 
     version: int
@@ -100,6 +103,9 @@ class Shape:
     cut_multiple: int = 1
     layer_inputs: int = 0
     popular: bool = True
+    hub: str = ""
+    file_bytes: int = 0
+    also: tuple[str, ...] = ()
 
     def kind_of(self, layer: int) -> LayerKind:
         """What layer ``layer`` is."""
@@ -124,8 +130,7 @@ def shape_names() -> tuple[str, ...]:
 
 def popular_shapes() -> tuple[str, ...]:
     """Those of ``shape_names`` that people ask for, without what is there for published figures."""
-    folder = profiles_directory() / "models"
-    return tuple(name for name in shape_names() if _read(folder / f"{name}.json").popular)
+    return tuple(name for name in shape_names() if read_shape(name).popular)
 
 
 def shape(name: str) -> ModelProfile:
@@ -140,10 +145,12 @@ def shape(name: str) -> ModelProfile:
         raise ConfigError(
             f"no built-in model shape '{name}'; there are {', '.join(shape_names())}, each also with {suffixes} behind it"
         )
-    return _profile(_read(profiles_directory() / "models" / f"{model}.json"), *_MATRIX_AND_OUTPUT[suffix])
+    return _profile(read_shape(model), *_MATRIX_AND_OUTPUT[suffix])
 
 
-def _read(path: Path) -> Shape:
+def read_shape(name: str) -> Shape:
+    """The sizes of one of ``shape_names``. Raises ``ConfigError`` for a damaged file."""
+    path = profiles_directory() / "models" / f"{name}.json"
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Shape)
     except (OSError, msgspec.MsgspecError) as exc:

@@ -295,9 +295,10 @@ class HeadDaemon:
                 raise ClusterError(reason)
 
     def describe(self, what: str) -> None:
-        """What the health check says goes on, while nothing is served."""
+        """What the health check and the owner are told goes on, while nothing is served."""
         if not self._backend.health().taken:
             self._backend.describe(what)
+            self._reporter.wait(what)
 
     def _around(self) -> dict[str, Any]:
         """What the status says whether or not a ring serves."""

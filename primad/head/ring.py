@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -35,10 +36,12 @@ from primad.network.messages import Load, Progress
 from primad.network.sockets import endpoint
 from primad.ring.messages import (
     AskGuesses,
+    Cancel,
     Connect,
     Drain,
     Drained,
     Finished,
+    Generate,
     KvForgotten,
     KvKept,
     Loading,
@@ -68,6 +71,18 @@ STAGES: Final = {"fetch": LoadStage.FETCH, "load": LoadStage.LOAD}
 DRAIN_TIMEOUT_S: Final = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a device says of itself; no ``status`` where its ring process did not answer in time.
+
+    A ring process answers between two steps: while there is something to compute it ``computes``, and is not gone.
+    """
+
+    status: Status | None = None
+    daemon_rss_bytes: int = 0
+    computes: bool = False
+
+
 class HeadRing:
     """One ring."""
 
@@ -84,6 +99,7 @@ class HeadRing:
         self._drained: asyncio.Future[None] = loop.create_future()
         self._broken: asyncio.Future[PrimadError] = loop.create_future()
         self._status: asyncio.Queue[Status] = asyncio.Queue(8)
+        self._open_requests: set[int] = set()
         self._costs: dict[str, Costs] = {}
         self._latest: dict[str, Status | None] = {}
         self.measured: AnswerFigures | None = None
@@ -178,6 +194,11 @@ class HeadRing:
     async def send(self, *commands: RingCommand) -> None:
         """Give the head's ring process a command; it need not be taken any more once the ring is broken."""
         assert self._process is not None
+        for command in commands:
+            if isinstance(command, Generate):
+                self._open_requests.add(command.request)
+            elif isinstance(command, Cancel):
+                self._open_requests.discard(command.request)
         sending = asyncio.create_task(self._process.send(*commands))
         try:
             await _first_of(sending, self._broken)
@@ -259,9 +280,10 @@ class HeadRing:
     async def _ask_all(self) -> dict[str, Any]:
         names = self.plan.devices
         answers = await asyncio.gather(*(self._ask(name) for name in names))
-        self._latest = {name: status for name, (status, _) in zip(names, answers, strict=True)}
+        self._latest = {name: said.status for name, said in zip(names, answers, strict=True)}
         devices = []
-        for name, (status, daemon_rss_bytes) in zip(names, answers, strict=True):
+        for name, said in zip(names, answers, strict=True):
+            status = said.status
             costs = self._costs.get(name, Costs())
             if status is not None:
                 costs = self._costs[name] = costs.after(
@@ -275,7 +297,8 @@ class HeadRing:
                     name,
                     status,
                     costs,
-                    daemon_rss_bytes=daemon_rss_bytes,
+                    daemon_rss_bytes=said.daemon_rss_bytes,
+                    computes=said.computes,
                 )
             )
         head = self._latest[self.plan.head]
@@ -298,12 +321,14 @@ class HeadRing:
             return None
         return self.plan.head if self._guesses is None else self._guesses.place
 
-    async def _ask(self, name: str) -> tuple[Status | None, int]:
+    async def _ask(self, name: str) -> _Said:
         """What the ring process of ``name`` says, and the memory of the daemon there."""
         timeout_s = self._inputs.station.timings.head.status_timeout_s
         if name in self._workers:
             return await self._worker_status(name, timeout_s)
-        return await self._own_status(timeout_s), psutil.Process().memory_info().rss
+        status = await self._own_status(timeout_s)
+        computes = status is None and bool(self._open_requests)
+        return _Said(status, psutil.Process().memory_info().rss, computes)
 
     async def _own_status(self, timeout_s: float) -> Status | None:
         while not self._status.empty():  # an answer that came too late for who asked before
@@ -315,13 +340,15 @@ class HeadRing:
         except TimeoutError:
             return None
 
-    async def _worker_status(self, name: str, timeout_s: float) -> tuple[Status | None, int]:
+    async def _worker_status(self, name: str, timeout_s: float) -> _Said:
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self._workers[name].wait_status()
-        except (TimeoutError, ClusterError):
-            return None, 0
-        return (None, 0) if answer is None else (answer.status, answer.daemon_rss_bytes)
+        except TimeoutError:
+            return _Said(computes=bool(self._open_requests))
+        except ClusterError:
+            return _Said()
+        return _Said() if answer is None else _Said(answer.status, answer.daemon_rss_bytes)
 
     async def _attend_own(self, process: LoadedProcess, load: Load) -> None:
         try:
@@ -342,6 +369,8 @@ class HeadRing:
         """What the head's ring process says. Raises ``RingError`` where that is nothing for a head."""
         match event:
             case Sampled() | PromptProgress() | Finished():
+                if isinstance(event, Finished):
+                    self._open_requests.discard(event.request)
                 self._inputs.listener.deliver(self.epoch, event)
             case Loading(done):
                 self._inputs.reporter.progress(self.plan.head, "load", done, windows)
@@ -385,7 +414,7 @@ class HeadRing:
         names = workers_of(self.plan)
         timeout_s = self._inputs.station.timings.head.overdue_timeout_s
         answers = await asyncio.gather(*(self._worker_status(name, timeout_s) for name in names))
-        silent = [name for name, (status, _) in zip(names, answers, strict=True) if status is None]
+        silent = [name for name, said in zip(names, answers, strict=True) if said.status is None]
         waited_s = overdue.waited_s + timeout_s * bool(silent)
         if silent:
             self._parties, self._looked = silent[:1], None
@@ -398,7 +427,7 @@ class HeadRing:
         ):  # it computes another step, and may not have looked at what arrived
             self._looked = None
             return
-        had = [status is not None and status.steps > overdue.laps for status, _ in answers]
+        had = [said.status is not None and said.status.steps > overdue.laps for said in answers]
         place = had.index(False) if False in had else len(names)
         before, self._looked = self._looked, (overdue.step, place)
         self._parties = names[max(0, place - 1) : place + 1]

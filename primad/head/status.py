@@ -110,8 +110,12 @@ def device_status(
     status: Status | None,
     costs: Costs,
     daemon_rss_bytes: int,
+    *,
+    computes: bool = False,
 ) -> DeviceStatus:
-    """What the device ``name`` computes, did, holds and was planned to keep; ``status`` is None when it did not answer."""
+    """What the device ``name`` computes, did, holds and was planned to keep; ``status`` is None when it did not answer,
+    which it does not while it ``computes`` a step.
+    """
     return DeviceStatus(
         name=name,
         role="head" if name == plan.head else "worker",
@@ -120,6 +124,7 @@ def device_status(
         gpu_layers=kept.gpu_layers,
         daemon_rss_bytes=daemon_rss_bytes,
         ring=None if status is None else _figures(status),
+        computes=computes,
         memory=_memory(status, costs),
         predicted=_planned(prediction, kept, name),
     )

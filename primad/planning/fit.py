@@ -11,6 +11,7 @@ from typing import Final, Literal
 import msgspec
 
 from halda import Infeasible
+from primad.gguf.published import published_file
 from primad.planning.bottleneck import bottleneck
 from primad.planning.explain import best_plan
 from primad.planning.question import Question
@@ -33,7 +34,10 @@ SCHEMA: Final = 1
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model gives. ``runs`` from memory, streamed from a disk, or not at all; then ``why`` says what is short."""
+    """What a model gives. ``runs`` from memory, streamed from a disk, or not at all; then ``why`` says what is short.
+
+    ``hub`` is what ``serve --model`` takes for it, where a file of it is known; ``bytes`` are that file's then.
+    """
 
     name: str
     model: str
@@ -45,6 +49,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int = 0
     streamed_bytes: int = 0
     devices: list[str] = []
+    hub: str = ""
     is_best: bool = False
 
 
@@ -96,11 +101,12 @@ def ranked(fits: Iterable[Fit]) -> list[Fit]:
 
 def _fit(asked: tuple[str, Question]) -> Fit:
     name, question = asked
-    model = question.model
+    model, file = question.model, published_file(name)
+    hub = "" if file is None else file.hub
     try:
         answer = best_plan(question)
     except Infeasible as exc:
-        return Fit(name=name, model=model.name, bytes=model.size_bytes, runs="no", why=str(exc))
+        return Fit(name=name, model=model.name, bytes=model.size_bytes, runs="no", why=str(exc), hub=hub)
     found = answer.prediction
     streamed = sum(each.streamed_bytes for each in answer.plan.streaming)
     return Fit(
@@ -114,6 +120,7 @@ def _fit(asked: tuple[str, Question]) -> Fit:
         context_tokens=answer.instance.workload.context_tokens,
         streamed_bytes=streamed,
         devices=list(answer.plan.devices),
+        hub=hub,
     )
 
 

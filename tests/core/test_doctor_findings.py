@@ -24,6 +24,7 @@ from primad.doctor.network import MulticastAddress, Port, judge_places, judge_po
 from primad.doctor.peers import judge_sight, judge_trust, judge_versions
 from primad.doctor.reach import MAX_TARGETS, judge_reached, targets
 from primad.doctor.storage import DiskFacts, FileFacts, judge_disk, judge_identity
+from primad.layers.eviction import CachedLayer
 from primad.network.addresses import Interface
 from primad.network.peer import Peer
 
@@ -266,7 +267,12 @@ def test_what_is_needed_comes_from_ordinary_interfaces():
 # -- the machine
 
 MEMORY = MemoryFacts(
-    machine_bytes=16 * GIB, total_bytes=16 * GIB, available_bytes=8 * GIB, swap_total_bytes=GIB, swap_used_bytes=0
+    machine_bytes=16 * GIB,
+    total_bytes=16 * GIB,
+    available_bytes=8 * GIB,
+    own_bytes=0,
+    swap_total_bytes=GIB,
+    swap_used_bytes=0,
 )
 
 
@@ -275,6 +281,8 @@ MEMORY = MemoryFacts(
     [
         (MEMORY, ["ok"]),
         (replace(MEMORY, available_bytes=GIB), ["warning"]),
+        (replace(MEMORY, available_bytes=GIB, own_bytes=12 * GIB), ["ok"]),
+        (replace(MEMORY, machine_bytes=2 * GIB, total_bytes=2 * GIB, available_bytes=GIB // 2), ["ok"]),
         (replace(MEMORY, total_bytes=4 * GIB, available_bytes=2 * GIB), ["ok", "note"]),
         (replace(MEMORY, swap_used_bytes=GIB // 2), ["ok", "note"]),
         (replace(MEMORY, swap_total_bytes=0), ["ok"]),
@@ -334,7 +342,17 @@ def test_what_primad_is_made_for(system, python, wide, level):
 
 # -- the home folder
 
-DISK = DiskFacts(home="/h", writable=True, kind="ext4", free_bytes=100 * GIB, read_bytes_per_s=1e9)
+DISK = DiskFacts(
+    home="/h",
+    writable=True,
+    kind="ext4",
+    free_bytes=100 * GIB,
+    total_bytes=200 * GIB,
+    layers=(),
+    memory_bytes=8 * GIB,
+    read_bytes_per_s=1e9,
+)
+SERVED = tuple(CachedLayer(digest=f"{number:064}", size_bytes=GIB // 16, used_s=0.0, held=True) for number in range(27))
 
 
 @pytest.mark.parametrize(
@@ -343,8 +361,11 @@ DISK = DiskFacts(home="/h", writable=True, kind="ext4", free_bytes=100 * GIB, re
         (DISK, ["ok", "ok"]),
         (replace(DISK, read_bytes_per_s=None), ["ok", "note"]),
         (replace(DISK, read_bytes_per_s=8e7), ["ok", "note"]),
-        (replace(DISK, free_bytes=5 * GIB), ["warning", "ok"]),
+        (replace(DISK, free_bytes=5 * GIB), ["note", "ok"]),
+        (replace(DISK, free_bytes=5 * GIB, memory_bytes=2 * GIB), ["ok", "ok"]),
         (replace(DISK, free_bytes=GIB // 2), ["error", "ok"]),
+        (replace(DISK, free_bytes=GIB // 2, total_bytes=4 * GIB, memory_bytes=GIB // 4), ["ok", "ok"]),
+        (replace(DISK, free_bytes=GIB // 2, layers=SERVED), ["note", "ok"]),
         (replace(DISK, kind="nfs4"), ["ok", "warning", "ok"]),
         (replace(DISK, kind="tmpfs"), ["ok", "warning", "ok"]),
         (replace(DISK, writable=False), ["error", "ok", "ok"]),
@@ -354,6 +375,14 @@ def test_a_disk_must_take_layers_and_give_them_back_fast(facts, expected):
     found = judge_disk(facts)
     assert levels(found) == expected
     assert helped(found)
+
+
+def test_a_disk_that_is_full_of_layers_in_use_is_not_said_to_take_none():
+    full, *_ = judge_disk(replace(DISK, free_bytes=GIB // 2, layers=SERVED))
+    assert "27 layers" in full.text
+    assert "no further layer" in full.text
+    idle = tuple(replace(layer, held=False) for layer in SERVED)
+    assert "no further" not in judge_disk(replace(DISK, free_bytes=GIB // 2, layers=idle))[0].text
 
 
 @pytest.mark.parametrize(

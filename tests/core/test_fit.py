@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from primad.planning.fit import BEST, Fit, ranked
+from primad.cli.fit import next_commands
+from primad.planning.fit import BEST, SCHEMA, Fit, FitAnswer, ranked
 
 
 def fit(name: str, size: int, tokens_per_s: float = 0.0, **more: Any) -> Fit:
@@ -25,3 +26,20 @@ def test_nothing_is_marked_where_all_are_too_slow():
     found = ranked([fit("b", 2, 1.0), fit("a", 1, 4.9), fit("c", 3)])
     assert [each.name for each in found] == ["a", "b", "c"]
     assert not any(each.is_best for each in found)
+
+
+def answer(*fits: Fit) -> FitAnswer:
+    return FitAnswer(schema=SCHEMA, devices=["desk"], models=ranked(fits), help="")
+
+
+def test_the_best_rows_end_with_the_commands_to_type_the_best_one_last():
+    models = [fit(f"m{size}", size, 40 / size, hub="hf:a/b" if size != 6 else "") for size in range(1, 8)]
+    assert next_commands(answer(*models))[1:] == [
+        "  primad serve --model hf:a/b",
+        "  primad plan --model-shape m6",
+        "  primad serve --model hf:a/b",
+    ]
+    assert next_commands(answer(fit("slow", 9, 0.5, runs="disk", hub="hf:a/b")))[1:] == [
+        "  primad serve --model hf:a/b"
+    ]
+    assert next_commands(answer(fit("huge", 30))) == []

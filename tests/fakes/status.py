@@ -57,6 +57,7 @@ def device(
     *,
     role: str = "worker",
     ring: RingFigures | None = FIGURES,
+    computes: bool = False,
     memory: MemoryFigures = MEMORY,
     predicted: PlannedFigures = PLANNED,
 ) -> DeviceStatus:
@@ -69,6 +70,7 @@ def device(
         gpu_layers=0,
         daemon_rss_bytes=90_000_000,
         ring=ring,
+        computes=computes,
         memory=memory,
         predicted=predicted,
     )

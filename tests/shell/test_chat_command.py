@@ -16,6 +16,7 @@ import pytest
 
 from primad.cli import chat as chat_command
 from primad.cli import main as cli
+from primad.cli.conversation import Received
 from primad.cli.endpoint import in_our_words, opened, reached
 from primad.errors import ClusterError
 from tests.fakes.http import answering
@@ -35,9 +36,18 @@ class Endpoint:
         self.asked: list[list[dict[str, str]]] = []
         self.paths: list[str] = []
         self.answers: list[tuple[int, bytes]] = []
+        self.models: tuple[int, bytes] = 200, b'{"data": [{"id": "toy"}]}'
+        self.health: tuple[int, bytes] = 200, b'{"detail": "serving with 1 device"}'
         endpoint = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                status, content = {"/v1/models": endpoint.models, "/health": endpoint.health}[self.path]
+                self.send_response(status)
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
             def do_POST(self) -> None:
                 endpoint.paths.append(self.path)
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -224,6 +234,35 @@ def test_who_needs_a_key_is_told_so_once(chat: Types, endpoint: Endpoint):
     endpoint.says(b'{"error": {"message": "send an API key"}}', status=401)
     told = f"primad: error: {endpoint.url}: asks for an API key; give --api-key KEY, or set PRIMAD_API_KEY\n"
     assert chat("Why?") == (2, "", told)
+
+
+def test_a_conversation_begins_with_the_model_that_answers(chat: Types, endpoint: Endpoint):
+    assert chat() == (0, "", f"toy at {endpoint.url}\nend with Ctrl-D\n")
+    endpoint.models, endpoint.health = (200, b'{"data": []}'), (503, b'{"detail": "planning"}')
+    assert f"no model yet at {endpoint.url}; not serving yet: planning\n" in chat()[2]
+
+
+def test_what_nobody_would_answer_fails_before_the_first_question(chat: Types, endpoint: Endpoint):
+    never_read = ("Why?",)
+    endpoint.models = 401, b"{}"
+    assert chat(lines=never_read) == (
+        2,
+        "",
+        f"primad: error: {endpoint.url}: asks for an API key; give --api-key KEY, or set PRIMAD_API_KEY\n",
+    )
+    endpoint.models = 404, b"nothing"
+    assert "answered 404; is it a primad endpoint?" in chat(lines=never_read)[2]
+    assert "nobody answers there" in chat(lines=never_read, url="http://127.0.0.1:9")[2]
+    assert endpoint.asked == []
+
+
+def test_a_prompt_that_is_read_is_no_part_of_the_answer(chat: Types, endpoint: Endpoint):
+    read = b'data: {"choices": [], "prompt_progress": {"total": 9, "processed": 4}}\n\n'
+    received = Received()
+    assert received.take(read.decode().strip(), 0.0) == []
+    assert received.read == "reading the prompt: 4 of 9 tokens"
+    endpoint.says(read, event(content="so"), DONE)
+    assert chat("Why?") == (0, "so\n", "")
 
 
 def test_a_command_that_is_none_shows_those_that_are(chat: Types, endpoint: Endpoint, tmp_path: Path):

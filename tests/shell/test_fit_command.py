@@ -30,7 +30,9 @@ def test_a_table_says_what_runs_how_fast_and_what_would_help(fit, house):
     assert (code, err) == (0, "")
     rows = [line for line in out.splitlines() if "qwen3" in line and "-q4k" in line]
     assert len(rows) == len([name for name in popular_shapes() if "qwen3" in name])
-    assert rows[0].lstrip().startswith("*")
+    assert rows[-1].lstrip().startswith("*")
+    assert "  primad serve --model hf:Qwen/Qwen3-" in out
+    assert out.splitlines()[-1].startswith("  primad ")
     assert any("streams" in row for row in rows)
     assert "What would help most: with 16 GiB more in" in out
 

@@ -237,6 +237,9 @@ class Lab:
     def progress(self, device: str, phase: str, done: int, total: int) -> None:
         assert phase == "links"
 
+    def wait(self, words: str) -> None:
+        """Nobody looks."""
+
     def settle(self) -> None:
         """Nothing is sampled here."""
 

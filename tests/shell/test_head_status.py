@@ -11,7 +11,7 @@ from halda import Plan, Window
 from primad.errors import ClusterError
 from primad.head.promise import Promise
 from primad.head.ring import HeadRing
-from primad.ring.messages import MemoryStatus, Report, RingCommand, RingEvent, Status
+from primad.ring.messages import Finished, MemoryStatus, Report, RingCommand, RingEvent, Status
 from primad.settings.timings import HeadTimings, Timings
 from tests.fakes.planning import model
 
@@ -42,6 +42,18 @@ MEMORY = MemoryStatus(
 def status(steps: int) -> Status:
     return Status(
         steps=steps, rows=0, compute_s=0, hop_s=[], rss_bytes=steps, private_bytes=1, refused=0, memory=MEMORY
+    )
+
+
+def finished(request: int) -> Finished:
+    return Finished(
+        request=request,
+        reason="stop",
+        error=None,
+        prompt_tokens=9,
+        completion_tokens=1,
+        prompt_s=1.0,
+        decode_s=0.0,
     )
 
 
@@ -105,6 +117,7 @@ class Lab:
             epoch=5,
             devices=SimpleNamespace(links=SimpleNamespace(between=lambda names: [])),
             station=SimpleNamespace(timings=Timings(head=timings)),
+            listener=SimpleNamespace(deliver=lambda epoch, event: None),
         )
         self.ring, self.process = HeadRing(inputs), FakeProcess()
         self.lap, self.nas = lap, nas
@@ -175,6 +188,20 @@ def test_silent_devices_cost_one_patience_together():
         assert {value for each in said["devices"] for value in each["memory"].values()} == {None}
 
     in_lab(test, None, None, status_timeout_s=0.5)
+
+
+def test_who_is_silent_while_a_request_is_open_computes():
+    """A ring process answers between two steps, and a chunk of a prompt may take long. A broken link is no step."""
+
+    async def test(here: Lab) -> None:
+        here.ring._open_requests.add(7)
+        said = await here.ring.status()
+        assert [each["computes"] for each in said["devices"]] == [False, True, False]
+        here.ring._hear(finished(7), 2)
+        said = await here.ring.status()
+        assert [each["computes"] for each in said["devices"]] == [False, False, False]
+
+    in_lab(test, None, ClusterError("it takes nothing"), status_timeout_s=0.05)
 
 
 def test_a_device_whose_link_broke_leaves_the_others_their_figures():

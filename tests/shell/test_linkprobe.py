@@ -43,6 +43,9 @@ class Lines:
         if done == total:
             self.measured += total
 
+    def wait(self, words: str) -> None:
+        """Nobody looks."""
+
     def settle(self) -> None:
         pass
 

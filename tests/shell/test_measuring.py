@@ -36,6 +36,9 @@ class Reports:
         assert (device, phase) == ("desk", "profile")
         self.steps.append((done, total))
 
+    def wait(self, words: str) -> None:
+        """Nobody looks."""
+
     def settle(self) -> None:
         self.settled += 1
 

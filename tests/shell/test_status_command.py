@@ -109,6 +109,13 @@ def test_what_is_not_known_is_a_question_mark(command, endpoint):
     assert "desk: did not answer in time" in out
 
 
+def test_a_device_that_computes_a_prompt_is_said_to_compute(command, endpoint):
+    endpoint.says(ring(device("desk", ring=None, memory=MemoryFigures(), computes=True)))
+    _, out, _ = command("status", "--url", endpoint.url)
+    assert "desk: computes a long step" in out
+    assert "did not answer" not in out
+
+
 def test_a_plan_that_is_wrong_is_said_with_its_term(command, endpoint):
     wrong = WrongTerm(term="hops", device=None, predicted_ms=1, measured_ms=80, is_beyond=True)
     measured = AnswerFigures(tpot_ms=320, predicted_tpot_ms=238, wrong=wrong)

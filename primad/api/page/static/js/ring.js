@@ -145,7 +145,7 @@ function card(device, place, news) {
       h("span", { class: "swatch", "aria-hidden": "true" }),
       h("h3", {}, device.name),
       h("span", { class: "tag" }, device.role),
-      ring === null ? h("span", { class: "tag bad" }, "does not answer") : pressure(memory.pressure),
+      ring === null ? silent(device) : pressure(memory.pressure),
     ),
     h("p", { class: "muted" }, `${count(device.layers, "layer")}: ${ranges(device.windows)}${device.gpu_layers ? `, ${device.gpu_layers} on the GPU` : ""}`),
     h("table", {}, h("thead", {}, h("tr", {}, h("td", {}), h("th", { scope: "col" }, "now"), h("th", { scope: "col" }, "plan"))), h("tbody", {}, rows)),
@@ -174,6 +174,11 @@ function ratio(now, plan) {
 function pressure(level) {
   if (!level || level === "calm") return null;
   return h("span", { class: `tag ${level === "high" ? "bad" : "warn"}` }, `memory pressure: ${level}`);
+}
+
+/** A device answers between two steps, and a chunk of a prompt may be a long one. */
+function silent(device) {
+  return device.computes ? h("span", { class: "tag warn" }, "computes a long step") : h("span", { class: "tag bad" }, "does not answer");
 }
 
 function showOthers(status) {

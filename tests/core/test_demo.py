@@ -1,0 +1,37 @@
+"""The demo shares layers so that a reader sees why, and ends with what can be typed next."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from primad.cli.main import app
+from tools import synth
+from tools.lab.demo_plan import NEXT, plan_options
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("layers", "windows"), [(30, "9,10,10"), (7, "2,2,2"), (4, "1,1,1"), (3, None)])
+def test_equal_processes_get_as_many_layers_as_each_other(layers: int, windows: str | None, tmp_path: Path) -> None:
+    """The head's share has one more, the last layer. With too few for that all take part as the plan has it."""
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, layers=layers)
+    shared = ["--use-all"] if windows is None else ["--windows", windows, "--rounds", "1"]
+    assert plan_options(path, 3) == ["--wait", "2", "--wait-timeout", "300", *shared]
+    assert plan_options(path, 1) == ["--alone"]
+
+
+def test_what_to_try_next_is_there_and_can_be_typed() -> None:
+    lines = [line.strip().partition("   ")[0] for line in NEXT.splitlines() if line.startswith("  ") and line[2] != " "]
+    commands = [shlex.split(line) for line in lines]
+    assert len(commands) >= 4
+    for program, *words in commands:
+        if Path(program).name == "primad":
+            command = get_command(app).commands[words[0]]  # type: ignore[attr-defined]
+            command.make_context("primad", words[1:])
+        else:
+            assert (ROOT / program).is_file(), program

@@ -1,0 +1,32 @@
+"""What the demo asks of ``primad serve``, and what it says to try next."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from pathlib import Path
+
+from primad.gguf.architectures import borders, layer_count
+from primad.gguf.model import open_model
+from tools.lab.local_ring import even_windows
+
+NEXT = """
+What to try next:
+
+  .venv/bin/primad fit                    which models this machine can run, how fast, and what to type for them
+  .venv/bin/primad plan --model-shape llama3-70b-q4k --fleet mixed-home
+                                          a plan that is solved for: four machines of a home and a model of 70B
+  ./tools/demo --keep                     the same as now, and the endpoint stays up
+  ./packaging/install.sh                  installs primad; README.md has the five commands of a first cluster
+  docs/first-models.md                    which model first
+"""
+
+
+def plan_options(model: Path, devices: int) -> list[str]:
+    """What makes the layers be shared equally, where the model can be cut so; else all take part."""
+    if devices == 1:
+        return ["--alone"]
+    header = open_model(model, header_only=True)
+    windows = even_windows(layer_count(header), devices) or []
+    is_cut = min(windows) > 0 and set(accumulate(windows)) <= set(borders(header))
+    by_hand = ["--windows", ",".join(map(str, windows)), "--rounds", "1"]
+    return ["--wait", str(devices - 1), "--wait-timeout", "300", *(by_hand if is_cut else ["--use-all"])]
