@@ -222,11 +222,13 @@ class ModelJson(msgspec.Struct, frozen=True, kw_only=True):
 class WorkloadJson(msgspec.Struct, frozen=True, kw_only=True):
     """What the plan is for; ``kv_type`` is what the KV cache holds its values in.
 
-    ``why_context`` says why the context is not more where nobody said how much, else it is empty.
+    ``why_context`` says why the context is not more where nobody said how much, and ``too_small_for`` which clients' first
+    request does not fit into it; else they are empty.
     """
 
     context_tokens: int
     why_context: str
+    too_small_for: str
     kv_type: str
     sequences: int
     prompt_tokens: int

@@ -121,6 +121,8 @@ def _facts(answer: Explanation) -> Table:
         table.add_row("at once", _load(answer.load))
     why = f" ({work.why_context})" if work.why_context else ""
     table.add_row("context", f"{_count(work.context_tokens, 'token')}{why}")
+    if work.too_small_for:
+        table.add_row("", work.too_small_for)
     if _streams(answer):
         table.add_row("streams", _reading(answer))
     for names in answer.one_disk:

@@ -21,7 +21,21 @@ from tests.fakes.backend import FakeBackend, says
 from tests.fakes.documents import PAGES, ROOT, Fence, commands, fences, spans
 from tests.fakes.http import served
 
-OTHERS = {"uv", "pipx", "apt", "dnf", "systemctl", "curl", "xcode-select", "pre-commit", "export", "cd", "podman"}
+OTHERS = {
+    "uv",
+    "pipx",
+    "apt",
+    "dnf",
+    "systemctl",
+    "curl",
+    "xcode-select",
+    "pre-commit",
+    "export",
+    "cd",
+    "podman",
+    "docker",
+}
+OTHERS |= {"claude", "aider", "llm"}
 """Programs that documents show and that are not ours."""
 PATIENCE_S = 540
 """Of a client that starts on a busy machine."""
