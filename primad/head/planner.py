@@ -169,7 +169,7 @@ class Planner:
         return lent, [corrections.apply_link(link) for link in links]
 
     def _workload(self, served: Promise | None, *, keeps_attention: bool = False) -> Workload:
-        """What was asked to be planned for, with the context and the attention of ``served``, or as much as was asked for."""
+        """What was asked to be planned for, with the context of ``served``, and with its attention if that is kept."""
         workload = self._service.workload
         if served is None:
             return workload

@@ -325,10 +325,11 @@ class Rings:
                     self._reporter.say(f"nothing can be served: {reason}; waiting for devices")
 
     async def _serve(self, epoch: int, instead: int | None) -> None:
-        if self._changes_attention(epoch):
-            if epoch in self._idle_plans:
-                self._refuse(epoch, instead)
-                return
+        changes_attention = self._changes_attention(epoch)
+        if changes_attention and epoch in self._idle_plans:
+            self._refuse(epoch, instead)
+            return
+        if changes_attention:
             self._reporter.say(ATTENTION_CHANGES)
         ring, self._serving = self._rings[epoch], epoch
         promise = self._promised = self._plans[epoch]
@@ -338,6 +339,8 @@ class Rings:
             self._backend.hand_over()
             await before.drain()
             blocks = await self._kv.bring(ring, self._backend.chains(), again=True)
+        if changes_attention:
+            blocks = {}  # cells hold something else then
         blocks = {request: blocks.get(request, []) for request in self._backend.chains()}  # some ended meanwhile
         self._kv.serve(ring, await ring.sources(), epoch, promise, blocks)
         cells = GoOn(root=self._kv.root, blocks=blocks, most_rows=self._kv.most_rows(promise))

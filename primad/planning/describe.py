@@ -34,10 +34,9 @@ from primad.planning.schema import (
 class DescribedPlan:
     """One plan; ``solution`` is how Halda found it, None for the paper's plan.
 
-    ``why_context``: why the context is not more, where nobody said how much; it was solved with ``solved_tokens`` (0: with as
-    many as it has). ``batches`` is how several answers at once are
-    computed, None for one and for the paper's plan. ``extra_buffers``: why a device has extra buffers or none, where its
-    profile has both.
+    ``why_context``: why the context is not more, where nobody said how much; ``solved_tokens`` is that of the search (0: the
+    same). ``batches`` is how several answers at once are computed, None for one and for the paper's plan. ``extra_buffers``:
+    why a device has extra buffers or none, where its profile has both.
     """
 
     plan: Plan

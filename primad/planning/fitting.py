@@ -51,8 +51,8 @@ def fitted(
 ) -> Fitted:
     """The plan of ``solution`` with what it has room for besides, where nobody asked for it; more context if it ``widens``.
 
-    So many ``sequences``, or where that is None as many as there is room for: those that were ``served`` need no more than to
-    fit, and it is one where it is not known that they ``may_be_several``. With ``keeps_attention`` that is as in
+    So many ``sequences``, or where that is None as many as there is room for: those that were ``served`` need no more than
+    to fit, and it is one where it is not known that they ``may_be_several``. With ``keeps_attention`` that is as in
     ``question``. ``why_context`` says why the context that was solved for is not what agents need, if so.
     """
     plan, question = solution.plan, question.with_rows(solution.prediction.chunk_rows)
