@@ -30,7 +30,7 @@ from primad.engine.protocol import KvType
 from primad.engine.rope import AS_THE_MODEL_SAYS, Rope
 from primad.errors import ConfigError, PlanError
 from primad.planning.batching import BatchingMode
-from primad.planning.default_context import Solved, WithContext, first_context, with_wanted_context
+from primad.planning.default_context import SolvedPlan, WithContext, first_context, with_wanted_context
 from primad.planning.drafting import SpeculateMode
 from primad.planning.question import check_kv_type, default_workload
 from primad.settings.config import LOOPBACK, Config
@@ -166,7 +166,7 @@ def with_context_by_hand(
     def asked(work: Workload) -> Instance:
         return instance(devices, [], model, work, {}, plan.head)
 
-    def placed(work: Workload, hurries: bool) -> Solved:
+    def placed(work: Workload, hurries: bool) -> SolvedPlan:
         question = asked(work)
         found = residency(plan, question)
         prediction = evaluate(found, question)

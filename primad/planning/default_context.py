@@ -33,7 +33,7 @@ HURRIED_S: Final = 0.05
 """What is only compared is solved for so long: by plans that are quick to make."""
 _STREAMS: Final = "have layers read from a disk for every token"
 
-Solved = tuple[Solution, list[DeviceProfile]]
+SolvedPlan = tuple[Solution, list[DeviceProfile]]
 """A plan, and the devices as they are in it."""
 
 
@@ -69,7 +69,7 @@ def wanted_context(model: ModelProfile) -> int:
 def with_wanted_context(
     work: Workload,
     wanted_tokens: int,
-    solve: Callable[[Workload, bool], Solved],
+    solve: Callable[[Workload, bool], SolvedPlan],
     instance_of: Callable[[Workload], Instance],
 ) -> WithContext:
     """What ``solve`` finds for ``wanted_tokens`` of context where they are more than in ``work`` and cost little, or for
