@@ -218,7 +218,7 @@ def test_what_is_foreseen_keeps_the_attention_and_a_plan_by_hand_does(house):
 def test_an_attention_that_no_plan_has_memory_for_is_given_up_before_the_context_is(house):
     served, _ = house(ram=64 * GB, trained=1 << 18).plan()
     assert not served.flash
-    small = house(ram=2 * GB, trained=1 << 18)
+    small = house(ram=2.4 * GB, trained=1 << 18)
     kept, _ = small.plan(served=replace(served, sequences=1, context_tokens=16384), keeps_attention=True)
     assert kept.flash
     assert kept.context_tokens == 16384
