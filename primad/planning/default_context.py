@@ -12,7 +12,7 @@ is found in a hurry, to compare: 45 models on the devices of ``mixed-home`` take
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -135,13 +135,19 @@ def _must_stream(asked: Instance) -> bool:
 
 def too_small_for(context_tokens: int, model: ModelProfile) -> str:
     """Which clients' first request does not fit into a default context of so many tokens, and what to type; or nothing."""
-    needs = {name: tokens for name, tokens in CLIENTS.items() if tokens + ANSWER_TOKENS > context_tokens}
-    if not needs:
-        return ""
-    named = [f"{name} ({tokens:,} tokens)" for name, tokens in needs.items()]
-    who = " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
-    verb = "do" if len(named) > 1 else "does"
-    if model.context_tokens <= context_tokens:
-        return f"{who} {verb} not fit: the model was trained with {model.context_tokens} tokens"
-    enough = 1 << (max(needs.values()) + ANSWER_TOKENS - 1).bit_length()
-    return f"{who} {verb} not fit; type --context {min(enough, model.context_tokens)} for more"
+    needs = {name: tokens + ANSWER_TOKENS for name, tokens in CLIENTS.items()}
+    out = [name for name, tokens in needs.items() if tokens > context_tokens]
+    never = [name for name in out if needs[name] > model.context_tokens]
+    helped = [name for name in out if name not in never]
+    said = []
+    if helped:
+        enough = 1 << (max(needs[name] for name in helped) - 1).bit_length()
+        said.append(f"{_do_not_fit(helped)}: type --context {min(enough, model.context_tokens)}")
+    if never:
+        said.append(f"{_do_not_fit(never)}: the model was trained with {model.context_tokens} tokens")
+    return "; ".join(said)
+
+
+def _do_not_fit(names: Sequence[str]) -> str:
+    *others, last = [f"{name} ({CLIENTS[name]:,} tokens)" for name in names]
+    return f"{', '.join(others)} and {last} do not fit" if others else f"{last} does not fit"

@@ -110,14 +110,20 @@ def test_a_context_that_was_small_grows_when_devices_come_that_have_room(monkeyp
     ("context", "trained", "said"),
     [
         (32768, 32768, ""),
-        (16384, 32768, "Claude Code (20,000 tokens) does not fit; type --context 32768 for more"),
-        (16384, 24576, "Claude Code (20,000 tokens) does not fit; type --context 24576 for more"),
+        (16384, 32768, "Claude Code (20,000 tokens) does not fit: type --context 32768"),
+        (16384, 24576, "Claude Code (20,000 tokens) does not fit: type --context 24576"),
         (8192, 8192, "Claude Code (20,000 tokens) does not fit: the model was trained with 8192 tokens"),
         (
             4096,
+            8192,
+            "Codex (6,415 tokens) and Open WebUI with tools (6,640 tokens) do not fit: type --context 8192; "
+            "Claude Code (20,000 tokens) does not fit: the model was trained with 8192 tokens",
+        ),
+        (
+            4096,
             131072,
-            "Codex (6,415 tokens), Open WebUI with tools (6,640 tokens) and Claude Code (20,000 tokens) do not fit; "
-            "type --context 32768 for more",
+            "Codex (6,415 tokens), Open WebUI with tools (6,640 tokens) and Claude Code (20,000 tokens) do not fit: "
+            "type --context 32768",
         ),
     ],
 )
@@ -133,5 +139,5 @@ def test_plan_names_them_where_nobody_said_how_much_context():
         return captured.get()
 
     desk = device("desk", ram=6 * GB)
-    assert "type --context 32768 for more" in shown(question(desk))
+    assert "type --context 32768" in shown(question(desk))
     assert "do not fit" not in shown(question(desk, context=4096))
