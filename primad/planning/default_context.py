@@ -137,14 +137,15 @@ def too_small_for(context_tokens: int, model: ModelProfile) -> str:
     """Which clients' first request does not fit into a default context of so many tokens, and what to type; or nothing."""
     needs = {name: tokens + ANSWER_TOKENS for name, tokens in CLIENTS.items()}
     out = [name for name, tokens in needs.items() if tokens > context_tokens]
-    never = [name for name in out if needs[name] > model.context_tokens]
+    trained = model.context_tokens or max(needs.values())
+    never = [name for name in out if needs[name] > trained]
     helped = [name for name in out if name not in never]
     said = []
     if helped:
         enough = 1 << (max(needs[name] for name in helped) - 1).bit_length()
-        said.append(f"{_do_not_fit(helped)}: type --context {min(enough, model.context_tokens)}")
+        said.append(f"{_do_not_fit(helped)}: type --context {min(enough, trained)}")
     if never:
-        said.append(f"{_do_not_fit(never)}: the model was trained with {model.context_tokens} tokens")
+        said.append(f"{_do_not_fit(never)}: the model was trained with {trained} tokens")
     return "; ".join(said)
 
 
