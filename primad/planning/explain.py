@@ -211,8 +211,13 @@ def _before(changes: Sequence[str], before: Question) -> WhatIf:
     try:
         _, answer = _plans(_with_room(before))
     except Infeasible as exc:
-        return WhatIf(changes=list(changes), before=None, reason=str(exc))
-    return WhatIf(changes=list(changes), before=ring_part(answer), reason=None)
+        return WhatIf(changes=list(changes), before=None, reason=str(exc), context_tokens=None)
+    return WhatIf(
+        changes=list(changes),
+        before=ring_part(answer),
+        reason=None,
+        context_tokens=answer.instance.workload.context_tokens,
+    )
 
 
 def _no_plan(reason: str, earlier: WhatIf | None) -> str:

@@ -203,11 +203,12 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
-    """The ``changes`` that were asked for and the plan ``before`` them, or why there was none."""
+    """The ``changes`` that were asked for and the plan ``before`` them, of so much context, or why there was none."""
 
     changes: list[str]
     before: RingJson | None
     reason: str | None
+    context_tokens: int | None
 
 
 class ModelJson(msgspec.Struct, frozen=True, kw_only=True):

@@ -253,6 +253,7 @@ def _change(what_if: WhatIf, after: Explanation) -> RenderableType:
     before = what_if.before
     for row in (*_speeds(before.predicted, after.predicted), *_memory(before.devices, after.devices)):
         table.add_row(*row)
+    table.add_row("context", str(what_if.context_tokens), str(after.workload.context_tokens), "")
     table.add_row("rounds", str(before.rounds), str(after.rounds), "")
     table.add_row("head", before.head, after.head, "")
     return table
