@@ -46,7 +46,7 @@ Lock = Annotated[
 Context = Annotated[
     int | None,
     typer.Option(
-        help="Context in tokens [default: 4096, or as many more as cost next to nothing].",
+        help="Context in tokens [default: 16384 if that costs little, else 4096; more where it costs next to nothing].",
         min=16,
         max=1 << 24,
         show_default=False,

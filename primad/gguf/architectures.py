@@ -1040,6 +1040,11 @@ def _deepseek2_lite(header: Header, layers: int) -> bool:
     return layers in (26, 27) or (layers == 48 and _vocabulary(header) == 128_256)
 
 
+def turns_by_context(header: Header) -> bool:
+    """Whether angles of positions follow from how large the context is: llama.cpp has two sets of factors for them."""
+    return "rope_factors_long.weight" in header.tensors
+
+
 def counts_vocabulary(header: Header) -> bool:
     """Whether llama.cpp tells the model from others by the size of its vocabulary."""
     return header.text("general.architecture") in _DEEPSEEK2 and _vocabulary(header) in (128_256, 154_880)

@@ -238,6 +238,11 @@ class RingBackend:
         """How many are open."""
         return len(self._open)
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether a ring has computed something of a generation that is open."""
+        return any(each.computed and not each.ended for each in self._open.values())
+
     def describe(self, detail: str) -> None:
         """What the health check says goes on."""
         self._detail = detail

@@ -25,6 +25,7 @@ from primad.daemon.cells import HeldCells
 from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
 from primad.errors import ClusterError
+from primad.gguf.architectures import turns_by_context
 from primad.gguf.windows import control_tokens
 from primad.head.devices import Devices
 from primad.head.promise import Promise
@@ -118,6 +119,8 @@ class KvBackup:
         self._prompt_row_s = 0.0
         """What a token of a prompt is predicted to take."""
         self._roots: dict[str, str] = {}
+        self._computed = True, 0
+        """By which attention cells are computed, and for how much context where angles of positions follow from it."""
         self._news, self._over = asyncio.Event(), asyncio.Event()
         self._tasks = Tasks()
         self._restores = self._restored_tokens = self._again = self._found_tokens = 0
@@ -302,6 +305,10 @@ class KvBackup:
     ) -> None:
         """Ring ``epoch`` serves from now on, and goes on with ``blocks``: what only the one before needed is forgotten."""
         self._epoch, self._keeps, self._sources = epoch, ring.keeps, sources
+        turning = promise.context_tokens if turns_by_context(self._service.model.header) else 0
+        if self._computed != (promise.flash, turning):
+            self._computed = promise.flash, turning
+            self._roots.clear()
         self._layers = {name: _layers(ring.plan, name) for name in ring.plan.devices}
         has_cache = self._station.config.kv_cache is not None
         if not ring.keeps and self._service.options.keep_rows(has_cache=has_cache) is not None:
@@ -353,7 +360,7 @@ class KvBackup:
             if len(self._roots) >= MOST_ROOTS:
                 self._roots.clear()
             model, options = self._service.model, self._service.options
-            about = (model.stamp, options.kv_type, self._station.workspace.build, who, options.rope)
+            about = (model.stamp, options.kv_type, self._station.workspace.build, who, options.rope, *self._computed)
             secret = self._station.identity.secret.encode()
             digest = hashlib.blake2b(msgspec.msgpack.encode(about), key=secret, digest_size=16)
             self._roots[who] = digest.hexdigest()

@@ -17,19 +17,22 @@ from halda import (
     ModelProfile,
     Objective,
     Plan,
+    Solution,
     Workload,
     arrange,
     evaluate,
     instance,
     residency,
 )
+from halda.instance import Instance
 from primad.api.reading import AUTO
 from primad.engine.protocol import KvType
 from primad.engine.rope import AS_THE_MODEL_SAYS, Rope
 from primad.errors import ConfigError, PlanError
 from primad.planning.batching import BatchingMode
+from primad.planning.default_context import SolvedPlan, WithContext, first_context, with_wanted_context
 from primad.planning.drafting import SpeculateMode
-from primad.planning.question import check_kv_type, default_context, default_workload
+from primad.planning.question import check_kv_type, default_workload
 from primad.settings.config import LOOPBACK, Config
 from primad.settings.quantities import show_bytes
 
@@ -150,15 +153,42 @@ def stream_by_hand(plan: Plan, devices: Sequence[DeviceProfile], model: ModelPro
     return plan
 
 
+def with_context_by_hand(
+    plan: Plan,
+    devices: Sequence[DeviceProfile],
+    model: ModelProfile,
+    workload: Workload,
+    wanted_tokens: int,
+    objective: Objective,
+) -> WithContext:
+    """``plan``, set by hand, with ``wanted_tokens`` of context if they cost little. Raises ``PlanError``."""
+
+    def asked(work: Workload) -> Instance:
+        return instance(devices, [], model, work, {}, plan.head)
+
+    def placed(work: Workload, hurries: bool) -> SolvedPlan:
+        question = asked(work)
+        found = residency(plan, question)
+        prediction = evaluate(found, question)
+        if work != workload and prediction.short:
+            raise Infeasible("the windows do not fit", short_bytes=0)
+        value_s = prediction.objective_s(objective, work.answer_tokens)
+        return Solution(
+            plan=found, prediction=prediction, objective=objective, objective_s=value_s, bound_s=0.0, proven=False
+        ), [*devices]
+
+    stream_by_hand(plan, devices, model, workload)
+    return with_wanted_context(workload, wanted_tokens, placed, asked)
+
+
 def workload_of(options: ServeOptions, model: ModelProfile) -> Workload:
     """What plans are made for, one sequence where nobody said how many.
 
     Raises ``ConfigError`` naming the flag that does not suit ``model``.
     """
     check_kv_type(options.kv_type, model)
-    context = default_context(options.context_tokens, model)
     return default_workload(
-        context,
+        first_context(options.context_tokens, model),
         options.rows,
         options.kv_type,
         sequences=options.sequences or 1,

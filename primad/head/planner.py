@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
@@ -13,11 +14,11 @@ from msgspec import structs
 from halda import DeviceProfile, Infeasible, LinkProfile, Plan, Solution, Workload, evaluate, instance
 from halda.instance import Instance
 from primad.errors import PlanError, PrimadError
-from primad.gguf.architectures import cuttable, why_whole
+from primad.gguf.architectures import cuttable, turns_by_context, why_whole
 from primad.head.devices import Devices
 from primad.head.learning import Learning
 from primad.head.lending import Lending
-from primad.head.options import plan_by_hand, stream_by_hand
+from primad.head.options import plan_by_hand, with_context_by_hand
 from primad.head.own_device import OwnDevice
 from primad.head.promise import Promise
 from primad.head.service import Service
@@ -25,6 +26,7 @@ from primad.head.solver_process import SolverRequest, solve_apart
 from primad.head.worker_link import WorkerLink
 from primad.planning.batching import batches_of
 from primad.planning.context import attends_plainly
+from primad.planning.default_context import wanted_context
 from primad.planning.draft_gain import best_gain, left_bytes
 from primad.planning.drafting import drafting_of
 from primad.planning.extra_buffers import as_planned, suited
@@ -57,8 +59,12 @@ class Planner:
         self.imagines = False
         """Whether a plan is made that nobody will serve."""
 
-    async def plan(self, candidates: frozenset[str], served: Promise | None) -> PlanResult:
+    async def plan(
+        self, candidates: frozenset[str], served: Promise | None, *, keeps_attention: bool = False
+    ) -> PlanResult:
         """The plan for the head and ``candidates``, with the context and the sequences of ``served``, if one was.
+
+        With ``keeps_attention`` it has that of ``served`` too, where there is such a plan: running answers go on with it.
 
         Raises ``PlanError`` or ``Infeasible`` when there is none.
         """
@@ -67,7 +73,7 @@ class Planner:
         # A device that is short of memory now has another profile than it had then.
         if foreseen is not None and profiles == [worker.profile for worker in workers]:
             return foreseen
-        return await self._solve(workers, served)
+        return await self._solve(workers, served, keeps_attention=keeps_attention)
 
     def forget(self) -> None:
         """What was foreseen holds no more: the head's own memory became short."""
@@ -87,7 +93,10 @@ class Planner:
             workers = self._devices.present(rest)
             profiles = [worker.profile for worker in workers]
             try:
-                self._foreseen[rest] = profiles, await self._solve(workers, served, background=True)
+                self._foreseen[rest] = (
+                    profiles,
+                    await self._solve(workers, served, keeps_attention=True, background=True),
+                )
             except (PrimadError, Infeasible) as exc:
                 logger.info("without %s there is no plan: %s", lost, exc)
 
@@ -119,6 +128,7 @@ class Planner:
             _, value = await self._solve(
                 self._devices.present(candidates),
                 served,
+                keeps_attention=True,
                 require=frozenset({device}),
                 background=True,
             )
@@ -158,16 +168,30 @@ class Planner:
         lent = [self._lending.apply(corrections.apply(each)) for each in measured]
         return lent, [corrections.apply_link(link) for link in links]
 
-    def _workload(self, served: Promise | None) -> Workload:
-        """What was asked to be planned for, with the context of ``served``, or as much as was asked for."""
+    def _workload(self, served: Promise | None, *, keeps_attention: bool = False) -> Workload:
+        """What was asked to be planned for, with the context of ``served``, and with its attention if that is kept."""
         workload = self._service.workload
-        return workload if served is None else replace(workload, context_tokens=served.context_tokens)
+        if served is None:
+            return workload
+        flash = served.flash if keeps_attention else workload.flash
+        return replace(workload, context_tokens=served.context_tokens, flash=flash)
+
+    def _wanted_tokens(self, served: Promise | None) -> int:
+        """The context that a plan is to have if it costs little; 0: what its workload says.
+
+        Of some models angles follow from the context; theirs stays as it is ``served``.
+        """
+        model, asked = self._service.model, self._service.options.context_tokens
+        if asked is not None or (served is not None and turns_by_context(model.header)):
+            return 0
+        return wanted_context(model.profile)
 
     async def _solve(
         self,
         workers: Sequence[WorkerLink],
         served: Promise | None,
         *,
+        keeps_attention: bool = False,
         require: frozenset[str] = frozenset(),
         background: bool = False,
         more: Sequence[DeviceProfile] = (),
@@ -177,9 +201,9 @@ class Planner:
 
         Workers that are paused are left out of it. ``more`` are devices that are not here, with their links.
 
-        It keeps the context of ``served``, unless nobody asked for it and there is no plan with it; and its sequences,
-        unless nobody asked for them and the plan has no room. Nothing is predicted for a plan that was set by hand.
-        ``background`` lets all other work of this device go first.
+        It keeps the context of ``served``, unless nobody asked for it and there is no plan with it; its attention, if it is
+        to and there is a plan with it; and its sequences, unless nobody asked for them and the plan has no room. Nothing is
+        predicted for a plan that was set by hand. ``background`` lets all other work of this device go first.
         """
         model, options = self._service.model, self._service.options
         usable = self._lending.unpaused(worker.profile.device for worker in workers)
@@ -187,11 +211,11 @@ class Planner:
         devices, links = self._known([await self._own.profile(), *(worker.profile for worker in workers)])
         devices, links = [*devices, *more], [*links, *more_links]
         if options.windows is not None:
-            return self._by_hand(options.windows, devices), 0.0
+            return self._by_hand(options.windows, devices, served if keeps_attention else None), 0.0
         if len(devices) > 1:
             cuttable(model.header)
         names = [device.device for device in devices]
-        workload = self._workload(served)
+        workload = self._workload(served, keeps_attention=keeps_attention)
         asked = SolverRequest(
             devices=[
                 device if options.extra_buffers == "on" else suited(device, workload, options.objective)
@@ -206,18 +230,33 @@ class Planner:
             extra_buffers=options.extra_buffers,
             experts=options.experts,
             helps=options.batching != "exact" and options.extra_buffers != "on",
+            wanted_tokens=self._wanted_tokens(served),
         )
-        try:
-            solution, settled = await solve_apart(asked, background=background)
-        except Infeasible:
-            if options.context_tokens is not None or asked.workload == self._service.workload:
-                raise
-            asked = structs.replace(asked, workload=self._service.workload)
-            solution, settled = await solve_apart(asked, background=background)
-            return self._promise(solution, settled, served, widens=True)
-        return self._promise(solution, settled, served, widens=options.context_tokens is None and served is None)
+        tried = [workload] if workload.flash else [workload, replace(workload, flash=True)]
+        if options.context_tokens is None:
+            tried += [replace(each, context_tokens=self._service.workload.context_tokens) for each in tried]
+        *first, last = dict.fromkeys(tried)
+        for work in first:
+            with suppress(Infeasible):
+                found = await solve_apart(structs.replace(asked, workload=work), background=background)
+                break
+        else:
+            found = await solve_apart(structs.replace(asked, workload=last), background=background)
+        solution, settled = found
+        widens = options.context_tokens is None and (
+            served is None or settled.workload.context_tokens < served.context_tokens
+        )
+        return self._promise(solution, settled, served, widens=widens, keeps_attention=keeps_attention)
 
-    def _promise(self, solution: Solution, asked: SolverRequest, served: Promise | None, *, widens: bool) -> PlanResult:
+    def _promise(
+        self,
+        solution: Solution,
+        asked: SolverRequest,
+        served: Promise | None,
+        *,
+        widens: bool,
+        keeps_attention: bool,
+    ) -> PlanResult:
         """The promise of ``solution`` and its objective."""
         plan, options = solution.plan, self._service.options
         found = fitted(
@@ -228,6 +267,8 @@ class Planner:
             sequences=options.sequences,
             batching=options.batching,
             widens=widens,
+            keeps_attention=keeps_attention,
+            why_context=asked.why_context,
             may_be_several=not why_whole(self._service.model.header),
         )
         work = found.question.workload
@@ -263,8 +304,11 @@ class Planner:
         found = best_gain(drafting, plan, question, source.profile, draft.memory_bytes, head_has_room=has_room)
         return None if found is None else found.device
 
-    def _by_hand(self, windows: tuple[int, ...], devices: Sequence[DeviceProfile]) -> Promise:
-        """The promise of the plan in which the first of ``devices`` have ``windows``. Raises ``PlanError``."""
+    def _by_hand(self, windows: tuple[int, ...], devices: Sequence[DeviceProfile], served: Promise | None) -> Promise:
+        """The promise of the plan in which the first of ``devices`` have ``windows``, with the attention of ``served``.
+
+        Raises ``PlanError``.
+        """
         model, workload = self._service.model.profile, self._service.workload
         if len(windows) > len(devices):
             raise PlanError(
@@ -273,11 +317,14 @@ class Planner:
             )
         everyone, devices = devices, devices[: len(windows)]
         plan = plan_by_hand([device.device for device in devices], windows, self._service.options.rounds, model)
-        plan = stream_by_hand(plan, devices, model, workload)
-        question = instance(devices, [], model, workload, {}, head=plan.head)
-        workload = replace(workload, flash=not attends_plainly(plan, question, workload))
-        question = replace(question, workload=workload)
         options = self._service.options
+        wanted = self._wanted_tokens(None)
+        settled = with_context_by_hand(plan, devices, model, workload, wanted, options.objective)
+        plan, workload = settled.solution.plan, settled.workload
+        question = instance(devices, [], model, workload, {}, head=plan.head)
+        flash = not attends_plainly(plan, question, workload) if served is None else served.flash
+        workload = replace(workload, flash=flash)
+        question = replace(question, workload=workload)
         batches = batches_of(options.batching, plan, question, workload.sequences)
         why = "--sequences sets it" if self._service.options.sequences is None else ""
         drafting = drafting_of(options.speculate, options.batching, plan, question, batches)
@@ -287,6 +334,7 @@ class Planner:
             None,
             context_tokens=workload.context_tokens,
             sequences=workload.sequences,
+            why_context=settled.why,
             why_sequences=why,
             flash=workload.flash,
             batches=batches,

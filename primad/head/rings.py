@@ -37,11 +37,12 @@ from primad.head.promise import Promise
 from primad.head.ring import HeadRing
 from primad.head.ring_inputs import RingDevices, RingInputs
 from primad.head.service import Service
-from primad.head.status import at_once_line, chains_line, left_out_line, predicted_line
+from primad.head.status import at_once_line, attention_line, chains_line, left_out_line, predicted_line
 from primad.head.vocabulary import sampling_defaults
 from primad.head.worker_link import WorkerLink
 from primad.layers.server import LayerSource
 from primad.membership import types
+from primad.planning.default_context import too_small_for
 from primad.planning.draft_gain import no_room
 from primad.ring.messages import Finished, GenerationEvent, KvForgotten, KvKept
 from primad.system.tasks import Tasks, mistake, to_its_end
@@ -51,6 +52,10 @@ logger = logging.getLogger(__name__)
 _MAX_ORDERS: Final = 1000
 MOST_EXPLAINED: Final = 4
 """For so many devices that are left out it is solved for how much slower the ring would be with them."""
+
+ATTENTION_CHANGES: Final = (
+    "no plan has memory for the attention that answers began with; those that run may go on in other words"
+)
 
 Order = types.Serve | types.Close | types.Fail | types.LetGo
 
@@ -84,6 +89,8 @@ class Rings:
         self._plans: dict[int, Promise] = {}
         self._rings: dict[int, HeadRing] = {}
         self._jobs: dict[int, asyncio.Task[None]] = {}
+        self._idle_plans: set[int] = set()
+        """Rings that were planned for while nothing was answered: their attention was chosen anew."""
         self._serving = 0
         self._page_told = False
         self._why_left_out: dict[str, str] = {}
@@ -133,7 +140,8 @@ class Rings:
         self._core.describe("planning")
         try:
             await asyncio.to_thread(self._model.check)
-            promise, value = await self._planner.plan(candidates, self._promised)
+            is_answering = self._backend.is_answering
+            promise, value = await self._planner.plan(candidates, self._promised, keeps_attention=is_answering)
             serving = self._plans.get(self._serving)
             serving_value = None if serving is None else await self._planner.value(serving)
         except (ModelError, PlanError, Infeasible) as exc:
@@ -151,6 +159,8 @@ class Rings:
             self._no_plan(epoch, "the best one has the same windows", instead)
             return
         self._plans[epoch] = promise
+        if not is_answering:
+            self._idle_plans.add(epoch)
         members = frozenset(promise.plan.devices) - {promise.plan.head}
         self._core.post(types.Solved(epoch, members, value, serving_value))
 
@@ -293,6 +303,7 @@ class Rings:
             await asyncio.wait([job])
         self._plans.pop(epoch, None)
         self._candidates.pop(epoch, None)
+        self._idle_plans.discard(epoch)
         self._learning.forget(epoch)
         ring = self._rings.pop(epoch, None)
         if ring is not None:
@@ -314,6 +325,12 @@ class Rings:
                     self._reporter.say(f"nothing can be served: {reason}; waiting for devices")
 
     async def _serve(self, epoch: int, instead: int | None) -> None:
+        changes_attention = self._changes_attention(epoch)
+        if changes_attention and epoch in self._idle_plans:
+            self._refuse(epoch, instead)
+            return
+        if changes_attention:
+            self._reporter.say(ATTENTION_CHANGES)
         ring, self._serving = self._rings[epoch], epoch
         promise = self._promised = self._plans[epoch]
         before = None if instead is None else self._rings.get(instead)
@@ -322,6 +339,8 @@ class Rings:
             self._backend.hand_over()
             await before.drain()
             blocks = await self._kv.bring(ring, self._backend.chains(), again=True)
+        if changes_attention:
+            blocks = {}  # cells hold something else then
         blocks = {request: blocks.get(request, []) for request in self._backend.chains()}  # some ended meanwhile
         self._kv.serve(ring, await ring.sources(), epoch, promise, blocks)
         cells = GoOn(root=self._kv.root, blocks=blocks, most_rows=self._kv.most_rows(promise))
@@ -342,6 +361,19 @@ class Rings:
             self._tasks.start(self._say_what_serves(epoch, ring, promise))  # to say why takes a moment
         else:
             await self._say_what_serves(epoch, ring, promise)
+
+    def _changes_attention(self, epoch: int) -> bool:
+        """Whether running answers would go on with other attention in ring ``epoch``, and so with other tokens."""
+        before = self._promised
+        return before is not None and before.flash != self._plans[epoch].flash and self._backend.is_answering
+
+    def _refuse(self, epoch: int, instead: int | None) -> None:
+        """Answers began after ring ``epoch`` was planned for: have one planned for that keeps their attention."""
+        reason = "answers began while the ring was formed, and it computes attention otherwise"
+        self._backend.hold(f"forming the ring again: {reason}")
+        if instead is not None:
+            self._tasks.start(self._abandon(instead))
+        self._core.post(types.RingFailed(epoch, None, reason))
 
     def _status_of(self, ring: HeadRing) -> StatusOf:
         """The status of ``ring``, beside it how KV cells are kept, whether windows were checked and who is left out."""
@@ -373,7 +405,12 @@ class Rings:
             f"{self._model.id} is served at {self._service.options.url}/v1 with {promise.context_tokens} tokens of context"
             + (f" ({promise.why_context})" if promise.why_context else "")
         )
+        is_default = self._service.options.context_tokens is None
+        if is_default and (small := too_small_for(promise.context_tokens, self._model.profile)):
+            self._reporter.say(small)
         self._reporter.say(at_once_line(promise))
+        if line := attention_line(promise):
+            self._reporter.say(line)
         if (embedding := self._service.options.embedding) is not None:
             self._reporter.say(f"{model_id(embedding)} gives embeddings there, on this device alone")
         for line in [*ring.describe(), *why]:

@@ -9,13 +9,27 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
 
-from halda import DeviceProfile, ExpertPlace, Infeasible, LinkProfile, ModelProfile, Objective, Solution, Workload
+from halda import (
+    DeviceProfile,
+    ExpertPlace,
+    Infeasible,
+    LinkProfile,
+    ModelProfile,
+    Objective,
+    Solution,
+    Workload,
+    instance,
+)
+from halda.instance import Instance
 from primad.daemon.owner import apply_nice
 from primad.errors import PlanError
+from primad.planning.default_context import HURRIED_S, WithContext, with_wanted_context
+from primad.planning.extra_buffers import solved_as_planned
 from primad.ring.spawn import how_it_ended
 from primad.system.answer_stream import answer_stream
 from primad.system.stop_flag import StopFlag
@@ -29,7 +43,8 @@ much later it hangs."""
 class SolverRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What ``halda.solve`` is asked; ``require`` names the devices that must take part, ``helps`` lets GPUs help.
 
-    ``extra_buffers`` is auto, on or off: devices are planned for with those that they will have.
+    ``extra_buffers`` is auto, on or off: devices are planned for with those that they will have. The context is to be
+    ``wanted_tokens`` where these are more than in ``workload`` and cost little; as it was settled it has ``why_context``.
     """
 
     devices: list[DeviceProfile]
@@ -42,11 +57,15 @@ class SolverRequest(msgspec.Struct, frozen=True, kw_only=True):
     extra_buffers: str = "auto"
     helps: bool = False
     experts: ExpertPlace = "auto"
+    wanted_tokens: int = 0
+    why_context: str = ""
 
 
 class _Solved(msgspec.Struct, frozen=True, tag="solved"):
     solution: Solution
     devices: list[DeviceProfile]
+    workload: Workload
+    why_context: str
 
 
 class _Unsolvable(msgspec.Struct, frozen=True, tag="infeasible"):
@@ -57,8 +76,8 @@ class _Unsolvable(msgspec.Struct, frozen=True, tag="infeasible"):
 async def solve_apart(
     question: SolverRequest, *, background: bool = False, grace_s: float = GRACE_S
 ) -> tuple[Solution, SolverRequest]:
-    """The answer of ``halda.solve``, and ``question`` with devices as it is for; in the ``background`` all other work goes
-    first.
+    """The answer of ``halda.solve``, and ``question`` with devices and context as it is for; in the ``background`` all other
+    work goes first.
 
     Raises ``Infeasible`` as that does, ``PlanError`` when the child fails.
     """
@@ -67,7 +86,9 @@ async def solve_apart(
         solved = await asyncio.to_thread(_ask, question, stop, background, grace_s)
     finally:
         stop.set()
-    return solved.solution, msgspec.structs.replace(question, devices=solved.devices)
+    return solved.solution, msgspec.structs.replace(
+        question, devices=solved.devices, workload=solved.workload, why_context=solved.why_context
+    )
 
 
 def _ask(question: SolverRequest, stop: StopFlag, background: bool, grace_s: float) -> _Solved:
@@ -97,28 +118,43 @@ def _ask(question: SolverRequest, stop: StopFlag, background: bool, grace_s: flo
     return outcome
 
 
+def settled(question: SolverRequest, solve: Callable[[list[DeviceProfile], Workload, float], Solution]) -> WithContext:
+    """What ``solve`` finds for the devices of ``question`` as they are in its plan, with the context that it is to have."""
+
+    def planned(work: Workload, hurries: bool) -> tuple[Solution, list[DeviceProfile]]:
+        limit_s = HURRIED_S if hurries else question.time_limit_s
+        return solved_as_planned(
+            lambda devices: solve(devices, work, limit_s), question.devices, question.model, question.extra_buffers
+        )
+
+    def asked(work: Workload) -> Instance:
+        return instance(question.devices, question.links, question.model, work, {})
+
+    return with_wanted_context(question.workload, question.wanted_tokens, planned, asked)
+
+
 def _answer(question: SolverRequest) -> _Solved | _Unsolvable:
     from halda import CHUNKS, solve  # only this process loads the solver
-    from primad.planning.extra_buffers import solved_as_planned
 
-    def planned(devices: list[DeviceProfile]) -> Solution:
+    def of(devices: list[DeviceProfile], work: Workload, time_limit_s: float) -> Solution:
         return solve(
             devices,
             question.links,
             question.model,
-            question.workload,
+            work,
             objective=question.objective,
             require=question.require,
             chunks=CHUNKS,
-            time_limit_s=question.time_limit_s,
+            time_limit_s=time_limit_s,
             helps=question.helps,
             experts=question.experts,
         )
 
     try:
-        return _Solved(*solved_as_planned(planned, question.devices, question.model, question.extra_buffers))
+        found = settled(question, of)
     except Infeasible as exc:
         return _Unsolvable(str(exc), exc.short_bytes)
+    return _Solved(found.solution, found.devices, found.workload, found.why)
 
 
 if __name__ == "__main__":

@@ -141,6 +141,13 @@ def at_once_line(promise: Promise) -> str:
     return f"{line}; computed together, which may change how one is worded (--batching exact keeps that from it)"
 
 
+def attention_line(promise: Promise) -> str:
+    """With which setting llama.cpp gives the same texts; empty where others or a GPU may change the last bits."""
+    if not promise.is_exact or promise.plan.uses_gpu or promise.plan.helped:
+        return ""
+    return f"texts are those of llama.cpp with --flash-attn {'on' if promise.flash else 'off'}"
+
+
 def chains_line(promise: Promise, keep_rows: int | None) -> str:
     """What keeps the guesses of a step from being a tree where they could be one; empty where they are, or none could."""
     planned, drafting = promise.drafting, promise.drafting_with(keep_rows)

@@ -57,19 +57,18 @@ def answers_at_once(plan: Plan, question: Instance, *, served: int = 1) -> AtOnc
     return AtOnce(sequences=count, why="--sequences sets it")
 
 
-def attends_plainly(plan: Plan, question: Instance, work: Workload, *, served: bool = False) -> bool:
+def attends_plainly(plan: Plan, question: Instance, work: Workload) -> bool:
     """Whether attention without flash attention is quicker for a token of ``work``, and ``plan`` has room for it.
 
     A prompt's scores take memory for each head and token of the context. On processors that were measured a token of a long
     text takes less than half of the time so, and a prompt a tenth more: those that had no time to find out count as they do.
-    What was ``served`` needs no more than to fit.
     """
     profiles = [device.cpu for device in question.devices if device.device in plan.devices]
     is_quicker = all(cpu.plain_attention_s < cpu.attention_s or not cpu.attention_s for cpu in profiles)
-    if work.kv_type != "f16" or plan.uses_gpu or not (is_quicker or served):
+    if work.kv_type != "f16" or plan.uses_gpu or not is_quicker:
         return False
     asked = replace(question, workload=replace(work, flash=False))
-    return _obstacle(plan, evaluate(plan, question), asked, keeps=served) is None
+    return _obstacle(plan, evaluate(plan, question), asked) is None
 
 
 def widened_context(plan: Plan, question: Instance, work: Workload | None = None) -> Widened:

@@ -13,6 +13,7 @@ from halda.instance import Instance
 from halda.solution import Solution
 from primad.planning.batching import Batches
 from primad.planning.bottleneck import bottleneck
+from primad.planning.default_context import too_small_for
 from primad.planning.keepers import holders, keepers, token_bytes, why_not_kept
 from primad.planning.question import Question
 from primad.planning.schema import (
@@ -33,9 +34,9 @@ from primad.planning.schema import (
 class DescribedPlan:
     """One plan; ``solution`` is how Halda found it, None for the paper's plan.
 
-    ``why_context``: why the context is not more, where nobody said how much. ``batches`` is how several answers at once are
-    computed, None for one and for the paper's plan. ``extra_buffers``: why a device has extra buffers or none, where its
-    profile has both.
+    ``why_context``: why the context is not more, where nobody said how much; ``solved_tokens`` is that of the search (0: the
+    same). ``batches`` is how several answers at once are computed, None for one and for the paper's plan. ``extra_buffers``:
+    why a device has extra buffers or none, where its profile has both.
     """
 
     plan: Plan
@@ -43,6 +44,7 @@ class DescribedPlan:
     instance: Instance
     solution: Solution | None = None
     why_context: str = ""
+    solved_tokens: int = 0
     batches: Batches | None = None
     extra_buffers: Mapping[str, str] = field(default_factory=dict)
 
@@ -185,6 +187,7 @@ def workload_part(answer: DescribedPlan) -> WorkloadJson:
     return WorkloadJson(
         context_tokens=work.context_tokens,
         why_context=answer.why_context,
+        too_small_for=too_small_for(work.context_tokens, answer.instance.model) if answer.why_context else "",
         kv_type=work.kv_type,
         sequences=work.sequences,
         prompt_tokens=work.prompt_tokens,

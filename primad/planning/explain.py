@@ -12,7 +12,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Final
 
-from halda import DeviceProfile, Infeasible, Plan
+from halda import DeviceProfile, Infeasible, Plan, Workload
 from halda.evaluate import evaluate
 from halda.instance import Instance, instance
 from halda.search import CHUNKS, solve
@@ -21,6 +21,7 @@ from primad import __version__
 from primad.errors import ConfigError, PlanError
 from primad.planning.batching import Batches
 from primad.planning.context import widened_context
+from primad.planning.default_context import HURRIED_S, WithContext, wanted_context, with_wanted_context
 from primad.planning.describe import (
     DescribedPlan,
     kept_part,
@@ -58,7 +59,7 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
         halda, chosen = _plans(question)
     except Infeasible as exc:
         raise PlanError(_no_plan(f"{exc}{_because_of_tail(question)}", earlier)) from exc
-    ring = ring_part(chosen)
+    ring, as_solved = ring_part(chosen), _as_solved(question, chosen)
     return Explanation(
         schema=SCHEMA,
         primad=__version__,
@@ -74,15 +75,21 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
         model=model_part(question),
         workload=workload_part(chosen),
         proof=proof_part(question, chosen),
-        left_out=_left_out(question, chosen),
+        left_out=_left_out(as_solved, chosen),
         alone=_alone(question),
         load=None if chosen.batches is None else load_part(chosen.batches),
         kept=kept_part(chosen),
         compared=None if chosen is halda else ring_part(halda),
         what_if=earlier,
         draft=draft_part(question, chosen.plan, chosen.instance),
-        tail=None if chosen.solution is None else _tail(question, chosen.solution),
+        tail=None if chosen.solution is None else _tail(as_solved, chosen.solution),
     )
+
+
+def _as_solved(question: Question, chosen: DescribedPlan) -> Question:
+    """``question`` for the context that ``chosen`` was solved with, so that others are compared with the same."""
+    tokens = chosen.solved_tokens or question.workload.context_tokens
+    return replace(question, workload=replace(question.workload, context_tokens=tokens), widens=False)
 
 
 def _with_room(question: Question) -> Question:
@@ -104,12 +111,12 @@ def _plans(question: Question) -> tuple[DescribedPlan, DescribedPlan]:
 def best_plan(question: Question) -> DescribedPlan:
     """Halda's plan, with the best head where the question leaves it open. Raises ``Infeasible``."""
     heads = [device.device for device in question.devices] if question.head is None else [question.head]
-    planned, solution = _solve(question, question.devices, heads, question.time_limit_s)
+    planned, found = _solve(question, question.devices, heads, question.time_limit_s)
     extra = {
         measured.device: why_extra(measured, device, question.model)
         for measured, device in zip(question.devices, planned.devices, strict=True)
     }
-    return replace(_answer(planned, solution), extra_buffers=extra)
+    return replace(_answer(planned, found), extra_buffers=extra)
 
 
 def _solve(
@@ -118,35 +125,46 @@ def _solve(
     heads: Sequence[str],
     time_limit_s: float,
     require: frozenset[str] = frozenset(),
-) -> tuple[Question, Solution]:
-    """The best plan for ``devices`` with the best of ``heads``, and the question with devices as they are in it.
+) -> tuple[Question, WithContext]:
+    """The best plan for ``devices`` with the best of ``heads``, and the question with devices and context as they are in it.
 
     Raises ``Infeasible``.
     """
 
-    def planned(devices: list[DeviceProfile]) -> Solution:
-        return solve(
-            devices,
-            question.all_links,
-            question.model,
-            question.workload,
-            objective=question.objective,
-            heads=heads,
-            limits=question.limits,
-            require=require,
-            chunks=CHUNKS,
-            time_limit_s=time_limit_s,
-            helps=True,
-            experts=question.experts,
-        )
+    def planned(work: Workload, hurries: bool) -> tuple[Solution, list[DeviceProfile]]:
+        limit_s = min(HURRIED_S, time_limit_s) if hurries else time_limit_s
 
-    fit = [suited(device, question.workload, question.objective) for device in devices]
-    solution, fit = solved_as_planned(planned, fit, question.model, "auto")
-    found = {device.device: device for device in fit}
-    return replace(question, devices=tuple(found.get(each.device, each) for each in question.devices)), solution
+        def of(devices: list[DeviceProfile]) -> Solution:
+            return solve(
+                devices,
+                question.all_links,
+                question.model,
+                work,
+                objective=question.objective,
+                heads=heads,
+                limits=question.limits,
+                require=require,
+                chunks=CHUNKS,
+                time_limit_s=limit_s,
+                helps=True,
+                experts=question.experts,
+            )
+
+        fit = [suited(device, work, question.objective) for device in devices]
+        return solved_as_planned(of, fit, question.model, "auto")
+
+    def asked(work: Workload) -> Instance:
+        return instance(devices, question.all_links, question.model, work, question.limits)
+
+    wanted = wanted_context(question.model) if question.widens and question.solver != "paper" else 0
+    found = with_wanted_context(question.workload, wanted, planned, asked)
+    fit = {device.device: device for device in found.devices}
+    fitted_to = tuple(fit.get(each.device, each) for each in question.devices)
+    return replace(question, devices=fitted_to, workload=found.workload), found
 
 
-def _answer(question: Question, solution: Solution) -> DescribedPlan:
+def _answer(question: Question, settled: WithContext) -> DescribedPlan:
+    solution = settled.solution
     asked = _instance(question, solution.plan.head)
     asked = asked.with_rows(solution.prediction.chunk_rows)
     batches = _batches(question, solution, asked) if asked.workload.sequences > 1 else None
@@ -154,8 +172,15 @@ def _answer(question: Question, solution: Solution) -> DescribedPlan:
         return DescribedPlan(solution.plan, solution.prediction, asked, solution=solution, batches=batches)
     found = widened_context(solution.plan, asked)
     asked = replace(asked, workload=replace(asked.workload, context_tokens=found.tokens))
-    prediction = evaluate(solution.plan, asked)
-    return DescribedPlan(solution.plan, prediction, asked, solution=solution, why_context=found.why, batches=batches)
+    return DescribedPlan(
+        solution.plan,
+        evaluate(solution.plan, asked),
+        asked,
+        solution=solution,
+        why_context=settled.why or found.why,
+        solved_tokens=question.workload.context_tokens,
+        batches=batches,
+    )
 
 
 def _batches(question: Question, solution: Solution, asked: Instance) -> Batches:
@@ -186,8 +211,13 @@ def _before(changes: Sequence[str], before: Question) -> WhatIf:
     try:
         _, answer = _plans(_with_room(before))
     except Infeasible as exc:
-        return WhatIf(changes=list(changes), before=None, reason=str(exc))
-    return WhatIf(changes=list(changes), before=ring_part(answer), reason=None)
+        return WhatIf(changes=list(changes), before=None, reason=str(exc), context_tokens=None)
+    return WhatIf(
+        changes=list(changes),
+        before=ring_part(answer),
+        reason=None,
+        context_tokens=answer.instance.workload.context_tokens,
+    )
 
 
 def _no_plan(reason: str, earlier: WhatIf | None) -> str:
@@ -222,7 +252,7 @@ def _with_any_tail(question: Question) -> Solution | None:
     time_limit_s = min(LEFT_OUT_TIME_LIMIT_S, question.time_limit_s)
     free = replace(question, model=replace(question.model, tail_layers=1))
     try:
-        return _solve(free, question.devices, heads, time_limit_s)[1]
+        return _solve(free, question.devices, heads, time_limit_s)[1].solution
     except Infeasible:
         return None
 
@@ -251,8 +281,8 @@ def _with_device(question: Question, chosen: DescribedPlan, solution: Solution, 
         _, forced = _solve(question, question.devices, [chosen.plan.head], time_limit_s, frozenset({name}))
     except Infeasible as exc:
         return LeftOutJson(name=name, reason=f"cannot take part: {exc}", slower_ms=None, objective_ms=None)
-    slower_s = forced.prediction.tpot_s - chosen.prediction.tpot_s
-    objective_s = forced.objective_s - solution.objective_s
+    slower_s = forced.solution.prediction.tpot_s - chosen.prediction.tpot_s
+    objective_s = forced.solution.objective_s - solution.objective_s
     reason = _verdict(question, slower_s, chosen.prediction.tpot_s, objective_s, solution.objective_s)
     return LeftOutJson(name=name, reason=reason, slower_ms=slower_s * 1e3, objective_ms=objective_s * 1e3)
 
@@ -279,5 +309,5 @@ def _alone(question: Question) -> list[AloneJson]:
             parts.append((float("inf"), AloneJson(name=device.device, predicted=None, reason=str(exc))))
         else:
             found = predicted_part(_answer(asked, answer))
-            parts.append((answer.objective_s, AloneJson(name=device.device, predicted=found, reason=None)))
+            parts.append((answer.solution.objective_s, AloneJson(name=device.device, predicted=found, reason=None)))
     return [part for _, part in sorted(parts, key=lambda pair: pair[0])]

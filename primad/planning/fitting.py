@@ -35,10 +35,6 @@ class Served(Protocol):
     def sequences(self) -> int:
         """Answers at once."""
 
-    @property
-    def flash(self) -> bool:
-        """Whether with flash attention."""
-
 
 def fitted(
     solution: Solution,
@@ -49,23 +45,25 @@ def fitted(
     sequences: int | None,
     batching: BatchingMode = "auto",
     widens: bool,
+    keeps_attention: bool = False,
+    why_context: str = "",
     may_be_several: bool = True,
 ) -> Fitted:
     """The plan of ``solution`` with what it has room for besides, where nobody asked for it; more context if it ``widens``.
 
-    So many ``sequences``, or where that is None as many as there is room for: those that were ``served``, and their
-    attention, need no more than to fit, and it is one where it is not known that they ``may_be_several``.
+    So many ``sequences``, or where that is None as many as there is room for: those that were ``served`` need no more than
+    to fit, and it is one where it is not known that they ``may_be_several``. With ``keeps_attention`` that is as in
+    ``question``. ``why_context`` says why the context that was solved for is not what agents need, if so.
     """
     plan, question = solution.plan, question.with_rows(solution.prediction.chunk_rows)
-    work, why_sequences, why_context = question.workload, "", ""
+    work, why_sequences = question.workload, ""
     if sequences is None:
         count = 1 if served is None else served.sequences
         found = answers_at_once(plan, question, served=count) if may_be_several else UNKNOWN
         work, why_sequences = replace(work, sequences=found.sequences), found.why
-    kept = served is not None and not served.flash
 
     def attending(work: Workload) -> Workload:
-        return replace(work, flash=not attends_plainly(plan, question, work, served=kept))
+        return work if keeps_attention else replace(work, flash=not attends_plainly(plan, question, work))
 
     work = attending(work)
     if not multiple_of_pieces(plan, replace(question, workload=work), work.sequences):
@@ -73,7 +71,7 @@ def fitted(
         work = attending(replace(work, chunk_rows=rows))
     if widens:
         wider = widened_context(plan, question, work)
-        work, why_context = replace(work, context_tokens=wider.tokens), wider.why
+        work, why_context = replace(work, context_tokens=wider.tokens), why_context or wider.why
     question = replace(question, workload=work)
     prediction = evaluate(plan, question)
     return Fitted(

@@ -14,13 +14,13 @@ from halda.cost import WITHOUT_FLASH
 from halda.evaluate import OBJECTIVES, Objective
 from halda.instance import DEFAULT_LINK_BYTES_PER_S, DEFAULT_ROUND_TRIP_S, EXPERT_PLACES, ExpertPlace
 from primad.errors import ConfigError
+from primad.planning.default_context import first_context
 from primad.settings.quantities import parse_bytes, parse_choice, parse_rate, parse_seconds
 
 Solver = Literal["halda", "paper"]
 SOLVERS: Final[tuple[Solver, ...]] = get_args(Solver)
 CHUNK_ROWS: Final = 512
 """Rows of a chunk of the prompt, as ``primad serve`` computes them."""
-DEFAULT_CONTEXT_TOKENS: Final = 4096
 DEFAULT_PROMPT_TOKENS: Final = 512
 DEFAULT_ANSWER_TOKENS: Final = 256
 
@@ -162,27 +162,13 @@ def workload(wishes: Wishes, model: ModelProfile) -> Workload:
     kv_type = parse_choice(wishes.kv_type, KV_TYPES, "--kv-type")
     check_kv_type(kv_type, model)
     return default_workload(
-        default_context(wishes.context, model),
+        first_context(wishes.context, model),
         CHUNK_ROWS,
         kv_type,
         sequences=wishes.sequences,
         prompt_tokens=wishes.prompt,
         answer_tokens=wishes.answer,
     )
-
-
-def default_context(context_tokens: int | None, model: ModelProfile) -> int:
-    """The context that was asked for, or what the model was trained for, at most ``DEFAULT_CONTEXT_TOKENS``.
-
-    Raises ``ConfigError`` when more was asked for than the model was trained for.
-    """
-    trained = model.context_tokens or max(DEFAULT_CONTEXT_TOKENS, context_tokens or 0)
-    context = min(trained, DEFAULT_CONTEXT_TOKENS) if context_tokens is None else context_tokens
-    if context > trained:
-        raise ConfigError(
-            f"--context {context}: {model.name} was trained for {trained} tokens; give less, or stretch it with --rope-scale"
-        )
-    return context
 
 
 def default_workload(

@@ -203,11 +203,12 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
-    """The ``changes`` that were asked for and the plan ``before`` them, or why there was none."""
+    """The ``changes`` that were asked for and the plan ``before`` them, of so much context, or why there was none."""
 
     changes: list[str]
     before: RingJson | None
     reason: str | None
+    context_tokens: int | None
 
 
 class ModelJson(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,11 +223,13 @@ class ModelJson(msgspec.Struct, frozen=True, kw_only=True):
 class WorkloadJson(msgspec.Struct, frozen=True, kw_only=True):
     """What the plan is for; ``kv_type`` is what the KV cache holds its values in.
 
-    ``why_context`` says why the context is not more where nobody said how much, else it is empty.
+    ``why_context`` says why the context is not more where nobody said how much, and ``too_small_for`` which clients' first
+    request does not fit into it; else they are empty.
     """
 
     context_tokens: int
     why_context: str
+    too_small_for: str
     kv_type: str
     sequences: int
     prompt_tokens: int

@@ -121,6 +121,8 @@ def _facts(answer: Explanation) -> Table:
         table.add_row("at once", _load(answer.load))
     why = f" ({work.why_context})" if work.why_context else ""
     table.add_row("context", f"{_count(work.context_tokens, 'token')}{why}")
+    if work.too_small_for:
+        table.add_row("", work.too_small_for)
     if _streams(answer):
         table.add_row("streams", _reading(answer))
     for names in answer.one_disk:
@@ -251,6 +253,7 @@ def _change(what_if: WhatIf, after: Explanation) -> RenderableType:
     before = what_if.before
     for row in (*_speeds(before.predicted, after.predicted), *_memory(before.devices, after.devices)):
         table.add_row(*row)
+    table.add_row("context", str(what_if.context_tokens), str(after.workload.context_tokens), "")
     table.add_row("rounds", str(before.rounds), str(after.rounds), "")
     table.add_row("head", before.head, after.head, "")
     return table

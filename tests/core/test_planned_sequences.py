@@ -4,36 +4,43 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
-from halda import DeviceProfile, ModelProfile, Solution, solve
+from halda import DeviceProfile, ModelProfile, Solution, Workload, solve
 from primad.head import planner as planner_module
 from primad.head.learning import Learning
 from primad.head.lending import Lending
 from primad.head.planner import Planner, PlanResult
 from primad.head.promise import Promise
-from primad.head.solver_process import SolverRequest
+from primad.head.solver_process import SolverRequest, settled
 from primad.planning.question import default_workload
+from primad.system.tasks import Tasks
 from tests.fakes.planning import GB, device, helping, link, model
 
 LAP = frozenset({"lap"})
 
 
 async def solve_here(asked: SolverRequest, *, background: bool = False) -> tuple[Solution, SolverRequest]:
-    solution = solve(
-        asked.devices,
-        asked.links,
-        asked.model,
-        asked.workload,
-        objective=asked.objective,
-        heads=["desk"],
-        require=asked.require,
-        time_limit_s=60,
-        helps=asked.helps,
-    )
-    return solution, asked
+    def planned(devices: list[DeviceProfile], work: Workload, time_limit_s: float) -> Solution:
+        return solve(
+            devices,
+            asked.links,
+            asked.model,
+            work,
+            objective=asked.objective,
+            heads=["desk"],
+            require=asked.require,
+            time_limit_s=max(time_limit_s, 60),
+            helps=asked.helps,
+        )
+
+    found = settled(asked, planned)
+    settled_to = {"devices": found.devices, "workload": found.workload, "why_context": found.why}
+    return found.solution, msgspec.structs.replace(asked, **settled_to)
 
 
 class Served:
@@ -52,7 +59,15 @@ class House:
     """A head with so much RAM, and a laptop that computes as much."""
 
     def __init__(
-        self, monkeypatch, tmp_path, *, ram: float, lap: float = 8 * GB, vram: int = 0, **wishes: object
+        self,
+        monkeypatch,
+        tmp_path,
+        *,
+        ram: float,
+        lap: float = 8 * GB,
+        vram: int = 0,
+        trained: int = 4096,
+        **wishes: object,
     ) -> None:
         monkeypatch.setattr(planner_module, "solve_apart", solve_here)
         desk = device("desk", ram=int(ram), vram=vram)
@@ -70,7 +85,7 @@ class House:
             }
             | wished
         )
-        toy = model(context_tokens=4096)
+        toy = model(context_tokens=trained)
         work = default_workload(4096, 512, "f16", sequences=options.sequences or 1)
         service = SimpleNamespace(
             model=Served(toy), workload=work, options=options, draft=None, draft_source=None, head_has_room=True
@@ -78,11 +93,14 @@ class House:
         book = SimpleNamespace(between=lambda names: [link("desk", "lap"), link("lap", "desk")])
         monkeypatch.setattr(planner_module, "cuttable", lambda header: None)
         monkeypatch.setattr(planner_module, "why_whole", lambda header: "")
+        monkeypatch.setattr(planner_module, "turns_by_context", lambda header: False)
         own, devices = SimpleNamespace(profile=self._own), SimpleNamespace(present=self._present, book=book)
         self.planner = Planner(service, own, devices, Learning(tmp_path), Lending(tmp_path))
 
-    def plan(self, candidates: frozenset[str] = frozenset(), served: Promise | None = None) -> PlanResult:
-        return asyncio.run(self.planner.plan(candidates, served))
+    def plan(
+        self, candidates: frozenset[str] = frozenset(), served: Promise | None = None, *, keeps_attention: bool = False
+    ) -> PlanResult:
+        return asyncio.run(self.planner.plan(candidates, served, keeps_attention=keeps_attention))
 
     async def _own(self) -> DeviceProfile:
         return self._profiles[0]
@@ -162,3 +180,45 @@ def test_no_gpu_helps_where_bits_or_extra_buffers_are_asked_for(house, wishes, h
     assert not promise.prediction.short
     assert promise.flash or not helped
     assert promise.is_exact or wishes.get("batching") != "exact"
+
+
+@pytest.mark.parametrize("before", [GB * 64, 5 * GB])
+def test_running_answers_keep_their_attention_whether_the_next_plan_streams_or_not(house, before):
+    """A plan that streams has flash attention by itself, one that does not has none: both take over the other's answers."""
+    roomy, tight = house(ram=64 * GB), house(ram=5 * GB)
+    first, second = (roomy, tight) if before == 64 * GB else (tight, roomy)
+    served, _ = first.plan()
+    anew, _ = second.plan(served=served)
+    assert anew.flash != served.flash
+    kept, _ = second.plan(served=served, keeps_attention=True)
+    assert bool(kept.plan.streaming) != bool(served.plan.streaming)
+    assert kept.flash == served.flash
+    assert not kept.prediction.short
+
+
+def test_what_is_foreseen_keeps_the_attention_and_a_plan_by_hand_does(house):
+    at_home = house(ram=5 * GB, lap=64 * GB, use_all=True)
+    both, _ = at_home.plan(LAP)
+    assert not both.flash
+
+    async def foreseen() -> Promise:
+        tasks = Tasks()
+        at_home.planner.foresee(LAP, LAP, tasks, both)
+        await at_home.planner.foreseeing
+        return (await at_home.planner.plan(frozenset(), both))[0]
+
+    rest = asyncio.run(foreseen())
+    assert rest.plan.streaming
+    assert not rest.flash
+    by_hand = house(ram=64 * GB, windows=(19,), rounds=1)
+    assert not by_hand.plan()[0].flash
+    assert by_hand.plan(served=replace(both, flash=True), keeps_attention=True)[0].flash
+
+
+def test_an_attention_that_no_plan_has_memory_for_is_given_up_before_the_context_is(house):
+    served, _ = house(ram=64 * GB, trained=1 << 18).plan()
+    assert not served.flash
+    small = house(ram=2.4 * GB, trained=1 << 18)
+    kept, _ = small.plan(served=replace(served, sequences=1, context_tokens=16384), keeps_attention=True)
+    assert kept.flash
+    assert kept.context_tokens == 16384

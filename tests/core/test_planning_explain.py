@@ -58,7 +58,8 @@ def test_every_layer_has_one_place(answer):
 
 def test_each_device_adds_up(answer):
     asked = question()
-    needs = instance(asked.devices, [], asked.model, asked.workload, {}).with_rows(answer.chunk_rows)
+    work = replace(asked.workload, context_tokens=answer.workload.context_tokens)
+    needs = instance(asked.devices, [], asked.model, work, {}).with_rows(answer.chunk_rows)
     assert sum(part.layers for part in answer.devices) == answer.model.layers
     for part in answer.devices:
         assert part.layers == part.resident_layers + part.streamed_layers == sum(w.layers for w in part.windows)
@@ -194,7 +195,7 @@ def test_a_change_that_makes_a_plan_possible():
 def test_more_memory_is_never_slower(what):
     times = []
     for size in ("1GB", "2GB", "3GB", "5GB", "9GB"):
-        solution = best_plan(change(question(objective="latency"), [f"{what}={size}"], no_file)).solution
+        solution = best_plan(change(question(objective="latency", context=4096), [f"{what}={size}"], no_file)).solution
         assert solution is not None
         assert solution.proven
         times.append(solution.objective_s)
@@ -202,7 +203,7 @@ def test_more_memory_is_never_slower(what):
 
 
 def test_another_device_is_never_slower():
-    asked = question(DESK, LAPTOP)
+    asked = question(DESK, LAPTOP, context=4096)
     with_pi = replace(asked, devices=(*asked.devices, PI))
     tokens = asked.workload.answer_tokens
     more, fewer = (best_plan(each).prediction.exchange_s(tokens) for each in (with_pi, asked))

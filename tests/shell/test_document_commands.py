@@ -34,6 +34,10 @@ OTHERS = {
     "export",
     "cd",
     "podman",
+    "docker",
+    "claude",
+    "aider",
+    "llm",
 }
 """Programs that documents show and that are not ours."""
 PATIENCE_S = 540

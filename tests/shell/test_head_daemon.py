@@ -36,6 +36,7 @@ from primad.head.link_book import LinkBook
 from primad.head.options import ServeOptions
 from primad.head.planner import Planner
 from primad.head.promise import Promise
+from primad.head.rings import ATTENTION_CHANGES
 from primad.head.service import service_of
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
@@ -790,6 +791,44 @@ def test_a_device_that_joins_takes_part_when_that_gains_enough(lab, value, taken
             assert [each.sampled for each in second.generates] == [[10]]
             await here.rings.find(lambda each: each is first and each.closed)
             second.finish(request)
+        assert (await stream.ends()).reason == "stop"
+
+    run(lab, test)
+
+
+@pytest.mark.parametrize("may_keep", [True, False])
+def test_answers_that_began_while_a_ring_was_formed_that_attends_otherwise_go_on_with_their_attention(
+    lab, monkeypatch, may_keep
+):
+    """The ring was planned for while nothing was answered; now another one is, which keeps the attention if any can."""
+
+    def attends(solution: SimpleNamespace, question: Instance, *_: object, keeps_attention: bool, **__: object):
+        flash = question.workload.flash if keeps_attention and may_keep else len(solution.plan.devices) == 2
+        work = replace(question.workload, flash=flash)
+        return as_solved(solution, replace(question, workload=work))
+
+    async def test(here: Lab) -> None:
+        monkeypatch.setattr(planner_module, "fitted", attends)
+        here.solver.value = lambda count: 10.0 / count
+        here.device("nas")
+        here.start()
+        first = await here.serves("nas")
+        here.rings.holds_back = True
+        here.device("lap")
+        shadow = await here.rings.find(lambda each: each.epoch > first.epoch)
+        assert (first.inputs.promise.flash, shadow.inputs.promise.flash) == (True, False)
+        stream, request = await here.stream(first)
+        first.draw(request, 10)
+        await stream.has(10)
+        here.rings.holds_back = False
+        shadow.may_form.set()
+        third = await here.serves("nas", "lap", after=shadow.epoch)
+        assert third.inputs.promise.flash == may_keep
+        assert not shadow.generates
+        assert [each.sampled for each in third.generates] == [[10]]
+        assert bool([line for line in here.said if line == ATTENTION_CHANGES]) != may_keep
+        await here.rings.find(lambda each: each is first and each.closed)
+        third.finish(request)
         assert (await stream.ends()).reason == "stop"
 
     run(lab, test)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -25,11 +27,13 @@ WIDE = {"width": 256, "head_width": 64}
 class OneDevice:
     """The head's part of a ring process that has the whole model, and what it told."""
 
-    def __init__(self, path, cells, options) -> None:
-        layers = layer_count(read_header(path))
-        source = WindowSource(
-            window=0, metadata=str(path), layers=(), assignment=in_memory(0, layers, output="cpu"), extra_buffers=False
-        )
+    def __init__(self, path, cells, options, *, streams=False) -> None:
+        header = read_header(path)
+        assignment = in_memory(0, layer_count(header), output="cpu")
+        if streams:
+            size = sum(tensor.bytes for name, tensor in header.tensors.items() if name.startswith("blk."))
+            assignment = replace(assignment, layer_bytes=size, resident_bytes=size // 2)
+        source = WindowSource(window=0, metadata=str(path), layers=(), assignment=assignment, extra_buffers=False)
         opening = Open(
             ring=1,
             epoch=1,
@@ -77,8 +81,8 @@ def device(tmp_path):
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture="llama", **WIDE)
 
-    def make(options) -> OneDevice:
-        opened.append(OneDevice(path, tmp_path / "cells", options))
+    def make(options, **how) -> OneDevice:
+        opened.append(OneDevice(path, tmp_path / "cells", options, **how))
         return opened[-1]
 
     yield make
@@ -120,6 +124,23 @@ def test_an_answer_goes_on_from_its_cells_bit_for_bit(device, kv_type, flash, se
     second.run()
     for request in requests:
         assert first.told(request) + second.told(request) == whole[request]
+
+
+@pytest.mark.parametrize("keeps_cells", [True, False])
+@pytest.mark.parametrize("streams_first", [True, False])
+def test_a_plan_that_streams_and_one_that_does_not_take_over_from_each_other_without_a_token_changed(
+    device, streams_first, keeps_cells
+):
+    options = msgspec.structs.replace(OPTIONS, flash=False, sequences=1, rows=16)
+    undisturbed = device(options)
+    undisturbed.run(asked(root=""))
+    first = device(options, streams=streams_first)
+    first.run(asked(), until=lambda events: sum(isinstance(each, Sampled) for each in events) == 9)
+    first.head.shelf.flush()
+    second = device(options, streams=not streams_first)
+    blocks = first.kept(1) if keeps_cells else []
+    second.run(asked(sampled=[token for token, _ in first.told(1)], blocks=blocks))
+    assert first.told(1) + second.told(1) == undisturbed.told(1)
 
 
 def test_a_prompt_is_found_again_by_another_process(device):

@@ -1,0 +1,154 @@
+"""How much context a plan has where nobody said it: what agents need, unless that costs too much. Pure.
+
+Agents begin with thousands of tokens: their instructions and their tools. So the context is ``AGENT_CONTEXT_TOKENS``, or
+all that the model was trained with, for each of the answers at once; but not where layers would then stream that stay in
+memory with ``SMALL_CONTEXT_TOKENS``, or a token or what the plan makes small would take more than twice as long. Then it is
+the small one, and ``too_small_for`` says which clients do not fit.
+
+Mostly one plan is solved for, the one for agents. Where more memory would make it better, what the small context would give
+is found in a hurry, to compare: 45 models on the devices of ``mixed-home`` take a third longer to plan for so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from halda import DeviceProfile, Infeasible, ModelProfile, Plan, Solution, Workload
+from halda.instance import Instance
+from primad.errors import ConfigError
+
+SMALL_CONTEXT_TOKENS: Final = 4096
+AGENT_CONTEXT_TOKENS: Final = 16384
+MOST_TIMES: Final = 2.0
+"""So many times as long a token may take for the larger context."""
+CLIENTS: Final = {"Codex": 6415, "Open WebUI with tools": 6640, "Claude Code": 20_000}
+"""Tokens of the first request of clients (measured with their versions of November 2026): instructions and tools."""
+ANSWER_TOKENS: Final = 1024
+"""What a context has to leave for an answer, to be of use."""
+
+HURRIED_S: Final = 0.05
+"""What is only compared is solved for so long: by plans that are quick to make."""
+_STREAMS: Final = "have layers read from a disk for every token"
+
+SolvedPlan = tuple[Solution, list[DeviceProfile]]
+"""A plan, and the devices as they are in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithContext:
+    """``solution`` for ``devices``, with the context of ``workload``; ``why`` that is less than agents need, if it is."""
+
+    solution: Solution
+    devices: list[DeviceProfile]
+    workload: Workload
+    why: str = ""
+
+
+def first_context(asked_tokens: int | None, model: ModelProfile) -> int:
+    """The context that was asked for, or the small one.
+
+    Raises ``ConfigError`` when more was asked for than the model was trained for.
+    """
+    trained = model.context_tokens or max(SMALL_CONTEXT_TOKENS, asked_tokens or 0)
+    context = min(trained, SMALL_CONTEXT_TOKENS) if asked_tokens is None else asked_tokens
+    if context > trained:
+        raise ConfigError(
+            f"--context {context}: {model.name} was trained for {trained} tokens; give less, or stretch it with --rope-scale"
+        )
+    return context
+
+
+def wanted_context(model: ModelProfile) -> int:
+    """The context that a plan is to have if it costs little, where nobody said it: what agents need."""
+    return min(model.context_tokens, AGENT_CONTEXT_TOKENS)
+
+
+def with_wanted_context(
+    work: Workload,
+    wanted_tokens: int,
+    solve: Callable[[Workload, bool], SolvedPlan],
+    instance_of: Callable[[Workload], Instance],
+) -> WithContext:
+    """What ``solve`` finds for ``wanted_tokens`` of context where they are more than in ``work`` and cost little, or for
+    ``work``; in a hurry where it is told so.
+
+    ``instance_of`` is what is solved for. Raises ``Infeasible`` as ``solve`` does for ``work``.
+    """
+
+    def small(obstacle: str = "") -> WithContext:
+        solution, devices = solve(work, False)
+        why = f"{wanted_tokens} would {obstacle}; --context sets it" if obstacle else ""
+        return WithContext(solution=solution, devices=devices, workload=work, why=why)
+
+    if wanted_tokens <= work.context_tokens:
+        return small()
+    wide = replace(work, context_tokens=wanted_tokens)
+    if _must_stream(instance_of(wide)) and not _must_stream(instance_of(work)):
+        found = small(_STREAMS)
+        if not found.solution.plan.streaming:
+            return found
+    try:
+        solution, devices = solve(wide, False)
+    except Infeasible:
+        return small("not fit into memory")
+    more_bytes = _kv_bytes(instance_of(wide)) - _kv_bytes(instance_of(work))
+    if 2 * more_bytes <= _slow_bytes(solution.plan, devices, instance_of(work).model):
+        return WithContext(solution=solution, devices=devices, workload=wide)
+    obstacle = _obstacle(solution, solve(work, True)[0])
+    return small(obstacle) if obstacle else WithContext(solution=solution, devices=devices, workload=wide)
+
+
+def _obstacle(wide: Solution, small: Solution) -> str:
+    """What speaks against the plan for more context; empty where nothing does."""
+    if wide.plan.streaming and not small.plan.streaming:
+        return _STREAMS
+    times = max(wide.prediction.tpot_s / small.prediction.tpot_s, wide.objective_s / small.objective_s)
+    return f"make answers {times:.2g} times as slow" if times > MOST_TIMES else ""
+
+
+def _slow_bytes(plan: Plan, devices: Iterable[DeviceProfile], model: ModelProfile) -> float:
+    """Weights that more memory would make quicker: those that stream, or else those in RAM beside a GPU.
+
+    Where there are none nothing is gained by more memory (infinity). With memory for half of them more, they take half of
+    the time at the least, and what streams still does.
+    """
+    if plan.streaming:
+        return sum(each.streamed_bytes for each in plan.streaming)
+    with_gpu = {device.device for device in devices if device.gpu is not None}
+    in_ram = [layer for window in plan.route if window.device in with_gpu for layer in window.in_ram]
+    return sum(model.layers[layer].size_bytes for layer in in_ram) if in_ram else math.inf
+
+
+def _kv_bytes(asked: Instance) -> int:
+    return sum(asked.kv_bytes[kind] for kind in asked.kind_of)
+
+
+def _must_stream(asked: Instance) -> bool:
+    """Whether layers and KV cache alone are more than all memory."""
+    room = sum(member.ram_limit + member.vram_limit for member in asked.members)
+    layers = sum(layer.size_bytes for layer in asked.model.layers)
+    return layers + _kv_bytes(asked) > room
+
+
+def too_small_for(context_tokens: int, model: ModelProfile) -> str:
+    """Which clients' first request does not fit into a default context of so many tokens, and what to type; or nothing."""
+    needs = {name: tokens + ANSWER_TOKENS for name, tokens in CLIENTS.items()}
+    out = [name for name, tokens in needs.items() if tokens > context_tokens]
+    trained = model.context_tokens or max(needs.values())
+    never = [name for name in out if needs[name] > trained]
+    helped = [name for name in out if name not in never]
+    said = []
+    if helped:
+        enough = 1 << (max(needs[name] for name in helped) - 1).bit_length()
+        said.append(f"{_do_not_fit(helped)}: type --context {min(enough, trained)}")
+    if never:
+        said.append(f"{_do_not_fit(never)}: the model was trained with {trained} tokens")
+    return "; ".join(said)
+
+
+def _do_not_fit(names: Sequence[str]) -> str:
+    *others, last = [f"{name} ({CLIENTS[name]:,} tokens)" for name in names]
+    return f"{', '.join(others)} and {last} do not fit" if others else f"{last} does not fit"
