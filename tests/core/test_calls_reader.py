@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,6 +144,16 @@ def read(name: str | None, pieces: list[str], *, thinking: Thinking | None = Non
     reader = asked.reader()
     told = [*map(reader.feed, pieces), reader.finish()]
     return "".join(each.thought for each in told), "".join(each.text for each in told), calls_in(told)
+
+
+def test_a_form_goes_by_its_name_and_stands_for_it():
+    for name, form in FORMS.items():
+        asked = AnswerReading(
+            form=str(form), thinking=None, opened=False, functions=FUNCTIONS, several=True, shows_control=True
+        )
+        assert asked.form == name
+        as_it_is: Any = form
+        assert type(replace(asked, form=as_it_is).reader()) is type(asked.reader())
 
 
 def test_there_is_an_example_of_every_form():

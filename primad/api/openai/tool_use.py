@@ -67,7 +67,7 @@ def answer_rules(request: ChatRequest, served: TextModel, text: str) -> AnswerRu
         is_told = not mentions(served.vocabulary.chat_template or "", "tools")
         form = manner.form if wanted is None and not is_told else manner.asked
     reading = AnswerReading(
-        form=None if form is None else form.name,
+        form=None if form is None else str(form),
         thinking=thinking if opened or not request.continues else None,
         continues=request.continues,
         opened=opened and thinking is not None,
