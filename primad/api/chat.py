@@ -177,10 +177,12 @@ class _Template:
             raise _refusal(str(exc).strip() or type(exc).__name__) from exc
 
     def _leaves_out(self, messages: Messages, known: Mapping[str, Any], opens: bool, text: str) -> bool:
-        """Whether what was said to the assistant is not all in ``text``, the prompt for ``messages``.
+        """Whether what was said to the assistant is not all in ``text``, the prompt for ``messages``, or not all tools are.
 
         What cannot be found there may have been written otherwise: then a word in its place tells.
         """
+        if not all(tool["function"]["name"] in text for tool in self.tools):
+            return True
         doubted = [number for number, message in enumerate(messages) if _is_doubted(number, message, text)]
         if not doubted:
             return False

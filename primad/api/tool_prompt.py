@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from primad.api.conversation import Messages, in_parts, shapes, without_markers
 from primad.api.grammar import CallForm
+from primad.api.tool_schemas import described, simplified
 
 _NULL_CONTENT: Final = re.compile(r"(?<!_)content['\"]?\]? is (?:not )?none")
 _SHORT_IDS: Final = re.compile(r"length\s*!=\s*9\b")
@@ -54,7 +55,7 @@ def for_template(
     native = {"tools": list(tools) if tools and not told else None}
     known = [native, {}]  # some templates go through tools where there are none
     if tools and not told:
-        known = [native, {"tools": [_described(tool) for tool in tools]}]
+        known = [native, *({"tools": [each(tool) for tool in tools]} for each in (described, simplified))]
     whole = _announced(said, announcement(tools, form)) if told else said
     yield from _given(template, whole, form, known)
     plain = without_markers(whole, template)
@@ -82,20 +83,6 @@ def _variants(template: str, messages: Messages, form: CallForm) -> Iterator[lis
         without = (None, "") if _NULL_CONTENT.search(template) else ("",)
         yield [_as_wanted(template, messages, each) for each in without]
     yield [_as_text(messages, form)]
-
-
-def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """``tool`` with a description of each parameter, which some templates go by."""
-    function = tool["function"]
-    parameters = function["parameters"]
-    properties = parameters.get("properties")
-    if not isinstance(properties, dict):
-        return dict(tool)
-    told = {
-        name: {"description": ""} | schema if isinstance(schema, dict) else schema
-        for name, schema in properties.items()
-    }
-    return {**tool, "function": {**function, "parameters": {**parameters, "properties": told}}}
 
 
 def _developer_as_system(message: Mapping[str, Any]) -> dict[str, Any]:
