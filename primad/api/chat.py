@@ -1,9 +1,9 @@
 """The model's own chat template: from messages to the text that the model was trained to continue. Pure.
 
-The template is Jinja source out of the model file, and so not to be trusted: it runs in Jinja's immutable sandbox, in the
-environment of Hugging Face transformers (``utils/chat_template_utils.py``): trimmed blocks, loop controls, ``tojson``,
-``raise_exception``, ``strftime_now`` and the ``generation`` tag. A model without a template gets ChatML, which most
-models without one understand best.
+The template is Jinja source out of the model file, and so not to be trusted: it runs in Jinja's immutable sandbox, where
+it may change lists alone (Kimi K2's does, its own ones; it gets copies of ours). It has what Hugging Face transformers give
+it (``utils/chat_template_utils.py``): trimmed blocks, loop controls, ``tojson``, ``raise_exception``, ``strftime_now`` and
+the ``generation`` tag. A model without a template gets ChatML, which most models without one understand best.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -26,7 +27,7 @@ from primad.api.backend import Vocabulary
 from primad.api.calls.choose import Thinking, thinks
 from primad.api.conversation import Messages, text_of
 from primad.api.grammar import HERMES, CallForm
-from primad.api.tool_prompt import for_template
+from primad.api.tool_prompt import for_template, with_argument
 from primad.errors import ModelError, RequestError
 
 CHATML: Final = (
@@ -58,6 +59,9 @@ MAX_TRIES: Final = 12
 """Prompts that leave something out, behind which no other one is looked for."""
 _MARK: Final = "qzmark"
 """In place of a text, to see where a template writes it."""
+_CHANGES: Final = frozenset({"append", "clear", "extend", "insert", "pop", "remove", "reverse"})
+_IS_CHANGING: Final = re.compile(rf"\.(?:{'|'.join(sorted(_CHANGES))})\(")
+"""How templates change lists."""
 _WORDS: Final = re.compile(r"\w[\w ]{6,62}\w")
 """Of a text, what every template writes as it is, and no template writes by itself."""
 
@@ -157,6 +161,9 @@ class _Template:
         return _begun(self.prompt(before, opens=True), said, thinking)
 
     def _text(self, messages: Messages, known: Mapping[str, Any], opens: bool) -> str:
+        given = {**self.variables, **known, "messages": messages}
+        if _IS_CHANGING.search(self.source):
+            given = deepcopy(given)
         try:
             return self.compiled.render(
                 {
@@ -164,9 +171,7 @@ class _Template:
                     "date_string": self.now.strftime("%d %b %Y"),
                     "datetime": self.now.strftime("%b %d %Y"),
                     "functions": _tojson(list(self.tools)),
-                    **self.variables,
-                    **known,
-                    "messages": messages,
+                    **given,
                     "add_generation_prompt": opens,
                     "bos_token": self.vocabulary.bos,
                     "eos_token": self.vocabulary.eos,
@@ -177,23 +182,33 @@ class _Template:
             raise _refusal(str(exc).strip() or type(exc).__name__) from exc
 
     def _leaves_out(self, messages: Messages, known: Mapping[str, Any], opens: bool, text: str) -> bool:
-        """Whether what was said to the assistant is not all in ``text``, the prompt for ``messages``.
+        """Whether what was said to the assistant is not all in ``text``, the prompt for ``messages``, or not all tools are.
 
         What cannot be found there may have been written otherwise: then a word in its place tells.
         """
-        doubted = [number for number, message in enumerate(messages) if _is_doubted(number, message, text)]
-        if not doubted:
+        if not all(tool["function"]["name"] in text for tool in self.tools):
+            return True
+        words: list[str] = []
+
+        def word() -> str:
+            words.append(f"{_MARK}{len(words)}x")
+            return words[-1]
+
+        asked = []
+        for number, message in enumerate(messages):
+            calls = message.get("tool_calls") or []
+            if len(calls) > 1 or (calls and message["content"]):  # which some templates write without each other
+                message = message | {"tool_calls": [with_argument(call, word()) for call in calls]}
+            if _is_doubted(number, message, text):
+                message = message | {"content": word()}
+            asked.append(message)
+        if not words:
             return False
-        words = {number: f"{_MARK}{number}x" for number in doubted}
-        asked = [
-            message | {"content": words[number]} if number in words else message
-            for number, message in enumerate(messages)
-        ]
         try:
             shown = self._text(asked, known, opens)
         except RequestError:
             return False
-        return not all(word in shown for word in words.values())
+        return not all(word in shown for word in words)
 
 
 def _begun(text: str, said: str, thinking: Thinking | None) -> str:
@@ -237,11 +252,16 @@ def check_template(source: str) -> None:
     _compile(source)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if isinstance(obj, list) and attr in _CHANGES:
+            return True
+        return super().is_safe_attribute(obj, attr, value)
+
+
 @lru_cache(maxsize=4)
 def _compile(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     try:

@@ -13,6 +13,9 @@ _ONE: Final = r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\(?:[dDsSwW]|[^\w\s])|[^\\\[\](){}|*
 _IS_ONE: Final = re.compile(_ONE)
 _ALL_OF: Final = re.compile(rf"({_ONE})([*+])\$")
 _SOMEWHERE: Final = re.compile(rf"(?:\.|\[\\s\\S\])\*({_ONE})(\$?)")
+_TWICE: Final = re.compile(r"\.\*(\\[^\w\s]|[\w -])\1")
+"""One character twice, anywhere."""
+_DIGITS: Final = re.compile(r"\(\?=\[\\d\.\]\{1,(\d+)\}0\*\$\)\\d\{0,(\d+)\}\\\.\\d\{0,(\d+)\}0\*\$")
 _LITERAL: Final = re.compile(r"(?:[\w -]|\\[^\w\s])+")
 _LOOKS: Final = ("(?=", "(?!")
 _ANYWHERE: Final = re.compile(r"(?<!\\)\(\?(?:[=!]|<[=!])")
@@ -28,21 +31,35 @@ def without_look_ahead(pattern: str) -> list[str] | None:
     while rest.startswith(_LOOKS):
         end = _end_of_group(rest)
         inner = rest[3:end].removeprefix("^")
-        wanted = f"^(?:{inner})" if rest.startswith("(?=") else _anything_but(inner)
-        if end < 0 or wanted is None:
+        wanted = [f"^(?:{inner})"] if rest.startswith("(?=") else [anything_but(each) for each in _alternatives(inner)]
+        if end < 0 or None in wanted:
             return None
-        found.append(wanted)
+        found += [each for each in wanted if each is not None]
         rest = rest[end + 1 :]
+    rest = _DIGITS.sub(_without_idle, rest)
     found = [f"^{rest}", *found]
     return None if any(_ANYWHERE.search(each) for each in found) or _top_level_or(rest) else found
 
 
-def _anything_but(inner: str) -> str | None:
-    """A pattern of all texts that do not begin with what fits ``inner``."""
+def _without_idle(found: re.Match[str]) -> str:
+    """``found`` without a look-ahead that allows as many digits as stand behind it (pydantic's of decimal numbers)."""
+    most, whole, places = map(int, found.groups())
+    return found[0] if whole + 1 + places > most else found[0].partition("$)")[2]
+
+
+def _alternatives(inner: str) -> list[str]:
+    """What is forbidden one by one: ``a|b``, or ``(?:a|b)$``."""
+    group = re.match(r"\((?:\?:)?", inner)
+    end = _end_of_group(inner) if group is not None else -1
+    if group is not None and end >= 0 and inner[end + 1 :] in ("", "$"):
+        return [each + inner[end + 1 :] for each in _alternatives(inner[group.end() : end])]
+    return [inner] if re.search(r"[()\[]", inner) else re.split(r"(?<!\\)\|", inner)
+
+
+def anything_but(inner: str) -> str | None:
+    """A pattern of all texts that do not begin with what fits ``inner``; None where it is not simple enough."""
     if inner == "$":
         return r"[\s\S]"
-    if inner.startswith("(?:") and _end_of_group(inner) == len(inner) - 1:
-        inner = inner[3:-1]
     whole = _ALL_OF.fullmatch(inner)
     if whole:
         other = _complement(whole[1])
@@ -53,10 +70,16 @@ def _anything_but(inner: str) -> str | None:
         return f"^$|{other}$" if somewhere[2] else f"^{other}*$"
     if _IS_ONE.fullmatch(inner):
         return f"^$|^{_complement(inner)}"
-    if _LITERAL.fullmatch(inner) and len(inner) <= MAX_LITERAL:
-        chars = re.findall(r"\\?.", inner)
+    twice = _TWICE.fullmatch(inner)
+    if twice:
+        other = _complement(twice[1])
+        return f"^(?:{twice[1]}?{other})*{twice[1]}?$"
+    literal = inner.removesuffix("$")
+    if _LITERAL.fullmatch(literal) and len(literal) <= MAX_LITERAL:
+        chars = re.findall(r"\\?.", literal)
         begun = ["".join(chars[:count]) for count in range(len(chars))]
-        return "|".join(f"^{text}$|^{text}{_complement(char)}" for text, char in zip(begun, chars, strict=True))
+        others = [f"^{text}$|^{text}{_complement(char)}" for text, char in zip(begun, chars, strict=True)]
+        return "|".join([*others, rf"^{literal}[\s\S]"] if inner.endswith("$") else others)
     return None
 
 

@@ -51,7 +51,7 @@ def manner_of(template: str | None, parser: str) -> Manner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerReading:
-    """What is looked for in an answer: calls of ``functions`` in the form of that name (None: none), more than one if
+    """What is looked for in an answer: calls of ``functions`` in the form that is called so (None: none), more than one if
     ``several``, and thoughts, in which the prompt may have ``opened`` the answer. With ``shows_control`` control tokens are
     part of its text, with ``keeps_thoughts`` thoughts are that a form's own reader finds. One that ``continues`` begins in
     the middle of a text.
@@ -68,7 +68,7 @@ class AnswerReading:
 
     def reader(self) -> StepReader:
         """A reader of one answer."""
-        form = None if self.form is None else FORMS[self.form]
+        form = None if self.form is None else FORMS[str(self.form)]
         if form is not None and form.reader is not None:
             return form.reader(self.functions, self.keeps_thoughts, self.continues)
         return Reader(form, self.thinking, opened=self.opened, functions=self.functions)

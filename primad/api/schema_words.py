@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from itertools import permutations
 from typing import Any, Final
 
-from primad.api.pattern_words import without_look_ahead
+from primad.api.pattern_words import MAX_LITERAL, anything_but, without_look_ahead
 
 FORMATS: Final = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
@@ -30,6 +30,8 @@ _SEVERAL: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _TYPES: Final = ("null", "boolean", "string", "number", "object", "array")
 _APPLIED: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas", "not"})
+_VALUES: Final = frozenset({"const", "default", "enum", "examples"})
+"""Words of which null may be the value."""
 _ANNOTATIONS: Final = frozenset({"title", "description", "examples", "default", "format", "$comment"})
 
 
@@ -62,9 +64,16 @@ def in_known_words(schema: Any, root: Mapping[str, Any] | None = None) -> Any:
 
 def _leave_out_vacuous(said: dict[str, Any]) -> None:
     """Without what every value fits."""
+    for word in [word for word, value in said.items() if value is None and word not in _VALUES]:
+        del said[word]
     kinds = said.get("type")
+    if isinstance(kinds, str | list):  # Gemini's are in capitals
+        kinds = _in_lower_case(kinds) if isinstance(kinds, str) else [_in_lower_case(kind) for kind in kinds]
+        said["type"] = kinds
     if kinds == "any" or (isinstance(kinds, list) and "any" in kinds):
         del said["type"]
+    if said.get("minContains") == 0 and "maxContains" not in said:
+        said.pop("contains", None)
     if "format" in said and said["format"] not in list(FORMATS):
         del said["format"]
     if not said.get("uniqueItems", True) or said.get("maxItems") in (0, 1):
@@ -75,6 +84,11 @@ def _leave_out_vacuous(said: dict[str, Any]) -> None:
     idle = ["then", "else"] if "if" not in said else [] if {"then", "else"} & said.keys() else ["if"]
     for word in (*idle, *(("minContains", "maxContains") if "contains" not in said else ())):
         said.pop(word, None)
+
+
+def _in_lower_case(kind: Any) -> Any:
+    lower = kind.lower() if isinstance(kind, str) else kind
+    return lower if lower in (*_TYPES, "integer", "any") else kind
 
 
 def _close_unevaluated(said: dict[str, Any]) -> None:
@@ -91,7 +105,7 @@ def _close_unevaluated(said: dict[str, Any]) -> None:
 
 def _name_properties(said: dict[str, Any], root: Mapping[str, Any]) -> None:
     """``propertyNames`` as properties, or as a pattern for all of them."""
-    names = _resolved(said.get("propertyNames"), root)
+    names = resolved(said.get("propertyNames"), root)
     if not isinstance(names, dict):
         if names is True:
             del said["propertyNames"]
@@ -126,7 +140,7 @@ def _make_unique(said: dict[str, Any], root: Mapping[str, Any]) -> None:
     if said.get("uniqueItems") is not True:
         return
     del said["uniqueItems"]
-    items = _resolved(said.get("items"), root)
+    items = resolved(said.get("items"), root)
     listed = _listed(items) if isinstance(items, dict) and "prefixItems" not in said else None
     if listed is None:
         return
@@ -176,7 +190,17 @@ def _negated(said: dict[str, Any]) -> Any:
         listed = [(type(value), value) for value in _listed(asked) or ()]
         said["enum"] = [value for value in said["enum"] if (type(value), value) not in listed]
         del said["not"]
+    elif said.get("type") == "string" and asked.keys() in ({"enum"}, {"const"}):
+        others = [_any_text_but(value) for value in _listed(asked) or () if isinstance(value, str)]
+        if None not in others:
+            said["allOf"] = [*said.get("allOf", ()), *({"pattern": pattern} for pattern in others)]
+            del said["not"]
     return said
+
+
+def _any_text_but(text: str) -> str | None:
+    """A pattern of all texts but ``text``."""
+    return anything_but(f"{re.escape(text)}$") if text and len(text) <= MAX_LITERAL // 2 else None
 
 
 def _fits_all(schema: Any) -> bool:
@@ -187,11 +211,16 @@ def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
     """The values that ``schema`` lists."""
     if "const" in schema:
         return [schema["const"]]
+    for word in ("anyOf", "oneOf"):
+        parts = schema.get(word)
+        if isinstance(parts, list) and parts and all(isinstance(part, dict) for part in parts):
+            found = [_listed(part) for part in parts]
+            return None if None in found else [value for values in found for value in values or ()]
     values = schema.get("enum")
     return values if isinstance(values, list) else None
 
 
-def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     """What ``schema`` refers to in ``root``, where it does nothing else."""
     for _ in range(8):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):

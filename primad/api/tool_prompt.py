@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from primad.api.conversation import Messages, in_parts, shapes, without_markers
 from primad.api.grammar import CallForm
+from primad.api.tool_schemas import described, simplified
 
 _NULL_CONTENT: Final = re.compile(r"(?<!_)content['\"]?\]? is (?:not )?none")
 _SHORT_IDS: Final = re.compile(r"length\s*!=\s*9\b")
@@ -52,9 +53,9 @@ def for_template(
     said = [_developer_as_system(message) for message in messages]
     told = bool(tools) and not mentions(template, "tools")
     native = {"tools": list(tools) if tools and not told else None}
-    known = [native, {}]  # some templates go through tools where there are none
+    known: list[dict[str, Any]] = [native, {}]  # some templates go through tools where there are none
     if tools and not told:
-        known = [native, {"tools": [_described(tool) for tool in tools]}]
+        known = [native, *[{"tools": list(map(each, tools))} for each in (described, simplified)]]
     whole = _announced(said, announcement(tools, form)) if told else said
     yield from _given(template, whole, form, known)
     plain = without_markers(whole, template)
@@ -74,28 +75,16 @@ def _given(
 
 
 def _variants(template: str, messages: Messages, form: CallForm) -> Iterator[list[Messages]]:
-    """``messages`` with calls and results as ``template`` may know them, at last as text; as good ones together."""
+    """``messages`` with calls and results as ``template`` may know them, then call by call, at last as text; as good ones
+    together."""
     if not any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
         yield [messages]
         return
     if mentions(template, "tool_calls"):
         without = (None, "") if _NULL_CONTENT.search(template) else ("",)
-        yield [_as_wanted(template, messages, each) for each in without]
+        for each in (messages, _call_by_call(messages), _call_by_call(messages, beside_text=False)):
+            yield [_as_wanted(template, each, content) for content in without]
     yield [_as_text(messages, form)]
-
-
-def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """``tool`` with a description of each parameter, which some templates go by."""
-    function = tool["function"]
-    parameters = function["parameters"]
-    properties = parameters.get("properties")
-    if not isinstance(properties, dict):
-        return dict(tool)
-    told = {
-        name: {"description": ""} | schema if isinstance(schema, dict) else schema
-        for name, schema in properties.items()
-    }
-    return {**tool, "function": {**function, "parameters": {**parameters, "properties": told}}}
 
 
 def _developer_as_system(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,6 +124,40 @@ def _as_wanted(template: str, messages: Messages, without: str | None) -> Messag
             message = known | message | {"tool_call_id": _id(template, message["tool_call_id"])}
         found.append(message)
     return found
+
+
+def _call_by_call(messages: Messages, *, beside_text: bool = True) -> Messages:
+    """``messages`` with each call in one of its own, its result behind it: some models make one call at a time. What was
+    said with the calls is ``beside_text`` of the first, or in a message before it."""
+    found: Messages = []
+    last: dict[str, int] = {}
+    """By id of a call: behind which message its result stands."""
+    for message in messages:
+        calls = message.get("tool_calls") or []
+        at = last.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
+        if at is not None:
+            found.insert(at + 1, message)
+            last = {call: place + (place > at) for call, place in last.items()}
+            continue
+        last = {}
+        if not calls:
+            found.append(message)
+            continue
+        rest = {
+            key: value for key, value in message.items() if key not in ("tool_calls", "content", "reasoning_content")
+        }
+        if message["content"] and not beside_text:
+            found.append({key: value for key, value in message.items() if key != "tool_calls"})
+        for number, call in enumerate(calls):
+            is_first = not number and (beside_text or not message["content"])
+            last[call["id"]] = len(found)
+            found.append((message if is_first else rest | {"content": ""}) | {"tool_calls": [call]})
+    return found
+
+
+def with_argument(call: Mapping[str, Any], word: str) -> dict[str, Any]:
+    """``call``, as templates get it, with ``word`` as its only argument."""
+    return {**call, "function": {**call["function"], "arguments": Arguments({"word": word})}}
 
 
 def _call(template: str, call: Mapping[str, Any]) -> dict[str, Any]:

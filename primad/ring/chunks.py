@@ -72,15 +72,16 @@ class Chunking:
         last = min(first + self.rows, len(prompt))
         return next((at for at in range(first + self.least, last) if self.begins(prompt[at])), last)
 
-    def reused(self, prompt: Sequence[int], before: Computed) -> int:
+    def reused(self, prompt: Sequence[int], before: Computed, *, is_whole: bool = False) -> int:
         """How many tokens of ``prompt`` are in chunks that were computed ``before``.
 
-        Never all: what follows the last one is drawn from its logits.
+        All only if a prompt may be there whole (``is_whole``): what follows the last one is drawn from its logits.
         """
         end = found = 0
         while end < len(prompt):
             end = self.end(prompt, end)
-            if end == len(prompt) or end not in before.ends or prompt[found:end] != before.prompt[found:end]:
+            is_last = end == len(prompt) and not (is_whole and prompt == before.prompt)
+            if is_last or end not in before.ends or prompt[found:end] != before.prompt[found:end]:
                 break
             found = end
         return found

@@ -113,7 +113,8 @@ class Head:
         self._samplers: dict[int, Sampler] = {}
         self._masks_wait_s = MASKS_WAIT_S
         self._held_back: dict[int, tuple[Generate, LogitsRow]] = {}
-        """Whose next token is drawn when its mask is there, and from what: the next step overwrites the window's logits."""
+        """Whose next token is drawn when its mask is there, and from what: the next step overwrites the window's logits. One
+        whose prompt was there whole has it from an earlier step."""
         self._clock = clock
 
     @property
@@ -235,7 +236,11 @@ class Head:
         planned = self._scheduler.next_step(now)
         self._news += self._scheduler.take_begun()
         self._news += self._scheduler.kv_news()
+        for generate, logits in self._scheduler.take_found():
+            self._sampler_for(generate)
+            self._held_back[generate.request] = generate, logits
         if planned is None:
+            self._news += self._draw_held_back(now)
             return Tell(self.news()) if self._news else None
         return self._begin(planned, now)
 
@@ -289,7 +294,10 @@ class Head:
         del self._deadlines[step.step], self._under_way[step.step]
         self._scheduler.tally.skipped += step.skipped
         self._masks_wait_s = MASKS_WAIT_S
-        drawn = {each.request: self._draws(each, row, step) for row, each in self._scheduler.wants_draws(step.step)}
+        wanted = self._scheduler.wants_draws(step.step)
+        drawn = {each.request: self._draws(each, row, step) for row, each in wanted}
+        if wanted and self._scheduler.ends_prompt(wanted[0][1].request):
+            self._scheduler.keep_ending(wanted[0][1].request, self._tail.logits(wanted[0][0]).copy())
         news, self._news = self._news, []  # of before this step
         events = self._announce(self._scheduler.commit(step.step, drawn, self._clock()))
         events = [*news, *events, *self._scheduler.kv_news()]

@@ -46,6 +46,7 @@ from typing import Final
 
 import msgspec
 
+from primad.engine.protocol import LogitsRow
 from primad.errors import RingError
 from primad.ring.chunks import Chunking
 from primad.ring.drafting.drafter import Drafting, Guess
@@ -220,6 +221,25 @@ class Scheduler:
         """Whether generation ``request`` has no step until its next token is drawn with ``draw_held_back``."""
         running = self._running.get(request)
         return running is not None and running.held_back_s is not None
+
+    def ends_prompt(self, request: int) -> bool:
+        """Whether generation ``request`` waits for its first token."""
+        running = self._running.get(request)
+        return running is not None and not running.sampled
+
+    def keep_ending(self, request: int, logits: LogitsRow) -> None:
+        """The first token of ``request`` is drawn from ``logits``, and so is that of its prompt when that comes again."""
+        self._slots.keep_ending(self._running[request], logits)
+
+    def take_found(self) -> list[tuple[Generate, LogitsRow]]:
+        """Those whose prompt was there whole, since this was asked last, with what their first token is drawn from: with
+        ``draw_held_back``."""
+        found = []
+        for running in self._running.values():
+            if running.ending is not None:
+                found.append((running.generate, running.ending))
+                running.ending, running.held_back_s = None, 0.0
+        return found
 
     def submit(self, generate: Generate) -> Finished | None:
         """Queue a generation; its end, when the tokens of earlier epochs are all that it may have.
@@ -674,9 +694,7 @@ class Scheduler:
             running = self._running.get(request)
             if running is None:
                 continue
-            if running.reused:
-                told.append(PromptProgress(request=request, tokens=running.reused, reused=running.reused))
-                running.reused = 0
+            told += _reused(running)
             if request in drawn:
                 draw, lap_s = drawn[request], now - back.since_s
                 if draw is None:
@@ -702,7 +720,7 @@ class Scheduler:
         running = self._running[request]
         lap_s, running.held_back_s = running.held_back_s, None
         assert lap_s is not None
-        return self._drawn(running, draw, now, lap_s)
+        return [*_reused(running), *self._drawn(running, draw, now, lap_s)]
 
     def _drawn(self, running: Running, draw: Draw, now: float, lap_s: float) -> list[GenerationEvent]:
         told: list[GenerationEvent] = []
@@ -770,6 +788,12 @@ class Scheduler:
             drafted=speculation.drafted if speculation is not None else 0,
             accepted=speculation.accepted if speculation is not None else 0,
         )
+
+
+def _reused(running: Running) -> list[GenerationEvent]:
+    """What was there of its prompt, unless that was told."""
+    reused, running.reused = running.reused, 0
+    return [PromptProgress(request=running.generate.request, tokens=reused, reused=reused)] if reused else []
 
 
 def _finished(

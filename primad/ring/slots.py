@@ -3,6 +3,8 @@
 The cells of a prompt stay when its generation is over. The next generation takes the free sequence with which it has most in
 common, and what both have is not computed again. One that comes while another one's prompt begins the same waits until that
 much of it is in the step log, and copies it then: a KV cache is copied whole, which costs less than to compute some tokens.
+A prompt that is there to its end has nothing computed again, as short ones that come again: its first token is drawn from
+the logits that it was drawn from before.
 Cells that the devices keep (``keeping.py``) are loaded where they reach further.
 """
 
@@ -12,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from primad.engine.protocol import LogitsRow
 from primad.kv.keys import KvBlock
 from primad.ring.chunks import Chunking, Computed
 from primad.ring.drafting.speculation import Speculation
@@ -20,6 +23,8 @@ from primad.ring.messages import Generate, KvCopy, KvForgotten, KvKept, KvLoad, 
 
 COPIED_CELLS: Final = 128
 """As many cells of context are copied in less time than a token of a prompt takes, on what was measured."""
+MAX_ENDINGS: Final = 4
+"""Of so many prompts, the latest, the logits of the last row are there still: 1 MB each with a large vocabulary."""
 
 
 @dataclass(slots=True)
@@ -35,6 +40,8 @@ class KvSequence:
     ops: list[KvOp] = field(default_factory=list)
     """What the next step in which it has a row does to its cells first."""
     chain: Chain = field(default_factory=Chain)
+    ending: LogitsRow | None = None
+    """The logits of the last row of the prompt that its cells are of, where they are known."""
 
     def take_ops(self) -> list[KvOp]:
         """Its ``ops``, which a step does now."""
@@ -69,6 +76,8 @@ class Running:
     """Tokens of that beginning."""
     is_foreign: bool = False
     """Chunks of its prompt may have ended elsewhere than this ring's do, in the ring that computed them."""
+    ending: LogitsRow | None = None
+    """Its prompt was there whole, and its first token is to be drawn from this."""
     mirostat_mu: float | None = None
     """Of its sampler, behind the token that was drawn last."""
     held_back_s: float | None = None
@@ -180,6 +189,13 @@ class Slots:
         self._place(running, others)
         return running
 
+    def keep_ending(self, running: Running, logits: LogitsRow) -> None:
+        """Its prompt ends with a row of these ``logits``."""
+        running.sequence.ending = logits
+        known = sorted((each for each in self.sequences if each.ending is not None), key=lambda each: each.used)
+        for each in known[:-MAX_ENDINGS]:
+            each.ending = None
+
     def release(self, running: Running) -> None:
         """It is over; what its sequence has of its prompt stays."""
         self._free.append(running.sequence)
@@ -226,7 +242,10 @@ class Slots:
         generate = running.generate
 
         def reused(sequence: KvSequence) -> int:
-            return self._chunking.reused(generate.prompt, sequence.computed) if generate.reuses else 0
+            if not generate.reuses:
+                return 0
+            is_whole = sequence.ending is not None and not generate.sampled
+            return self._chunking.reused(generate.prompt, sequence.computed, is_whole=is_whole)
 
         kept, _, sequence = max(
             ((reused(each), -each.used, each) for each in self._free), key=lambda candidate: candidate[:2]
@@ -237,13 +256,17 @@ class Slots:
             running.behind, running.shared = leader, shared
             running.sequence = min(self._free, key=lambda each: (each.used, each.number))
             self._free.remove(running.sequence)
+            running.sequence.ending = None
             return
         self._free.remove(sequence)
         running.behind, running.shared, running.sequence = None, 0, sequence
         if loaded is not None and loaded.end > kept:
             self._load(running, loaded)
+            sequence.ending = None
             return
-        running.reused = kept
+        if kept < len(generate.prompt):
+            sequence.ending = None
+        running.ending, running.reused = sequence.ending, min(kept, len(generate.prompt) - 1)
         self._begin_chain(running, sequence.chain, kept)
         sequence.computed = Computed(generate.prompt, [end for end in sequence.computed.ends if end <= kept])
         sequence.cells = kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from primad.api.calls.choose import Thinking, form_of, thinks
 from primad.api.calls.events import Told
 from primad.api.calls.forms import FORMS
 from primad.api.reading import AUTO, AnswerReading, manner_of
+from primad.api.tool_prompt import written_call
 from tests.fakes.told import CUT, calls_in
 
 FUNCTIONS: dict[str, dict[str, Any] | None] = {
@@ -143,6 +145,25 @@ def read(name: str | None, pieces: list[str], *, thinking: Thinking | None = Non
     reader = asked.reader()
     told = [*map(reader.feed, pieces), reader.finish()]
     return "".join(each.thought for each in told), "".join(each.text for each in told), calls_in(told)
+
+
+def test_a_form_goes_by_its_name_and_stands_for_it():
+    for name, form in FORMS.items():
+        asked = AnswerReading(
+            form=str(form), thinking=None, opened=False, functions=FUNCTIONS, several=True, shows_control=True
+        )
+        assert asked.form == name
+        as_it_is: Any = form
+        assert type(replace(asked, form=as_it_is).reader()) is type(asked.reader())
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.call_form is not None])
+def test_what_a_grammar_has_a_model_write_is_read(name):
+    form = FORMS[name].call_form
+    assert form is not None
+    calls = [written_call("weather", json.dumps(ROME), form), written_call("now", "{}", form)]
+    for text, told in ((calls[0], 1), (form.between.join(calls), 2)):
+        assert read(name, list(text)) == ("", "", [("weather", ROME), ("now", {})][:told])
 
 
 def test_there_is_an_example_of_every_form():

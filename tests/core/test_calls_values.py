@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from primad.api.calls.forms import FORMS
 from primad.api.calls.values import ArgumentPlace
 from primad.api.reading import AnswerReading
 from tests.fakes.told import calls_in
@@ -147,3 +149,20 @@ def test_every_form_keeps_optional_texts(name):
         ).reader()
         told = [reader.feed(WRITTEN[name].replace("{}", text)), reader.finish()]
         assert calls_in(told) == [("f", {"v": text})]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "value"),
+    [
+        ("llama3-pythonic", "[f(s='two\nlines')]", "two\nlines"),
+        ("llama3-pythonic", "[f(s='it's \"so\", is it')]", 'it\'s "so", is it'),
+        ("llama3-pythonic", "[f(s='a', t='b\n')]", "a"),
+        ("gemma", "call:f{s:None}", None),
+        ("gemma", 'call:f{s:<|"|>None<|"|>}', "None"),
+        ("gemma", "call:f{s:[True,{None:False}]}", [True, {"None": False}]),
+    ],
+)
+def test_what_templates_write_without_escaping_it_is_read(form, text, value):
+    calls = FORMS[form].parse(text, {"f": None})
+    assert calls is not None
+    assert json.loads(calls[0].arguments)["s"] == value

@@ -168,6 +168,51 @@ class _Counting(ByteVocabulary):
         pass
 
 
+CALLS = "{% for c in m.tool_calls or [] %}({{ c.function.arguments | tojson }}){% endfor %}{% endfor %}"
+OF_CALLS = {
+    "takes all": "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + CALLS,
+    "the first call": "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% if m.tool_calls %}({{ m.tool_calls[0].function.arguments | tojson }}){% endif %}{% endfor %}",
+    "one call at a time": "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}"
+    "{{ raise_exception('single tool-calls') }}{% endif %}[{{ m.role }}]{{ m.content }}" + CALLS,
+    "text or calls": "{% for m in messages %}[{{ m.role }}]{% if m.content %}{{ m.content }}{% else %}"
+    + CALLS.replace("{% endfor %}{% endfor %}", "{% endfor %}{% endif %}{% endfor %}"),
+    "a queue of its own": "{% set q = namespace(ids=[]) %}{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    "{% set _ = q.ids.append(c.id) %}{% endfor %}{% if m.role == 'tool' %}{{ q.ids.pop(0) }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}" + CALLS,
+}
+
+
+@pytest.mark.parametrize("name", OF_CALLS)
+def test_every_call_is_shown_as_the_template_shows_calls(name):
+    calls = [
+        {"id": each, "type": "function", "function": {"name": "f", "arguments": json.dumps({"to": each})}}
+        for each in "ab"
+    ]
+    asked = [
+        user("user-one"),
+        assistant("text-one", tool_calls=calls),
+        result("result-a", "a"),
+        result("result-b", "b"),
+    ]
+    before = json.dumps(asked)
+    got = render(ByteVocabulary(chat_template=OF_CALLS[name]), [*asked, user("user-two")], now=NOW)
+    shown = ["user-one", "text-one", '({"to": "a"})', '({"to": "b"})', "result-b", "user-two"]
+    assert [each for each in shown if each not in got] == []
+    assert [got.index(each) for each in shown] == sorted(got.index(each) for each in shown)
+    assert got.index('({"to": "a"})') < got.index("result-a") < got.index("result-b")
+    assert json.dumps(asked) == before, "what the client sent is as it was"
+
+
+def test_a_template_changes_nothing_that_it_was_given():
+    source = "{% set _ = messages.pop() %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    asked = [user("user-one"), user("user-two")]
+    assert render(ByteVocabulary(chat_template=source + "user-two"), asked, now=NOW) == "user-oneuser-two"
+    assert len(asked) == 2
+    with pytest.raises(RequestError):
+        render(ByteVocabulary(chat_template="{{ messages[0].update(a=1) }}"), asked, now=NOW)
+
+
 def test_what_a_template_takes_as_it_is_is_rendered_once():
     for template in (
         EACH,

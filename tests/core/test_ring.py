@@ -841,4 +841,31 @@ def test_a_generation_that_reuses_nothing_computes_its_whole_prompt():
     assert ring.windows[0].steps[before] == (0, 1, 2, 3)
     assert not any(isinstance(event, PromptProgress) and event.reused for event in ring.events)
     ring.ask(generate(3, text))
-    assert [event.tokens for event in ring.events if isinstance(event, PromptProgress) and event.reused] == [16]
+    assert [event.tokens for event in ring.events if isinstance(event, PromptProgress) and event.reused] == [19]
+
+
+@rings
+@given(st.data(), st.integers(1, 3), st.integers(0, 2**32))
+def test_a_prompt_that_comes_again_has_nothing_computed_again_and_the_same_answer(data, sequences, seed):
+    ring = FakeRing(*SMALL, rows=8, sequences=sequences, seed=seed)
+    texts = [prompt(count, 1) for count in (1, 3, 8, 12)]
+    for request in range(1, data.draw(st.integers(2, 6))):
+        text, sampling = data.draw(st.sampled_from(texts)), data.draw(st.sampled_from([GREEDY, DRAWN]))
+        ring.head.submit(generate(request, text, sampling=sampling, logprobs=2))
+        is_cut = data.draw(st.booleans())
+        if is_cut:
+            for _ in range(data.draw(st.integers(0, 40))):
+                ring.move()
+            ring.cancel(request)
+        ring.run()
+        before = [len(window.steps) for window in ring.windows]
+        ring.head.submit(generate(100 + request, text, sampling=sampling, logprobs=2))
+        ring.run()
+        alone = FakeRing(*SMALL, rows=8)
+        alone.ask(generate(100 + request, text, sampling=sampling, logprobs=2))
+        told = [event for event in ring.events if isinstance(event, Sampled) and event.request == 100 + request]
+        assert told == [event for event in alone.events if isinstance(event, Sampled)]
+        if not is_cut:
+            assert reused(ring, 100 + request) == len(text) - 1
+            for window, count in zip(ring.windows, before, strict=True):
+                assert all(step[0] >= len(text) for step in window.steps[count:])

@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 
 from primad.api.chat import render
-from primad.api.openai.thinking_fields import thinking_variables
+from primad.api.openai.thinking_fields import thinking_variables, with_word
 from tests.fakes.backend import ByteVocabulary
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -53,3 +53,18 @@ def test_an_effort_is_one_that_the_template_knows():
     assert [shown(kimi, None, each) for each in efforts] == ["low", "low", "high", "high", "max", "max"]
     assert [shown(FAMILIES["Hunyuan"], True, each) for each in ("low", "medium", "high")] == ["on"] * 3
     assert shown("{{ enable_thinking is defined }}{{ reasoning_effort is defined }}", None) == "FalseFalse"
+
+
+def test_where_a_word_of_the_users_decides_it_is_said():
+    template = (
+        "{% set ns = namespace(enable_thinking=true) %}{% for m in messages %}{% if '/no_think' in m.content %}"
+        "{% set ns.enable_thinking = false %}{% endif %}[{{ m.content.replace('/no_think', '').strip() }}]{% endfor %}"
+        "{{ 'on' if ns.enable_thinking else 'off' }}"
+    )
+    for thinks, effort, told in ((True, None, "on"), (False, None, "off"), (None, "none", "off"), (None, None, "on")):
+        said = with_word([{"role": "system", "content": "s"}, *HELLO], template, thinks, effort)
+        got = render(ByteVocabulary(chat_template=template), said, now=datetime(2026, 1, 1))
+        assert got.endswith(told)
+        assert got.startswith("[s][Hi")
+    for other in (FAMILIES["Qwen3, GLM, Gemma 4"], template + "{% if enable_thinking %}{% endif %}"):
+        assert with_word(HELLO, other, False, None) == HELLO

@@ -38,6 +38,11 @@ ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    """A choice of some tools."""
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool(name) for name in names]}}
+
+
 def job(template: str = KNOWS, **fields: Any) -> Job:
     request = parse(ChatRequest, json.dumps({"messages": HELLO} | fields).encode())
     vocabulary = ByteVocabulary(chat_template=template)
@@ -74,7 +79,8 @@ def fits(asked: Job, text: str) -> bool:
         ({"tools": [tool("f", [])]}, "tools[0].function.parameters", ""),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tools": TOOLS, "tool_choice": tool("other")}, "tool_choice", "no tool 'other'"),
-        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", '"required"'),
+        ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice", '"required"'),
+        ({"tools": TOOLS, "tool_choice": allowed("auto", "other")}, "tool_choice", "no tool 'other'"),
         ({"functions": [{"name": "f"}]}, "functions", "say it as tools"),
         ({"function_call": {"name": "f"}}, "function_call", "say it as tool_choice"),
         ({"reasoning_format": "some"}, "reasoning_format", ""),
@@ -118,6 +124,12 @@ def test_a_call_may_be_demanded():
     assert not fits(asked, "Hello")
     assert not fits(asked, ROME.replace("Rome", "Paris"))
     assert not fits(job(tools=TOOLS, tool_choice="required", parallel_tool_calls=False), f"{ROME}\n{NOW}")
+    for said in ("any", {"type": "required"}, {"type": "any"}, allowed("required", "weather", "now")):
+        assert job(tools=TOOLS, tool_choice=said).choices[0].sampling == asked.choices[0].sampling
+    few = job(tools=TOOLS, tool_choice=allowed("required", "now"))
+    assert fits(few, NOW)
+    assert not fits(few, ROME)
+    assert job(tools=TOOLS, tool_choice=allowed("auto", "now")).reading.functions.keys() == {"now"}
     named = job(tools=TOOLS, tool_choice=tool("now"))
     assert fits(named, NOW)
     assert not fits(named, ROME)

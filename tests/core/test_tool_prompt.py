@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from primad.api.chat import render
+from primad.api.tool_schemas import simplified
 from tests.fakes.backend import ByteVocabulary
 
 NOW = datetime(2025, 2, 3)
@@ -100,3 +101,59 @@ def test_where_there_is_no_system_message_the_users_has_the_tools():
 
 def test_without_tools_and_calls_nothing_is_different():
     assert rendered(PLAIN, ASKED[:1], tools=()) == "[user]Hi>"
+
+
+ODD = {
+    "type": "object",
+    "properties": {
+        "optional": {"type": ["string", "null"]},
+        "either": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
+        "referred": {"$ref": "#/$defs/P", "description": "A place."},
+        "anything": True,
+        "unsaid": {},
+        "mixed": {"enum": [1, "x", None]},
+        "list": {"type": "array"},
+        "map": {"type": "object", "additionalProperties": {"type": "number"}},
+    },
+    "$defs": {"P": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
+}
+TRIPS = (
+    "{{ tool.function.description | length }}",
+    "{% for n, p in tool.function.parameters.properties.items() %}{{ n + p.type + p.description }}{% endfor %}",
+    "{{ tool.function.parameters.properties.list['items'].type + tool.function.parameters.required | join }}",
+    "{% macro kind(s) %}{% if s.type == 'object' %}{% for p in s.properties.values() %}{{ kind(p) }}{% endfor %}"
+    "{% elif s.type in ['string', 'number', 'integer', 'boolean'] %}{{ s.type }}{% elif s.type == 'array' %}"
+    "{{ kind(s['items']) }}{% else %}{{ kind({'type': s.type[0]}) }}{% endif %}{% endmacro %}"
+    "{{ kind(tool.function.parameters) }}",
+)
+
+
+@pytest.mark.parametrize("walk", TRIPS)
+@pytest.mark.parametrize("parameters", [ODD, {}, {"type": "object"}, {"properties": {"a": {"type": ["null"]}}}, None])
+def test_a_template_that_trips_over_a_schema_gets_a_simpler_one(walk, parameters):
+    template = "{% for tool in tools %}{{ tool.function.name }}:" + walk + "{% endfor %}" + PLAIN
+    function = {"name": "odd", "description": None, "parameters": parameters or {}}
+    if "list" not in walk or parameters is ODD:
+        assert rendered(template, ASKED[:1], [{"type": "function", "function": function}]).startswith("odd:")
+
+
+def test_a_simpler_schema_keeps_what_it_can_say():
+    told = simplified({"type": "function", "function": {"name": "odd", "parameters": ODD}})["function"]["parameters"]
+    kinds = {name: each["type"] for name, each in told["properties"].items()}
+    assert kinds == dict.fromkeys(kinds, "string") | {
+        "either": "integer",
+        "referred": "object",
+        "list": "array",
+        "map": "object",
+    }
+    assert told["properties"]["referred"]["description"] == "A place."
+    assert told["properties"]["referred"]["properties"]["x"]["type"] == "number"
+    assert told["properties"]["referred"]["required"] == ["x"]
+
+
+def test_tools_that_a_template_leaves_out_are_put_where_it_shows_them():
+    begin = "{% for m in messages %}"
+    template = (
+        begin + "{% if m.role == 'user' and tools %}({{ tools[0].function.name }}){% endif %}" + PLAIN[len(begin) :]
+    )
+    assert "(weather)" in rendered(template, [{"role": "system", "content": "Be brief."}])

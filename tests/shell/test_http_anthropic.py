@@ -155,6 +155,21 @@ def test_what_cannot_be_served_is_named(asked, told):
     assert told in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"type": "document", "title": "T", "source": {"type": "text", "data": "words"}}, "T\nwords"),
+        ({"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "words"}]}}, "words"),
+        ({"type": "search_result", "title": "T", "source": "s", "content": [{"type": "text", "text": "x"}]}, "T\nx"),
+        ({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "tool_reference", "tool_name": "f"}]}, "f"),
+    ],
+)
+def test_what_has_a_text_is_read_as_it(block, said):
+    backend = FakeBackend(says("x"))
+    assert post(backend, PATH, **ASK | {"messages": [{"role": "user", "content": [block]}]}).status_code == 200
+    assert said.encode() in bytes(token for token in backend.calls[0].prompt if token < 256)
+
+
 def test_a_prompt_that_is_too_long_is_told_in_the_words_by_which_clients_know_it():
     said = refused(post(FakeBackend(says(), context_tokens=16), PATH, **ASK | {"messages": [LONG]}), 400)["message"]
     assert said.startswith("prompt is too long: ")

@@ -71,6 +71,25 @@ def test_a_completion_in_one_piece_says_what_its_tokens_took(monkeypatch):
     assert (one["predicted_n"], one["predicted_per_second"], one["predicted_per_token_ms"]) == (1, 0, 0)
 
 
+def test_an_answer_says_how_it_was_sampled_and_of_what_prompt():
+    asked = {"top_k": 7, "stop": ["END"], "logit_bias": [[5, False], ["a", 1]], "n_predict": 9, "seed": 5, "n": 2}
+    backend = FakeBackend(says("one\ntwo"))
+    whole = post(backend, "/completion", prompt=["Hi", [BOS, 72]], **asked).json()
+    assert [each["prompt"] for each in whole] == ["<s>Hi", "<s>Hi", "<s>H", "<s>H"]
+    assert [each["generation_settings"]["seed"] for each in whole] == [5, 6, 5, 6]
+    assert all(each["has_new_line"] for each in whole)
+    said = whole[0]["generation_settings"]
+    assert (said["top_k"], said["stop"], said["n_predict"], said["n_ctx"]) == (7, ["END"], 9, 4096)
+    assert said["logit_bias"] == [{"token": 5, "bias": None}, {"token": 97, "bias": 1.0}]
+    end = events(post(backend, "/completion", prompt="Hi", stream=True, **asked))[-1]
+    assert end["has_new_line"] is True
+    assert end["generation_settings"] == said | {"stream": True, "seed": end["generation_settings"]["seed"]}
+    only = post(backend, "/completion", prompt="Hi", response_fields=["generation_settings/n_predict", "prompt"]).json()
+    assert only == {"n_predict": -1, "prompt": "<s>Hi"}
+    usual = call(backend, "GET", "/props").json()["default_generation_settings"]["params"]
+    assert usual.items() <= post(backend, "/completion", prompt="Hi").json()["generation_settings"].items()
+
+
 def test_every_event_says_what_it_took_if_it_is_asked_to():
     told = events(post(FakeBackend(says("abc")), "/completion", prompt="Hi", stream=True, timings_per_token=True))
     assert [event["timings"]["predicted_n"] for event in told] == [1, 2, 3, 3]

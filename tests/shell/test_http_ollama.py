@@ -128,6 +128,8 @@ def test_what_generate_makes_of_its_prompt():
 
 @both
 def test_without_a_prompt_the_model_is_there(path):
+    for empty in ({"prompt": None, "messages": None}, {"messages": []}):
+        assert post(FakeBackend(says()), path, model="toy", stream=False, **empty).json()["done"] is True
     backend = FakeBackend(says("x"))
     body = post(backend, path, model="toy").json()
     assert (body["done"], body["done_reason"], text_of(body)) == (True, "load", "")

@@ -72,7 +72,7 @@ def test_a_refusal_names_the_field_as_it_was_sent(asked, param):
 @pytest.mark.parametrize(
     ("item", "told"),
     [
-        ({"type": "web_search_call", "id": "w"}, "input[1] is of type 'web_search_call'"),
+        ({"type": "item_reference", "id": "w"}, "input[1] is of type 'item_reference'"),
         (
             {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
             "input[1] has a part of type 'input_image'",
@@ -84,6 +84,31 @@ def test_an_item_that_cannot_be_read_is_named(item, told):
     response = post(FakeBackend(says()), PATH, input=[{"role": "user", "content": "Hi"}, item])
     assert (response.status_code, response.json()["error"]["param"]) == (400, "input")
     assert told in response.json()["error"]["message"]
+
+
+def test_what_other_servers_did_by_themselves_is_in_their_answers_and_calls_of_a_shell_are_calls():
+    backend = FakeBackend(says("x"), vocabulary=VOCABULARY)
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": None}]},
+        {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "search", "query": "q"}},
+        {"type": "local_shell_call", "call_id": "c", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "local_shell_call_output", "id": "c", "output": "out"},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+        {"role": "user", "content": "d"},
+    ]
+    assert post(backend, PATH, input=items).status_code == 200
+    said = bytes(token for token in backend.calls[0].prompt if token < 256).decode()
+    assert '{"name": "local_shell", "arguments": {"type": "exec", "command": ["ls"]}}' in said
+    assert said.index("local_shell") < said.index("out") < said.index("[assistant]b") < said.index("d>")
+
+
+def test_some_of_the_tools_may_be_called_this_time():
+    backend = FakeBackend(says("x"), vocabulary=VOCABULARY)
+    tools = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("one", "two")]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "two"}]}
+    assert post(backend, PATH, input="a", tools=tools, tool_choice=choice).status_code == 200
+    assert b'"two"' in bytes(token for token in backend.calls[0].prompt if token < 256)
+    assert b'"one"' not in bytes(token for token in backend.calls[0].prompt if token < 256)
 
 
 def test_a_stream_of_named_events():

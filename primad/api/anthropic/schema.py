@@ -14,7 +14,6 @@ from primad.api.openai.schema import MAX_STOP_CHARS, MAX_STOPS
 _NOT_SERVED = {
     "image": "this model reads text only",
     "document": "this model reads text only; send the document's text",
-    "search_result": "send the result's text",
     "server_tool_use": "this server runs no tools of its own",
     "container_upload": "this server has no containers",
 }
@@ -75,7 +74,7 @@ class Turn(Strict):
     @field_validator("content", mode="before")
     @classmethod
     def _served(cls, value: Any) -> Any:
-        return _check_blocks(value)
+        return _check_blocks(_as_texts(value))
 
 
 class Tool(Strict):
@@ -144,6 +143,34 @@ class MessagesRequest(CountRequest):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """What ``output_config.format`` was called before."""
+
+
+def _as_texts(value: Any) -> Any:
+    """Blocks that have a text as blocks of text: documents, what a search found, tools that a tool found."""
+    if not isinstance(value, list):
+        return value
+    found = []
+    for block in value:
+        if isinstance(block, dict) and block.get("type") == "tool_result":
+            block = block | {"content": _as_texts(block.get("content"))}
+        text = _text_in(block)
+        found.append(block if text is None else {"type": "text", "text": text})
+    return found
+
+
+def _text_in(block: Any) -> str | None:
+    """The text of ``block`` where it is another one than of text."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind == "tool_reference" and isinstance(block.get("tool_name"), str):
+        return str(block["tool_name"])
+    source = block.get("source") if kind == "document" else block if kind == "search_result" else None
+    if not isinstance(source, dict):
+        return None
+    inner = source.get("data") if source.get("type") == "text" else source.get("content")
+    parts = inner if isinstance(inner, list) else [{"text": inner}]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    texts = [block.get("title"), *texts] if isinstance(block.get("title"), str) else texts
+    return "\n".join(map(str, texts)) if texts and all(isinstance(text, str) for text in texts) else None
 
 
 def _check_blocks(value: Any) -> Any:

@@ -53,6 +53,10 @@ _M3_TAG: Final = re.compile(r"<(/?)([^<>]+)>(.*)", re.DOTALL)
 MAX_ELEMENTS: Final = 64
 """Inside of each other."""
 _GEMMA: Final = re.compile(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", re.DOTALL)
+_JSON_WORDS: Final = {"None": "null", "True": "true", "False": "false"}
+_PYTHON_WORD: Final = re.compile(r"\b(?:None|True|False)\b(?!\":)")
+_QUOTED: Final = re.compile(r"""(?<=[=\[{(,:\s])(['"])((?:\\.|[^\\])*?)\1(?=\s*[,)\]}:])""", re.DOTALL)
+"""A text that ends where a value may end."""
 _GEMMA_KEY: Final = re.compile(r"([{,]\s*)([^\s\"{}\[\],:][^\"{}\[\],:]*):")
 
 
@@ -219,22 +223,38 @@ def parse_gemma(body: str, functions: Functions) -> Sequence[Call] | None:
     parts = re.split(r'<\|"\|>|<escape>', found[2])
     if len(parts) % 2 == 0:
         raise UnfinishedCallError
-    texts = [
-        json.dumps(part) if number % 2 else _GEMMA_KEY.sub(lambda key: f'{key[1]}"{key[2].strip()}":', part)
-        for number, part in enumerate(parts)
-    ]
+    texts = [json.dumps(part) if number % 2 else _gemma_words(part) for number, part in enumerate(parts)]
     return all_of([call_of(found[1], "".join(texts), functions)])
+
+
+def _gemma_words(text: str) -> str:
+    """``text`` between strings as JSON has it: keys, and Python's words, which the template writes."""
+    text = _GEMMA_KEY.sub(lambda key: f'{key[1]}"{key[2].strip()}":', text)
+    return _PYTHON_WORD.sub(lambda word: _JSON_WORDS[word[0]], text)
 
 
 def parse_python(body: str, functions: Functions) -> Sequence[Call] | None:
     """A Python list of calls with keyword arguments that are literals, ``[f(a=1), g()]``, or a line for each."""
     try:
-        lines = ast.parse(body.strip()).body
+        lines = _python_lines(body.strip())
         values = [line.value for line in lines if isinstance(line, ast.Expr)]
         items = [item for each in values for item in (each.elts if isinstance(each, ast.List | ast.Tuple) else [each])]
         return all_of(_python_call(item, functions) for item in items) if len(values) == len(lines) else None
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
+
+
+def _python_lines(text: str) -> list[ast.stmt]:
+    """``text`` as Python; where it is none, with what templates do not escape in texts escaped: line ends and quotes."""
+    try:
+        return ast.parse(text).body
+    except SyntaxError:
+        return ast.parse(_QUOTED.sub(_escaped, text)).body
+
+
+def _escaped(found: re.Match[str]) -> str:
+    quote, inner = found.groups()
+    return quote + re.sub(rf"(?<!\\){quote}", rf"\\{quote}", inner).replace("\n", "\\n") + quote
 
 
 def _python_call(item: ast.expr, functions: Functions) -> Call | None:

@@ -51,6 +51,10 @@ class ToolForm:
     reader: Callable[[Functions, bool, bool], StepReader] | None = None
     has_thoughts: bool = False
 
+    def __str__(self) -> str:
+        """Its name, which is told in its place."""
+        return self.name
+
     @property
     def reads_text(self) -> bool:
         """Whether it is needed to read an answer in which nothing may be called."""

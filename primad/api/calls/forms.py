@@ -139,6 +139,12 @@ _ALL: Final = (
         parse=families.parse_kimi,
         head=families.KIMI_HEAD,
         markers=_marks("<|tool_call_begin|>", "<|tool_call_end|>"),
+        call_form=CallForm(
+            before="<|tool_call_begin|>functions.",
+            middle=":0<|tool_call_argument_begin|>",
+            behind="<|tool_call_end|>",
+            between="",
+        ),
         noise=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
     ToolForm(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -13,6 +13,7 @@ from primad import __version__
 from primad.api.backend import ServedModel
 from primad.api.chat import CHATML
 from primad.api.generation import Answered, Written
+from primad.api.llama_server.settings import GenerationSettings
 from primad.api.openai.job import Choice
 from primad.api.openai.logprobs import IMPOSSIBLE
 from primad.api.openai.timings import AnswerClock, AnswerTimings
@@ -47,6 +48,9 @@ class CompletionEnd(msgspec.Struct, frozen=True, kw_only=True):
     tokens_predicted: int
     tokens_evaluated: int
     tokens_cached: int
+    generation_settings: GenerationSettings
+    prompt: str
+    has_new_line: bool = False
     truncated: bool = False
     stop_type: Literal["eos", "limit", "word"]
     stopping_word: str
@@ -80,19 +84,23 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class RawAnswer:
-    """A choice of ``/completion`` as it is written, for who calls the model ``model``; times are those of the ``clock``. If
-    it ``times_parts``, each part of a stream has its timings."""
+    """A choice of ``/completion`` as it is written, for who calls the model ``model``, with the text of its ``prompt`` and
+    its ``settings``; times are those of the ``clock``. If it ``times_parts``, each part of a stream has its timings."""
 
     model: str
+    prompt: str
+    settings: GenerationSettings
     served: ServedModel
     choice: Choice
     clock: AnswerClock
     with_probs: bool = False
     times_parts: bool = False
+    has_new_line: bool = False
 
     def part(self, written: Written, now_s: float) -> CompletionPart:
         """What ``written`` adds."""
         self.clock.count(written.sampled, written.cached, now_s)
+        self.has_new_line = self.has_new_line or "\n" in written.text
         return CompletionPart(
             index=self.choice.index,
             content=written.text,
@@ -125,6 +133,7 @@ class RawAnswer:
         return msgspec.structs.replace(
             end,
             content=answered.text,
+            has_new_line="\n" in answered.text,
             tokens=[placed.entry.token for placed in answered.tokens],
             completion_probabilities=chances or UNSET,
         )
@@ -140,6 +149,9 @@ class RawAnswer:
             tokens_predicted=self.clock.predicted,
             tokens_evaluated=self.clock.prompt_tokens,
             tokens_cached=cells,
+            generation_settings=self.settings,
+            prompt=self.prompt,
+            has_new_line=self.has_new_line,
             truncated=finish == "length" and cells >= self.served.context_tokens,
             stop_type="limit" if finish == "length" else "eos" if stopped_by is None else "word",
             stopping_word=stopped_by or "",
@@ -167,7 +179,7 @@ def props(served: ServedModel) -> dict[str, Any]:
     """``GET /props``. What a template can do is read off the names that it mentions."""
     template = served.vocabulary.chat_template or CHATML
     return {
-        "default_generation_settings": {"id": 0, "n_ctx": served.context_tokens, "params": {}},
+        "default_generation_settings": {"id": 0, "n_ctx": served.context_tokens, "params": _usual(served)},
         "total_slots": served.sequences,
         "batching": "exact" if served.is_exact else "fast",
         "model_alias": served.id,
@@ -184,3 +196,10 @@ def props(served: ServedModel) -> dict[str, Any]:
         "modalities": {"vision": False, "audio": False},
         "build_info": f"primad {__version__}",
     }
+
+
+def _usual(served: ServedModel) -> dict[str, Any]:
+    """How answers are sampled where a request says nothing of it."""
+    usual = asdict(served.sampling)
+    reach = usual.pop("penalty_tokens")
+    return usual | {"repeat_last_n": reach, "n_predict": -1, "max_tokens": -1, "stop": []}

@@ -14,8 +14,9 @@ from primad.api.llama_server.schema import (
     TemplateRequest,
     TokenizeRequest,
 )
+from primad.api.llama_server.settings import GenerationSettings, settings_of
 from primad.api.openai.job import Job, check_tokens, completion_job
-from primad.api.openai.schema import parse
+from primad.api.openai.schema import MAX_ECHO_CHARS, parse
 from primad.api.openai.tool_use import chat_text
 
 
@@ -27,6 +28,10 @@ class PreparedRaw(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     times_parts: bool
     fields: list[str]
+    prompts: list[str]
+    """The text of each of the job's prompts, control tokens by their names; "" where all of them together are too long."""
+    settings: GenerationSettings
+    """Those of the first answer."""
 
 
 class WholeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,13 +69,27 @@ def infill(body: bytes, asking: Asking) -> PreparedRaw:
 
 
 def _prepared(ask: RawCompletionRequest, asking: Asking) -> PreparedRaw:
-    job = completion_job(ask, asking.served, seed=asking.seed)
+    served, model = asking.served, ask.model or asking.served.id
+    job = completion_job(ask, served, seed=asking.seed)
+    prompts = [_said(prompt.tokens, served.vocabulary) for prompt in job.prompts]
+    limit = ask.token_limit
     return PreparedRaw(
         job=job,
-        model=ask.model or asking.served.id,
+        model=model,
         stream=bool(ask.stream),
         times_parts=bool(ask.timings_per_token),
         fields=[name for name in ask.response_fields or () if name],
+        prompts=prompts if job.n * sum(map(len, prompts)) <= MAX_ECHO_CHARS else [""] * len(prompts),
+        settings=settings_of(
+            job.sampling,
+            n_ctx=served.context_tokens,
+            model=model,
+            n_predict=-1 if limit is None else limit,
+            stops=job.stops,
+            stream=bool(ask.stream),
+            n_probs=ask.n_probs or 0,
+            times_parts=bool(ask.timings_per_token),
+        ),
     )
 
 
@@ -101,8 +120,13 @@ def detokenize(body: bytes, asking: Asking) -> WholeBody:
     """``POST /detokenize``: control tokens by their names."""
     vocabulary, ask = asking.served.vocabulary, parse(DetokenizeRequest, body)
     check_tokens(ask.tokens, vocabulary, at="tokens")
-    said = (vocabulary.piece(token) or vocabulary.name(token).encode() for token in ask.tokens)
-    return _whole(DetokenizedText(content=b"".join(said).decode("utf-8", "replace")))
+    return _whole(DetokenizedText(content=_said(ask.tokens, vocabulary)))
+
+
+def _said(tokens: list[int], vocabulary: Vocabulary) -> str:
+    """The text of ``tokens``, control tokens by their names."""
+    said = (vocabulary.piece(token) or vocabulary.name(token).encode() for token in tokens)
+    return b"".join(said).decode("utf-8", "replace")
 
 
 def apply_template(body: bytes, asking: Asking) -> WholeBody:

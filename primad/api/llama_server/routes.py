@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -89,6 +90,8 @@ class _Routes:
         answers = [
             RawAnswer(
                 model=asked.model,
+                prompt=asked.prompts[choice.index // job.n],
+                settings=msgspec.structs.replace(asked.settings, seed=choice.sampling.seed),
                 served=served,
                 choice=choice,
                 clock=AnswerClock(prompt_tokens=len(choice.prompt), begun_s=begun_s),

@@ -52,7 +52,7 @@ def plain(name: str) -> str:
 
 def chat_request(ask: OllamaChatRequest) -> ChatRequest:
     """``ask`` as a chat request. Raises ``RequestError`` for what the core does not serve."""
-    fields: dict[str, Any] = {"messages": [_message(message) for message in ask.messages]}
+    fields: dict[str, Any] = {"messages": [_message(message) for message in ask.messages or ()]}
     if ask.tools:
         fields["tools"] = ask.tools
     return build(FreeChatRequest, _shared(ask) | fields)
@@ -61,11 +61,11 @@ def chat_request(ask: OllamaChatRequest) -> ChatRequest:
 def generate_request(ask: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
     """``ask`` as a chat request of one message, with ``raw`` or ``suffix`` as a completion; raises as ``chat_request``."""
     if ask.raw or ask.suffix:
-        fields: dict[str, Any] = {"max_tokens": -1} | _shared(ask) | {"prompt": ask.prompt, "suffix": ask.suffix}
+        fields: dict[str, Any] = {"max_tokens": -1} | _shared(ask) | {"prompt": ask.prompt or "", "suffix": ask.suffix}
         fields["logprobs"] = fields.pop("top_logprobs", 0) if fields.get("logprobs") else None
         return build(FreeCompletionRequest, fields)
     system = [{"role": "system", "content": ask.system}] if ask.system else []
-    return build(FreeChatRequest, _shared(ask) | {"messages": [*system, {"role": "user", "content": ask.prompt}]})
+    return build(FreeChatRequest, _shared(ask) | {"messages": [*system, {"role": "user", "content": ask.prompt or ""}]})
 
 
 def _shared(ask: OllamaRequest) -> dict[str, Any]:

@@ -62,14 +62,14 @@ class OllamaRequest(Strict):
 class OllamaChatRequest(OllamaRequest):
     """``POST /api/chat``. Without messages it only asks for the model to be there."""
 
-    messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] = Field(default_factory=list)
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest):
     """``POST /api/generate``. ``raw`` leaves out the chat template."""
 
-    prompt: str = ""
+    prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
     images: _NoImages = None

@@ -108,9 +108,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def check_model(name: str | None, served: Sequence[ModelSettings]) -> None:
-    """Raise ``RequestError`` (404), which lists the names of the ``served``, unless ``name`` is one of them or None."""
+    """Raise ``RequestError`` (404), which lists the names of the ``served``, unless ``name`` is one of them, or empty."""
     names = [name for model in served for name in model.all_names]
-    if name is not None and not any(model.is_called(name) for model in served):
+    if name and not any(model.is_called(name) for model in served):
         these = f"these are: {', '.join(names)}; --alias and --any-model give it others" if names else "nothing is yet"
         raise RequestError(
             f"the model '{printable(name, 200)}' is not served here; {these}",

@@ -24,8 +24,8 @@ _OFF: Final[dict[str, dict[str, Any]]] = {
     "temperature": {"temperature": 1.0, "temperature_range": 0.0},
 }
 """In llama.cpp's order, with what each sampler is where it does nothing."""
-_ORDER: Final = tuple(_OFF)
-_LETTERS: Final = dict(zip("edskypmxt", _ORDER, strict=True))
+SAMPLERS: Final = tuple(_OFF)
+_LETTERS: Final = dict(zip("edskypmxt", SAMPLERS, strict=True))
 _ALIASES: Final = {"typical_p": "typ_p", "typical": "typ_p", "typ": "typ_p", "temp": "temperature", "nucleus": "top_p"}
 _KEEP_THE_LIKELIEST: Final = frozenset({"top_n_sigma", "top_k", "top_p", "min_p"})
 _EITHER_WAY: Final = frozenset({("top_k", "min_p"), ("top_k", "temperature"), ("top_n_sigma", "temperature")})
@@ -43,13 +43,13 @@ def in_order(sampling: Sampling, samplers: str | Sequence[str]) -> Sampling:
     given = [_LETTERS.get(letter, "") for letter in samplers] if isinstance(samplers, str) else map(_known, samplers)
     named = [name for name in dict.fromkeys(given) if name]
     chosen = msgspec.structs.replace(
-        sampling, **{field: off for name in _ORDER if name not in named for field, off in _OFF[name].items()}
+        sampling, **{field: off for name in SAMPLERS if name not in named for field, off in _OFF[name].items()}
     )
     active = [name for name in named if _is_active(name, chosen)]
     for first, second in combinations(active, 2):
-        if _ORDER.index(first) > _ORDER.index(second) and not _is_the_same(first, second, chosen):
+        if SAMPLERS.index(first) > SAMPLERS.index(second) and not _is_the_same(first, second, chosen):
             raise RequestError(
-                f"'samplers': not supported: {second} comes before {first}, as in llama.cpp's order: {', '.join(_ORDER)}",
+                f"'samplers': not supported: {second} comes before {first}, as in llama.cpp's order: {', '.join(SAMPLERS)}",
                 param="samplers",
                 code="unsupported_parameter",
             )

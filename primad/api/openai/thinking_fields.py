@@ -2,6 +2,7 @@
 
 Templates call it ``enable_thinking``, ``thinking``, ``reasoning`` or otherwise. What one does not mention changes nothing,
 so all switches are set at once; an effort is text that some templates write into the prompt, so it is set where it is known.
+Nemotron Nano v2 has no variable for it: there the user says a word.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ NO_EFFORT: Final = "none"
 _LEAST: Final = ("no_think", NO_EFFORT, "minimal", "low")
 """What templates call the least effort, the least one first."""
 _SCALE: Final = (*_LEAST, "medium", "high", "xhigh", "max")
+_VARIABLE: Final = re.compile(r"(?<![.\w])enable_thinking(?!\s*=[^=])")
+"""Where a template reads a variable of that name, and not one of its own."""
 _EFFORTS: Final = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 
 
@@ -29,6 +32,18 @@ def thinking_variables(template: str, thinks: bool | None, effort: str | None) -
             wanted = _effort(template, name, thinks, effort)
             found |= {} if wanted is None else {name: wanted}
     return found
+
+
+def with_word(
+    messages: list[dict[str, Any]], template: str, thinks: bool | None, effort: str | None
+) -> list[dict[str, Any]]:
+    """``messages``, the last one of the user's with the word for what is asked where ``template`` looks for that alone."""
+    thinks = False if thinks is None and effort == NO_EFFORT else thinks
+    last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=None)
+    if thinks is None or last is None or "/no_think' in" not in template or _VARIABLE.search(template):
+        return messages
+    said = messages[last] | {"content": f"{messages[last]['content']} {'/think' if thinks else '/no_think'}"}
+    return [*messages[:last], said, *messages[last + 1 :]]
 
 
 def _switches(thinks: bool) -> dict[str, Any]:

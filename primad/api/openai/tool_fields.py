@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from primad.api.openai.fields import Strict, expecting, only
@@ -55,12 +55,45 @@ class NamedChoice(Strict):
     function: NamedFunction
 
 
+_WORDS: Final = ("none", "auto", "required", "any")
+"""How a choice may be said; Mistral and Anthropic say ``any`` for ``required``."""
+
+
+class AllowedTool(Strict):
+    """One of some tools, by its name."""
+
+    function: NamedFunction
+
+
+class AllowedTools(Strict):
+    """Some of the tools: the model may call them, or must."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedChoice(Strict):
+    """The functions that may be called this time."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _understood_choice(value: Any) -> Any:
+    """A choice as the field takes it: a word may be the type of an object."""
+    word = value["type"] if isinstance(value, dict) and value.keys() == {"type"} else value
+    if isinstance(word, str) and word in _WORDS:
+        return "required" if word == "any" else word
+    return value
+
+
 class ToolFields(Strict):
     """Functions that the model may call, whether it must, and where its thoughts go."""
 
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedChoice | None,
+        Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None,
+        BeforeValidator(_understood_choice),
         expecting('"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}'),
     ] = None
     parallel_tool_calls: bool | None = None
@@ -84,19 +117,23 @@ class ToolFields(Strict):
 
     @field_validator("tool_choice")
     @classmethod
-    def _choice_of_tools(cls, value: str | NamedChoice | None, info: ValidationInfo) -> str | NamedChoice | None:
+    def _choice_of_tools(cls, value: Any, info: ValidationInfo) -> Any:
         names = {tool.function.name for tool in info.data.get("tools") or ()}
         if value == "required" and not names:
             raise PydanticCustomError("tool_choice", "a call is required, and there are no tools")
-        if isinstance(value, NamedChoice) and value.function.name not in names:
-            name = printable(value.function.name, 64)
-            raise PydanticCustomError("tool_choice", "there is no tool '{name}' among the tools", {"name": name})
+        for name in _named(value):
+            if name not in names:
+                told = {"name": printable(name, 64)}
+                raise PydanticCustomError("tool_choice", "there is no tool '{name}' among the tools", told)
         return value
 
     @property
     def callable_tools(self) -> list[FunctionTool]:
         """The tools that the model is told of and may call."""
-        return [] if self.tools is None or self.tool_choice == "none" else self.tools
+        if self.tools is None or self.tool_choice == "none":
+            return []
+        allowed = _named(self.tool_choice) if isinstance(self.tool_choice, AllowedChoice) else None
+        return [tool for tool in self.tools if allowed is None or tool.function.name in allowed]
 
     @property
     def demanded_tools(self) -> list[FunctionTool]:
@@ -104,12 +141,21 @@ class ToolFields(Strict):
         if isinstance(self.tool_choice, NamedChoice):
             name = self.tool_choice.function.name
             return [tool for tool in self.callable_tools if tool.function.name == name]
-        return self.callable_tools if self.tool_choice == "required" else []
+        choice = self.tool_choice
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice
+        return self.callable_tools if mode == "required" else []
 
     @property
     def several_calls(self) -> bool:
         """Whether an answer may call more than once."""
         return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedChoice)
+
+
+def _named(choice: Any) -> list[str]:
+    """The functions that ``choice`` names."""
+    if isinstance(choice, AllowedChoice):
+        return [tool.function.name for tool in choice.allowed_tools.tools]
+    return [choice.function.name] if isinstance(choice, NamedChoice) else []
 
 
 class CalledFunction(Strict):

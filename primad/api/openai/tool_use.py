@@ -13,6 +13,7 @@ from primad.api.chat import render
 from primad.api.openai.chat_fields import ChatFields
 from primad.api.openai.sampling import grammar_of
 from primad.api.openai.schema import ChatRequest
+from primad.api.openai.thinking_fields import with_word
 from primad.api.reading import AnswerReading, Manner, manner_of
 from primad.api.tool_prompt import mentions
 from primad.errors import RequestError
@@ -25,11 +26,14 @@ _OPEN: Final = frozenset(
 
 def chat_text(request: ChatFields, served: TextModel, *, now: datetime) -> str:
     """The prompt of ``request`` as text. Raises as ``render`` does."""
+    template = served.vocabulary.chat_template or ""
+    named = (request.chat_template_kwargs or {}).get("enable_thinking")
+    thinks = named if isinstance(named, bool) else request.enable_thinking
     return render(
         served.vocabulary,
-        request.conversation,
+        with_word(request.conversation, template, thinks, request.reasoning_effort),
         now=now,
-        variables=request.variables_for(served.vocabulary.chat_template or ""),
+        variables=request.variables_for(template),
         tools=[tool.for_template() for tool in request.callable_tools],
         form=_manner(served).call_form,
         opens=request.opens_turn,
@@ -67,7 +71,7 @@ def answer_rules(request: ChatRequest, served: TextModel, text: str) -> AnswerRu
         is_told = not mentions(served.vocabulary.chat_template or "", "tools")
         form = manner.form if wanted is None and not is_told else manner.asked
     reading = AnswerReading(
-        form=None if form is None else form.name,
+        form=None if form is None else str(form),
         thinking=thinking if opened or not request.continues else None,
         continues=request.continues,
         opened=opened and thinking is not None,

@@ -93,6 +93,9 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choice(choice: str | dict[str, Any] | None) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        tools = [_choice(tool) for tool in choice.get("tools") or () if isinstance(tool, dict)]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     if isinstance(choice, dict) and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
     return choice

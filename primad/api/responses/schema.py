@@ -19,13 +19,15 @@ _PartKind = Literal["input_text", "output_text", "text", "summary_text", "reason
 _ItemKind = Literal[
     "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
 ]
+_RECORDS = frozenset({"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"})
+"""Items that only say what another server did by itself; what came of it is in its answer."""
 
 
 class ContentPart(Strict):
     """A part of an item: text that was put in or came out, or a refusal."""
 
     type: _PartKind
-    text: str = ""
+    text: str | None = None
     refusal: str | None = None
 
 
@@ -102,7 +104,31 @@ class ResponsesRequest(Strict):
     @field_validator("input", mode="before")
     @classmethod
     def _served(cls, value: Any) -> Any:
-        return _check_items(value)
+        return _check_items(_understood(value))
+
+
+def _understood(value: Any) -> Any:
+    """Items of earlier turns as the other ones are: Codex' calls of a shell are calls."""
+    if not isinstance(value, list):
+        return value
+    found = []
+    for item in value:
+        kind = item.get("type") if isinstance(item, dict) else None
+        if not isinstance(kind, str) or kind not in _RECORDS:
+            is_shell = isinstance(kind, str) and kind.startswith(("local_shell_call", "shell_call"))
+            found.append(_as_function(item, str(kind)) if is_shell else item)
+    return found
+
+
+def _as_function(item: dict[str, Any], kind: str) -> dict[str, Any]:
+    if kind.endswith("_output"):
+        return {
+            "type": "function_call_output",
+            "call_id": item.get("call_id") or item.get("id"),
+            "output": item.get("output"),
+        }
+    name, call_id = kind.removesuffix("_call"), item.get("call_id") or item.get("id")
+    return {"type": "function_call", "call_id": call_id, "name": name, "arguments": item.get("action")}
 
 
 def _check_items(value: Any) -> Any:
