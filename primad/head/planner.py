@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
 from msgspec import structs
 
-from halda import DeviceProfile, Infeasible, LinkProfile, Plan, Solution, Workload, evaluate, instance
+from halda import CutOff, DeviceProfile, Infeasible, LinkProfile, Plan, Solution, Workload, evaluate, instance
 from halda.instance import Instance
 from primad.errors import PlanError, PrimadError
 from primad.gguf.architectures import cuttable, why_whole
@@ -154,7 +154,7 @@ class Planner:
     def _known(self, measured: Sequence[DeviceProfile]) -> tuple[list[DeviceProfile], list[LinkProfile]]:
         """Devices and the links between them, with what was learnt of them."""
         corrections = self._learning.planned(measured)
-        links = self._devices.book.between(each.device for each in measured)
+        links = self._devices.book.all_between(each.device for each in measured)
         lent = [self._lending.apply(corrections.apply(each)) for each in measured]
         return lent, [corrections.apply_link(link) for link in links]
 
@@ -208,14 +208,36 @@ class Planner:
             helps=options.batching != "exact" and options.extra_buffers != "on",
         )
         try:
-            solution, settled = await solve_apart(asked, background=background)
+            solution, settled = await self._solve_reached(asked, require, background=background)
         except Infeasible:
             if options.context_tokens is not None or asked.workload == self._service.workload:
                 raise
             asked = structs.replace(asked, workload=self._service.workload)
-            solution, settled = await solve_apart(asked, background=background)
+            solution, settled = await self._solve_reached(asked, require, background=background)
             return self._promise(solution, settled, served, widens=True)
         return self._promise(solution, settled, served, widens=options.context_tokens is None and served is None)
+
+    async def _solve_reached(
+        self, asked: SolverRequest, require: frozenset[str], *, background: bool
+    ) -> tuple[Solution, SolverRequest]:
+        """The answer to ``asked``; where not all devices of --use-all can be in one ring, with those of ``require`` alone.
+
+        Raises ``PlanError`` that says why devices do not reach each other, where there is no plan for that.
+        """
+        try:
+            try:
+                return await solve_apart(asked, background=background)
+            except CutOff:
+                if asked.require == require:
+                    raise
+                return await solve_apart(structs.replace(asked, require=require), background=background)
+        except CutOff as exc:
+            raise PlanError(self._why_cut(device.device for device in asked.devices) or str(exc)) from exc
+
+    def _why_cut(self, devices: Iterable[str]) -> str | None:
+        """Why two of ``devices`` do not reach each other."""
+        names = list(devices)
+        return next((why for each in names if (why := self._devices.book.why_cut(each, names)) is not None), None)
 
     def _promise(self, solution: Solution, asked: SolverRequest, served: Promise | None, *, widens: bool) -> PlanResult:
         """The promise of ``solution`` and its objective."""
@@ -273,6 +295,9 @@ class Planner:
             )
         everyone, devices = devices, devices[: len(windows)]
         plan = plan_by_hand([device.device for device in devices], windows, self._service.options.rounds, model)
+        for pair in zip(plan.devices, (*plan.devices[1:], plan.devices[0]), strict=True):
+            if (why := self._why_cut(pair)) is not None:
+                raise PlanError(f"--windows {','.join(map(str, windows))}: {why}")
         plan = stream_by_hand(plan, devices, model, workload)
         question = instance(devices, [], model, workload, {}, head=plan.head)
         workload = replace(workload, flash=not attends_plainly(plan, question, workload))

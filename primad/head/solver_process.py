@@ -13,7 +13,17 @@ from typing import Final
 
 import msgspec
 
-from halda import DeviceProfile, ExpertPlace, Infeasible, LinkProfile, ModelProfile, Objective, Solution, Workload
+from halda import (
+    CutOff,
+    DeviceProfile,
+    ExpertPlace,
+    Infeasible,
+    LinkProfile,
+    ModelProfile,
+    Objective,
+    Solution,
+    Workload,
+)
 from primad.daemon.owner import apply_nice
 from primad.errors import PlanError
 from primad.ring.spawn import how_it_ended
@@ -52,6 +62,7 @@ class _Solved(msgspec.Struct, frozen=True, tag="solved"):
 class _Unsolvable(msgspec.Struct, frozen=True, tag="infeasible"):
     message: str
     short_bytes: int
+    is_cut_off: bool
 
 
 async def solve_apart(
@@ -60,7 +71,7 @@ async def solve_apart(
     """The answer of ``halda.solve``, and ``question`` with devices as it is for; in the ``background`` all other work goes
     first.
 
-    Raises ``Infeasible`` as that does, ``PlanError`` when the child fails.
+    Raises ``Infeasible`` and ``CutOff`` as that does, ``PlanError`` when the child fails.
     """
     stop = StopFlag(subprocess.Popen.kill)
     try:
@@ -93,7 +104,8 @@ def _ask(question: SolverRequest, stop: StopFlag, background: bool, grace_s: flo
         raise PlanError(f"the solver {how}; set the plan with --windows")
     outcome = msgspec.msgpack.decode(answer, type=_Solved | _Unsolvable)
     if isinstance(outcome, _Unsolvable):
-        raise Infeasible(outcome.message, short_bytes=outcome.short_bytes)
+        kind = CutOff if outcome.is_cut_off else Infeasible
+        raise kind(outcome.message, short_bytes=outcome.short_bytes)
     return outcome
 
 
@@ -118,7 +130,7 @@ def _answer(question: SolverRequest) -> _Solved | _Unsolvable:
     try:
         return _Solved(*solved_as_planned(planned, question.devices, question.model, question.extra_buffers))
     except Infeasible as exc:
-        return _Unsolvable(str(exc), exc.short_bytes)
+        return _Unsolvable(str(exc), exc.short_bytes, isinstance(exc, CutOff))
 
 
 if __name__ == "__main__":
