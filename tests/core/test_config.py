@@ -239,10 +239,10 @@ BAD = [
     ("heartbeat_interval", "0.01", "no time from 0.05 to 60 s"),
     ("suspect_after", "0", "no time"),
     ("gone_after", "2h", "no time"),
-    ("devices", "desk", "no device address"),
+    ("devices", "de sk", "no device address"),
     ("devices", "desk:0", "no device address"),
     ("devices", "desk:65536", "no device address"),
-    ("devices", "a:1,b", "no device address"),
+    ("devices", "a:1,b:", "no device address"),
 ]
 NAMES = {"devices": "--device"}
 
@@ -284,7 +284,7 @@ TOML = [
     ("interface", "0", "no interface"),
     ("devices", "5", "not a list"),
     ("devices", "[5]", "no device address"),
-    ("devices", '["desk"]', "no device address"),
+    ("devices", '["de sk"]', "no device address"),
 ]
 
 

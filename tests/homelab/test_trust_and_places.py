@@ -13,8 +13,15 @@ from tests.homelab.cluster import HTTP_PORT, PRIMAD, Cluster
 from tests.homelab.rig import wait_until
 from tests.homelab.running import PATIENCE_S, MakeLab
 from tools.lab import DeviceSpec
+from tools.synth import write_model
 
 ASK = "import sys, urllib.request as u; print(u.urlopen(u.Request(sys.argv[1], headers={'Host': sys.argv[2]})).status)"
+
+
+def tiny(folder: Path) -> Path:
+    """A model of 6 layers, under 1 MB."""
+    write_model(folder / "tiny.gguf")
+    return folder / "tiny.gguf"
 
 
 def run(cluster: Cluster, device: str, *words: object, fails: bool = False) -> str:
@@ -40,10 +47,10 @@ def trust_findings(cluster: Cluster, device: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_device_that_is_revoked_is_told_and_serves_with_all_others_when_it_is_paired_again(
-    make_lab: MakeLab, smollm2: Path
+    make_lab: MakeLab, tmp_path: Path
 ) -> None:
     lab = make_lab(*(DeviceSpec(name=name, memory_bytes=1 << 30) for name in "abc"))
-    with Cluster(lab, smollm2, trusting=False) as cluster:
+    with Cluster(lab, tiny(tmp_path), trusting=False) as cluster:
         cluster.prepare()
         cluster.start_head("--wait", 2, "--use-all")
         cluster.daemons["a"].wait_for("looking for|waiting for|to add a device")
@@ -82,10 +89,10 @@ def test_a_device_that_was_renamed_is_one_line_and_found_by_both_names(make_lab:
 
 @pytest.mark.slow
 def test_a_head_is_asked_from_elsewhere_at_what_devices_shows_and_pairs_at_its_address(
-    make_lab: MakeLab, smollm2: Path
+    make_lab: MakeLab, tmp_path: Path
 ) -> None:
     lab = make_lab(DeviceSpec(name="a", memory_bytes=1 << 30), DeviceSpec(name="b", memory_bytes=1 << 30))
-    with Cluster(lab, smollm2, trusting=False) as cluster:
+    with Cluster(lab, tiny(tmp_path), trusting=False) as cluster:
         cluster.prepare()
         cluster.start_head("--wait", 0, "--host", "0.0.0.0", "--no-auth")
         cluster.wait_serving()
