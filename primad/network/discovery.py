@@ -23,7 +23,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
 from typing import Final
 
-from zeroconf import AddressResolver, DNSQuestionType, NonUniqueNameException, ServiceStateChange, Zeroconf
+from zeroconf import (  # type: ignore[attr-defined]  # it names no AddressResolver among its own
+    AddressResolver,
+    DNSQuestionType,
+    NonUniqueNameException,
+    ServiceStateChange,
+    Zeroconf,
+)
 from zeroconf import Error as ZeroconfError
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 

@@ -104,7 +104,7 @@ def chosen_head(heads: Iterable[LocalHead], wanted: str | None) -> LocalHead | N
     heads = list(heads)
     if wanted is None and len(heads) <= 1:
         return heads[0] if heads else None
-    fits = [head for head in heads if is_called(head, wanted)]
+    fits = [head for head in heads if wanted is not None and is_called(head, wanted)]
     if len(fits) == 1:
         return fits[0]
     choice = ", ".join(f"--head {name}" for name in names(fits or heads))
