@@ -29,13 +29,13 @@ def head_elsewhere(config: Config, wanted: str, here: Sequence[LocalHead]) -> st
 
     if _is_address(wanted):
         return f"http://{wanted}"
-    found = [peer for peer in called(config, wanted) if peer.role == "head"]
-    if len(found) == 1:
+    found = sorted((peer for peer in called(config, wanted) if peer.role == "head"), key=lambda peer: peer.is_hidden)
+    if len(found) == 1 or (found and found[1].is_hidden):
         return _url(found[0], wanted)
     if not found and _AT.fullmatch(wanted):
         return f"http://{wanted}"  # a name that the system knows
     if found:
-        places = ", ".join(f"--head {peer.listens_at[0]}" for peer in found if peer.listens_at)
+        places = ", ".join(f"--head {peer.listens_at[0]}" for peer in found if peer.listens_at and not peer.is_hidden)
         raise ClusterError(f"--head {wanted}: {len(found)} heads have this name; choose one: {places}")
     from primad.network.local_heads import names
 

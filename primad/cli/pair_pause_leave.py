@@ -71,7 +71,7 @@ def pair(
     _say("or, where primad runs there already:")
     _say(f"  primad pair --code {answer.code}")
     _say("where multicast is blocked add the address of this device:")
-    for place in answer.addresses:
+    for place in answer.addresses or [f"ADDRESS:{answer.port}"]:
         _say(f"  primad join --code {answer.code} --device {place}")
 
 
