@@ -230,10 +230,10 @@ async def loopback() -> LinkProfile:
         context = zmq.asyncio.Context()
         target = Contact(device="there", key=key, addresses=["127.0.0.1"], port=port)
         try:
-            there, _ = await measure_links(context, new_identity(), "here", [target])
+            found = await measure_links(context, new_identity(), "here", [target])
         finally:
             context.term()
-        return there
+        return found.links[0]
 
 
 @contextmanager

@@ -17,12 +17,14 @@ from primad.cli.options import Cluster, Home, OnInterface
 from primad.cli.output import err, out, print_json
 from primad.cli.progress import RichReporter
 from primad.errors import ClusterError, ConfigError
-from primad.settings.config import Config, load_config
+from primad.settings.config import Config, is_loopback, load_config, split_address
 
 if TYPE_CHECKING:
     from primad.network.discovery import Peer
     from primad.trust.trust import TrustStore
 
+_LOOK_S = 2.0
+"""How long to look for a device by its name."""
 _DESCRIBE_S = 2.0
 """How long to wait for what the daemon that runs here knows besides."""
 _HALF = 19
@@ -36,15 +38,18 @@ devices_app = CommandGroup(invoke_without_command=True)
 class Row:
     """One device, in sight or only trusted (then it has no addresses, port 0 and empty texts).
 
-    ``device`` is the name under which it is trusted here, or what a stranger calls itself. Whom a head introduced to the
-    daemon that runs here is trusted for as long as that head is here.
+    ``device`` is the name under which it is trusted here, or what a stranger calls itself; ``calls_itself`` is the other
+    name of one that was renamed since, else empty. Whom a head introduced to the daemon that runs here is trusted for as
+    long as that head is here. It listens at ``places`` (``host:port``): a worker for heads, a head for HTTP.
     ``key`` is the public key in hexadecimal digits, ``fingerprint`` the same for people to compare; both are empty for a
     device too old to have one. ``state`` is what the daemon that runs here says of it, or what can be seen.
     """
 
     device: str
+    calls_itself: str
     role: str
     cluster: str
+    places: tuple[str, ...]
     addresses: tuple[str, ...]
     port: int
     version: str
@@ -57,10 +62,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonReport:
-    """What the daemon that runs here says: how devices stand, by name, and the keys of those that its head introduced."""
+    """What the daemon that runs here says: how devices stand, by name, the keys of those that its head introduced, of heads
+    that revoked it, and of devices that do not work for it, with the reason."""
 
     states: Mapping[str, str] = field(default_factory=dict)
     introduced: frozenset[str] = frozenset()
+    revoked_by: frozenset[str] = frozenset()
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @devices_app.callback()
@@ -120,11 +128,12 @@ def _nothing_before(context: typer.Context, command: str) -> None:
 
 
 def rows(peers: Sequence[Peer], trust: TrustStore, report: DaemonReport, own: str) -> list[Row]:
-    """The devices in sight of this one, ``own``, then those that are trusted and not in sight."""
+    """The devices in sight of this one, ``own``, then those that are trusted and not in sight. A key has one row, also while
+    a former announcement of its device is still about."""
     from primad.trust.identity import fingerprint, key_hex
     from primad.trust.labels import Labels
 
-    revoked, names = trust.revoked(), {each.key: each.device for each in trust.entries()}
+    revoked, names = {each.key: each.device for each in trust.lost()}, {e.key: e.device for e in trust.entries()}
     labels = Labels(own).of(names)
 
     def trusted(key: str) -> Literal["yes", "introduced", "no", "revoked"]:
@@ -136,11 +145,17 @@ def rows(peers: Sequence[Peer], trust: TrustStore, report: DaemonReport, own: st
         is_namesake = peer.key not in labels and peer.device in labels.values()
         return _looks(peer) if is_namesake else report.states.get(labels.get(peer.key, peer.device), _looks(peer))
 
+    def named(peer: Peer) -> str:
+        return names.get(peer.key) or revoked.get(peer.key) or peer.device
+
+    newest = newest_of(peers)
     found = [
         Row(
-            device=names.get(peer.key, peer.device),
+            device=named(peer),
+            calls_itself="" if peer.device == named(peer) else peer.device,
             role=peer.role,
             cluster=peer.cluster,
+            places=peer.listens_at,
             addresses=peer.addresses,
             port=peer.port,
             version=peer.version,
@@ -151,13 +166,15 @@ def rows(peers: Sequence[Peer], trust: TrustStore, report: DaemonReport, own: st
             state=state(peer),
         )
         for peer in peers
+        if peer is newest[peer.key]
     ]
-    seen = {peer.key for peer in peers}
     return found + [
         Row(
             device=known.device,
+            calls_itself="",
             role="",
             cluster="",
+            places=(),
             addresses=(),
             port=0,
             version="",
@@ -168,7 +185,7 @@ def rows(peers: Sequence[Peer], trust: TrustStore, report: DaemonReport, own: st
             state=report.states.get(labels[known.key], "not in sight"),
         )
         for known in trust.entries()
-        if known.key not in seen
+        if known.key not in newest
     ]
 
 
@@ -191,11 +208,42 @@ def report(home: Path) -> DaemonReport:
         err.print(f"warning: {exc}")
         return DaemonReport()
     status = answer.status if isinstance(answer, Described) else {}
-    devices, introduced = status.get("devices"), status.get("introduced")
     return DaemonReport(
-        states={str(name): str(state) for name, state in devices.items()} if isinstance(devices, dict) else {},
-        introduced=frozenset(map(str, introduced)) if isinstance(introduced, list) else frozenset(),
+        states=_texts(status.get("devices")),
+        introduced=_keys(status.get("introduced")),
+        revoked_by=_keys(status.get("revoked_by")),
+        refused=_texts(status.get("refused")),
     )
+
+
+def _keys(said: object) -> frozenset[str]:
+    return frozenset(map(str, said)) if isinstance(said, list) else frozenset()
+
+
+def _texts(said: object) -> dict[str, str]:
+    return {str(name): str(text) for name, text in said.items()} if isinstance(said, dict) else {}
+
+
+def newest_of(peers: Sequence[Peer]) -> dict[str, Peer]:
+    """The latest announcement of each device, by key. One that was renamed may be about under both names for a while."""
+    return {peer.key: peer for peer in sorted(peers, key=lambda peer: peer.revision)}
+
+
+def called(config: Config, name: str) -> list[Peer]:
+    """The devices in sight that 'primad devices' shows as ``name``, or that call themselves so; each may be behind a port.
+
+    Anyone can announce any name: whoever acts on it says which device was found.
+    """
+    from primad.trust.identity import load_identity
+    from primad.trust.trust import TrustStore
+
+    trusted = TrustStore(config.home, load_identity(config.home))
+
+    def names(peer: Peer) -> set[str]:
+        known = {trusted.name_of(peer.key) or peer.device, peer.device}
+        return known | {f"{each}:{peer.port}" for each in known}
+
+    return [peer for peer in newest_of(_peers(config, _LOOK_S)).values() if name in names(peer)]
 
 
 def _peers(config: Config, seconds: float) -> list[Peer]:
@@ -203,6 +251,11 @@ def _peers(config: Config, seconds: float) -> list[Peer]:
 
     with RichReporter(err).waiting("looking for devices"):
         return asyncio.run(look(config.host, seconds, config.interface))
+
+
+def _is_hidden(row: Row) -> bool:
+    """Whether only programs of that device reach its HTTP server."""
+    return row.role == "head" and bool(row.places) and all(is_loopback(split_address(at)[0]) for at in row.places)
 
 
 def _table(found: Sequence[Row]) -> Table:
@@ -214,8 +267,9 @@ def _table(found: Sequence[Row]) -> Table:
     for column in ("device", "role", "cluster", "trusted", "fingerprint", "state", "address"):
         table.add_column(column, overflow="fold", no_wrap=column == "fingerprint")
     for row in found:
-        address = "\n".join(f"{address}:{row.port}" for address in row.addresses)
+        name = f"{row.device} (calls itself {row.calls_itself})" if row.calls_itself else row.device
+        address = "\n".join(row.places) + (" (to itself alone)" if _is_hidden(row) else "")
         halves = f"{row.fingerprint[:_HALF]}\n{row.fingerprint[_HALF + 1 :]}".strip()
         state = row.state if row.version in ("", __version__) else f"{row.state}, has primad {row.version}"
-        table.add_row(*map(Text, (row.device, row.role, row.cluster, row.trusted, halves, state, address)))
+        table.add_row(*map(Text, (name, row.role, row.cluster, row.trusted, halves, state, address)))
     return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -19,6 +19,7 @@ from primad.settings.config import DEFAULT_HTTP_PORT, load_config
 
 if TYPE_CHECKING:
     from primad.doctor.findings import Finding
+    from primad.doctor.peers import KnownTrust
 
 _MARKS: Final = {"ok": ("ok", "green"), "note": ("-", "cyan"), "warning": ("!", "yellow"), "error": ("x", "bold red")}
 _COLUMN: Final = 4
@@ -54,7 +55,7 @@ def doctor(
 
     config = load_config({"home": home, "host": host, "interface": interface, "cluster": cluster, "port": port})
     chosen_interfaces(read_interfaces(), config.interface)  # a slip of the pen is an error here, and no finding
-    own_key, trusts = _trust(config.home)
+    own_key, trust = _trust(config.home)
     subject = Subject(
         home=config.home,
         host=resolved_host(config.host),
@@ -65,7 +66,7 @@ def doctor(
         devices=config.devices,
         threads=config.threads,
         own_key=own_key,
-        trusts=trusts,
+        trust=trust,
     )
     with RichReporter(err).waiting("looking at this device and those in sight"):
         findings = asyncio.run(examine(subject))
@@ -96,11 +97,13 @@ def _count(number: int, what: str) -> str:
     return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
 
 
-def _trust(home: Path) -> tuple[str, Callable[[str], bool]]:
-    """This device's public key and whom it trusts; "" and the daemons of this user before it has a key of its own.
+def _trust(home: Path) -> tuple[str, KnownTrust]:
+    """This device's public key and what is known of trust; "" and the daemons of this user before it has a key of its own.
 
     An identity that others can read is left alone: it is a finding, and loading it would mend it unseen.
     """
+    from primad.cli.devices import report
+    from primad.doctor.peers import KnownTrust
     from primad.doctor.storage import gather_identity, judge_identity
     from primad.trust.identity import load_identity
     from primad.trust.local_trust import LocalTrust, default_folder
@@ -110,7 +113,14 @@ def _trust(home: Path) -> tuple[str, Callable[[str], bool]]:
     if facts is not None and judge_identity(facts)[0].level == "ok":
         try:
             identity = load_identity(home)
-            return identity.public, TrustStore(home, identity).trusts
+            store, said = TrustStore(home, identity), report(home)
+            return identity.public, KnownTrust(
+                trusts=store.trusts,
+                revoked=store.revoked(),
+                introduced=said.introduced,
+                revoked_by=said.revoked_by,
+                refused=said.refused,
+            )
         except PrimadError as exc:
             err.print(f"warning: {exc}")
-    return "", LocalTrust(default_folder()).knows
+    return "", KnownTrust(trusts=LocalTrust(default_folder()).knows)

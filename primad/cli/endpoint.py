@@ -29,7 +29,7 @@ HeadName = Annotated[
     str | None,
     typer.Option(
         "--head",
-        help="Which head, where several run on this device: its name, or name:port.",
+        help="Which head: its name or address, as 'primad devices' shows them.",
         show_default=False,
         autocompletion=head_names,
     ),
@@ -70,7 +70,7 @@ class Reached:
 
 
 def reached(url: str | None, head: str | None, key: str | None) -> Reached:
-    """``url``, or the endpoint of the head on this device that is called ``head``; the usual one where none is found.
+    """``url``, or the endpoint of the head that is called ``head``, here or in sight; the usual one where none is named.
 
     A head of this device left a key for its user's commands, which is said there; ``key`` is for others. Without ``head``
     that of the home folder that ``PRIMAD_HOME`` names counts before all others.
@@ -82,11 +82,17 @@ def reached(url: str | None, head: str | None, key: str | None) -> Reached:
             raise ConfigError("--head: contradicts --url; leave one of them out")
         there = url.rstrip("/").removesuffix("/v1")  # as serve prints it for clients, too
         return Reached(url=there, key=_sound(key), is_own=_is_this_device(there))
-    from primad.network.local_heads import chosen_head, home_note, local_heads, read_head
+    from primad.network.local_heads import chosen_head, home_note, is_called, local_heads, read_head
 
-    home = load_config({}).home
-    own = read_head(home_note(home)) if head is None and os.environ.get("PRIMAD_HOME") else None
-    found = own if own is not None else chosen_head(local_heads(home), head)
+    config = load_config({})
+    own = read_head(home_note(config.home)) if head is None and os.environ.get("PRIMAD_HOME") else None
+    heads = local_heads(config.home)
+    if head is not None and not any(is_called(each, head) for each in heads):
+        from primad.cli.elsewhere import head_elsewhere
+
+        there = head_elsewhere(config, head, heads)
+        return Reached(url=there, key=_sound(key), is_own=_is_this_device(there))
+    found = own if own is not None else chosen_head(heads, head)
     if found is None:
         return Reached(url=DEFAULT_URL, key=_sound(key))
     return Reached(url=found.url, key=found.key or _sound(key))

@@ -79,22 +79,22 @@ def join(device: DeviceOptions, pairing: PairingOptions, network: ListenOptions,
 
         primad join --home /tmp/second --name second --port 7781 --host 127.0.0.1
     """
-    _check_pairing(pairing)
+    place = _check_pairing(pairing)
     config = load_config(flags(device, network, owner))
     check_interface(config)
     from primad.worker.join import join as run_join
 
-    run_join(config, RichReporter(err), code=pairing.code, pair_at=pairing.device)
+    run_join(config, RichReporter(err), code=pairing.code, pair_at=place)
 
 
-def _check_pairing(pairing: PairingOptions) -> None:
+def _check_pairing(pairing: PairingOptions) -> str | None:
+    """Where to pair, if that was said. Raises ``ConfigError``."""
     if pairing.code is not None:
         from primad.trust.words import parse_code
 
         parse_code(pairing.code)
-    if pairing.device is not None:
-        if pairing.code is None:
-            raise ConfigError(
-                f"--device {pairing.device}: says where to pair; give the head's --code too, or leave it out"
-            )
-        check_address(pairing.device, "--device")
+    if pairing.device is None:
+        return None
+    if pairing.code is None:
+        raise ConfigError(f"--device {pairing.device}: says where to pair; give the head's --code too, or leave it out")
+    return check_address(pairing.device, "--device")

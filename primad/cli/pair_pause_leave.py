@@ -64,14 +64,16 @@ def pair(
     if not isinstance(answer, PairingCode):
         _unexpected(answer)
     if json:
-        print_json({"code": answer.code, "expires_s": round(answer.expires_s, 1), "port": answer.port})
+        shown = {"code": answer.code, "expires_s": round(answer.expires_s, 1)}
+        print_json(shown | {"port": answer.port, "addresses": answer.addresses})
         return
     _say(f"code {answer.code}, good for {_minutes(answer.expires_s)}; on the other device type:")
     _say(f"  primad join --code {answer.code}")
     _say("or, where primad runs there already:")
     _say(f"  primad pair --code {answer.code}")
     _say("where multicast is blocked add the address of this device:")
-    _say(f"  primad join --code {answer.code} --device ADDRESS:{answer.port}")
+    for place in answer.addresses or [f"ADDRESS:{answer.port}"]:
+        _say(f"  primad join --code {answer.code} --device {place}")
 
 
 def _bring(home: Path | None, code: str, device: str | None) -> None:
@@ -81,7 +83,7 @@ def _bring(home: Path | None, code: str, device: str | None) -> None:
 
     parse_code(code)
     if device is not None:
-        check_address(device, "--device")
+        device = check_address(device, "--device")
     config = load_config({"home": home})
     if is_running(config.home):
         _do(home, BringCode(code=code, at=device), BRING_S)

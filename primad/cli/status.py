@@ -64,7 +64,7 @@ def status(
         tables.width = max(tables.width, _PLAIN_WIDTH)
     there = reached(url, head, api_key)
     if watch and not json:
-        _watch(_ask_once(there), lambda: _ask_once(reached(url, head, api_key)))
+        _watch(_ask_once(there), lambda: _ask_once(reached(url, head, api_key) if there.is_own else there))
         return
     with connected(there, ANSWER_TIMEOUT_S) as client:
         if json:

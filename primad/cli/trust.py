@@ -11,7 +11,7 @@ import typer
 from primad.cli.completion import trusted_names
 from primad.cli.options import Home
 from primad.cli.output import out
-from primad.errors import ConfigError
+from primad.errors import ClusterError, ConfigError
 from primad.settings.config import load_config
 
 if TYPE_CHECKING:
@@ -45,7 +45,9 @@ def trust(
 
 
 def revoke(
-    device: Annotated[str, typer.Argument(help="Its name, or its key.", autocompletion=trusted_names)],
+    device: Annotated[
+        str, typer.Argument(help="Its name as 'primad devices' shows it, or its key.", autocompletion=trusted_names)
+    ],
     home: Home = None,
 ) -> None:
     """Trust a device no longer, whoever introduces it, until you pair with it again.
@@ -59,9 +61,20 @@ def revoke(
     store, _ = _store(home)
     with contextlib.suppress(ConfigError):  # a name, then
         device = parse_key(device)
-    for each in store.revoke(device):
+    for each in store.revoke(device if store.is_known(device) else _key_of(device, store, home)):
         out.print(f"{each.device} is not trusted here any more ({fingerprint(each.key)})")
-    out.print("a head tells the devices that work for it; where it was paired with directly, revoke it there as well")
+    out.print("a head tells it, and the devices that work for it; one that was paired with it directly still trusts it")
+
+
+def _key_of(name: str, store: TrustStore, home: Path | None) -> str:
+    """The key of the trusted device in sight that calls itself ``name`` by now; ``name`` where there is none, or several."""
+    from primad.cli.devices import called
+
+    with contextlib.suppress(ClusterError):  # no network: nobody is in sight
+        found = {peer.key for peer in called(load_config({"home": home}), name) if store.trusts(peer.key)}
+        if len(found) == 1:
+            return found.pop()
+    return name
 
 
 def _store(home: Path | None) -> tuple[TrustStore, TrustedDevice]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from primad import __version__
@@ -13,7 +13,8 @@ from primad.daemon.station import Station
 from primad.errors import ClusterError
 from primad.network.admin import PairingCode
 from primad.network.discovery import Discovery, look
-from primad.settings.config import Config, split_address
+from primad.network.own_places import local_name, own_hosts
+from primad.settings.config import DEFAULT_CONTROL_PORT, Config, is_loopback, join_address, split_address
 from primad.trust.pairing import BETWEEN_TRIES_S, LIFETIME_S, CodeOutcome, Who
 from primad.trust.pairing_links import NobodyThereError, PairingServer, pair_with
 from primad.trust.proofs import Proofs
@@ -25,7 +26,18 @@ LOOK_S: Final = 3.0
 LOOKS: Final = 5
 PATIENCE_S: Final = 55.0
 """What bringing a code takes at most, however many devices announce it; ``primad pair`` waits a little longer."""
+MOST_HOSTS: Final = 4
 _NAME_IT: Final = "name the place that 'primad pair' prints with --device"
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenCode:
+    """A code that is good until ``ends_at``, where it is taken, and the places to bring it to."""
+
+    code: Code
+    server: PairingServer
+    ends_at: float
+    places: list[str]
 
 
 class PairingService:
@@ -35,7 +47,7 @@ class PairingService:
         self._station = station
         self._config, self._identity, self._trust = station.config, station.identity, station.trust
         self._say, self._role = say, role
-        self._open: tuple[Code, PairingServer, float] | None = None
+        self._open: _OpenCode | None = None
         self._task: asyncio.Task[None] | None = None
         self._discovery: Discovery | None = None
         self.name = station.config.name
@@ -47,17 +59,27 @@ class PairingService:
     async def open(self) -> PairingCode:
         """The code that is open, a new one if none is. Raises ``ClusterError`` when no port can be listened on."""
         loop = asyncio.get_running_loop()
+        hosts = [] if self._open is not None else await self._hosts()
         if self._open is None:
             code = new_code()
             who = Who(device=self.name, key=self._identity.public, cluster=self._config.cluster, version=__version__)
-            server = PairingServer(self._config.host, code, who, self._paired)
-            self._open = (code, server, loop.time() + LIFETIME_S)
+            server = PairingServer(self._config.host, code, who, self._paired, preferred=DEFAULT_CONTROL_PORT)
+            places = [join_address(host, server.port) for host in hosts]
+            self._open = _OpenCode(code, server, loop.time() + LIFETIME_S, places)
             self._task = asyncio.create_task(self._run(server))
             if self._discovery is not None:
                 await self._discovery.set_pairing(code.number, server.port)
         shown = self.shown()
         assert shown is not None
         return shown
+
+    async def _hosts(self) -> list[str]:
+        """What leads to this device: its addresses, and its name in mDNS if others find it by that."""
+        hosts = own_hosts(self._config.host, self._config.interface)[:MOST_HOSTS]
+        name, discovery = local_name(), self._discovery
+        if discovery is None or is_loopback(self._config.host) or not await discovery.leads_here(name):
+            return hosts
+        return [*hosts, name]
 
     async def bring(self, code: str, at: str | None) -> TrustedDevice:
         """Pair with the device that shows ``code``. Raises as ``pair``."""
@@ -67,9 +89,9 @@ class PairingService:
         """The code that is open."""
         if self._open is None:
             return None
-        code, server, ends_at = self._open
-        left_s = max(0.0, ends_at - asyncio.get_running_loop().time())
-        return PairingCode(code=str(code), expires_s=left_s, port=server.port)
+        left_s = max(0.0, self._open.ends_at - asyncio.get_running_loop().time())
+        shown = self._open
+        return PairingCode(code=str(shown.code), expires_s=left_s, port=shown.server.port, addresses=shown.places)
 
     async def close(self) -> None:
         """No code is good any more."""
@@ -88,7 +110,7 @@ class PairingService:
                 self._say("the pairing code was tried too often and is void; 'primad pair' shows a new one")
         finally:
             assert self._open is not None
-            number = self._open[0].number
+            number = self._open.code.number
             self._open = None
             if self._discovery is not None:
                 await self._discovery.set_pairing(number, None)

@@ -32,7 +32,7 @@ class Subject:
 
     ``host`` is the address that its daemons listen on, ``control_port`` None where the owner left it open; ``devices`` are
     those that the configuration names as host:port, ``threads`` those that it pins. ``own_key`` is its public key, "" before
-    it has one; ``trusts`` says of another's whether it is trusted.
+    it has one; ``trust`` is what is known here of others' keys.
     """
 
     home: Path
@@ -44,7 +44,7 @@ class Subject:
     devices: tuple[str, ...]
     threads: int | None
     own_key: str
-    trusts: Callable[[str], bool]
+    trust: peers.KnownTrust
 
 
 Check = Callable[[Subject], Awaitable[list[Finding]]]
@@ -130,7 +130,7 @@ async def _devices(subject: Subject) -> list[Finding]:
     return [
         *peers.judge_sight(seen, subject.cluster, subject.own_key),
         *peers.judge_versions(seen, subject.cluster, __version__, protocol=PROTOCOL, oldest=OLDEST),
-        *peers.judge_trust(seen, subject.cluster, subject.own_key, subject.trusts),
+        *peers.judge_trust(seen, subject.cluster, subject.own_key, subject.trust),
         *reach.judge_reached(await reach.gather_reached(reach.targets(seen, subject.cluster, ()))),
     ]
 

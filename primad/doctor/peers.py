@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from primad.doctor.findings import Finding, finding
@@ -50,14 +51,44 @@ def judge_versions(peers: Sequence[Peer], cluster: str, version: str, *, protoco
     ]
 
 
-def judge_trust(peers: Sequence[Peer], cluster: str, own_key: str, trusts: Callable[[str], bool]) -> list[Finding]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownTrust:
+    """What is known here of trust, by key: whom this device ``trusts`` and ``revoked``, and what the daemon that runs here
+    heard of the other side: whom its head ``introduced``, which heads it was ``revoked_by``, who ``refused`` it and why."""
+
+    trusts: Callable[[str], bool]
+    revoked: frozenset[str] = frozenset()
+    introduced: frozenset[str] = frozenset()
+    revoked_by: frozenset[str] = frozenset()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+def judge_trust(peers: Sequence[Peer], cluster: str, own_key: str, trust: KnownTrust) -> list[Finding]:
     """Devices of our cluster that are not trusted stay outside until a code was typed."""
     found = []
     for peer in peers:
         if peer.cluster != cluster or _is_own(peer, own_key):
             continue
-        if trusts(peer.key):
-            found.append(finding("trust", "ok", f"{peer.device} is trusted"))
+        if peer.key in trust.revoked:
+            again = (
+                "type there what 'primad pair' shows here"
+                if peer.role == "worker"
+                else "'primad pair' there shows a code"
+            )
+            text = f"{peer.device} was revoked here; to pair again {again}"
+            found.append(finding("trust", "note", text, "primad pair" + " --code CODE" * (peer.role == "head")))
+        elif peer.key in trust.revoked_by:
+            text = f"{peer.device} is trusted here, but it revoked this device, and gives it no work; to pair again"
+            found.append(
+                finding("trust", "warning", f"{text} 'primad pair' there shows a code", "primad pair --code CODE")
+            )
+        elif peer.key in trust.refused:
+            text = f"{peer.device} is trusted here, but does not work for this head: {trust.refused[peer.key]}"
+            found.append(finding("trust", "warning", text, f"primad doctor    (on {peer.device})"))
+        elif trust.trusts(peer.key):
+            found.append(finding("trust", "ok", f"{peer.device} is trusted here"))
+        elif peer.key in trust.introduced:
+            found.append(finding("trust", "ok", f"{peer.device} was introduced by the head"))
         elif peer.role == "head" and peer.pairing is not None:
             text = f"{peer.device} is not trusted yet, and has a code open; it shows it"
             found.append(finding("trust", "warning", text, f"primad join --code {peer.pairing[0]}-WORD-WORD"))

@@ -40,7 +40,9 @@ from primad.layers.server import LayerServer
 from primad.membership import types
 from primad.membership.news import news
 from primad.membership.step import phase_of, step, wake_at
+from primad.membership.types import DevicePhase
 from primad.membership.waiting import waiting_line
+from primad.network.addresses import resolved_host
 from primad.network.admin import (
     AdminAnswer,
     AdminRequest,
@@ -96,7 +98,7 @@ class HeadDaemon:
         self._pairing = PairingService(station, reporter.say, WORKER)
         self._devices = Devices(
             station,
-            http_port=service.options.http_port,
+            http=(resolved_host(service.options.http_host), service.options.http_port),
             caller=self._caller(),
             pairing=self._pairing,
             core=self,
@@ -196,6 +198,7 @@ class HeadDaemon:
                         self._missing = await self._devices.greet_named()
                         services.append(group.create_task(self._devices.await_named(self._missing)))
                         services.append(group.create_task(self._devices.watch_trust()))
+                        services.append(group.create_task(self._devices.tell_revoked()))
                     await measuring
                     services.append(group.create_task(self._refine()))
                     await self._drive()
@@ -317,6 +320,11 @@ class HeadDaemon:
             for name, device in sorted(state.devices.items())
         ]
 
+    def _refused(self) -> dict[str, str]:
+        """Why trusted devices do not work for this head, by key."""
+        reasons = {each["device"]: each["reason"] for each in self._cluster() if each["phase"] == DevicePhase.PAIRED}
+        return {key: reasons[label] for key, label in self._devices.labels.items() if reasons.get(label)}
+
     async def _administer(self, request: AdminRequest) -> AdminAnswer:
         match request:
             case OpenPairing() | BringCode() if self._options.alone:
@@ -335,6 +343,7 @@ class HeadDaemon:
                         "serving": self._backend.health().serving,
                         "detail": self._backend.health().detail,
                         "devices": {each["device"]: _state_text(each) for each in self._cluster()},
+                        "refused": self._refused(),
                     }
                 )
             case Leave() | Pause() | Resume():

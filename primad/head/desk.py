@@ -32,6 +32,7 @@ from primad.head.lending import Lending
 from primad.head.planner import Planner
 from primad.head.promise import Promise
 from primad.membership import types
+from primad.network.admin import PairingCode
 from primad.network.peer import Peer
 from primad.planning.question import parse_link
 from primad.profiler.store import load_profile
@@ -73,19 +74,17 @@ class HeadDesk:
         return DevicesBody(
             own=HeadKey(device=self._station.config.name, fingerprint=fingerprint(own), key=key_hex(own)),
             devices=known,
-            code=None if code is None else OpenCode(code=code.code, expires_s=code.expires_s, port=code.port),
+            code=None if code is None else _open_code(code),
         )
 
     async def open_code(self) -> OpenCode:
         self._check_not_alone()
-        code = await self._pairing.open()
-        return OpenCode(code=code.code, expires_s=code.expires_s, port=code.port)
+        return _open_code(await self._pairing.open())
 
     async def bring_code(self, shown: ShownCode) -> Paired:
         self._check_not_alone()
-        if shown.at is not None:
-            check_address(shown.at, "address")
-        other = await self._pairing.bring(shown.code, shown.at)
+        at = None if shown.at is None else check_address(shown.at, "address")
+        other = await self._pairing.bring(shown.code, at)
         return Paired(device=other.device)
 
     def _check_not_alone(self) -> None:
@@ -131,6 +130,10 @@ class HeadDesk:
 
     def profiles(self) -> list[str]:
         return sorted(path.stem for path in _folder().glob("*.json"))
+
+
+def _open_code(code: PairingCode) -> OpenCode:
+    return OpenCode(code=code.code, expires_s=code.expires_s, port=code.port, addresses=code.addresses)
 
 
 def _folder() -> Path:

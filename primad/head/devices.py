@@ -20,7 +20,7 @@ from primad.head.blame import DeviceLostError
 from primad.head.core import Core
 from primad.head.link_book import LinkBook
 from primad.head.sight import Sight, Sighted
-from primad.head.worker_link import Caller, WorkerLink, greet_named, probe
+from primad.head.worker_link import Caller, WorkerLink, greet_named, probe, tell_revoked
 from primad.head.worker_link import greet as say_hello
 from primad.membership import types
 from primad.network.discovery import Discovery, MulticastError
@@ -43,20 +43,21 @@ MOST_TOLD: Final = 64
 
 
 class Devices:
-    """``workers`` are those that said welcome, by label; ``book`` has the links between them. ``caller`` is this head."""
+    """``workers`` are those that said welcome, by label; ``book`` has the links between them. ``caller`` is this head, whose
+    HTTP server listens at the address and port ``http``."""
 
     def __init__(
         self,
         station: Station,
         *,
-        http_port: int,
+        http: tuple[str, int],
         caller: Caller,
         pairing: PairingService,
         core: Core,
         reporter: Reporter,
     ) -> None:
         self._config, self._trust, self._timings = station.config, station.trust, station.timings
-        self._http_port, self._caller, self._pairing = http_port, caller, pairing
+        self._http, self._caller, self._pairing = http, caller, pairing
         self._core, self._reporter = core, reporter
         self.workers: dict[str, WorkerLink] = {}
         self.book = LinkBook(caller.context, caller.identity, caller.device, timings=caller.timings)
@@ -68,6 +69,8 @@ class Devices:
         """The keys of devices that ``--device`` led to."""
         self._told: set[tuple[str, str]] = set()
         self._known_keys: set[str] = set()
+        self._given: dict[str, str] = {}
+        """What the owner calls the devices that are trusted by a file, by key."""
 
     @property
     def session(self) -> int:
@@ -128,8 +131,9 @@ class Devices:
                 cluster=self._config.cluster,
                 role="head",
                 version=__version__,
-                port=self._http_port,
+                port=self._http[1],
                 key=self._caller.identity.public,
+                http=self._http[0],
             )
         except MulticastError as exc:
             self._reporter.say(str(exc))
@@ -244,6 +248,23 @@ class Devices:
         reached = {name for pair in unreached - still for name in pair} & left
         self._core.post(types.Measured(frozenset(left), unreached=bool(still), reached=frozenset(reached)))
 
+    async def tell_revoked(self) -> None:
+        """Tell each device that was revoked so, whenever it comes in sight: it cannot know, and would wait for this head."""
+        told: dict[str, int] = {}
+        while True:
+            revoked = self._trust.revoked()
+            told = {key: revision for key, revision in told.items() if key in revoked}
+            for key in sorted(revoked):
+                peers = [peer for peer in self.in_sight if peer.key == key]
+                met = [self._met[key]] if key in self._met else []
+                places = dict.fromkeys([*met, *((at, peer.port) for peer in peers for at in peer.addresses)])
+                revision = max((peer.revision for peer in peers), default=0)
+                if places and told.get(key) != revision:
+                    told[key] = revision
+                    with suppress(ClusterError):  # it is away, or does not trust this head either
+                        await tell_revoked(self._caller, places, key)
+            await asyncio.sleep(self._timings.head.trust_look_every_s)
+
     async def watch_trust(self) -> None:
         """Notice what 'primad devices trust' and 'revoke', and pairing, change."""
         entries: object = None
@@ -269,11 +290,21 @@ class Devices:
 
     def _look(self) -> None:
         """What is announced, or who is trusted, may have changed."""
-        before = self._sight.devices
-        self._sight.look(self._announced, {each.key: each.device for each in self._trust.entries()})
+        before, entries = self._sight.devices, self._trust.entries()
+        given = {each.key: each.device for each in entries if each.how != LOCAL}
+        for key in given.keys() & self._given.keys():
+            if given[key] != self._given[key]:
+                self._sight.rename(key)
+        self._given = given
+        self._sight.look(self._announced, {each.key: each.device for each in entries})
         named = {label for key, label in self.labels.items() if key in self._named}
         for label in before.keys() - self._sight.devices.keys() - named:
             self._core.post(types.Vanished(label))
+        for worker in list(self.workers.values()):
+            if (label := self.labels.get(worker.key, worker.name)) != worker.name:
+                self._core.post(types.Lost(worker.name, f"it is called {label} here now"))
+                self._core.post(types.Vanished(worker.name))
+                self._core.post(types.Seen(label, trusted=True))
         for label, sighted in self._sight.devices.items():
             if before.get(label) != sighted:
                 self._see(label, sighted)

@@ -20,8 +20,9 @@ from primad.daemon.reporter import Reporter
 from primad.head.blame import DeviceLostError
 from primad.head.worker_link import WorkerLink
 from primad.network.contacts import MAX_ADDRESSES, Contact
-from primad.network.linkprobe import UNREACHABLE_S, measure_links
+from primad.network.linkprobe import UNREACHABLE_S, cut_link, measure_links
 from primad.network.scopes import bare
+from primad.network.unreached import SILENT, Unreached, unreached_line
 from primad.settings.timings import NetworkTimings
 from primad.trust.identity import Identity
 
@@ -45,6 +46,9 @@ class LinkBook:
         self._head = head
         self._targets: dict[str, Contact] = {}
         self._links: dict[tuple[str, str], LinkProfile] = {}
+        """Those that do not work among them."""
+        self._why: dict[tuple[str, str], Unreached] = {}
+        """Why a link does not work, from the device that measured it."""
         self._said: set[tuple[str, str]] = set()
 
     async def measure(
@@ -86,17 +90,29 @@ class LinkBook:
             if total:
                 reporter.progress(self._head, "links", done, total)
                 reporter.settle()
-        return self.between(names)
+        return self.all_between(names)
 
     def between(self, devices: Iterable[str]) -> list[LinkProfile]:
-        """What was measured between ``devices``."""
+        """What was measured between ``devices``: the links that work."""
+        return [link for link in self.all_between(devices) if link.works]
+
+    def all_between(self, devices: Iterable[str]) -> list[LinkProfile]:
+        """The links between ``devices``, for a plan: it is to know also which do not work."""
         names = set(devices)
         return [link for pair, link in self._links.items() if names.issuperset(pair)]
 
+    def why_cut(self, device: str, others: Iterable[str]) -> str | None:
+        """Why ``device`` and one of ``others`` do not reach each other, with the cure; None where all do."""
+        for other in others:
+            for pair in ((device, other), (other, device)):
+                if pair in self._links and not self._links[pair].works and pair in self._why:
+                    return unreached_line(pair[0], self._why[pair])
+        return None
+
     def unreached(self, devices: Iterable[str]) -> set[tuple[str, str]]:
         """The links between the head and ``devices`` that did not work when they were measured."""
-        found = self.between([self._head, *devices])
-        return {(link.source, link.target) for link in found if link.round_trip_s >= UNREACHABLE_S}
+        found = self.all_between([self._head, *devices])
+        return {(link.source, link.target) for link in found if not link.works}
 
     def address(self, source: str, target: str) -> str | None:
         """The address by which ``source`` reaches ``target`` best, if it was measured."""
@@ -107,6 +123,7 @@ class LinkBook:
         """A device went away; it may come back elsewhere, so its links are measured anew then."""
         self._targets.pop(device, None)
         self._links = {pair: link for pair, link in self._links.items() if device not in pair}
+        self._why = {pair: why for pair, why in self._why.items() if device not in pair}
         self._said = {pair for pair in self._said if device not in pair}
 
     async def _measure(
@@ -125,7 +142,7 @@ class LinkBook:
                 )  # is it there at all?
                 if pair not in self._said:
                     self._said.add(pair)
-                    reporter.say(f"{source} does not reach {target.device}; plans avoid sending over this link")
+                    reporter.say(self.why_cut(source, [target.device]) or f"{source} does not reach {target.device}")
             elif pair in self._said:
                 self._said.discard(pair)
                 reporter.say(f"{source} reaches {target.device} now")
@@ -138,7 +155,16 @@ class LinkBook:
         else:
             most_s = 60.0 + sum(len(target.addresses) for target in targets) * 40 * self._timings.link_timeout_s
             found = await workers[source].measure_links([_told(target) for target in targets], most_s)
-        self._links |= {(link.source, link.target): link for link in found}
+        cut = {(link.source, link.target) for link in found.links if link.round_trip_s >= UNREACHABLE_S}
+        self._links |= {(link.source, link.target): link for link in found.links}
+        self._links |= {pair: cut_link(*pair) for pair in cut}  # an older device gives them figures alone
+        silent = Unreached(device="", place="any address", why=SILENT)
+        said = {each.device: each for each in found.unreached}
+        for target in targets:
+            if (source, target.device) in cut:
+                self._why[source, target.device] = said.get(
+                    target.device, msgspec.structs.replace(silent, device=target.device)
+                )
 
 
 async def _target(worker: WorkerLink, announced: Iterable[str]) -> Contact:

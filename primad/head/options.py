@@ -29,11 +29,12 @@ from primad.api.reading import AUTO
 from primad.engine.protocol import KvType
 from primad.engine.rope import AS_THE_MODEL_SAYS, Rope
 from primad.errors import ConfigError, PlanError
+from primad.network.own_places import own_hosts
 from primad.planning.batching import BatchingMode
 from primad.planning.default_context import SolvedPlan, WithContext, first_context, with_wanted_context
 from primad.planning.drafting import SpeculateMode
 from primad.planning.question import check_kv_type, default_workload
-from primad.settings.config import LOOPBACK, Config
+from primad.settings.config import LOOPBACK, Config, join_address
 from primad.settings.quantities import show_bytes
 
 KEEP_ROWS: Final = 16
@@ -116,10 +117,9 @@ class ServeOptions:
 
     @property
     def url(self) -> str:
-        """The endpoint as clients name it: by address where it listens at one, by this machine's name where at all."""
-        everywhere = self.http_host in ("0.0.0.0", "::")
-        host = socket.gethostname() if everywhere else self.http_host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.http_port}"
+        """The endpoint as clients name it: by the address where it listens, the likeliest one where it does at all."""
+        host = own_hosts(self.http_host)[0] if self.http_host in ("0.0.0.0", "::") else self.http_host
+        return f"http://{join_address(host, self.http_port)}"
 
 
 def is_for_several(options: ServeOptions, config: Config) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
 from msgspec import structs
 
-from halda import DeviceProfile, Infeasible, LinkProfile, Plan, Solution, Workload, evaluate, instance
+from halda import CutOff, DeviceProfile, Infeasible, LinkProfile, Plan, Solution, Workload, evaluate, instance
 from halda.instance import Instance
 from primad.errors import PlanError, PrimadError
 from primad.gguf.architectures import cuttable, turns_by_context, why_whole
@@ -164,7 +164,7 @@ class Planner:
     def _known(self, measured: Sequence[DeviceProfile]) -> tuple[list[DeviceProfile], list[LinkProfile]]:
         """Devices and the links between them, with what was learnt of them."""
         corrections = self._learning.planned(measured)
-        links = self._devices.book.between(each.device for each in measured)
+        links = self._devices.book.all_between(each.device for each in measured)
         lent = [self._lending.apply(corrections.apply(each)) for each in measured]
         return lent, [corrections.apply_link(link) for link in links]
 
@@ -238,15 +238,37 @@ class Planner:
         *first, last = dict.fromkeys(tried)
         for work in first:
             with suppress(Infeasible):
-                found = await solve_apart(structs.replace(asked, workload=work), background=background)
+                found = await self._solve_reached(structs.replace(asked, workload=work), require, background=background)
                 break
         else:
-            found = await solve_apart(structs.replace(asked, workload=last), background=background)
+            found = await self._solve_reached(structs.replace(asked, workload=last), require, background=background)
         solution, settled = found
         widens = options.context_tokens is None and (
             served is None or settled.workload.context_tokens < served.context_tokens
         )
         return self._promise(solution, settled, served, widens=widens, keeps_attention=keeps_attention)
+
+    async def _solve_reached(
+        self, asked: SolverRequest, require: frozenset[str], *, background: bool
+    ) -> tuple[Solution, SolverRequest]:
+        """The answer to ``asked``; where not all devices of --use-all can be in one ring, with those of ``require`` alone.
+
+        Raises ``PlanError`` that says why devices do not reach each other, where there is no plan for that.
+        """
+        try:
+            try:
+                return await solve_apart(asked, background=background)
+            except CutOff:
+                if asked.require == require:
+                    raise
+                return await solve_apart(structs.replace(asked, require=require), background=background)
+        except CutOff as exc:
+            raise PlanError(self._why_cut(device.device for device in asked.devices) or str(exc)) from exc
+
+    def _why_cut(self, devices: Iterable[str]) -> str | None:
+        """Why two of ``devices`` do not reach each other."""
+        names = list(devices)
+        return next((why for each in names if (why := self._devices.book.why_cut(each, names)) is not None), None)
 
     def _promise(
         self,
@@ -317,6 +339,9 @@ class Planner:
             )
         everyone, devices = devices, devices[: len(windows)]
         plan = plan_by_hand([device.device for device in devices], windows, self._service.options.rounds, model)
+        for pair in zip(plan.devices, (*plan.devices[1:], plan.devices[0]), strict=True):
+            if (why := self._why_cut(pair)) is not None:
+                raise PlanError(f"--windows {','.join(map(str, windows))}: {why}")
         options = self._service.options
         wanted = self._wanted_tokens(None)
         settled = with_context_by_hand(plan, devices, model, workload, wanted, options.objective)

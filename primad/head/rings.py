@@ -431,6 +431,8 @@ class Rings:
 
     async def _left_out(self, epoch: int, promise: Promise, left: LeftOut) -> str:
         slowdown = None
+        if (cut := self._devices.book.why_cut(left.device, promise.plan.devices)) is not None:
+            return left_out_line(left.device, cut, None)
         if promise.prediction is not None:
             slowdown = await self._planner.slowdown_with(
                 left.device,

@@ -41,6 +41,7 @@ from primad.head.service import service_of
 from primad.head.text_service import TextService
 from primad.head.vocabulary import chat_template_of
 from primad.network.local_heads import announced_head
+from primad.network.own_places import own_names
 from primad.network.sockets import raise_descriptor_limit
 from primad.planning.adapters import check_adapters, open_adapters, with_adapters
 from primad.planning.angles import with_rope
@@ -291,7 +292,7 @@ def _http_server(
     desk: HeadDesk,
 ) -> uvicorn.Server:
     names = ModelNames(aliases=options.aliases, any_model=options.any_model)
-    hosts = (host, socket.gethostname(), *options.allowed_hosts)
+    hosts = (host, *own_names(), *options.allowed_hosts)
     app = create_app(
         backend,
         hosts=hosts,

@@ -59,6 +59,10 @@ class Sight:
         self.devices: dict[str, Sighted] = {}
         self.impostors: list[Peer] = []
 
+    def rename(self, key: str) -> None:
+        """The owner calls the device with ``key`` otherwise now."""
+        self._labels.forget(key)
+
     def look(self, announced: Mapping[str, Peer], trusted: Mapping[str, str]) -> None:
         """``announced`` is what is in sight by mDNS name, ``trusted`` the names of the devices that are, by key."""
         self.labels = self._labels.of(trusted)

@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from halda import (
+    CutOff,
     DeviceProfile,
     ExpertPlace,
     Infeasible,
@@ -71,6 +72,7 @@ class _Solved(msgspec.Struct, frozen=True, tag="solved"):
 class _Unsolvable(msgspec.Struct, frozen=True, tag="infeasible"):
     message: str
     short_bytes: int
+    is_cut_off: bool
 
 
 async def solve_apart(
@@ -79,7 +81,7 @@ async def solve_apart(
     """The answer of ``halda.solve``, and ``question`` with devices and context as it is for; in the ``background`` all other
     work goes first.
 
-    Raises ``Infeasible`` as that does, ``PlanError`` when the child fails.
+    Raises ``Infeasible`` and ``CutOff`` as that does, ``PlanError`` when the child fails.
     """
     stop = StopFlag(subprocess.Popen.kill)
     try:
@@ -114,7 +116,8 @@ def _ask(question: SolverRequest, stop: StopFlag, background: bool, grace_s: flo
         raise PlanError(f"the solver {how}; set the plan with --windows")
     outcome = msgspec.msgpack.decode(answer, type=_Solved | _Unsolvable)
     if isinstance(outcome, _Unsolvable):
-        raise Infeasible(outcome.message, short_bytes=outcome.short_bytes)
+        kind = CutOff if outcome.is_cut_off else Infeasible
+        raise kind(outcome.message, short_bytes=outcome.short_bytes)
     return outcome
 
 
@@ -153,7 +156,7 @@ def _answer(question: SolverRequest) -> _Solved | _Unsolvable:
     try:
         found = settled(question, of)
     except Infeasible as exc:
-        return _Unsolvable(str(exc), exc.short_bytes)
+        return _Unsolvable(str(exc), exc.short_bytes, isinstance(exc, CutOff))
     return _Solved(found.solution, found.devices, found.workload, found.why)
 
 

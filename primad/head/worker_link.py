@@ -27,6 +27,7 @@ from primad.membership import types
 from primad.membership.memory_recovery import lowered
 from primad.network.contacts import Contact
 from primad.network.control import HeadEnd
+from primad.network.linkprobe import MeasuredLinks
 from primad.network.messages import (
     MAX_DEVICES,
     Dismiss,
@@ -53,6 +54,7 @@ from primad.network.messages import (
     Refused,
     Release,
     Remeasured,
+    Revoked,
     Welcome,
     WorkerMessage,
     WorkerStatus,
@@ -150,7 +152,38 @@ async def probe(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Coll
     raise ClusterError("; ".join(sorted(set(refusals))) or "it has no address")
 
 
+async def tell_revoked(caller: Caller, places: Iterable[tuple[str, int]], key: str) -> None:
+    """Tell the device with ``key``, at the first of ``places`` that works, that it is not trusted any more; it heard that.
+
+    Raises ``ClusterError`` where it does not answer.
+    """
+    end, _ = await probe(caller, places, [key])
+    try:
+        await end.send(Revoked())
+        await _probe(caller, end)  # it answers in the order in which it hears
+    finally:
+        end.close()
+
+
 async def _probe(caller: Caller, end: HeadEnd) -> tuple[HeadEnd, Probed]:
+    """Ask at ``end`` who is there. Raises ``ClusterError`` when nobody says so, or who is there does not let us in."""
+    refused = asyncio.ensure_future(end.wait_refused())
+    asked = asyncio.ensure_future(_ask_version(caller, end))
+    try:
+        await asyncio.wait([refused, asked], return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            return await asked
+        raise ClusterError(
+            f"the device at {end.address} does not let this one in: it was revoked there, or never paired; pair the two "
+            "again ('primad pair')"
+        )
+    finally:
+        for task in (refused, asked):
+            task.cancel()
+        await asyncio.gather(refused, asked, return_exceptions=True)
+
+
+async def _ask_version(caller: Caller, end: HeadEnd) -> tuple[HeadEnd, Probed]:
     own = caller.versions
     await end.send(Probe(protocol=own.protocol, oldest=own.oldest, version=own.primad, device=caller.device))
     timeout_s = caller.timings.probe_timeout_s
@@ -230,7 +263,7 @@ class WorkerLink:
         self._post = post
         self._participations: dict[int, Participation] = {}
         self._guesses: dict[int, HearsGuesses] = {}
-        self._links: asyncio.Future[list[LinkProfile]] | None = None
+        self._links: asyncio.Future[LinksMeasured] | None = None
         self._holds: dict[int, asyncio.Future[list[bool]]] = {}
         self._hold_numbers = count(1)
         self._measure = MeasureLinks(targets=[])
@@ -279,7 +312,7 @@ class WorkerLink:
         """Let the worker go that asked for it."""
         await self.end.send(Dismiss())
 
-    async def measure_links(self, targets: Sequence[Contact], timeout_s: float) -> list[LinkProfile]:
+    async def measure_links(self, targets: Sequence[Contact], timeout_s: float) -> MeasuredLinks:
         """Have the worker measure its links to ``targets``; without targets it only says that it is there.
 
         One measurement at a time. Raises ``DeviceLostError`` when it goes silent.
@@ -291,7 +324,7 @@ class WorkerLink:
             self._measure, self._measure_unheard = MeasureLinks(targets=told), Unheard(self.next_ping)
             await self.end.send(self._measure)
             async with asyncio.timeout(timeout_s):
-                links = await self._links
+                found = await self._links
         except TimeoutError as exc:
             raise DeviceLostError(f"{self.name} did not measure its links within {timeout_s:g} s", self.name) from exc
         except asyncio.CancelledError:
@@ -300,8 +333,14 @@ class WorkerLink:
             raise
         except ClusterError as exc:
             raise DeviceLostError(f"{self.name} went away: {exc}", self.name) from exc
-        links = [replace(link, source=self._swapped(link.source), target=self._swapped(link.target)) for link in links]
-        return [link for link in links if self._is_of(link, asked)]
+        links = [
+            replace(link, source=self._swapped(link.source), target=self._swapped(link.target)) for link in found.links
+        ]
+        why = [msgspec.structs.replace(each, device=self._swapped(each.device)) for each in found.unreached]
+        return MeasuredLinks(
+            links=[link for link in links if self._is_of(link, asked)],
+            unreached=[each for each in why if each.device in asked],
+        )
 
     def _swapped(self, device: str) -> str:
         """``device`` as this worker is told of it, and back: it may call itself what another one is called here."""
@@ -418,9 +457,9 @@ class WorkerLink:
             case Remeasured(profile=profile) if with_speeds(self.profile, profile) != self.profile:
                 self.profile = with_speeds(self.profile, profile)
                 self._post(types.DevicesCorrected(frozenset({self.name})))
-            case LinksMeasured(links=links):
+            case LinksMeasured():
                 if self._links is not None and not self._links.done():
-                    self._links.set_result(links)
+                    self._links.set_result(message)
             case KvHeld(number=number, held=held) if number in self._holds:
                 settle(self._holds[number], held)
             case GuessState(epoch=epoch) | GuessesMade(epoch=epoch) if epoch in self._guesses:
@@ -456,7 +495,7 @@ class WorkerLink:
             del self._strays[epoch]
             self._again.append(Release(epoch=epoch))
 
-    def _compare_measuring(self, number: int, links: asyncio.Future[list[LinkProfile]], *, is_measuring: bool) -> None:
+    def _compare_measuring(self, number: int, links: asyncio.Future[LinksMeasured], *, is_measuring: bool) -> None:
         """Links were asked for: if they were not being measured when ping ``number`` came, ask again."""
         if not self._measure_unheard.is_lost(number, self.next_ping, arrived=is_measuring):
             return

@@ -84,11 +84,13 @@ class Described(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class PairingCode(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """An open pairing code: seconds that it is good for, and the port to bring it to where multicast is blocked."""
+    """An open pairing code: seconds that it is good for, the port to bring it to where multicast is blocked, and the
+    addresses that lead there, as ``host:port``."""
 
     code: str
     expires_s: float
     port: int
+    addresses: list[str] = []
 
 
 AdminRequest = OpenPairing | BringCode | Leave | Pause | Resume | Describe

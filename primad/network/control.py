@@ -28,7 +28,7 @@ from primad.network.messages import (
     decode_from_worker,
 )
 from primad.network.scopes import Scopes
-from primad.network.sockets import endpoint, listen, open_socket
+from primad.network.sockets import endpoint, listen, open_socket, wait_refused
 from primad.ring.messages import encode
 from primad.settings.timings import NetworkTimings
 from primad.system.complaints import Complaints
@@ -155,7 +155,7 @@ class HeadEnd:
         A link that only went silent never shows here; that is what signs of life are for.
         """
         refused = 0
-        async for event in self._events():
+        async for event in self._ends():
             if event in (zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED):
                 refused = 0
             elif event == zmq.EVENT_CLOSED:
@@ -163,7 +163,11 @@ class HeadEnd:
             if refused >= _REFUSED_AFTER:
                 return
 
-    async def _events(self) -> AsyncIterator[int]:
+    async def wait_refused(self) -> None:
+        """Wait until the other side says that it does not let this device in."""
+        await wait_refused(self._socket)
+
+    async def _ends(self) -> AsyncIterator[int]:
         watched = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED
         assert self._monitor is None, "one waits at a time"
         monitor = self._monitor = self._socket.get_monitor_socket(watched)

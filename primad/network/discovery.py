@@ -23,7 +23,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
 from typing import Final
 
-from zeroconf import DNSQuestionType, NonUniqueNameException, ServiceStateChange, Zeroconf
+from zeroconf import (  # type: ignore[attr-defined]  # it names no AddressResolver among its own
+    AddressResolver,
+    DNSQuestionType,
+    NonUniqueNameException,
+    ServiceStateChange,
+    Zeroconf,
+)
 from zeroconf import Error as ZeroconfError
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
@@ -123,10 +129,12 @@ class Discovery:
         port: int,
         key: str,
         is_measuring: bool = False,
+        http: str = "",
     ) -> str:
         """Announce this device; its name, with a number behind it when another device had the name first.
 
         ``port`` is where it listens, ``key`` its public key (40 characters); ``is_measuring`` until ``end_measuring``.
+        ``http`` is the address on which a head's HTTP server has that port.
         Raises ``MulticastError`` when mDNS does not work.
         """
         await self._started()
@@ -143,6 +151,7 @@ class Discovery:
                 "protocol": str(PROTOCOL),
                 "key": key,
             } | ({"measuring": "1"} if is_measuring else {})
+            self._announced |= {"http": http} if http else {}
             info = self._to_announce()
             try:
                 register = self._zeroconf.async_register_service
@@ -177,6 +186,16 @@ class Discovery:
         self._changed = changed
         self._ask()
         self._watch()
+
+    async def leads_here(self, name: str) -> bool:
+        """Whether others find this machine by ``name`` (as in desk.local): only a service for that answers, not primad."""
+        asked = AddressResolver(f"{name}.")
+        try:
+            await asked.async_request(self._zeroconf.zeroconf, 1000 * self._timings.own_name_s, DNSQuestionType.QM)
+        except FAILURES as exc:
+            logger.debug("mDNS does not ask for %s: %s", name, _why(exc))
+        found = set(asked.parsed_addresses())
+        return bool(found) and found <= {str(address.ip) for each in self._own for address in each.addresses}
 
     async def refresh(self) -> None:
         """Look at this machine's addresses now; speak through those that are new, and announce what changed."""

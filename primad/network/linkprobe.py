@@ -27,14 +27,17 @@ import zmq.asyncio
 from halda import LinkProfile, MessageTime
 from primad.errors import ClusterError, ProtocolError
 from primad.network.contacts import Contact
-from primad.network.messages import MAX_ECHO_BYTES, Echo, Echoed, decode_from_worker
-from primad.network.sockets import endpoint, open_socket
+from primad.network.messages import MAX_ECHO_BYTES, Echo, Echoed, Refused, decode_from_worker
+from primad.network.scopes import bare
+from primad.network.sockets import endpoint, open_socket, wait_refused
+from primad.network.unreached import CLOSED, SILENT, SLOW, UNTRUSTED, Unreached
 from primad.ring.messages import encode
+from primad.settings.config import join_address
 from primad.settings.timings import NetworkTimings
 from primad.trust.identity import Identity
 
 UNREACHABLE_S: Final = 60.0
-"""Round trip that a link is given which does not work: no plan takes it while there is another way."""
+"""Round trip that a link is given which does not work, and by which an older device says so."""
 CONNECT_S: Final = 1.0
 MOST_ADDRESSES: Final = 3
 """So many of a device's addresses are measured, of those that answer first."""
@@ -86,8 +89,25 @@ class _Measured:
         return self.round_trip_s + sum(way.late_s + MAX_ECHO_BYTES / way.bytes_per_s for way in ways)
 
 
-_NO_WAY: Final = _Way(bytes_per_s=1.0, late_s=0.0, messages=())
-_UNREACHED: Final = _Measured(round_trip_s=UNREACHABLE_S, there=_NO_WAY, back=_NO_WAY)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLinks:
+    """Both directions of links that work and of those that do not, and why not, a device each."""
+
+    links: list[LinkProfile]
+    unreached: list[Unreached]
+
+
+class _NotReachedError(ClusterError):
+    """An address that does not lead to the device, or not well; ``why`` as in ``Unreached``."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+_WHYS: Final = (UNTRUSTED, SLOW, CLOSED, SILENT)
+"""What was found at one of several addresses says more than what was not found at another."""
+
 Exchange = Callable[[int, int, int], Awaitable[float]]
 """Seconds until so many messages, of so many bytes there and back, sent at once, are answered."""
 
@@ -99,27 +119,40 @@ async def measure_links(
     targets: Sequence[Contact],
     *,
     timeout_s: float = NetworkTimings().link_timeout_s,
-) -> list[LinkProfile]:
+) -> MeasuredLinks:
     """Both directions of the links from this device, ``source``, to each of ``targets``, one after the other.
 
-    A target that no address reaches gets links of ``UNREACHABLE_S``; so does one that lets a lot of echoes wait for longer
+    The links of a target that no address reaches do not work; nor do those of one that lets a lot of echoes wait for longer
     than ``timeout_s``.
     """
-    links = []
+    measured = MeasuredLinks(links=[], unreached=[])
     for target in targets:
-        best, by = _UNREACHED, ""
+        best: tuple[_Measured, str] | None = None
+        failed: dict[str, str] = {}
         for address in await _quickest(target):
             try:
                 found = await _measure(context, identity, address, target, timeout_s)
-            except ClusterError:
+            except _NotReachedError as exc:
+                failed.setdefault(exc.why, address)
                 continue
-            if not by or found.both_s < best.both_s:
-                best, by = found, address
-        links += [
-            _profile(source, target.device, by, best.round_trip_s, best.there),
-            _profile(target.device, source, "", best.round_trip_s, best.back),
-        ]
-    return links
+            if best is None or found.both_s < best[0].both_s:
+                best = found, address
+        if best is not None:
+            measured.links.append(_profile(source, target.device, best[1], best[0].round_trip_s, best[0].there))
+            measured.links.append(_profile(target.device, source, "", best[0].round_trip_s, best[0].back))
+            continue
+        measured.links.extend([cut_link(source, target.device), cut_link(target.device, source)])
+        why = next((each for each in _WHYS if each in failed), SILENT)
+        place = join_address(bare(failed[why]), target.port) if why in failed else "any address"
+        measured.unreached.append(Unreached(device=target.device, place=place[:80], why=why))
+    return measured
+
+
+def cut_link(source: str, target: str) -> LinkProfile:
+    """A link that does not work."""
+    return LinkProfile(
+        source=source, target=target, address="", round_trip_s=UNREACHABLE_S, bytes_per_s=1.0, works=False
+    )
 
 
 async def _quickest(target: Contact) -> list[str]:
@@ -157,19 +190,18 @@ def _profile(source: str, target: str, address: str, round_trip_s: float, way: _
 async def _measure(
     context: zmq.asyncio.Context, identity: Identity, host: str, target: Contact, timeout_s: float
 ) -> _Measured:
-    """The link to ``host``. Raises ``ClusterError`` when it does not answer in time."""
+    """The link to ``host``. Raises ``_NotReachedError`` when it does not answer in time."""
     try:
         socket = open_socket(context, zmq.DEALER, identity=identity, server=target.key)
     except zmq.ZMQError as exc:  # as where no more sockets can be had
-        raise ClusterError(f"no connection can be made: {exc.strerror}") from exc
+        raise _NotReachedError(SILENT) from exc
 
     async def exchange(count: int, send_bytes: int, answer_bytes: int) -> float:
         echo = Echo(payload=bytes(send_bytes), answer_bytes=answer_bytes)
         return await _exchange(socket, echo, count, timeout_s)
 
     try:
-        _connect(socket, host, target.port)
-        await exchange(1, 0, 0)
+        await _meet(socket, host, target.port, exchange)
         round_trip_s = statistics.median([await exchange(1, 0, 0) for _ in range(_EMPTY_MESSAGES)])
         there, back = [await _way(exchange, round_trip_s, there=there) for there in (True, False)]
         return _Measured(round_trip_s=round_trip_s, there=there, back=back)
@@ -226,11 +258,39 @@ def beyond_empty(round_trip_s: float, times: Mapping[int, float]) -> tuple[Messa
     return tuple(found)
 
 
-def _connect(socket: zmq.asyncio.Socket, host: str, port: int) -> None:
+async def _meet(socket: zmq.asyncio.Socket, host: str, port: int, exchange: Exchange) -> None:
+    """Connect, and wait for the first answer. Raises ``_NotReachedError`` with what keeps it from coming."""
+    refused = asyncio.ensure_future(wait_refused(socket))
     try:
         socket.connect(endpoint(host, port))
     except zmq.ZMQError as exc:  # as the address of a network that this device does not have
-        raise ClusterError(f"{host} is no address to connect to: {exc.strerror}") from exc
+        refused.cancel()
+        raise _NotReachedError(SILENT) from exc
+    answered = asyncio.ensure_future(exchange(1, 0, 0))
+    try:
+        await asyncio.wait([refused, answered], return_when=asyncio.FIRST_COMPLETED)
+        if refused.done():
+            raise _NotReachedError(UNTRUSTED)
+        await answered
+    except _NotReachedError as exc:
+        raise _NotReachedError(exc.why if exc.why == UNTRUSTED else await _port_says(host, port)) from exc
+    finally:
+        for task in (refused, answered):
+            task.cancel()
+        await asyncio.gather(refused, answered, return_exceptions=True)
+
+
+async def _port_says(host: str, port: int) -> str:
+    """Why no answer came from a port: nobody is there, nobody listens, or who listens says nothing."""
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return CLOSED
+    except (OSError, TimeoutError):
+        return SILENT
+    writer.close()
+    return SLOW
 
 
 def _directed(size: int, *, there: bool) -> tuple[int, int]:
@@ -248,7 +308,7 @@ async def _exchange(socket: zmq.asyncio.Socket, echo: Echo, count: int, timeout_
             for _ in range(count):
                 await _answer(socket, echo.answer_bytes)
     except TimeoutError as exc:
-        raise ClusterError(f"no answer to a message of {len(echo.payload)} bytes within {timeout_s:g} s") from exc
+        raise _NotReachedError(SLOW) from exc
     return time.perf_counter() - start
 
 
@@ -257,6 +317,8 @@ async def _answer(socket: zmq.asyncio.Socket, answer_bytes: int) -> None:
     try:
         answer = decode_from_worker(frames[0]) if len(frames) == 1 else None
     except ProtocolError as exc:
-        raise ClusterError(str(exc)) from exc
+        raise _NotReachedError(SLOW) from exc
+    if isinstance(answer, Refused):
+        raise _NotReachedError(UNTRUSTED)
     if not isinstance(answer, Echoed) or len(answer.payload) != answer_bytes:
-        raise ClusterError("the device answered something else")
+        raise _NotReachedError(SLOW)

@@ -104,7 +104,7 @@ def chosen_head(heads: Iterable[LocalHead], wanted: str | None) -> LocalHead | N
     heads = list(heads)
     if wanted is None and len(heads) <= 1:
         return heads[0] if heads else None
-    fits = [head for head in heads if wanted in (head.device, str(head.port), f"{head.device}:{head.port}")]
+    fits = [head for head in heads if wanted is not None and is_called(head, wanted)]
     if len(fits) == 1:
         return fits[0]
     choice = ", ".join(f"--head {name}" for name in names(fits or heads))
@@ -114,6 +114,12 @@ def chosen_head(heads: Iterable[LocalHead], wanted: str | None) -> LocalHead | N
         raise ClusterError(f"--head {wanted}: no head runs on this device; start 'primad serve', or give its --url")
     problem = f"{len(fits)} heads have this name" if fits else "no head of this name runs on this device"
     raise ClusterError(f"--head {wanted}: {problem}; choose one: {choice}")
+
+
+def is_called(head: LocalHead, wanted: str) -> bool:
+    """Whether ``wanted`` means ``head``: by its name, its port, both, or the address of its endpoint."""
+    at = head.url.removeprefix("http://")
+    return wanted in (head.device, str(head.port), f"{head.device}:{head.port}", at)
 
 
 def names(heads: Sequence[LocalHead]) -> list[str]:

@@ -40,6 +40,7 @@ from primad.kv.cells import MAX_LAYERS, MAX_POSITIONS, is_block
 from primad.kv.cells import is_key as is_block_key
 from primad.kv.keys import KvBlock
 from primad.network.contacts import Contact, DeviceName, TcpPort, check_contact, is_address
+from primad.network.unreached import Unreached
 from primad.profiles import Implausible, check_profile
 from primad.ring.drafting.drafter import MOST_ROOM
 from primad.ring.drafting.messages import MAX_TEXT_TOKENS, Drafted, TextTask
@@ -124,6 +125,10 @@ class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
 
     devices: Annotated[list[Introduction], Meta(max_length=MAX_DEVICES)]
     revoked: Annotated[list[str], Meta(max_length=MAX_DEVICES)]
+
+
+class Revoked(msgspec.Struct, frozen=True, tag="revoked"):
+    """This head gives the worker no more work: its owner revoked it. An older worker does not know this and waits for it."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
@@ -262,6 +267,7 @@ HeadMessage = (
     Probe
     | Hello
     | Introduce
+    | Revoked
     | Load
     | Link
     | Release
@@ -419,9 +425,10 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
 
 
 class LinksMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="links"):
-    """Both directions of the links that were asked for."""
+    """Both directions of the links that were asked for, and why some do not work."""
 
     links: Annotated[list[LinkProfile], Meta(max_length=MAX_CONTACTS)]
+    unreached: Annotated[list[Unreached], Meta(max_length=MAX_CONTACTS)] = []
 
 
 class KvHeld(msgspec.Struct, frozen=True, kw_only=True, tag="kv-held"):
@@ -533,8 +540,10 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
             return Refused(printable(reason))
         case Leaving(reason):
             return Leaving(printable(reason, 100))
-        case LinksMeasured(links=links):
+        case LinksMeasured(links=links, unreached=unreached):
             _check_links(links)
+            places = [msgspec.structs.replace(each, place=printable(each.place, 80)) for each in unreached]
+            return msgspec.structs.replace(message, unreached=places)
         case GuessState(error=error):
             return msgspec.structs.replace(message, error=printable(error))
     return message

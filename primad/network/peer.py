@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Final
 
 from zeroconf.asyncio import AsyncServiceInfo
 
 from primad.errors import printable
 from primad.network.addresses import Interface, order_by_likelihood
-from primad.settings.config import NAME
+from primad.settings.config import NAME, is_loopback, join_address
 from primad.trust.identity import is_key
 
 SERVICE: Final = "_primad._tcp.local."
@@ -20,6 +21,7 @@ MAX_ADDRESSES: Final = 32
 MOST_OF_ONE: Final = 8
 """Announcements of one key that are looked at: anyone can announce any key."""
 _NUMBER: Final = re.compile(r"[0-9]{1,9}")
+_REVISION: Final = re.compile(r"[0-9]{1,15}")
 _PAIR: Final = re.compile(r"([0-9]{1,4}):([0-9]{1,5})")
 
 
@@ -29,7 +31,8 @@ class Peer:
 
     ``addresses`` are in the order in which to try them, link-local IPv6 ones with the scope that they have here. ``key`` is
     the public key it claims. ``pairing`` is the channel of the code that is open and the port to bring it to. One that
-    ``is_measuring`` itself takes no head yet.
+    ``is_measuring`` itself takes no head yet. ``http`` is the address that a head's HTTP server listens on; empty where an
+    older one does not say. Of two announcements of one device the one with the higher ``revision`` is newer.
     """
 
     device: str
@@ -42,10 +45,28 @@ class Peer:
     key: str
     pairing: tuple[int, int] | None
     is_measuring: bool = False
+    http: str = ""
+    revision: int = 0
 
     def is_worker_of(self, cluster: str) -> bool:
         """Whether it lends itself to heads of ``cluster``."""
         return self.cluster == cluster and self.role == "worker"
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether it is a head whose HTTP server listens to its own machine alone."""
+        return bool(self.http) and is_loopback(self.http)
+
+    @property
+    def listens_at(self) -> tuple[str, ...]:
+        """Where it listens, as ``host:port``: a worker for heads, a head for HTTP. The likeliest to be reached first."""
+        if self.http in ("", "::"):
+            hosts = self.addresses
+        elif self.http == "0.0.0.0":
+            hosts = tuple(address for address in self.addresses if ":" not in address)
+        else:
+            hosts = (self.http,)
+        return tuple(join_address(host, self.port) for host in hosts)
 
 
 def peer_of(info: AsyncServiceInfo, own: Sequence[Interface] = ()) -> Peer | None:
@@ -61,6 +82,7 @@ def peer_of(info: AsyncServiceInfo, own: Sequence[Interface] = ()) -> Peer | Non
         return None
     if not _NUMBER.fullmatch(protocol) or not is_key(key):
         return None
+    http, revision = (texts.get("http") or "") if role == "head" else "", texts.get("rev") or ""
     pairing = _PAIR.fullmatch(pair) if pair else None
     if pair is not None and (pairing is None or not 0 < int(pairing[2]) < 65_536):
         return None
@@ -77,4 +99,14 @@ def peer_of(info: AsyncServiceInfo, own: Sequence[Interface] = ()) -> Peer | Non
         key=key,
         pairing=None if pairing is None else (int(pairing[1]), int(pairing[2])),
         is_measuring="measuring" in texts,
+        http=http if _is_host(http) else "",
+        revision=int(revision) if _REVISION.fullmatch(revision) else 0,
     )
+
+
+def _is_host(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -15,6 +15,7 @@ from typing import Final
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from primad.errors import ClusterError
 from primad.network.messages import MAX_MESSAGE_BYTES
@@ -106,6 +107,17 @@ def bind(socket: zmq.asyncio.Socket, host: str, port: int | None) -> int:
             f"{flag} {port or host}: cannot listen on {host}: {exc.strerror}; choose another {flag}"
         ) from exc
     return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+
+async def wait_refused(socket: zmq.asyncio.Socket) -> None:
+    """Wait until the server that ``socket`` connects to refuses its key; libzmq says it once, and does not try again."""
+    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+    try:
+        await recv_monitor_message(monitor)
+    finally:
+        if not socket.closed:
+            socket.disable_monitor()
+        monitor.close(linger=0)
 
 
 def endpoint(host: str, port: int | str) -> str:

@@ -7,7 +7,7 @@ devices that were paired gets anything out of them; ``host = "127.0.0.1"`` keeps
     name, cluster         this device's name; devices of one cluster find each other
     host, port            address and port that the daemon listens on for other devices
     interface             use this network only: an interface such as "eth0", or one of its addresses
-    devices               a list such as ["192.168.1.20:7770"]: devices that are asked where multicast is blocked
+    devices               a list such as ["192.168.1.20"]: devices asked where multicast is blocked
     threads, nice         compute threads; how far computing stands back for other programs, 0 to 19
     lock                  true: weights that stay in memory are pinned there (mlock); the system cannot take them back
     max_ram, max_vram     the most that primad uses: "8GB", "8GiB", or "50%" of what the device has
@@ -82,7 +82,7 @@ _KEYS: Final = (
 )
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
 """Names of devices and clusters, our own and those that others announce."""
-_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[A-Za-z0-9._-]+)?\]|[^:\s\[\]]+):(\d{1,5})")
+_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[A-Za-z0-9._-]+)?\]|[^:\s\[\]]+)(?::(\d{1,5}))?")
 _DAY_S: Final = 86_400.0
 LEAST_TRANSFER_BYTES_PER_S: Final = 1e6
 DEFAULT_KV_CACHE_BYTES: Final = 4_000_000_000
@@ -345,11 +345,17 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(address: Any, source: str) -> str:
-    """``address`` if it is ``host:port``. Raises ``ConfigError``."""
+    """``address`` as ``host:port``, with the usual control port where it names none. Raises ``ConfigError``."""
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
-    if match is None or not 0 < int(match[2]) < 65_536:
+    port = DEFAULT_CONTROL_PORT if match is None else int(match[2] or DEFAULT_CONTROL_PORT)
+    if match is None or not 0 < port < 65_536:
         raise ConfigError(f"{source}: {address!r} is no device address; give host:port, for example 192.168.1.20:7770")
-    return str(address)
+    return f"{match[1]}:{port}"
+
+
+def join_address(host: str, port: int) -> str:
+    """``host:port``, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_address(address: str) -> tuple[str, int]:

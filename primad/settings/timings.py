@@ -20,6 +20,8 @@ class DiscoveryTimings:
     """How often all are asked who is there: multicast gets lost, and a device speaks of itself only when it comes."""
     resolve_timeout_s: float = 6.0
     """A device is asked for its address for so long, again and again."""
+    own_name_s: float = 0.5
+    """So long it is asked who has the name of this machine."""
     time_to_live_s: int = 120
     """How long others may believe an announcement."""
     look_for_start_s: float = 0.1

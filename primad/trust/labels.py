@@ -19,12 +19,16 @@ def free_name(name: str, taken: Collection[str]) -> str:
 class Labels:
     """What the device ``own`` calls those that it trusts: by the name that it trusts them under, whatever they say.
 
-    A label stays with its key while that is trusted: nobody else gets it meanwhile.
+    A label stays with its key while that is trusted under one name: nobody else gets it meanwhile.
     """
 
     def __init__(self, own: str) -> None:
         self._own = own
         self._given: dict[str, str] = {}
+
+    def forget(self, key: str) -> None:
+        """The owner calls the device with ``key`` otherwise now."""
+        self._given.pop(key, None)
 
     def of(self, trusted: Mapping[str, str]) -> dict[str, str]:
         """The labels of those that are ``trusted`` now, by key; that has the names of all, by key, no two the same."""

@@ -59,7 +59,7 @@ class _UnreachedError(Exception):
 
 
 class PairingServer:
-    """Shows ``code`` to nobody and lets in who knows it, on a free port of ``host``.
+    """Shows ``code`` to nobody and lets in who knows it, on port ``preferred`` of ``host`` if that is free, or on any.
 
     ``on_paired`` is told of each device before the device is; an error of it is told to the device as well.
     Raises ``ClusterError`` when it cannot listen.
@@ -72,11 +72,12 @@ class PairingServer:
         who: Who,
         on_paired: Callable[[TrustedDevice], None],
         *,
+        preferred: int = 0,
         lifetime_s: float = LIFETIME_S,
     ) -> None:
         self._lifetime_s = lifetime_s
         self._code, self._who, self._on_paired = code, who, on_paired
-        self._listener = _listen(host)
+        self._listener = _listen(host, preferred)
         self.port: int = self._listener.getsockname()[1]
         self._peers: dict[asyncio.Task[None], str] = {}
         """Who is connected, by the task that serves it: its address."""
@@ -235,10 +236,13 @@ def _framed(message: bytes) -> bytes:
     return len(message).to_bytes(_HEADER, "big") + message
 
 
-def _listen(host: str) -> socket.socket:
+def _listen(host: str, preferred: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         both = family == socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()
+        if preferred:
+            with contextlib.suppress(OSError):
+                return socket.create_server((address[0], preferred), family=family, dualstack_ipv6=both)
         return socket.create_server(address[:2], family=family, dualstack_ipv6=both)
     except OSError as exc:
         raise ClusterError(

@@ -162,6 +162,10 @@ class TrustStore:
             known.trusted[device.key] = device
         return device
 
+    def is_known(self, name_or_key: str) -> bool:
+        """Whether that is a key, or the name of a device that is trusted."""
+        return is_key(name_or_key) or any(each.device == name_or_key for each in self.entries())
+
     def revoke(self, name_or_key: str) -> list[TrustedDevice]:
         """Trust none of that name, or the one with that key, any more; returns who lost it.
 

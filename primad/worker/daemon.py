@@ -72,6 +72,7 @@ from primad.network.messages import (
     Refused,
     Release,
     Remeasured,
+    Revoked,
     Welcome,
     WorkerMessage,
 )
@@ -156,6 +157,8 @@ class WorkerDaemon:
         self._pause = OwnerPause(config.home, pause_on_battery=config.pause_on_battery, changed=self._on_pause)
         self._pairing = PairingService(station, say, HEAD)
         self._lease: _Lease | None = None
+        self._revoked_by: dict[str, str] = {}
+        """The heads that said so, by key: their names. One that says hello again trusts this device again."""
         self._retired: deque[bytes] = deque(maxlen=_MOST_RETIRED)
         """Connections of heads that others took the place of: nothing that still arrives on them counts."""
         self._measuring: asyncio.Task[None] | None = None
@@ -307,6 +310,8 @@ class WorkerDaemon:
                 await self._end.echo(peer, message.answer_bytes)
             elif not self._trust.is_head(key):
                 await self._end.send(peer, Refused(self._not_led()))
+            elif isinstance(message, Revoked):
+                await self._on_revoked(key)
             elif isinstance(message, Hello):
                 await self._greet(peer, key, message)
             elif lease is None or lease.key != key:
@@ -325,6 +330,17 @@ class WorkerDaemon:
             f"{self._name} does not take this device as a head; type 'primad pair' there and 'primad pair --code CODE' "
             "here, or there 'primad devices trust NAME --key KEY --head'"
         )
+
+    async def _on_revoked(self, key: str) -> None:
+        """The head with ``key`` does not trust this device any more."""
+        head = self._revoked_by[key] = self._trust.name_of(key) or "a head"
+        if self._may_say(f"revoked by {head}"):
+            self._say(
+                f"{head} revoked this device and gives it no more work; to pair again type 'primad pair' there and "
+                "'primad pair --code CODE' here"
+            )
+        if self._lease is not None and self._lease.key == key:
+            await self._end_lease()
 
     async def _probed(self, peer: bytes, probe: Probe) -> None:
         if self._versions.agreed(probe.protocol, probe.oldest) is None and self._may_say("knock"):
@@ -349,6 +365,7 @@ class WorkerDaemon:
             await self._end.send(peer, Refused(f"{self._name} is ending"))
             return
         head = self._trust.name_of(key) or hello.device
+        self._revoked_by.pop(key, None)
         self._stop_measuring()
         await self._guessing.end()
         await self._participations.release_all()  # also those of a link to the same head that broke
@@ -427,7 +444,7 @@ class WorkerDaemon:
                 self._dismissed.set()
             case GuessLoad():
                 logger.info("paused: guesses nothing")
-            case Probe() | Hello() | Echo():
+            case Probe() | Hello() | Echo() | Revoked():
                 raise AssertionError("answered before")
 
     async def _hold(self, hold: KvHold) -> None:
@@ -437,16 +454,17 @@ class WorkerDaemon:
 
     async def _measure_links(self, targets: list[Contact]) -> None:
         scopes = self._end.scopes
-        links = await measure_links(
+        found = await measure_links(
             self._context,
             self._identity,
             self._name,
             scopes.of_contacts(targets),
             timeout_s=self._timings.network.link_timeout_s,
         )
-        for link in links:
+        for link in found.links:
             scopes.saw(link.address)
-        await self._tell(LinksMeasured(links=[replace(link, address=bare(link.address)) for link in links]))
+        links = [replace(link, address=bare(link.address)) for link in found.links]
+        await self._tell(LinksMeasured(links=links, unreached=found.unreached))
 
     async def _watch_lease(self) -> None:
         while True:
@@ -539,7 +557,8 @@ class WorkerDaemon:
         if not self._is_measured:
             return "measuring"
         if self._lease is None:
-            return "waiting for a head"
+            revoked = ", ".join(sorted(self._revoked_by.values()))
+            return f"waiting for a head; revoked by {revoked}" if revoked else "waiting for a head"
         return f"{'computes' if self._participations.is_serving else 'ready'} for {self._lease.head}"
 
     async def _administer(self, request: AdminRequest) -> AdminAnswer:
@@ -560,11 +579,13 @@ class WorkerDaemon:
                     status={
                         "device": self._name,
                         "role": "worker",
-                        "devices": {self._name: self._state()},
+                        "devices": dict.fromkeys(self._revoked_by.values(), "revoked this device")
+                        | {self._name: self._state()},
                         "head": None if self._lease is None else self._lease.head,
                         "serving": self._participations.is_serving,
                         "paused": self._pause.paused,
                         "port": self._end.port,
+                        "revoked_by": sorted(self._revoked_by),
                         "introduced": [] if self._lease is None else sorted(self._lease.introduced),
                     }
                 )

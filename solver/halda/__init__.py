@@ -19,7 +19,7 @@ from halda.evaluate import (
     residency,
 )
 from halda.instance import EXPERT_PLACES, ExpertPlace, Instance, instance
-from halda.plan import Infeasible, LeftOut, Plan, Streaming, Window
+from halda.plan import CutOff, Infeasible, LeftOut, Plan, Streaming, Window
 from halda.profile import (
     BATCH_ROWS,
     HELPED_ROWS,
@@ -75,6 +75,7 @@ __all__ = [
     "CacheCost",
     "CacheType",
     "CpuProfile",
+    "CutOff",
     "DevicePrediction",
     "DeviceProfile",
     "DiskProfile",

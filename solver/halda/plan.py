@@ -18,6 +18,10 @@ class Infeasible(Exception):  # noqa: N818  (the solver's word for it)
         self.short_bytes = short_bytes
 
 
+class CutOff(Infeasible):
+    """No plan of the devices that must take part does without a link that does not work."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
     """The layers ``first <= layer < last`` that ``device`` computes when a step reaches it once.

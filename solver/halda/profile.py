@@ -232,7 +232,8 @@ class LinkProfile:
     ``round_trip_s`` is an empty message there and back, as a rule (the median). ``bytes_per_s`` is the rate of large
     messages that follow each other, and so what a byte occupies of the link. ``late_s``: one message of twenty comes so much
     later than the median or more (the 95th percentile). ``messages`` were measured, by size; without them a message takes
-    its bytes at ``bytes_per_s`` beyond an empty one.
+    its bytes at ``bytes_per_s`` beyond an empty one. Where it does not ``work`` the figures are not measured: they lead the
+    search away from it, and no plan that sends over it is an answer.
     """
 
     source: str
@@ -242,6 +243,7 @@ class LinkProfile:
     bytes_per_s: float
     late_s: float = 0.0
     messages: tuple[MessageTime, ...] = ()
+    works: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ from halda.orders import (
     induced_orders,
     least_hops,
 )
-from halda.plan import Infeasible, LeftOut, Plan, Window
+from halda.plan import CutOff, Infeasible, LeftOut, Plan, Window
 from halda.profile import KV_TYPES, DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
 from halda.solution import Solution
 from halda.solving import Outcome, run
@@ -102,7 +102,7 @@ def solve(
     have as many rows as one of ``chunks`` says instead of ``workload.chunk_rows``; where there is no plan, those with the
     fewest rows come first. With ``helps`` GPUs may help with prompts, as in ``helping.py``; ``experts`` of layers on a GPU
     are where the plan has them, or all in its memory, or all in RAM. Raises ``Infeasible``, which says which limit is short
-    and by how much.
+    and by how much, and ``CutOff`` where a link that does not work would be needed.
     """
     question = replace(instance(devices, links, model, workload, limits or {}), experts=experts)
     able = able_to_help(question) if helps else frozenset[str]()
@@ -118,7 +118,18 @@ def solve(
         with suppress(Infeasible):
             other = best(helped, time_limit_s / (1 + len(tried)))
             found = min(found, other, key=lambda each: each.objective_s)
+    _check_links(found.plan.devices, question)
     return found
+
+
+def _check_links(ring: Sequence[str], question: Instance) -> None:
+    """Raise ``CutOff`` where ``ring`` sends over a link of ``question`` that does not work."""
+    for pair in zip(ring, (*ring[1:], ring[0]), strict=True):
+        link = question.links.get(pair)
+        if link is not None and not link.works:
+            raise CutOff(
+                f"{link.source} does not reach {link.target}, and there is no plan without the link between them"
+            )
 
 
 def _with_best_head(

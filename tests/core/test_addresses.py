@@ -19,6 +19,7 @@ from primad.network.addresses import (
     read_interfaces,
     usable_addresses,
 )
+from primad.network.own_places import own_hosts
 
 
 def interface(name: str, index: int, *addresses: str, up: bool = True) -> Interface:
@@ -44,6 +45,13 @@ def test_every_address_that_others_could_reach_is_usable_the_likeliest_first():
         "10.8.0.2",
         *("172.17.0.1", "fe80::4"),
     ]
+
+
+def test_people_are_told_addresses_that_lead_here_from_another_machine():
+    shown = ["192.168.1.20", "fd12::20", "2001:db8::20", "192.168.2.20", "10.8.0.2"]
+    assert own_hosts("::", interfaces=lambda: ALL) == shown
+    assert own_hosts("::", interfaces=lambda: (LO, DOCKER)) == ["172.17.0.1", "fe80::4"], "better than none"
+    assert own_hosts("127.0.0.1", interfaces=lambda: ALL) == ["127.0.0.1"]
 
 
 def test_who_listens_on_ipv4_has_no_other_addresses():

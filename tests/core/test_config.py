@@ -20,9 +20,11 @@ from primad.settings.config import (
     check_host,
     default_home,
     is_loopback,
+    join_address,
     load_config,
     open_home,
     open_kv_cache,
+    split_address,
 )
 from primad.settings.limits import NO_LIMITS, OwnerLimits
 from primad.settings.quantities import Share
@@ -237,10 +239,10 @@ BAD = [
     ("heartbeat_interval", "0.01", "no time from 0.05 to 60 s"),
     ("suspect_after", "0", "no time"),
     ("gone_after", "2h", "no time"),
-    ("devices", "desk", "no device address"),
+    ("devices", "de sk", "no device address"),
     ("devices", "desk:0", "no device address"),
     ("devices", "desk:65536", "no device address"),
-    ("devices", "a:1,b", "no device address"),
+    ("devices", "a:1,b:", "no device address"),
 ]
 NAMES = {"devices": "--device"}
 
@@ -282,7 +284,7 @@ TOML = [
     ("interface", "0", "no interface"),
     ("devices", "5", "not a list"),
     ("devices", "[5]", "no device address"),
-    ("devices", '["desk"]', "no device address"),
+    ("devices", '["de sk"]', "no device address"),
 ]
 
 
@@ -370,10 +372,14 @@ def test_an_address_is_host_and_port(address):
     assert check_address(address, "--device") == address
 
 
-@pytest.mark.parametrize(
-    "address", ["", ":1", "desk", "desk:", "desk:x", "::1:80", "[::1]", "a b:1", "a:1:2", "a:1\n", 7, None]
-)
-def test_an_address_without_host_or_port_is_refused(address):
+@pytest.mark.parametrize("host", ["desk", "192.168.1.20", "desk.local", "[::1]", "[fe80::1%eth0]"])
+def test_an_address_without_a_port_has_the_usual_one(host):
+    assert check_address(host, "--device") == f"{host}:7770"
+    assert join_address(*split_address(f"{host}:7770")) == f"{host}:7770"
+
+
+@pytest.mark.parametrize("address", ["", ":1", "desk:", "desk:x", "::1:80", "a b:1", "a:1:2", "a:1\n", 7, None])
+def test_an_address_that_is_none_is_refused(address):
     with pytest.raises(ConfigError, match=r"^--device: .* is no device address; give host:port, for example"):
         check_address(address, "--device")
 

@@ -21,7 +21,7 @@ from primad.doctor.machine import (
     judge_platform,
 )
 from primad.doctor.network import MulticastAddress, Port, judge_places, judge_ports
-from primad.doctor.peers import judge_sight, judge_trust, judge_versions
+from primad.doctor.peers import KnownTrust, judge_sight, judge_trust, judge_versions
 from primad.doctor.reach import MAX_TARGETS, judge_reached, targets
 from primad.doctor.storage import DiskFacts, FileFacts, judge_disk, judge_identity
 from primad.layers.eviction import CachedLayer
@@ -140,13 +140,41 @@ def test_versions_that_differ_are_both_named_and_the_older_one_is_to_be_updated(
 def test_devices_of_other_clusters_are_no_business_of_ours():
     foreign = replace(peer(protocol=9), cluster="theirs")
     assert levels(judge_versions([foreign], "home", "0.2.0", protocol=2, oldest=2)) == ["ok"]
-    assert judge_trust([foreign], "home", "", lambda key: False) == []
+    assert judge_trust([foreign], "home", "", STRANGERS) == []
     assert "theirs" in judge_sight([foreign], "home", "")[1].text
+
+
+STRANGERS = KnownTrust(trusts=lambda key: False)
+
+
+def test_trust_that_one_side_took_back_is_said_on_both_with_what_to_type():
+    friend, nas = KnownTrust(trusts=lambda key: True), peer()
+    desk = replace(nas, device="desk", role="head")
+    found = [
+        judge_trust([each], "home", "", trust)[0]
+        for each, trust in (
+            (nas, replace(STRANGERS, revoked=frozenset({KEY}))),
+            (desk, replace(STRANGERS, revoked=frozenset({KEY}))),
+            (desk, replace(friend, revoked_by=frozenset({KEY}))),
+            (nas, replace(friend, refused={KEY: "it does not let this one in"})),
+            (nas, replace(STRANGERS, introduced=frozenset({KEY}))),
+        )
+    ]
+    assert [(each.level, each.next) for each in found] == [
+        ("note", "primad pair"),
+        ("note", "primad pair --code CODE"),
+        ("warning", "primad pair --code CODE"),
+        ("warning", f"primad doctor    (on {nas.device})"),
+        ("ok", None),
+    ]
+    assert "revoked here" in found[0].text
+    assert "it revoked this device" in found[2].text
+    assert "it does not let this one in" in found[3].text
 
 
 def test_who_is_not_trusted_is_told_how_to_be():
     def command(other: Peer) -> str | None:
-        (found,) = judge_trust([other], "home", "", lambda key: False)
+        (found,) = judge_trust([other], "home", "", STRANGERS)
         assert found.level == "warning"
         return found.next
 
@@ -156,8 +184,8 @@ def test_who_is_not_trusted_is_told_how_to_be():
 
 
 def test_trust_is_asked_by_key_and_not_of_ourselves():
-    assert levels(judge_trust([peer()], "home", "", lambda key: key == KEY)) == ["ok"]
-    assert judge_trust([peer()], "home", KEY, lambda key: False) == []
+    assert levels(judge_trust([peer()], "home", "", KnownTrust(trusts=lambda key: key == KEY))) == ["ok"]
+    assert judge_trust([peer()], "home", KEY, STRANGERS) == []
 
 
 def test_nobody_in_sight_is_worth_a_note():

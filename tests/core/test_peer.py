@@ -57,6 +57,20 @@ def test_an_open_code_is_where_to_bring_it():
     assert peer.pairing == (7, 49152)
 
 
+def test_a_head_says_where_its_http_server_listens_and_which_announcement_is_newer():
+    peer = announced(role="head", port=8080, http="127.0.0.1", rev="1700000000000", addresses=("10.0.0.2", "fd00::2"))
+    assert peer is not None
+    assert peer.is_hidden
+    assert (peer.listens_at, peer.revision) == (("127.0.0.1:8080",), 1_700_000_000_000)
+    for text in ("evil.example", "\x1b[2J", "1.2.3"):
+        odd = announced(role="head", http=text, rev="-1")
+        assert odd is not None
+        assert (odd.http, odd.revision) == ("", 0)
+    everywhere = announced(role="head", http="::", addresses=("10.0.0.2", "fd00::2"))
+    assert everywhere is not None
+    assert everywhere.listens_at == ("10.0.0.2:7770", "[fd00::2]:7770")
+
+
 def test_both_kinds_of_addresses_are_kept_with_ipv4_first():
     peer = announced(addresses=("fd00::20", "192.168.1.20", "fe80::1", "0.0.0.0", "224.0.0.1", "127.0.0.1"))
     assert peer is not None

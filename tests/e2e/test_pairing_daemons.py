@@ -80,7 +80,7 @@ def shown(owner: Owner) -> tuple[str, str]:
     answer = owner.run("pair")
     assert (answer.returncode, answer.stderr) == (0, "")
     code = re.search(r"^code (\S+), good for ", answer.stdout)
-    place = re.search(r"--device ADDRESS:(\d+)$", answer.stdout, re.MULTILINE)
+    place = re.search(r"--device \S+:(\d+)$", answer.stdout, re.MULTILINE)
     assert code is not None, answer.stdout
     assert place is not None, answer.stdout
     return code[1], f"127.0.0.1:{place[1]}"

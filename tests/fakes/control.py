@@ -180,8 +180,8 @@ class FakeDevice:
             case MeasureLinks(targets=targets) if self.measures:
                 if targets:
                     self.asked.append([target.device for target in targets])
-                links = await measure_links(self._context, self.identity, self.name, targets)
-                await self.end.send(peer, LinksMeasured(links=links))
+                found = await measure_links(self._context, self.identity, self.name, targets)
+                await self.end.send(peer, LinksMeasured(links=found.links, unreached=found.unreached))
             case KvHold(number=number, blocks=blocks):
                 self.held.append(message)
                 held = [block.key not in self.lacks for block in blocks]

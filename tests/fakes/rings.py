@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from halda import DeviceProfile, Infeasible, Plan, Prediction, Window
+from halda import CutOff, DeviceProfile, Infeasible, LeftOut, Plan, Prediction, Window
 from primad.api.status import AnswerFigures
 from primad.errors import PrimadError, RingError
 from primad.head.blame import Blame
@@ -28,13 +29,15 @@ class FakeSolver:
 
     ``value`` gives the objective for a number of devices, ``layers`` how many each window of a worker has, if not one.
     ``memory`` is what each device had available when it was asked last, ``step_s`` what a window cost it besides its layers;
-    ``prediction`` is what each plan promises.
+    ``prediction`` is what each plan promises. With ``cut`` the links to the first device do not work: the others are left
+    out, and no plan has those that are required.
     """
 
     def __init__(self) -> None:
         self.least = 1
         self.value: Callable[[int], float] = lambda count: 10.0
         self.layers: dict[str, int] = {}
+        self.cut = False
         self.prediction: Prediction | SimpleNamespace | None = None
         self.memory: dict[str, int] = {}
         self.step_s: dict[str, float] = {}
@@ -59,6 +62,12 @@ class FakeSolver:
             self._news.notify_all()
         if len(names) < self.least:
             raise Infeasible(f"{len(names)} devices are short of 1 GB", short_bytes=1)
+        if self.cut:
+            if question.require:
+                raise CutOff("links that do not work")
+            left = tuple(LeftOut(device=name, reason="the others are faster without it") for name in names[1:])
+            plan = replace(plan_of(names[:1]), left_out=left)
+            return SimpleNamespace(plan=plan, prediction=self.prediction, objective_s=10.0), question
         plan, value = plan_of(names, self.layers), self.value(len(names))
         return SimpleNamespace(plan=plan, prediction=self.prediction, objective_s=value), question
 

@@ -144,7 +144,7 @@ class Cluster:
     def code(self, timeout_s: float = PATIENCE_S) -> tuple[str, int]:
         """The code that ``primad pair`` shows on the head, and the port where it is taken."""
         done = self.head.run([PRIMAD, "pair"], env=self._env(), timeout_s=timeout_s)
-        code, port = re.search(CODE, done.stdout), re.search(r"--device ADDRESS:([0-9]+)", done.stdout)
+        code, port = re.search(CODE, done.stdout), re.search(r"--device \S+:([0-9]+)", done.stdout)
         assert code is not None, f"primad pair shows no code: {done.stdout}{done.stderr}"
         assert port is not None, f"primad pair shows no port: {done.stdout}"
         return code[0], int(port[1])

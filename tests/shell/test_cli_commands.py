@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,8 @@ import pytest
 
 from primad.cli import devices as devices_command
 from primad.cli import pair_pause_leave as device_commands
+from primad.cli.endpoint import reached
+from primad.errors import ClusterError
 from primad.network import admin
 from primad.network.admin import (
     AdminRequest,
@@ -117,7 +120,7 @@ def test_a_flag_can_switch_off_what_the_file_switches_on(command, joined, home):
     ("arguments", "named"),
     [
         (("--device", "desk:1"), "give the head's --code too"),
-        (("--code", "7-lamp-river", "--device", "desk"), "--device: 'desk' is no device address"),
+        (("--code", "7-lamp-river", "--device", "desk:x"), "--device: 'desk:x' is no device address"),
         (("--max-ram", "8"), "--max-ram: '8' is no size"),
         (("--max-vram", "many"), "--max-vram: "),
         (("--max-disk", "50%"), "--max-disk: "),
@@ -209,20 +212,22 @@ def daemon(monkeypatch, home):
 
 
 def test_pair_shows_the_code_and_what_to_type(command, daemon):
-    daemon[OpenPairing] = PairingCode(code="7-lamp-river", expires_s=600.0, port=4711)
+    places = ["192.168.1.10:4711", "[fd00::1]:4711", "desk.local:4711"]
+    daemon[OpenPairing] = PairingCode(code="7-lamp-river", expires_s=600.0, port=4711, addresses=places)
     code, out, err = command("pair")
     assert (code, err) == (0, "")
     assert "code 7-lamp-river, good for 10 minutes" in out
     assert "  primad join --code 7-lamp-river\n" in out
     assert "  primad pair --code 7-lamp-river\n" in out
-    assert "--device ADDRESS:4711" in out
+    assert all(f"  primad join --code 7-lamp-river --device {place}\n" in out for place in places)
 
 
 def test_pair_shows_the_code_to_programs(command, daemon):
-    daemon[OpenPairing] = PairingCode(code="7-lamp-river", expires_s=600.0, port=4711)
+    daemon[OpenPairing] = PairingCode(code="7-lamp-river", expires_s=600.0, port=4711, addresses=["10.0.0.2:4711"])
     code, out, err = command("pair", "--json")
     assert (code, err) == (0, "")
-    assert json.loads(out) == {"code": "7-lamp-river", "expires_s": 600.0, "port": 4711}
+    shown = {"code": "7-lamp-river", "expires_s": 600.0, "port": 4711, "addresses": ["10.0.0.2:4711"]}
+    assert json.loads(out) == shown
 
 
 def test_a_code_is_brought_to_the_daemon_that_runs(command, daemon):
@@ -236,7 +241,7 @@ def test_a_code_is_brought_to_the_daemon_that_runs(command, daemon):
     ("arguments", "named"),
     [
         (("--code", "lamp"), "--code: 'lamp' is no code"),
-        (("--code", "7-lamp-river", "--device", "desk"), "--device: 'desk' is no device address"),
+        (("--code", "7-lamp-river", "--device", "desk:x"), "--device: 'desk:x' is no device address"),
         (("--device", "desk:4711"), "give the other device's --code too"),
         (("--code", "7-lamp-river", "--json"), "--json: "),
     ],
@@ -355,6 +360,54 @@ def test_devices_are_listed_with_trust_and_state(command, sight, home):
     table = command("devices")[1]
     for words in ("trusted", "revoked", fingerprint(DESK)[:19], fingerprint(DESK)[20:], "192.168.1.20:7770", "attic"):
         assert words in table
+
+
+def test_a_device_has_one_line_with_what_it_calls_itself_now(command, sight, home):
+    TrustStore(home, load_identity(home)).add(trusted_now("desk", DESK, "paired"))
+    sight += [replace(PEER, device="tower", revision=2, addresses=("192.168.1.21",)), replace(PEER, revision=1)]
+    assert {name: row["calls_itself"] for name, row in listed(command).items()} == {"desk": "tower"}
+    table = command("devices")[1]
+    assert "calls itself" in table
+    assert "192.168.1.21:7770" in table
+    assert "192.168.1.20:7770" not in table, "that is where it was"
+
+
+@pytest.mark.parametrize(
+    ("http", "places"),
+    [
+        ("127.0.0.1", ["127.0.0.1:8080"]),
+        ("0.0.0.0", ["192.168.1.20:8080"]),
+        ("::", ["192.168.1.20:8080", "[fe80::1%eth0]:8080"]),
+        ("192.168.1.20", ["192.168.1.20:8080"]),
+        ("", ["192.168.1.20:8080", "[fe80::1%eth0]:8080"]),
+    ],
+    ids=["itself", "IPv4", "all", "one", "older"],
+)
+def test_of_a_head_it_is_shown_where_its_http_server_listens(command, sight, http, places):
+    sight.append(replace(PEER, role="head", port=8080, http=http))
+    assert listed(command)["desk"]["places"] == places
+    assert ("to itself alone" in " ".join(command("devices")[1].split())) == (http == "127.0.0.1")
+
+
+def test_a_head_is_asked_by_the_name_or_the_address_that_devices_shows(sight, home):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        head = replace(PEER, role="head", port=port, addresses=("127.0.0.1",))
+        sight += [head, replace(PEER, device="lamp", key=LAMP, role="head", port=8080, http="127.0.0.1")]
+        TrustStore(home, load_identity(home)).add(trusted_now("den", DESK, "paired"))
+        for wanted in ("desk", "den", f"den:{port}", f"127.0.0.1:{port}"):
+            assert reached(None, wanted, "key").url == f"http://127.0.0.1:{port}"
+        with pytest.raises(
+            ClusterError, match="--head lamp: it answers programs of its own device alone; start it there"
+        ):
+            reached(None, "lamp", None)
+        with pytest.raises(
+            ClusterError, match="--head attic: no head of this name is in sight; 'primad devices' lists"
+        ):
+            reached(None, "attic", None)
+        sight.append(replace(head, key=ATTIC, addresses=("10.0.0.9",)))
+        with pytest.raises(ClusterError, match=rf"2 heads have this name; .*127.0.0.1:{port}.*10.0.0.9:{port}"):
+            reached(None, "desk", None)
 
 
 def test_a_cluster_that_is_asked_for_is_all_that_is_listed(command, sight):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 
 import pytest
 from zeroconf import DNSIncoming, DNSQuestion, IPVersion, NonUniqueNameException, NotRunningException, Zeroconf
@@ -79,7 +80,7 @@ def test_a_device_is_seen_as_it_announces_itself_and_until_it_leaves(cluster):
             async with device() as desk:
                 assert await announce(desk, cluster, cluster, port=4321) == cluster
                 await sight.wait(lambda: bool(sight.of(cluster)))
-                assert sight.of(cluster)[cluster] == Peer(
+                assert replace(sight.of(cluster)[cluster], revision=0) == Peer(
                     device=cluster,
                     cluster=cluster,
                     role="worker",
@@ -91,6 +92,28 @@ def test_a_device_is_seen_as_it_announces_itself_and_until_it_leaves(cluster):
                     pairing=None,
                 )
             await sight.wait(lambda: not sight.of(cluster))
+
+    asyncio.run(once())
+
+
+def test_a_name_leads_here_where_somebody_answers_for_it_with_addresses_of_this_machine(cluster):
+    async def once() -> None:
+        zeroconf, said = AsyncZeroconf(interfaces=[HOST]), list[Awaitable[None]]()
+        try:
+            for name, address in (("here", HOST), ("there", "192.0.2.7")):
+                host, packed = f"{cluster}-{name}.local.", socket.inet_aton(address)
+                info = AsyncServiceInfo(SERVICE, f"{name}{cluster}.{SERVICE}", 9, addresses=[packed], server=host)
+                said.append(await zeroconf.async_register_service(info, cooperating_responders=True))
+            async with device(DiscoveryTimings(own_name_s=float(PATIENCE_S))) as desk:
+                await desk._started()
+                assert await desk.leads_here(f"{cluster}-here.local")
+                assert not await desk.leads_here(f"{cluster}-there.local")
+            async with device(DiscoveryTimings(own_name_s=0.1)) as desk:
+                await desk._started()
+                assert not await desk.leads_here(f"{cluster}-nobody.local")
+            await asyncio.gather(*said)
+        finally:
+            await zeroconf.async_close()
 
     asyncio.run(once())
 

@@ -19,6 +19,7 @@ from primad.doctor import gpus, machine, network, storage
 from primad.doctor.examine import CHECKS, Subject, examine
 from primad.doctor.findings import finding, in_thread, output_of
 from primad.doctor.firewall import gather_firewall, judge_firewall, needed
+from primad.doctor.peers import KnownTrust
 from primad.doctor.reach import gather_reached, targets
 from primad.errors import ClusterError
 from primad.network.discovery import Discovery
@@ -45,7 +46,7 @@ def subject(home: Path, *, cluster: str = "home", trusts=lambda key: False) -> S
         devices=(),
         threads=None,
         own_key="",
-        trusts=trusts,
+        trust=KnownTrust(trusts=trusts),
     )
 
 
@@ -161,7 +162,7 @@ def test_devices_in_sight_are_asked_for_their_version_and_trust(tmp_path, cluste
             await sofa.close()
 
     found = asyncio.run(once())
-    assert [it.text for it in found if it.check == "trust" and it.level == "ok"] == [f"{cluster}-a is trusted"]
+    assert [it.text for it in found if it.check == "trust" and it.level == "ok"] == [f"{cluster}-a is trusted here"]
     (stranger,) = [it for it in found if it.check == "trust" and it.level == "warning"]
     assert f"{cluster}-b is not trusted yet" in stranger.text
     assert stranger.next == "primad join --code 7-WORD-WORD"

@@ -43,7 +43,7 @@ from primad.layers.cache import LayerCache
 from primad.membership.transitions import GREET_S
 from primad.membership.types import DeviceRefused, Effect, Event, State
 from primad.network.discovery import MulticastError
-from primad.network.messages import Dismiss, Introduce, Leaving, MemoryLow, MemoryRecovered
+from primad.network.messages import Dismiss, Introduce, Leaving, MemoryLow, MemoryRecovered, Revoked
 from primad.ring.messages import DecodeStatus, Finished, Sampled, Status
 from primad.settings.config import load_config, open_home
 from primad.settings.timings import HeadTimings, MembershipTimings, NetworkTimings, Timings
@@ -52,7 +52,7 @@ from primad.trust.identity import new_identity
 from primad.trust.local_trust import LocalTrust
 from primad.trust.pairing import CodeOutcome, Who
 from primad.trust.pairing_links import PairingServer
-from primad.trust.trust import BY_HAND, TrustedDevice, TrustStore, trusted_now
+from primad.trust.trust import BY_HAND, PAIRED, TrustedDevice, TrustStore, trusted_now
 from primad.trust.words import Code
 from tests.fakes import manager
 from tests.fakes.control import HEAD, FakeDevice, gated
@@ -591,11 +591,46 @@ def test_a_device_whose_trust_is_revoked_while_it_serves_is_dropped(lab):
         here.trust.revoke("nas")
         second = await here.serves("lap", after=first.epoch)
         assert "it is not trusted any more" in await here.says("nas is gone")
-        knocks = nas.knocks
         second.draw(request, 11)
         await stream.has(10, 11)
         assert first.closed
-        assert nas.knocks == knocks
+        await nas.hear(Revoked)
+        assert len(nas.hellos) == 1, "it is not greeted any more"
+
+    run(lab, test)
+
+
+def test_a_device_that_was_revoked_hears_it_each_time_it_comes_and_is_taken_back_when_it_is_paired_again(lab):
+    async def test(here: Lab) -> None:
+        here.solver.value = lambda count: 10.0 / count
+        nas, lap = here.device("nas"), here.device("lap")
+        here.trust.revoke("nas")
+        here.start()
+        first = await here.serves("lap")
+        await nas.hear(Revoked)
+        here.discovery.sees(nas, revision=7)
+        await nas.hear(Revoked)
+        here.trust.add(trusted_now("nas", nas.key, PAIRED))
+        await here.serves("nas", "lap", after=first.epoch)
+        message = await lap.hear(Introduce)
+        while nas.key not in {each.key for each in message.devices}:
+            assert message.revoked == [nas.key]
+            message = await lap.hear(Introduce)
+        assert message.revoked == [], "for all workers of this head"
+
+    run(lab, test)
+
+
+def test_a_device_that_its_owner_calls_otherwise_has_that_name_everywhere(lab):
+    async def test(here: Lab) -> None:
+        here.solver.value = lambda count: 10.0 / count
+        nas = here.device("nas")
+        here.start()
+        first = await here.serves("nas")
+        here.trust.add(trusted_now("attic", nas.key, BY_HAND))
+        assert "it is called attic here now" in await here.says("nas is gone")
+        await here.serves("attic", after=first.epoch)
+        assert [each.device for each in (await here.daemon.desk.devices()).devices] == ["attic"]
 
     run(lab, test)
 
@@ -989,6 +1024,18 @@ def test_a_device_that_was_not_reached_is_measured_again_and_planned_for_when_it
     run(lab, test)
 
 
+def test_a_link_that_does_not_work_is_named_with_its_cause_and_no_plan_is_made_for_it(lab):
+    async def test(here: Lab) -> None:
+        here.solver.cut = True
+        here.device("nas").garbles = True
+        here.start(use_all=True)
+        await here.serves()
+        assert "(it answers too late at 127.0.0.1:" in await here.says("desk does not reach nas")
+        assert (await here.says("nas is left out: desk does not reach nas (")).endswith("or use a cable")
+
+    run(lab, test)
+
+
 def test_a_head_that_has_room_again_plans_anew_when_that_gains(lab, monkeypatch):
     """It looks by itself: a head that was short of memory measures until there is room again."""
     now = iter(range(0, 10**6, 30))
@@ -1110,7 +1157,7 @@ def test_the_desk_brings_the_code_that_a_device_shows_and_both_trust_each_other(
         with pytest.raises(ClusterError, match="not the one that is shown there"):
             await here.daemon.desk.bring_code(ShownCode(code="7-lamp-stone", at=at))
         with pytest.raises(ConfigError, match="no device address"):
-            await here.daemon.desk.bring_code(ShownCode(code="7-lamp-river", at="nowhere"))
+            await here.daemon.desk.bring_code(ShownCode(code="7-lamp-river", at="no where"))
         assert (await here.daemon.desk.bring_code(ShownCode(code="7 lamp river", at=at))).device == "nas"
         assert await showing is CodeOutcome.USED
         assert [each.device for each in paired] == ["desk"]

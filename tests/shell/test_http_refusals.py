@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from urllib.parse import quote
 
 import httpx
@@ -17,6 +18,7 @@ from primad.api.connection import MAX_BODY_BYTES
 from primad.api.guard import is_allowed
 from primad.api.openai.schema import ChatRequest, CompletionRequest
 from primad.errors import RequestError, RingError
+from primad.network.own_places import own_names
 from tests.fakes.backend import ByteVocabulary, FakeBackend, says
 from tests.fakes.http import call, events, post
 
@@ -253,6 +255,15 @@ def test_our_own_host_names_are_served():
     ):
         assert is_allowed(host, {"attic.local"})
     assert not is_allowed("attic.local", set())
+
+
+def test_the_name_of_this_machine_is_ours_with_its_domain_without_and_in_mdns(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "Attic.lan")
+    names = {name.lower() for name in own_names()}
+    for host in ("attic.local", "ATTIC.local.:8080", "attic", "attic.lan:80"):
+        assert is_allowed(host, names)
+    for host in ("other.local", "attic.evil", "local", "x.attic.local"):
+        assert not is_allowed(host, names)
 
 
 NAMES = [*ChatRequest.model_fields, *CompletionRequest.model_fields, "repetition_penalty", "user"]

@@ -18,8 +18,9 @@ from primad.head.worker_link import Caller, WorkerLink, greet
 from primad.membership import types
 from primad.network import linkprobe
 from primad.network.contacts import MAX_ADDRESSES, Contact
-from primad.network.linkprobe import UNREACHABLE_S, measure_links
+from primad.network.linkprobe import UNREACHABLE_S, MeasuredLinks, measure_links
 from primad.network.messages import MAX_ECHO_BYTES, LinksMeasured, decode_from_worker
+from primad.network.unreached import unreached_line
 from primad.ring.messages import encode
 from primad.settings.timings import NetworkTimings
 from primad.trust.identity import Identity, new_identity
@@ -99,7 +100,7 @@ def dead(monkeypatch) -> set[str]:
         is_dead = found & {host, target.key, target.device}
         return await measure(context, identity, host, target, 0.3 if is_dead else PATIENCE_S)
 
-    async def ask_one(worker: WorkerLink, targets: Sequence[Contact], timeout_s: float) -> list[LinkProfile]:
+    async def ask_one(worker: WorkerLink, targets: Sequence[Contact], timeout_s: float) -> MeasuredLinks:
         return await ask(worker, targets, 0.4 if worker.name in found else max(timeout_s, PATIENCE_S))
 
     monkeypatch.setattr(linkprobe, "_measure", measure_one)
@@ -117,7 +118,7 @@ def plausible(link: LinkProfile) -> bool:
 def test_both_ways_are_measured():
     async def once() -> None:
         async with devices("a", "b") as (context, (a, b)):
-            links = await measure_links(context, HEAD, "desk", [a.target(), b.target()])
+            links = (await measure_links(context, HEAD, "desk", [a.target(), b.target()])).links
             ends = [(link.source, link.target, link.address) for link in links]
             assert ends == [
                 ("desk", "a", "127.0.0.1"),
@@ -150,7 +151,7 @@ def test_an_address_that_does_not_work_is_passed_over(dead, bad):
 
     async def once() -> None:
         async with devices("a") as (context, (a,)):
-            there, back = await measure_links(context, HEAD, "desk", [a.target(bad, "127.0.0.1")])
+            there, back = (await measure_links(context, HEAD, "desk", [a.target(bad, "127.0.0.1")])).links
             assert there.address == "127.0.0.1"
             assert plausible(there)
             assert plausible(back)
@@ -165,7 +166,7 @@ def test_a_device_that_no_address_reaches_has_a_link_that_no_plan_takes(dead, ad
     async def once() -> None:
         async with devices("a") as (context, (a,)):
             target = Contact(device="a", key=a.key, addresses=addresses, port=a.port)
-            there, back = await measure_links(context, HEAD, "desk", [target])
+            there, back = (await measure_links(context, HEAD, "desk", [target])).links
             assert (there.address, there.round_trip_s, back.round_trip_s) == ("", UNREACHABLE_S, UNREACHABLE_S)
 
     asyncio.run(once())
@@ -178,7 +179,7 @@ def test_an_address_that_leads_to_another_device_is_passed_over(dead):
     async def once() -> None:
         async with devices("a", "b") as (context, (a, b)):
             wrong = Contact(device="b", key=b.key, addresses=[HOST], port=a.port)
-            there, _back = await measure_links(context, HEAD, "desk", [wrong])
+            there, _back = (await measure_links(context, HEAD, "desk", [wrong])).links
             assert there.round_trip_s == UNREACHABLE_S
 
     asyncio.run(once())
@@ -189,10 +190,13 @@ def test_a_device_that_is_not_trusted_measures_nothing(dead):
         async with gated(lambda key: key != HEAD.public, patience_s=PATIENCE_S) as context:
             a = FakeDevice(context, "a")
             dead.add("a")
-            there, _ = await measure_links(context, HEAD, "desk", [a.target()])
-            assert there.round_trip_s == UNREACHABLE_S
+            found = await measure_links(context, HEAD, "desk", [a.target()])
+            assert not any(link.works for link in found.links)
+            (why,) = found.unreached
+            assert (why.device, why.why) == ("a", "untrusted")
+            assert "a does not let it in" in unreached_line("desk", why)
             dead.clear()
-            there, _ = await measure_links(context, new_identity(), "desk", [a.target()])
+            there, _ = (await measure_links(context, new_identity(), "desk", [a.target()])).links
             assert plausible(there)
             await a.leave()
 
@@ -243,15 +247,15 @@ def test_a_worker_is_told_no_scope_of_the_heads(monkeypatch):
         async with devices("a", "b") as (context, (a, b)):
             told: list[list[str]] = []
 
-            async def ask(worker: WorkerLink, targets: Sequence[Contact], timeout_s: float) -> list[LinkProfile]:
+            async def ask(worker: WorkerLink, targets: Sequence[Contact], timeout_s: float) -> MeasuredLinks:
                 told.extend(target.addresses for target in targets)
-                return []
+                return MeasuredLinks(links=[], unreached=[])
 
             own: list[list[str]] = []
 
-            async def measure(*asked: object, timeout_s: float) -> list[LinkProfile]:
+            async def measure(*asked: object, timeout_s: float) -> MeasuredLinks:
                 own.extend(target.addresses for target in asked[-1])
-                return []
+                return MeasuredLinks(links=[], unreached=[])
 
             monkeypatch.setattr(WorkerLink, "measure_links", ask)
             monkeypatch.setattr(links_module, "measure_links", measure)
@@ -352,10 +356,14 @@ def test_a_device_that_is_there_but_not_reached_stays_and_is_named(dead, monkeyp
             monkeypatch.setattr(links_module, "_target", target)
             links = {(link.source, link.target): link for link in await book.measure(workers, {}, lines)}
             assert plausible(links["desk", "a"])
-            assert links["desk", "b"].round_trip_s == links["a", "b"].round_trip_s == UNREACHABLE_S
-            assert lines.said == [
-                f"{one} does not reach b; plans avoid sending over this link" for one in ("desk", "a")
+            assert [link for link, found in links.items() if found.works] == [("desk", "a"), ("a", "desk")]
+            assert pairs(book.between(["desk", "a", "b"])) == every("desk", "a"), "a penalty is no measurement"
+            why = f"(127.0.0.9:{b.port} takes no connection); let the port through the firewall there"
+            assert [line.partition("; 'primad doctor'")[0] for line in lines.said] == [
+                f"{one} does not reach b {why}" for one in ("desk", "a")
             ]
+            assert book.why_cut("b", ["a", "desk"]) in lines.said
+            assert book.why_cut("a", ["desk"]) is None
             for worker in workers:
                 worker.close()
 
@@ -370,8 +378,10 @@ def test_a_device_that_was_too_busy_to_answer_is_measured_again_when_that_is_ask
             b.echoes = False
             dead.add(b.key)
             await book.measure(workers, {}, lines)
-            said = [f"{one} does not reach b; plans avoid sending over this link" for one in ("desk", "a")]
-            assert (lines.said, lines.measured) == (said, 3)
+            said = list(lines.said)
+            where = f"(it answers too late at 127.0.0.1:{b.port})"
+            assert [line.partition(";")[0] for line in said] == [f"{o} does not reach b {where}" for o in ("desk", "a")]
+            assert lines.measured == 3
             assert book.unreached(["a", "b"]) == every("desk", "a", "b") - every("desk", "a")
             assert book.unreached(["a"]) == set()
 

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import typer
 
+from primad.cli import devices
 from primad.cli.trust import revoke, trust
 from primad.errors import ConfigError
+from primad.network.peer import Peer
 from primad.trust.identity import fingerprint, key_hex, load_identity, new_identity
 from primad.trust.local_trust import LocalTrust
 from primad.trust.trust import BY_HAND, TrustStore
 
-KEY = new_identity().public
+KEY, OTHER = new_identity().public, new_identity().public
+RENAMED = Peer(
+    device="pi5",
+    cluster="home",
+    role="worker",
+    version="1",
+    protocol=5,
+    addresses=("10.0.0.2",),
+    port=7770,
+    key=KEY,
+    pairing=None,
+    revision=2,
+)
+PEERS = [replace(RENAMED, device="pi", revision=1), RENAMED, replace(RENAMED, device="x", key=OTHER)]
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PRIMAD_LOCAL_TRUST", str(tmp_path / "local"))
+    monkeypatch.setattr(devices, "_peers", lambda config, seconds: PEERS)
     return tmp_path / "home"
 
 
@@ -64,3 +81,14 @@ def test_what_cannot_be_is_one_line(home: Path, words: tuple[str, ...], error: s
     with pytest.raises(ConfigError, match=error) as raised:
         primad(*words, "--home", str(home))
     assert "\n" not in str(raised.value)
+
+
+def test_a_device_that_was_renamed_is_revoked_by_either_name_and_a_stranger_by_none(home: Path, capsys):
+    store = TrustStore(home, load_identity(home), LocalTrust(home / "local"))
+    for name in ("pi", "pi5"):
+        primad("trust", "pi", "--key", KEY, "--home", str(home))
+        primad("revoke", name, "--home", str(home))
+        assert f"pi is not trusted here any more ({fingerprint(KEY)})" in capsys.readouterr().out
+        assert not store.trusts(KEY)
+    with pytest.raises(ConfigError, match="no device 'x' is trusted"):
+        primad("revoke", "x", "--home", str(home))

@@ -29,6 +29,7 @@ from primad.network.messages import (
     Probed,
     Refused,
     Release,
+    Revoked,
 )
 from primad.ring.drafting.messages import DraftText
 from primad.trust.identity import Identity, new_identity
@@ -41,6 +42,7 @@ __all__ = ["lab"]
 WORDS_OF_A_HEAD: Final[Sequence[HeadMessage]] = (
     Hello(protocol=PROTOCOL, version="0", device="desk", session=1, build="a build", gone_after_s=4.0),
     Introduce(devices=[Introduction("x", STRANGER.public)], revoked=[DESK.public]),
+    Revoked(),
     a_load(1),
     Link(epoch=1, address="tcp://127.0.0.1:1", key=STRANGER.public, sender=STRANGER.public),
     Release(epoch=1),
@@ -116,6 +118,26 @@ def test_whom_a_head_introduces_may_do_what_a_ring_needs_as_long_as_that_head_ma
             await tower.say(introduces(nas, DESK))
             assert await is_let_in(neighbour)
             assert not await is_let_in(desk), "what the owner revoked nobody introduces"
+
+    asyncio.run(once())
+
+
+def test_a_worker_that_is_revoked_says_so_and_works_for_nobody_until_its_head_takes_it_back(lab):
+    async def once() -> None:
+        async with lab() as lap:
+            desk, other = lap.head(), lap.head()
+            neighbour = new_identity()
+            await desk.takes()
+            await desk.say(introduces(neighbour))
+            await other.say(Revoked())
+            line = await lap.says("desk revoked this device")
+            assert "'primad pair --code CODE' here" in line
+            assert not lap.daemon._admits(neighbour.public)
+            status = (await lap.admin(Describe())).status
+            assert (status["revoked_by"], status["head"]) == ([DESK.public], None)
+            assert status["devices"] == {"desk": "revoked this device", "lap": "waiting for a head; revoked by desk"}
+            await desk.takes(session=2)
+            assert (await lap.admin(Describe())).status["revoked_by"] == []
 
     asyncio.run(once())
 

@@ -11,12 +11,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halda import Instance, LinkProfile, MessageTime, Objective, Plan, Window, Workload, arrange, evaluate, instance
+from halda import (
+    CutOff,
+    Instance,
+    LinkProfile,
+    MessageTime,
+    Objective,
+    Plan,
+    Window,
+    Workload,
+    arrange,
+    evaluate,
+    instance,
+)
 from halda.cost import hop_s, message_s
 from halda.orders import ring_order
+from halda_research.random_fleets import random_instance
 from halda_research.simulate import simulate, simulate_prefill
 from tests.fakes import planning
-from tests.solver.small_fleets import small_instance
+from tests.solver.small_fleets import small_instance, solved
 from tests.solver.test_solve import check_against_brute_force
 
 WIDTH = 1024
@@ -161,3 +174,20 @@ def test_a_token_goes_around_once_less_where_the_tail_has_all_of_the_heads_last_
     plan = arrange(["a", "b"], [1, 2], rounds=2, model=model)
     assert [window.device for window in plan.route] == ["a", "b", "b", "a"]
     assert evaluate(plan, question).hop_s == pytest.approx(ring_order(question, (0, 1)).hops_s)
+
+
+def test_no_plan_sends_over_a_link_that_does_not_work():
+    question = random_instance(random.Random(5), devices=3, layers=6, memory="ample", shared_hosts=False, workload=WORK)
+    everyone = frozenset({"d1", "d2"})
+    assert everyone < set(solved(question, "latency", require=everyone).plan.devices)
+    links = dict(question.links)
+    for pair in (("d1", "d2"), ("d2", "d1")):
+        links[pair] = replace(links[pair], round_trip_s=60.0, bytes_per_s=1.0, works=False)
+    cut = replace(question, links=links)
+    with pytest.raises(
+        CutOff, match=r"^d[12] does not reach d[12], and there is no plan without the link between them$"
+    ):
+        solved(cut, "latency", require=everyone)
+    assert not everyone <= set(solved(cut, "latency").plan.devices)
+    for name in ("d1", "d2"):
+        assert name in solved(cut, "latency", require=frozenset({name})).plan.devices

@@ -19,11 +19,12 @@ class HeadKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenCode(msgspec.Struct, frozen=True, kw_only=True):
-    """A pairing code that is good for ``expires_s`` seconds more; ``port`` is where to bring it without multicast."""
+    """A pairing code that is good for ``expires_s`` seconds more; ``addresses`` are where to bring it without multicast."""
 
     code: str
     expires_s: float
     port: int
+    addresses: list[str] = []
 
 
 class KnownDevice(msgspec.Struct, frozen=True, kw_only=True):

@@ -105,7 +105,9 @@ function showCode(code, own) {
           h("p", { class: "code-words", "aria-label": "Pairing code" }, code.code),
           h("p", {}, "On the other device type:"),
           command(`primad join --code ${code.code}`),
-          h("p", { class: "muted" }, "Good for one device. Where multicast is blocked, add ", h("code", {}, `--device ADDRESS:${code.port}`), `, the address of ${own.device}. `, parts.left),
+          h("p", { class: "muted" }, "Good for one device. ", parts.left),
+          code.addresses.length ? h("p", { class: "muted" }, `Where multicast is blocked, add the address of ${own.device}:`) : null,
+          ...code.addresses.map((at) => command(`primad join --code ${code.code} --device ${at}`)),
         ]
       : [h("p", { class: "muted" }, "A short code pairs two devices once; after that they know each other by their keys."), button]),
   );
@@ -135,7 +137,7 @@ function bringForm() {
     h("p", {}, "On that device type this, and here the code that it shows:"),
     command("primad pair"),
     h("p", { class: "row" }, h("label", { for: "bring-code" }, "Its code"), code, h("label", { for: "bring-at" }, "Its address"), at, button),
-    h("p", { class: "muted" }, "The address is for networks without multicast: the host, and the port that ", h("code", {}, "primad pair"), " names, as in ", h("code", {}, "192.168.1.20:41234"), "."),
+    h("p", { class: "muted" }, "The address is for networks without multicast: one that ", h("code", {}, "primad pair"), " shows there, as in ", h("code", {}, "192.168.1.20:7770"), "."),
   );
 }
 

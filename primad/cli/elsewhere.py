@@ -1,0 +1,74 @@
+"""The endpoint of a head on another machine, by what ``primad devices`` shows of it."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from primad.cli.output import err
+from primad.errors import ClusterError, printable
+from primad.settings.config import Config, split_address
+
+if TYPE_CHECKING:
+    from primad.network.local_heads import LocalHead
+    from primad.network.peer import Peer
+
+_CONNECT_S: Final = 1.0
+_AT: Final = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[\w.-]+)?\]|[\w.-]+):[0-9]{1,5}", re.ASCII)
+
+
+def head_elsewhere(config: Config, wanted: str, here: Sequence[LocalHead]) -> str:
+    """The URL of the head ``wanted``, an address with a port, or a name that is looked for; ``here`` run on this machine.
+
+    Raises ``ClusterError`` that says what can be chosen, or why it cannot be reached.
+    """
+    from primad.cli.devices import called
+
+    if _is_address(wanted):
+        return f"http://{wanted}"
+    found = sorted((peer for peer in called(config, wanted) if peer.role == "head"), key=lambda peer: peer.is_hidden)
+    if len(found) == 1 or (found and found[1].is_hidden):
+        return _url(found[0], wanted)
+    if not found and _AT.fullmatch(wanted):
+        return f"http://{wanted}"  # a name that the system knows
+    if found:
+        places = ", ".join(f"--head {peer.listens_at[0]}" for peer in found if peer.listens_at and not peer.is_hidden)
+        raise ClusterError(f"--head {wanted}: {len(found)} heads have this name; choose one: {places}")
+    from primad.network.local_heads import names
+
+    choice = f"; on this device: {', '.join(f'--head {name}' for name in names(here))}" if here else ""
+    raise ClusterError(
+        f"--head {printable(wanted, 70)}: no head of this name is in sight; 'primad devices' lists them{choice}, "
+        "or give its --url"
+    )
+
+
+def _url(peer: Peer, wanted: str) -> str:
+    """Where ``peer`` answers. It is said, since the name is what the network says of itself."""
+    if peer.is_hidden:
+        raise ClusterError(
+            f"--head {wanted}: it answers programs of its own device alone; start it there with --host 0.0.0.0 and "
+            "--api-key KEY"
+        )
+    for place in peer.listens_at:
+        try:
+            socket.create_connection(split_address(place), _CONNECT_S).close()
+        except OSError:
+            continue
+        err.print(f"{printable(peer.device, 70)} is at http://{place}", markup=False, highlight=False)
+        return f"http://{place}"
+    places = ", ".join(peer.listens_at)
+    raise ClusterError(f"--head {wanted}: no answer at {places}; is a firewall there? 'primad doctor' on it says")
+
+
+def _is_address(text: str) -> bool:
+    if not _AT.fullmatch(text):
+        return False
+    try:
+        ipaddress.ip_address(split_address(text)[0])
+    except ValueError:
+        return False
+    return True

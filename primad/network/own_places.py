@@ -1,0 +1,36 @@
+"""Where people find this machine: its addresses as they may be typed elsewhere, and its names."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+
+from primad.network.addresses import Interface, read_interfaces, resolved_host, usable_addresses
+from primad.network.scopes import needs_scope
+
+
+def own_names() -> tuple[str, ...]:
+    """What this machine is called: its host name, whole and without a domain, and its name in mDNS."""
+    name = socket.gethostname()
+    return tuple(dict.fromkeys((name, name.partition(".")[0], local_name())))
+
+
+def local_name() -> str:
+    """This machine's name in mDNS, as in ``desk.local``; only where it runs a service for that does anybody find it so."""
+    return f"{socket.gethostname().partition('.')[0]}.local"
+
+
+def own_hosts(
+    host: str,
+    interface: str | None = None,
+    interfaces: Callable[[], Sequence[Interface]] = read_interfaces,
+) -> list[str]:
+    """The addresses that lead to a server here that listens on ``host``, the likeliest first.
+
+    Those that mean nothing on another machine are left out where there are others: link-local ones of IPv6, and those of
+    bridges of containers and virtual machines. Raises ``ClusterError`` as ``usable_addresses``.
+    """
+    own = interfaces()
+    usable = usable_addresses(own, resolved_host(host), interface)
+    bridged = {str(address.ip) for found in own if found.rank > 1 for address in found.addresses}
+    return [address for address in usable if not needs_scope(address) and address not in bridged] or usable
