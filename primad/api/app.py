@@ -8,6 +8,7 @@ our mistake, is answered with 500 and logged with its traceback by the server (u
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Collection
 from typing import Any, Final
@@ -71,7 +72,9 @@ def create_app(
     Who says ``owner_key`` may change things at ``desk`` by way of the page.
     Its ``state.close()`` ends what would stay open, when the server ends.
     """
-    app = _App(title="primad", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = _App(
+        title="primad", version=__version__, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
     metrics = Metrics()
     endpoint = Endpoint(backend, metrics, timings, names, embeddings)
     server = _Server(endpoint, metrics)
@@ -97,6 +100,7 @@ def create_app(
         )
         if "GET" in route.methods and "HEAD" not in route.methods and not route.path.startswith("/ui/"):
             app.add_api_route(route.path, route.handler, methods=["HEAD"], include_in_schema=False)
+    app.add_route("/openapi.json", app.told, include_in_schema=False)
     _handle_errors(app)
     app.state.close = page.close
     return app
@@ -161,6 +165,10 @@ class _App(FastAPI):
             components = document.setdefault("components", {}).setdefault("schemas", {})
             components |= schemas(DIALECTS)
         return super().openapi()
+
+    async def told(self, request: Request) -> Response:
+        """That document. It is made once, which takes a tenth of a second, and others are heard meanwhile."""
+        return json_response(await asyncio.to_thread(self.openapi))
 
 
 def _dialect_of(path: str) -> Dialect:
