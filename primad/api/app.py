@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 
 from primad import __version__
@@ -153,7 +153,7 @@ class Api(Starlette):
         self._written: dict[str, Any] | None = None
 
     async def _document(self, request: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(self.openapi))
+        return json_response(await asyncio.to_thread(self.openapi))
 
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI document, which FastAPI writes; that takes some hundred milliseconds, most of them to load it."""

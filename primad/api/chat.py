@@ -28,7 +28,7 @@ from primad.api.calls.choose import Thinking, thinks
 from primad.api.conversation import Messages, text_of
 from primad.api.grammar import HERMES, CallForm
 from primad.api.tool_prompt import for_template, with_argument
-from primad.errors import ModelError, RequestError
+from primad.errors import ModelError, RequestError, printable
 
 CHATML: Final = (
     "{% for message in messages %}"
@@ -165,7 +165,7 @@ class _Template:
         if _IS_CHANGING.search(self.source):
             given = deepcopy(given)
         try:
-            return self.compiled.render(
+            text = self.compiled.render(
                 {
                     "documents": None,
                     "date_string": self.now.strftime("%d %b %Y"),
@@ -178,8 +178,9 @@ class _Template:
                     "strftime_now": _strftime(self.now),
                 }
             )
+            return text.encode(errors="replace").decode()  # without halves of characters, as in arguments of calls
         except _RUNTIME_ERRORS as exc:
-            raise _refusal(str(exc).strip() or type(exc).__name__) from exc
+            raise _refusal(printable(exc).strip() or type(exc).__name__) from exc
 
     def _leaves_out(self, messages: Messages, known: Mapping[str, Any], opens: bool, text: str) -> bool:
         """Whether what was said to the assistant is not all in ``text``, the prompt for ``messages``, or not all tools are.
@@ -268,7 +269,7 @@ def _compile(source: str) -> jinja2.Template:
         return environment.from_string(source)
     except (*_RUNTIME_ERRORS, SyntaxError) as exc:
         raise ModelError(
-            f"the model file's chat template (tokenizer.chat_template) does not compile: {exc}; "
+            f"the model file's chat template (tokenizer.chat_template) does not compile: {printable(exc)}; "
             "use /v1/completions, or give it another one with `primad serve --chat-template FILE`"
         ) from exc
 

@@ -34,9 +34,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-async def read_json(request: Request, timeout_s: float, *, only_json: bool = False) -> bytes:
-    """The body of a request, which has arrived within ``timeout_s``. It must say that it is JSON if ``only_json``, or if a
-    web page may have sent it.
+async def read_json(
+    request: Request, timeout_s: float, *, only_json: bool = False, most_bytes: int = MAX_BODY_BYTES
+) -> bytes:
+    """The body of a request, which has arrived within ``timeout_s`` and has at most so many bytes. It must say that it is
+    JSON if ``only_json``, or if a web page may have sent it.
 
     That keeps web pages out: a browser asks first (CORS preflight) before it sends JSON to another origin, and this server
     never says yes. Programs are believed without it; many send none, or that of a form.
@@ -49,15 +51,15 @@ async def read_json(request: Request, timeout_s: float, *, only_json: bool = Fal
             f"the content type is {media_type[:80]!r}; web pages send the header Content-Type: application/json"
         )
     length = request.headers.get("content-length", "")
-    if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > MAX_BODY_BYTES):
-        raise _too_large()
+    if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > most_bytes):
+        raise _too_large(most_bytes)
     body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise _too_large()
+                if len(body) > most_bytes:
+                    raise _too_large(most_bytes)
     except TimeoutError as exc:
         raise RequestError(f"the body did not arrive within {timeout_s:.0f} s", status=408) from exc
     return bytes(body)
@@ -69,8 +71,8 @@ def may_be_a_page(headers: Headers) -> bool:
     return any(name in ("origin", "referer", "cookie") or name.startswith("sec-fetch-") for name in headers)
 
 
-def _too_large() -> RequestError:
-    return RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, code="request_too_large")
+def _too_large(most_bytes: int) -> RequestError:
+    return RequestError(f"the body is larger than {most_bytes} bytes", status=413, code="request_too_large")
 
 
 class BodyGuard:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 import msgspec
 from starlette.requests import Request
@@ -22,8 +23,12 @@ from primad.api.metrics import Metrics
 from primad.api.openai.errors import RETRY_AFTER_S
 from primad.api.openai.job import Choice, Job
 from primad.api.openai.timings import AnswerClock
-from primad.errors import RingError
+from primad.errors import RequestError, RingError
 from primad.settings.timings import ApiTimings
+from primad.system.shares import Shares
+
+MOST_LISTED: Final = 1 << 21
+"""Log-probabilities of answers that are told as a whole; each takes some 200 bytes until then. Callers share them."""
 
 
 class Endpoint:
@@ -40,6 +45,7 @@ class Endpoint:
         self.backend, self.embeddings = backend, embeddings
         self.any_model = names.any_model
         self._metrics, self._timings, self._names = metrics, timings, names
+        self._listed = Shares(MOST_LISTED)
 
     def model(self) -> ServedModel | None:
         """The served model under all its names, or None until it is known."""
@@ -84,12 +90,31 @@ class Endpoint:
     async def _answered(self, served: ServedModel, job: Job, clocks: Sequence[AnswerClock]) -> list[Answered]:
         parts: list[list[Written]] = [[] for _ in job.choices]
         begins = [partial(self.write, served, job, choice) for choice in job.choices]
-        async with aclosing(together(begins, served.sequences)) as written:
-            async for place, part in written:
-                parts[place].append(part)
-                if clocks:
-                    clocks[min(place, len(clocks) - 1)].count(part.sampled, part.cached, time.perf_counter())
+        who, listed = caller(), 0
+        try:
+            async with aclosing(together(begins, served.sequences)) as written:
+                async for place, part in written:
+                    parts[place].append(part)
+                    if job.logprobs is not None and part.tokens:
+                        more = len(part.tokens) * (1 + job.logprobs)
+                        self._list(who, more)
+                        listed += more
+                    if clocks:
+                        clocks[min(place, len(clocks) - 1)].count(part.sampled, part.cached, time.perf_counter())
+        finally:
+            self._listed.give_back(who, listed)
         return [Answered.of(choice, each) for choice, each in zip(job.choices, parts, strict=True)]
+
+    def _list(self, who: str, logprobs: int) -> None:
+        """``who`` has so many more in an answer. Raises ``RequestError`` when that is too many."""
+        if not self._listed.has_room(who, logprobs):
+            raise RequestError(
+                "your answers that are being written have too many log-probabilities together; ask for fewer, or with "
+                "stream, which tells them as they come",
+                code="too_many_logprobs",
+                param="logprobs",
+            )
+        self._listed.take(who, logprobs)
 
     def stream(self, messages: AsyncGenerator[msgspec.Struct, None], framing: Framing) -> Response:
         """``messages`` as they come; an error before the first one becomes an ordinary answer."""

@@ -16,9 +16,12 @@ import codecs
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
+MOST_WAITING: Final = 1024
+"""Tokens whose place in the text is not certain yet, as many as the longest stop string has bytes: control tokens, which
+have no text, would wait without end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,9 @@ class Transcript(Generic[T]):
             text, self._held = text[:keep], text[keep:]
         self._released_chars += len(text)
         entries = []
-        while self._waiting and self._waiting[0].start_chars < self._released_chars:
+        while self._waiting and (
+            self._waiting[0].start_chars < self._released_chars or len(self._waiting) > MOST_WAITING
+        ):
             entries.append(self._waiting.popleft())
         if self.stopped:
             self._waiting.clear()

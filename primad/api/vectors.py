@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -22,12 +23,12 @@ class Vectors:
     """A row of length 1 for each text, from the ``model`` of that name, and the tokens of all texts."""
 
     model: str
-    rows: NDArray[np.float32]
+    rows: Sequence[NDArray[np.float32]]
     tokens: int
 
-    async def encoded(self) -> list[msgspec.Raw]:
+    def encoded(self) -> Iterator[bytes]:
         """Each row as a list in JSON."""
-        return await in_turns(msgspec.Raw(msgspec.json.encode(row.tolist())) for row in self.rows)
+        return (msgspec.json.encode(row.tolist()) for row in self.rows)
 
 
 async def embed(endpoint: Endpoint, request: Request, asked: PreparedTexts, *, query: str | None = None) -> Vectors:
@@ -64,11 +65,12 @@ async def embed(endpoint: Endpoint, request: Request, asked: PreparedTexts, *, q
     work = embeddings.embed(texts, called, cuts=asked.cuts, owner=caller())
     found, tokens = await while_connected(request.receive, work)
     charge(tokens)
-    rows = np.frombuffer(b"".join(found), "<f4").reshape(len(found), -1)
-    return Vectors(model=embeddings.name, rows=rows if dimensions is None else _cut(rows, dimensions), tokens=tokens)
+    rows = [np.frombuffer(row, "<f4") for row in found]
+    if dimensions is not None:
+        rows = await in_turns(_cut(row, dimensions) for row in rows)
+    return Vectors(model=embeddings.name, rows=rows, tokens=tokens)
 
 
-def _cut(rows: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
-    cut = rows[:, :dimensions]
-    lengths = np.linalg.norm(cut, axis=1, keepdims=True)
-    return (cut / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+def _cut(row: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
+    cut = row[:dimensions]
+    return (cut / (np.linalg.norm(cut) or 1)).astype(np.float32)

@@ -32,6 +32,9 @@ MAX_ITEMS: Final = 20_000
 WORK_AT_ONCE_S: Final = 3.0
 WORK_A_TOKEN_S: Final = 0.01
 """What masks usually take is a hundredth of it to a tenth, on a slow device."""
+MAX_TEXT_CHARS: Final = 256
+"""So many at a time of what a grammar leaves no choice about become tokens. llama.cpp's pre-tokenizers recurse once a
+character, and a schema may have a constant of 100,000: that ended the ring process."""
 
 Candidates = NDArray[np.int64]
 """Token ids, ascending."""
@@ -122,7 +125,9 @@ class _Wrapped:
 
     def __call__(self, text: bytes | str) -> list[int]:
         text = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
-        return self._vocabulary.tokenize(text, add_special=False, parse_special=False)
+        pieces = [text[at : at + MAX_TEXT_CHARS] for at in range(0, len(text), MAX_TEXT_CHARS)]
+        tokens = [self._vocabulary.tokenize(each, add_special=False, parse_special=False) for each in pieces]
+        return [token for each in tokens for token in each]
 
 
 def _tokenizer(tokens: ModelTokens) -> LLTokenizer:

@@ -26,6 +26,7 @@ MAGIC: Final = b"GGUF"
 DEFAULT_ALIGNMENT: Final = 32
 MAX_KEY_BYTES: Final = 65_535
 MAX_NAME_BYTES: Final = 63
+MAX_TEXT_CHARS: Final = 1024
 MAX_DIMENSIONS: Final = 4
 MAX_KEYS: Final = 1 << 14
 MAX_TENSORS: Final = 1 << 17
@@ -140,13 +141,22 @@ class Header:
     """How its windows are made where no table says so; no file does."""
 
     def text(self, key: str, default: str | None = None) -> str:
-        """The string at ``key``. Raises ``ModelError`` when it is missing (and no default is given) or not a string."""
+        """The string at ``key``, a name: templates are read elsewhere.
+
+        Raises ``ModelError`` when it is missing (and no default is given), not a string, or too long to be shown.
+        """
         if key not in self.values and default is not None:
             return default
         value = self._value(key)
         if value.type != GGUFValueType.STRING:
             raise ModelError(f"{self.path}: metadata key '{key}' is {value.type.name}, not a string")
-        return str(value.scalar())
+        text = str(value.scalar())
+        if len(text) > MAX_TEXT_CHARS:
+            raise ModelError(
+                f"{self.path}: metadata key '{key}' has {len(text)} characters; expected at most {MAX_TEXT_CHARS}; "
+                "fetch the file again"
+            )
+        return text
 
     def number(self, key: str, default: float | None = None) -> float:
         """The number at ``key``. Raises ``ModelError`` when it is missing (and no default is given) or not a number."""

@@ -164,9 +164,12 @@ def _read(tasks: SimpleQueue[bytes]) -> None:
 
 def _work(tasks: SimpleQueue[bytes], answers: BinaryIO) -> None:
     process, decoder = _Process(), msgspec.msgpack.Decoder(PrepareTask)
-    while True:
-        answers.write(frame(process.answer(decoder.decode(tasks.get()))))
-        answers.flush()
+    try:
+        while True:
+            answers.write(frame(process.answer(decoder.decode(tasks.get()))))
+            answers.flush()
+    finally:  # nothing but a mistake of ours: nobody is to wait for an answer that does not come
+        os._exit(1)
 
 
 def main() -> None:

@@ -104,3 +104,19 @@ def test_the_templates_own_words_reach_the_client():
 def test_a_broken_template_is_the_model_files_fault(template):
     with pytest.raises(ModelError, match=r"does not compile.*serve --chat-template FILE"):
         rendered(template)
+
+
+def test_half_a_character_becomes_no_part_of_a_prompt():
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": r'{"a": "x\ud800y"}'}}
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    template = "{% for each in messages[1].tool_calls %}{{ each.function.arguments.a }}{% endfor %}{{ '\\udfff' }}Hi"
+    assert render(ByteVocabulary(chat_template=template), said, now=NOW) == "x?y?Hi"
+
+
+@pytest.mark.parametrize("words", [r"\ud800", r"\x1b[2J", "x" * 100_000])
+def test_a_refusal_of_a_template_is_a_short_line(words):
+    vocabulary = ByteVocabulary(chat_template=f"{{{{ raise_exception('{words}') }}}}")
+    with pytest.raises(RequestError) as caught:
+        render(vocabulary, [{"role": "user", "content": "Hi"}], now=NOW)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 500

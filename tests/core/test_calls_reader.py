@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from primad.api.calls.choose import Thinking, form_of, thinks
 from primad.api.calls.events import Told
 from primad.api.calls.forms import FORMS
+from primad.api.calls.reader import Reader
 from primad.api.reading import AUTO, AnswerReading, manner_of
 from primad.api.tool_prompt import written_call
 from tests.fakes.told import CUT, calls_in
@@ -264,6 +265,24 @@ def test_a_call_is_told_as_it_forms(name):
 )
 def test_what_does_not_close_a_call_is_text(name, text, rest):
     assert read(name, [text]) == read(name, list(text)) == ("", rest, [("weather", ROME)])
+
+
+def test_markers_without_calls_end_the_search_for_calls_in_a_long_text():
+    looks: list[int] = []
+
+    class Looking(Reader):
+        def _begun(self):
+            looks.append(len(self._held))
+            return super()._begun()
+
+    for form in FORMS.values():
+        marker = next((each.begin for each in form.markers if each.begin), "")
+        text = f"{marker} " * 20_000
+        looks.clear()
+        reader = Looking(form, None, opened=False, functions=FUNCTIONS)
+        reader.feed(text)
+        reader.finish()
+        assert sum(looks) < 12 * len(text), form.name
 
 
 def test_a_list_of_calls():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.engine.masks import WORK_A_TOKEN_S, WORK_AT_ONCE_S, Allowed, GrammarMask, Words, likeliest
+from primad.engine.masks import MAX_TEXT_CHARS, WORK_A_TOKEN_S, WORK_AT_ONCE_S, Allowed, GrammarMask, Words, likeliest
 from primad.errors import GrammarError
 from tests.fakes.backend import BOS, EOS, SIZE, ByteVocabulary
 from tests.fakes.ring import GREEDY
@@ -90,6 +90,23 @@ def test_what_cannot_be_followed_is_an_error_of_its_answer(words, grammar, sampl
         mask.allowed()
     assert "\n" not in str(caught.value)
     mask.release()
+
+
+def test_what_a_grammar_leaves_no_choice_about_becomes_tokens_some_at_a_time():
+    sizes: list[int] = []
+
+    class ShortTexts(ByteTokens):
+        def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+            sizes.append(len(text))
+            return super().tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    mask = GrammarMask(Words(ShortTexts), f'start: "{"a" * 5000}b"', b"a" * 4998)
+    for char in "aab":
+        assert text_of(mask.allowed()) == char
+        mask.took(ord(char))
+    mask.release()
+    assert len(sizes) > 1
+    assert max(sizes) <= MAX_TEXT_CHARS
 
 
 class Clock:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
+import httpx
 import pytest
 
+from primad.api import endpoint
 from primad.api.app import create_app
 from primad.api.backend import ModelNames
 from primad.ring.messages import PromptProgress
@@ -306,3 +309,23 @@ def test_a_stream_tells_how_much_of_its_prompt_is_computed_if_it_is_asked_to(pat
     assert not any("prompt_progress" in event for event in silent)
     assert len(silent) == len(told) - 1
     assert "prompt_progress" not in post(backend(), path, return_progress=True, **body).json()
+
+
+def test_logprobs_of_answers_that_do_not_stream_have_a_bound_that_callers_share(monkeypatch):
+    monkeypatch.setattr(endpoint, "MOST_LISTED", 100)
+    app = create_app(FakeBackend(says("x" * 20)))
+    asked = {"messages": HELLO, "logprobs": True, "top_logprobs": 9}
+
+    async def ask(**more: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.post(CHAT, json=asked | more)
+
+    async def scenario() -> None:
+        for _ in range(3):
+            assert (await ask(max_tokens=4)).status_code == 200
+            refused = await ask()
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_logprobs")
+        assert (await ask(stream=True)).text.count('"top_logprobs"') == 20
+
+    asyncio.run(scenario())

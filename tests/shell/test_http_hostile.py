@@ -153,6 +153,8 @@ def test_no_answer_stops_the_loop(tmp_path):
         ("/v1/completions", {"prompt": "Hi", "n": 16, "max_tokens": 99, "logprobs": 5, "stream": True}),
         ("/api/chat", {"model": "toy", "messages": HELLO, "logprobs": True, "top_logprobs": 20, "stream": False}),
         ("/v1/responses", {"input": "Hi"}),
+        ("/completion", {"prompt": "Hi", "n_probs": 100, "stream": True, "stop": ["A" * 255 + "b"]}),
+        ("/completion", {"prompt": "Hi", "n_probs": 100, "response_fields": ["completion_probabilities"]}),
     ]
     answers = hostile(tmp_path, GradualBackend(at_length, context_tokens=1 << 14), asked)
     assert [status for status, _ in answers] == [200] * len(asked)

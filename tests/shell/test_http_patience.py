@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -20,6 +21,7 @@ from primad.api.patience import Patience
 from primad.settings.timings import ApiTimings
 from tests.fakes.backend import FakeBackend, says
 from tests.fakes.http import PATIENCE_S
+from tests.fakes.watchdog import watched_loop
 from tests.shell.gated import raw, until_closed
 
 REQUEST = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -134,6 +136,23 @@ async def is_cut_off(client: socket.socket) -> bool:
         while data := await asyncio.get_running_loop().sock_recv(client, 1 << 20):
             got += len(data)
     return got < 32 << 20
+
+
+def test_the_smallest_chunks_do_not_stop_the_loop():
+    body = b"".join(b"1\r\n%c\r\n" % char for char in json.dumps(CHAT | {"user": "x" * 50_000}).encode())
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += b"Transfer-Encoding: chunked\r\n\r\n"
+
+    async def scenario() -> None:
+        async with patient(FakeBackend(says("Hi"))) as port:
+            reader, writer = await raw(port)
+            with watched_loop() as late:
+                writer.write(head + body + b"0\r\n\r\n")
+                assert (await until_closed(reader)).startswith(b"HTTP/1.1 200 ")
+            assert not late
+            writer.close()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("headers", [b"", b"Connection: close\r\n", b"\r\n" + REQUEST[:-2]])

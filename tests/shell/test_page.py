@@ -16,6 +16,7 @@ from primad.api.app import create_app
 from primad.api.keys import ApiKey, digest_of
 from primad.api.page import files
 from primad.api.page.owner import TICKET_S, Owner
+from primad.api.page.routes import MAX_ASKED_BYTES
 from primad.api.page.watch import MOST_LISTENERS, Snapshot, Watch
 from primad.api.status import StatusBody, decoder
 from primad.errors import RequestError, RingError
@@ -123,10 +124,11 @@ def test_where_there_are_keys_the_page_loads_and_tells_nothing():
         {"origin": "http://evil.example"},
         {"origin": "http://127.0.0.1:9999"},
         {"origin": "null"},
+        {"origin": "http://["},
         {"sec-fetch-site": "cross-site"},
         {"sec-fetch-site": "same-site"},
     ],
-    ids=["host", "port", "null", "cross", "same-site"],
+    ids=["host", "port", "null", "no address", "cross", "same-site"],
 )
 @pytest.mark.parametrize(("method", "path"), [("GET", "/ui/events"), ("GET", "/ui/who"), ("POST", "/ui/ticket")])
 def test_pages_of_other_origins_may_not_ask_even_where_they_may_use_the_api(method, path, headers):
@@ -177,6 +179,12 @@ def test_a_ticket_ends_and_none_is_good_without_an_owner():
 def test_a_change_is_asked_for_in_json(request_):
     headers = request_.pop("headers", {}) | bearer(OWNER)
     assert ask(app_of(), "POST", "/ui/ticket", headers=headers, **request_).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/ui/owner", "/ui/what-if", "/ui/ticket"])
+def test_what_the_page_asks_is_short(path):
+    answer = ask(app_of(), "POST", path, headers=bearer(OWNER), json={"profiles": ["a"] * MAX_ASKED_BYTES})
+    assert answer.status_code == 413
 
 
 # ---- the desk -------------------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ from primad.api.calls.values import UnfinishedCallError
 
 MAX_FAILED: Final = 200
 """After so many beginnings or ends of calls that were none, the rest of an answer is text: reading stays linear."""
+FAILED_CHARS: Final = 4096
+"""One in a text that is longer counts for more, as it takes longer to read on behind it."""
 
 MAX_PREFIX_CHARS: Final = 256
 """Between a marker and the JSON behind it."""
@@ -127,8 +129,8 @@ class Reader(StepReader):
                 )
                 return self._is_called
             except UnfinishedCallError:
-                self._looked, self._failed = inner + len(markers.end), self._failed + 1
-                if self._failed == MAX_FAILED:
+                self._looked = inner + len(markers.end)
+                if self._fails():
                     self._form = None
                     return False
         return None
@@ -196,14 +198,13 @@ class Reader(StepReader):
         try:
             calls = self._form.parse(self._held[self._body : inner], self._functions) if inner >= 0 else None
         except UnfinishedCallError:
-            self._looked, self._failed = outer, self._failed + 1
-            if self._markers.end and self._failed < MAX_FAILED:
+            self._looked, is_enough = outer, self._fails()
+            if self._markers.end and not is_enough:
                 return True
             calls = None
         self._step = self._text
         if calls is None:
-            self._failed += 1
-            self._form = self._form if self._failed < MAX_FAILED else None
+            self._form = None if self._fails() else self._form
             self._say(max(outer, 1))
         else:
             self._calls += [CallPart(name=each.name, arguments=each.arguments, is_whole=True) for each in calls]
@@ -270,6 +271,11 @@ class Reader(StepReader):
         """What follows is text or another call; nothing but text where this one was not closed."""
         is_closed = self._arguments.is_whole and not self._closing
         self._step, self._is_blank = self._text, self._is_blank and is_closed
+
+    def _fails(self) -> bool:
+        """What was looked at is no call; whether that was one too many."""
+        self._failed += 1 + len(self._held) // FAILED_CHARS
+        return self._failed >= MAX_FAILED
 
     def _end_by_marker(self, end: str) -> tuple[int, int]:
         """Where the body and the marker behind it end; -1 and the body's beginning while they have not."""

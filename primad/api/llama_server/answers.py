@@ -111,23 +111,22 @@ class RawAnswer:
             timings=self.clock.timings(now_s) if self.times_parts else UNSET,
         )
 
-    def chances(self, tokens: Iterable[Placed[Sampled]]) -> Iterator[Any]:
-        """The probabilities of ``tokens`` one by one, as JSON, if they are told."""
+    def chances(self, tokens: Iterable[Placed[Sampled]]) -> Iterator[SampledChance]:
+        """The probabilities of ``tokens`` one by one, if they are told."""
         if not self.with_probs:
             return
         for placed in tokens:
             sampled = placed.entry
             top = [TokenChance(**self._chance(token, logprob)) for token, logprob in sampled.top]
             assert sampled.logprob is not None, "it was asked for"
-            came = SampledChance(**self._chance(sampled.token, sampled.logprob), top_logprobs=top)
-            yield msgspec.Raw(msgspec.json.encode(came))
+            yield SampledChance(**self._chance(sampled.token, sampled.logprob), top_logprobs=top)
 
     def _chance(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self.served.vocabulary.piece(token)
         text = piece.decode("utf-8", "ignore")
         return {"id": token, "token": text, "bytes": list(piece), "logprob": max(logprob, IMPOSSIBLE)}
 
-    def whole(self, answered: Answered, chances: list[Any], now_s: float) -> CompletionEnd:
+    def whole(self, answered: Answered, chances: Any, now_s: float) -> CompletionEnd:
         """All of it at once, with its ``chances``; the ``clock`` saw it written."""
         end = self.end(answered.finish, answered.stopped_by, now_s)
         return msgspec.structs.replace(

@@ -34,11 +34,11 @@ from primad.api.llama_server.schema import (
     TemplateRequest,
     TokenizeRequest,
 )
+from primad.api.long_answer import LongAnswer
 from primad.api.openai.errors import error_body
 from primad.api.openai.job import Job
 from primad.api.openai.routes import EVENTS
 from primad.api.openai.timings import AnswerClock
-from primad.api.turns import in_turns
 
 _EVENTS: Final = replace(EVENTS, end=b"")
 
@@ -103,11 +103,11 @@ class _Routes:
         if asked.stream:
             return self._endpoint.stream(self._stream(served, job, answers, asked.fields), _EVENTS)
         answered = await self._endpoint.whole(request, served, job, [answer.clock for answer in answers])
-        now_s, told = time.perf_counter(), list[Any]()
+        now_s, told, long = time.perf_counter(), list[Any](), LongAnswer()
         for answer, each in zip(answers, answered, strict=True):
-            chances = await in_turns(answer.chances(each.tokens))
+            chances = await long.list_of(msgspec.json.encode(chance) for chance in answer.chances(each.tokens))
             told.append(picked(answer.whole(each, chances, now_s), asked.fields))
-        return json_response(told[0] if len(told) == 1 else told)
+        return long.response(told[0] if len(told) == 1 else told)
 
     async def _stream(
         self, served: ServedModel, job: Job, answers: list[RawAnswer], fields: Sequence[str]

@@ -110,11 +110,11 @@ class LinesAnswer:
         is_something = written.text or written.thought or calls or (written.tokens and self.vocabulary is not None)
         return self._line(written, calls) if is_something else None
 
-    def entries(self, answered: Answered) -> Iterator[Any]:
+    def entries(self, answered: Answered) -> Iterator[bytes]:
         """Its log-probabilities, if they are told."""
         return iter(()) if self.vocabulary is None else encoded_chat(answered.tokens, self.vocabulary)
 
-    def whole(self, answered: Answered, entries: list[Any], now_s: float) -> OllamaLine:
+    def whole(self, answered: Answered, entries: Any, now_s: float) -> OllamaLine:
         """All of it at once, with its ``entries``; the ``clock`` saw it written."""
         line = self._end(answered, answered.calls, answered.finish, now_s)
         return msgspec.structs.replace(line, logprobs=entries) if entries else line

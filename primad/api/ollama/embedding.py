@@ -13,6 +13,7 @@ from starlette.responses import Response
 from primad.api.backend import Embeddings
 from primad.api.dialect import Route
 from primad.api.endpoint import Endpoint, json_response
+from primad.api.long_answer import LongAnswer
 from primad.api.ollama import prepared
 from primad.api.ollama.answers import iso, nanoseconds
 from primad.api.ollama.job import LATEST
@@ -43,10 +44,11 @@ class _Handlers:
         """Vectors of texts; none for no text, which only asks for the model to be there."""
         begun_s = time.perf_counter()
         asked = await self._endpoint.prepare(request, prepared.embed)
-        vectors, tokens = list[Any](), 0
+        vectors: Any = []
+        tokens, long = 0, LongAnswer()
         if asked.texts is not None:
             found = await embed(self._endpoint, request, asked.texts)
-            vectors, tokens = await found.encoded(), found.tokens
+            vectors, tokens = await long.list_of(found.encoded()), found.tokens
         answer = OllamaEmbedded(
             model=asked.model,
             embeddings=vectors,
@@ -54,7 +56,7 @@ class _Handlers:
             load_duration=0,
             prompt_eval_count=tokens,
         )
-        return json_response(answer)
+        return long.response(answer)
 
     async def embed_one(self, request: Request) -> Response:
         """The vector of a prompt; none for no prompt."""

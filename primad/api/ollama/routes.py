@@ -15,6 +15,7 @@ from starlette.responses import Response
 from primad.api.backend import Preparation, ServedModel
 from primad.api.dialect import Dialect, Framing, Route
 from primad.api.endpoint import Endpoint, json_response
+from primad.api.long_answer import LongAnswer
 from primad.api.ollama import embedding, prepared
 from primad.api.ollama.answers import (
     API_VERSION,
@@ -29,7 +30,6 @@ from primad.api.ollama.answers import (
 from primad.api.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
 from primad.api.openai.job import Job
 from primad.api.openai.timings import AnswerClock
-from primad.api.turns import in_turns
 from primad.errors import PrimadError
 
 
@@ -95,8 +95,9 @@ class _Routes:
             framing = replace(_LINES, waiting=_line(answer.nothing()))
             return self._endpoint.stream(self._stream(served, job, answer), framing)
         answered = await self._endpoint.whole(request, served, job, [answer.clock])
-        entries = await in_turns(answer.entries(answered[0]))
-        return json_response(answer.whole(answered[0], entries, time.perf_counter()))
+        long = LongAnswer()
+        entries = await long.list_of(answer.entries(answered[0]))
+        return long.response(answer.whole(answered[0], entries, time.perf_counter()))
 
     async def _stream(self, served: ServedModel, job: Job, answer: LinesAnswer) -> AsyncGenerator[msgspec.Struct, None]:
         async with aclosing(self._endpoint.write(served, job, job.choices[0])) as written:

@@ -41,8 +41,8 @@ class _Headed:
     """What every chunk of an answer repeats. ``created`` is in Unix seconds; ``include_usage``: a last chunk has ``counts``.
 
     A choice that streams is its ``opening``, if its shape has one, ``progress`` of its prompt if that was asked for, each
-    ``piece`` and its ``closing``; an answer that does not stream is ``whole``, with the ``entries`` of each choice's
-    log-probabilities, which are made some at a time.
+    ``piece`` and its ``closing``; an answer that does not stream is ``whole``, with the lists of each choice's
+    log-probabilities, whose ``entries`` are made some at a time.
     """
 
     id: str
@@ -84,18 +84,18 @@ class ChatAnswer(_Headed):
     def counts(self, usage: Usage) -> ChatChunk:
         return ChatChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
 
-    def entries(self, answered: Answered) -> Iterator[Any]:
-        return encoded_chat(answered.tokens, self.vocabulary) if self.with_logprobs else iter(())
+    def entries(self, answered: Answered) -> dict[str, Iterator[bytes]]:
+        return {"content": encoded_chat(answered.tokens, self.vocabulary)} if self.with_logprobs else {}
 
-    def whole(self, answered: Sequence[Answered], entries: Sequence[list[Any]], usage: Usage) -> ChatCompletion:
+    def whole(self, answered: Sequence[Answered], lists: Sequence[dict[str, Any]], usage: Usage) -> ChatCompletion:
         choices = [
             ChatChoice(
                 index=each.choice.index,
                 message=_message(each),
-                logprobs=ChatLogprobs(content=logprobs) if self.with_logprobs else None,
+                logprobs=ChatLogprobs(**logprobs) if self.with_logprobs else None,
                 finish_reason=each.finish,
             )
-            for each, logprobs in zip(answered, entries, strict=True)
+            for each, logprobs in zip(answered, lists, strict=True)
         ]
         return ChatCompletion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
 
@@ -130,18 +130,18 @@ class CompletionAnswer(_Headed):
     def counts(self, usage: Usage) -> Completion:
         return Completion(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
 
-    def entries(self, answered: Answered) -> Iterator[Any]:
-        return encoded_completion(answered.tokens, self.vocabulary) if self.with_logprobs else iter(())
+    def entries(self, answered: Answered) -> dict[str, Iterator[bytes]]:
+        return encoded_completion(answered.tokens, self.vocabulary) if self.with_logprobs else {}
 
-    def whole(self, answered: Sequence[Answered], entries: Sequence[list[Any]], usage: Usage) -> Completion:
+    def whole(self, answered: Sequence[Answered], lists: Sequence[dict[str, Any]], usage: Usage) -> Completion:
         choices = [
             CompletionChoice(
                 index=each.choice.index,
                 text=each.choice.echo + each.text,
-                logprobs=_lists(logprobs) if self.with_logprobs else None,
+                logprobs=CompletionLogprobs(**logprobs) if self.with_logprobs else None,
                 finish_reason=each.finish,
             )
-            for each, logprobs in zip(answered, entries, strict=True)
+            for each, logprobs in zip(answered, lists, strict=True)
         ]
         return Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
 
@@ -162,11 +162,6 @@ class CompletionAnswer(_Headed):
 
 ApiAnswer = ChatAnswer | CompletionAnswer
 """A request's answer in the shapes of its endpoint."""
-
-
-def _lists(entries: list[Any]) -> CompletionLogprobs:
-    texts, logprobs, alternatives, starts = map(list, zip(*entries, strict=True)) if entries else ([], [], [], [])
-    return CompletionLogprobs(tokens=texts, token_logprobs=logprobs, top_logprobs=alternatives, text_offset=starts)
 
 
 def _message(answered: Answered) -> AssistantMessage:

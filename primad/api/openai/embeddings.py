@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -14,6 +15,7 @@ from starlette.responses import Response
 from primad.api.backend import Embeddings
 from primad.api.dialect import Route
 from primad.api.endpoint import Endpoint, json_response
+from primad.api.long_answer import LongAnswer
 from primad.api.openai import prepared
 from primad.api.openai.prepared import EmbeddingRequest, PreparedTexts, RerankRequest
 from primad.api.openai.shapes import Model, ModelMeta
@@ -65,16 +67,18 @@ class _Handlers:
         """Vectors of texts."""
         asked = await self._endpoint.prepare(request, prepared.embedding)
         found = await embed(self._endpoint, request, asked)
-        vectors: list[Any] = [_base64(row) for row in found.rows] if asked.as_base64 else await found.encoded()
-        data = [TextEmbedding(index=index, embedding=vector) for index, vector in enumerate(vectors)]
-        return json_response(EmbeddingList(model=found.model, data=data, usage=_usage(found.tokens)))
+        vectors: Iterator[Any] = map(_base64, found.rows) if asked.as_base64 else map(msgspec.Raw, found.encoded())
+        data = (TextEmbedding(index=index, embedding=vector) for index, vector in enumerate(vectors))
+        long = LongAnswer()
+        listed = await long.list_of(map(msgspec.json.encode, data))
+        return long.response(EmbeddingList(model=found.model, data=listed, usage=_usage(found.tokens)))
 
     async def rerank(self, request: Request) -> Response:
         """Documents in order of their likeness to a query."""
         asked = await self._endpoint.prepare(request, prepared.ranking)
         documents = PreparedTexts(model=asked.model, texts=list(asked.documents), param="documents", numbered=True)
         found = await embed(self._endpoint, request, documents, query=asked.query)
-        scores = (found.rows[1:] @ found.rows[0]).tolist()
+        scores = [float(row @ found.rows[0]) for row in found.rows[1:]]
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: asked.top_n]
         results = [RankedDocument(index=index, relevance_score=scores[index]) for index in best]
         return json_response(Ranking(model=found.model, results=results, usage=_usage(found.tokens)))

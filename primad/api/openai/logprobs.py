@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -21,9 +21,9 @@ def chat_logprobs(tokens: Sequence[Placed[Sampled]], vocabulary: TokenPieces) ->
     return ChatLogprobs(content=[_chat_entry(token.entry, vocabulary) for token in tokens])
 
 
-def encoded_chat(tokens: Iterable[Placed[Sampled]], vocabulary: TokenPieces) -> Iterator[Any]:
-    """The same one by one, as JSON that goes into ``ChatLogprobs`` as it is."""
-    return (msgspec.Raw(msgspec.json.encode(_chat_entry(token.entry, vocabulary))) for token in tokens)
+def encoded_chat(tokens: Iterable[Placed[Sampled]], vocabulary: TokenPieces) -> Iterator[bytes]:
+    """The same one by one, as JSON."""
+    return (msgspec.json.encode(_chat_entry(token.entry, vocabulary)) for token in tokens)
 
 
 def completion_logprobs(tokens: Sequence[Placed[Sampled]], vocabulary: TokenPieces) -> CompletionLogprobs:
@@ -36,11 +36,15 @@ def completion_logprobs(tokens: Sequence[Placed[Sampled]], vocabulary: TokenPiec
     )
 
 
-def encoded_completion(tokens: Iterable[Placed[Sampled]], vocabulary: TokenPieces) -> Iterator[Any]:
-    """The same one by one: what each of the lists has of a token, the alternatives as JSON."""
-    for token in tokens:
-        alternatives = msgspec.Raw(msgspec.json.encode(_alternatives(token.entry, vocabulary)))
-        yield token_text(token.entry.token, vocabulary), _logprob(token.entry), alternatives, token.start_chars
+def encoded_completion(tokens: Sequence[Placed[Sampled]], vocabulary: TokenPieces) -> dict[str, Iterator[bytes]]:
+    """The same: each of the lists by its name, its items one by one as JSON."""
+    encode = msgspec.json.encode
+    return {
+        "tokens": (encode(token_text(token.entry.token, vocabulary)) for token in tokens),
+        "token_logprobs": (encode(_logprob(token.entry)) for token in tokens),
+        "top_logprobs": (encode(_alternatives(token.entry, vocabulary)) for token in tokens),
+        "text_offset": (encode(token.start_chars) for token in tokens),
+    }
 
 
 def token_text(token: int, vocabulary: TokenPieces) -> str:

@@ -20,6 +20,7 @@ from primad.api.choices import together
 from primad.api.dialect import EVENT_STREAM, Dialect, Framing, Route
 from primad.api.endpoint import Endpoint, json_response
 from primad.api.generation import NOTHING_GUESSED, Guessed, Written, cached_tokens
+from primad.api.long_answer import LongAnswer
 from primad.api.openai import embeddings, schema, shapes
 from primad.api.openai import prepared as preparations
 from primad.api.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
@@ -27,7 +28,6 @@ from primad.api.openai.errors import error_body
 from primad.api.openai.job import Choice, Job, check_model
 from primad.api.openai.shapes import CompletionTokensDetails, Model, ModelList, PromptTokensDetails, ReadPrompt, Usage
 from primad.api.openai.timings import AnswerClock, AnswerTimings
-from primad.api.turns import in_turns
 from primad.errors import PrimadError
 
 
@@ -113,8 +113,9 @@ class _Routes:
         ended = [(each.choice, each.cached) for each in answered]
         guessed = sum((each.guessed for each in answered), NOTHING_GUESSED)
         usage = _usage(job, sum(each.sampled for each in answered), ended, guessed)
-        entries = [await in_turns(answer.entries(each)) for each in answered]
-        return json_response(_timed(answer.whole(answered, entries, usage), timings))
+        long = LongAnswer()
+        lists = [{name: await long.list_of(items) for name, items in answer.entries(each).items()} for each in answered]
+        return long.response(_timed(answer.whole(answered, lists, usage), timings))
 
     async def _stream(
         self, served: ServedModel, job: Job, answer: ApiAnswer, *, times_parts: bool

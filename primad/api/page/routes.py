@@ -7,7 +7,7 @@ from (``Origin``, ``Sec-Fetch-Site``), and what is asked for must be JSON and ca
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -26,6 +26,8 @@ from primad.api.status import StatusBody
 from primad.errors import PrimadError, RequestError
 from primad.settings.timings import ApiTimings
 
+MAX_ASKED_BYTES: Final = 64 << 10
+"""A body is read in the loop."""
 A = TypeVar("A")
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -112,7 +114,7 @@ class Page:
     async def owner(self, request: Request) -> Response:
         """The owner's key for a ticket."""
         check_origin(request)
-        asked = decoded(await read_json(request, self._timings.body_timeout_s, only_json=True), Ticket)
+        asked = decoded(await self._body(request), Ticket)
         return json_response(OwnerKey(key=self._owner.key_for(asked.ticket)))
 
     async def devices(self, request: Request) -> Response:
@@ -157,8 +159,11 @@ class Page:
     async def what_if(self, request: Request) -> Response:
         """What another cluster would do, for whoever may ask: nothing changes by it."""
         check_origin(request)
-        asked = decoded(await read_json(request, self._timings.body_timeout_s, only_json=True), OtherCluster)
+        asked = decoded(await self._body(request), OtherCluster)
         return json_response(await done(self._open_desk().what_if(asked)))
+
+    async def _body(self, request: Request) -> bytes:
+        return await read_json(request, self._timings.body_timeout_s, only_json=True, most_bytes=MAX_ASKED_BYTES)
 
     def _open_desk(self) -> Desk:
         if self._desk is None:
@@ -169,15 +174,22 @@ class Page:
         """What the owner asks for. Raises ``RequestError`` for all others."""
         check_origin(request)
         self._owner.check(said_key(request.headers))
-        return decoded(await read_json(request, self._timings.body_timeout_s, only_json=True), kind)
+        return decoded(await self._body(request), kind)
 
 
 def check_origin(request: Request) -> None:
     """Raises ``RequestError`` (403) when a page of another origin asks."""
     origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "same-origin")
-    is_ours = origin is None or urlsplit(origin).netloc.lower() == request.headers.get("host", "").lower()
+    is_ours = origin is None or _host_of(origin) == request.headers.get("host", "").lower()
     if not is_ours or site not in ("same-origin", "none"):
         raise RequestError("pages of other origins may not ask here", status=403, code="foreign_origin")
+
+
+def _host_of(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:  # as for an address that is none
+        return ""
 
 
 async def done(work: Awaitable[A]) -> A:

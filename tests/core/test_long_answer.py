@@ -1,0 +1,43 @@
+"""A long answer is the JSON that it would be in one piece, and no part of it is made or sent at once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primad.api.long_answer import PIECE_BYTES, LongAnswer
+
+LISTS = st.lists(st.lists(st.integers() | st.text(max_size=3), max_size=5), max_size=3)
+
+
+def sent(lists: list[list[Any]], text: str) -> list[bytes]:
+    """The pieces of an answer of ``lists`` and a ``text``."""
+    pieces: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        pieces.append(message.get("body", b""))
+
+    async def answer() -> None:
+        long = LongAnswer()
+        told = [{"list": await long.list_of(map(msgspec.json.encode, each)), "text": text} for each in lists]
+        response = long.response(told)
+        await response({"type": "http"}, None, send)  # type: ignore[arg-type]
+        assert response.headers["content-length"] == str(sum(map(len, pieces)))
+
+    asyncio.run(answer())
+    return pieces
+
+
+@given(LISTS, st.text(max_size=3))
+def test_lists_are_where_they_belong(lists, text):
+    assert b"".join(sent(lists, text)) == msgspec.json.encode([{"list": each, "text": text} for each in lists])
+
+
+def test_what_is_long_goes_out_in_pieces():
+    item = "x" * 1000
+    pieces = sent([[item] * 500], "")
+    assert max(map(len, pieces)) <= PIECE_BYTES + len(item) + 3
