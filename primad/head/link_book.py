@@ -11,6 +11,7 @@ import logging
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import ip_address
+from typing import Final
 
 import msgspec
 import zmq.asyncio
@@ -20,12 +21,15 @@ from primad.daemon.reporter import Reporter
 from primad.head.blame import DeviceLostError
 from primad.head.worker_link import WorkerLink
 from primad.network.contacts import MAX_ADDRESSES, Contact
-from primad.network.linkprobe import UNREACHABLE_S, measure_links
+from primad.network.linkprobe import MOST_S, UNREACHABLE_S, measure_links
 from primad.network.scopes import bare
 from primad.settings.timings import NetworkTimings
 from primad.trust.identity import Identity
 
 logger = logging.getLogger(__name__)
+
+ANSWER_S: Final = 15.0
+"""A worker that is busy says so much later what it measured."""
 
 
 class LinkBook:
@@ -136,8 +140,9 @@ class LinkBook:
                 self._context, self._identity, source, targets, timeout_s=self._timings.link_timeout_s
             )
         else:
-            most_s = 60.0 + sum(len(target.addresses) for target in targets) * 40 * self._timings.link_timeout_s
-            found = await workers[source].measure_links([_told(target) for target in targets], most_s)
+            found = []
+            for target in targets:  # one by one: how long it may say nothing does not grow with those that there are
+                found += await workers[source].measure_links([_told(target)], MOST_S + ANSWER_S)
         self._links |= {(link.source, link.target): link for link in found}
 
 

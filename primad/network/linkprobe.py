@@ -35,6 +35,8 @@ from primad.trust.identity import Identity
 
 UNREACHABLE_S: Final = 60.0
 """Round trip that a link is given which does not work: no plan takes it while there is another way."""
+MOST_S: Final = 45.0
+"""A device is measured for no longer, whatever it keeps waiting. A link of 100 kB/s takes half of that."""
 CONNECT_S: Final = 1.0
 MOST_ADDRESSES: Final = 3
 """So many of a device's addresses are measured, of those that answer first."""
@@ -99,22 +101,25 @@ async def measure_links(
     targets: Sequence[Contact],
     *,
     timeout_s: float = NetworkTimings().link_timeout_s,
+    most_s: float = MOST_S,
 ) -> list[LinkProfile]:
     """Both directions of the links from this device, ``source``, to each of ``targets``, one after the other.
 
     A target that no address reaches gets links of ``UNREACHABLE_S``; so does one that lets a lot of echoes wait for longer
-    than ``timeout_s``.
+    than ``timeout_s``. What is not measured of a target within ``most_s`` is not waited for.
     """
     links = []
     for target in targets:
         best, by = _UNREACHED, ""
-        for address in await _quickest(target):
-            try:
-                found = await _measure(context, identity, address, target, timeout_s)
-            except ClusterError:
-                continue
-            if not by or found.both_s < best.both_s:
-                best, by = found, address
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                for address in await _quickest(target):
+                    try:
+                        found = await _measure(context, identity, address, target, timeout_s)
+                    except ClusterError:
+                        continue
+                    if not by or found.both_s < best.both_s:
+                        best, by = found, address
         links += [
             _profile(source, target.device, by, best.round_trip_s, best.there),
             _profile(target.device, source, "", best.round_trip_s, best.back),
