@@ -145,7 +145,7 @@ def _swap(state: State, now: float, effects: list[Effect]) -> State:
 
 
 def _may_be_measured(state: State, device: Device, now: float) -> bool:
-    """Whether the links to it are not known, and all may wait for it: it may be why it is barred that it kept them waiting."""
+    """Whether its links are not known, and all may wait for them: it may be barred since it kept the others waiting."""
     return device.phase is DevicePhase.PROFILED and (state.last_resort or device.barred_until_s <= now)
 
 

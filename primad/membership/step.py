@@ -11,8 +11,8 @@ Each rule stands in one place: here, in ``due.py`` (what is due) or in ``transit
 * A link that does not work is measured again while a ring serves, after a pause that doubles each time; when it works, its
   devices are planned for as if they had just come.
 * A device to blame for a break takes no part for a while, which doubles each time, unless there is no plan without it. Where
-  several may be to blame, one of them is (``doubt.py``). It does not help to go away and come back. Who goes away while links
-  are measured, or does not measure them, is to blame for that: all others wait for it.
+  several may be to blame, one of them is (``doubt.py``). It does not help to go away and come back. Who goes away while
+  links are measured, or does not measure them, is to blame for that: all others wait for it.
 * A device that loads no further, or hardly, is to blame like one that fails to load.
 * While no ring serves nobody waits a second time for a device by which a ring on its way failed, unless there is no plan
   without it. It takes part again beside a ring that serves, and as any other once one has served with it.
@@ -417,7 +417,7 @@ def _attempt_broke(state: State, attempt: Attempt, event: RingFailed, now: float
 
 
 def _is_hopeless(state: State, attempt: Attempt, name: str | None, failures: int) -> bool:
-    """Whether the first ring was tried often enough: a device more that breaks it is done without, while there are others."""
+    """Whether the first ring was tried often enough: it is done without a device that breaks it while there are others."""
     device = state.devices.get(name) if name is not None else None
     if device is not None and not state.last_resort:
         return False

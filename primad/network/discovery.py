@@ -310,7 +310,7 @@ class Discovery:
             self._resolve_soon(name)
 
     def _make_room(self, name: str) -> bool:
-        """Whether ``name`` is announced with a trusted key; then another is forgotten for it, of the same if there are many."""
+        """Whether ``name`` is announced with a trusted key; then another is forgotten for it, of that key if it has many."""
         info = AsyncServiceInfo(self._service, name)
         peer = peer_of(info, self._own) if info.load_from_cache(self._zeroconf.zeroconf) else None
         if peer is None or not self._trusts(peer.key):

@@ -27,8 +27,8 @@ import zmq.asyncio
 from halda import LinkProfile, MessageTime
 from primad.errors import ClusterError, ProtocolError
 from primad.network.contacts import Contact
-from primad.network.messages import MAX_ECHO_BYTES, Echo, Echoed, decode_from_worker
-from primad.network.sockets import endpoint, open_socket
+from primad.network.messages import MAX_ECHO_BYTES, USUAL_BYTES, Echo, Echoed, decode_from_worker
+from primad.network.sockets import bound_socket, endpoint, open_socket
 from primad.ring.messages import encode
 from primad.settings.timings import NetworkTimings
 from primad.trust.identity import Identity
@@ -167,6 +167,7 @@ async def _measure(
         socket = open_socket(context, zmq.DEALER, identity=identity, server=target.key)
     except zmq.ZMQError as exc:  # as where no more sockets can be had
         raise ClusterError(f"no connection can be made: {exc.strerror}") from exc
+    bound_socket(socket, USUAL_BYTES, 2 * _BULK_MESSAGES)
 
     async def exchange(count: int, send_bytes: int, answer_bytes: int) -> float:
         echo = Echo(payload=bytes(send_bytes), answer_bytes=answer_bytes)

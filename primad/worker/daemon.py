@@ -129,7 +129,9 @@ class WorkerDaemon:
         self._is_measured = profile.is_known
         self._discovery: Discovery | None = None
         self._context = zmq.asyncio.Context()
-        self._end = WorkerEnd(self._context, config.host, config.port, DEFAULT_CONTROL_PORT, identity=identity)
+        self._end = WorkerEnd(
+            self._context, config.host, config.port, DEFAULT_CONTROL_PORT, identity=identity, leads=trust.is_head
+        )
         self._layers = LayerServer(
             self._context,
             config.host,

@@ -479,7 +479,8 @@ def test_a_window_that_gives_no_numbers_ends_the_ring_before_anything_is_compute
     ring.ask(generate(0, [1], tokens=1))
     ring.windows[window].spoils = value
     ring.head.submit(generate(1, [1, 2, 3]))
-    with pytest.raises(AlteredStepError if window == 3 else NotFiniteError, match=r"layers \d to \d gave values that are not numbers .*'--gpu off'"):
+    fault = AlteredStepError if window == 3 else NotFiniteError
+    with pytest.raises(fault, match=r"layers \d to \d gave values that are not numbers .*'--gpu off'"):
         ring.run()
     by_head = window in (0, 3)
     ends = [event for event in ring.events if isinstance(event, Finished) and event.request == 1]

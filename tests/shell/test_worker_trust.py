@@ -126,7 +126,9 @@ def test_a_head_that_the_owner_revokes_or_makes_a_worker_loses_its_rings_at_once
     async def once() -> None:
         timings = Timings(worker=WorkerTimings(trust_look_every_s=0.05))
         async with lab(timings=timings) as lap:
-            for number, end in enumerate((lap.trust.revoke, lambda key: lap.trust.add(trusted_now("desk", key, BY_HAND)))):
+            for number, end in enumerate(
+                (lap.trust.revoke, lambda key: lap.trust.add(trusted_now("desk", key, BY_HAND)))
+            ):
                 lap.trust.add(trusted_now("desk", DESK.public, BY_HAND, HEAD))
                 lap.said.clear()
                 desk = lap.head()
