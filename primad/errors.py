@@ -106,7 +106,7 @@ class SenderError(RingError):
 
 
 class AlteredStepError(RingError):
-    """A step came back to the head otherwise than it left; every device of the ring may have done it."""
+    """A step came back to the head otherwise than it left, or spoilt; every device of the ring may have done it."""
 
 
 class LateStepError(RingError):

@@ -27,6 +27,8 @@ LOOKS: Final = 5
 PATIENCE_S: Final = 55.0
 """What bringing a code takes at most, however many devices announce it; ``primad pair`` waits a little longer."""
 MOST_HOSTS: Final = 4
+TURN_S: Final = 13.0
+"""What one device that announces the code may take of that, however many places it names and however slow they are."""
 _NAME_IT: Final = "name the place that 'primad pair' prints with --device"
 
 
@@ -144,6 +146,7 @@ class _Errand:
     def __init__(self, code: Code, who: Who, proofs: Proofs, say: Say) -> None:
         self._code, self._who, self._proofs, self._say = code, who, proofs, say
         self._refused: set[tuple[str, int]] = set()
+        self._slow: list[list[tuple[str, int]]] = []
 
     def __str__(self) -> str:
         return f"--code {self._code.number}-..."
@@ -153,7 +156,11 @@ class _Errand:
         self._say(f"looking for the device that shows the code {self._code.number}-...")
         error: ClusterError | None = None
         for _ in range(LOOKS):
-            announced = [places for places in await self._look(config) if self._refused.isdisjoint(places)]
+            announced = [
+                places
+                for places in await self._look(config)
+                if self._refused.isdisjoint(places) and places not in self._slow
+            ]
             if not announced and error is not None:
                 raise error
             random.shuffle(announced)  # by name the same ones would be first each time
@@ -165,9 +172,13 @@ class _Errand:
                     await asyncio.sleep(BETWEEN_TRIES_S)
                 self._proofs.check()
                 try:
-                    return await self.bring(places)
+                    async with asyncio.timeout(TURN_S):
+                        return await self.bring(places)
                 except ClusterError as exc:
                     error = exc
+                except TimeoutError:
+                    self._slow.append(places)
+                    error = ClusterError(f"{self}: a device that announces it does not answer within {TURN_S:g} s")
         raise error or ClusterError(
             f"{self}: no device of cluster {config.cluster} in sight shows this code; check that 'primad pair' still shows "
             f"it, or {_NAME_IT}"

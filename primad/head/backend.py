@@ -39,7 +39,7 @@ MAX_UNREAD: Final = 8192
 
 A_MOMENT_S: Final = 10.0
 """When a ring breaks the next one computes after 2 to 5 s (``docs/faults.md``); after longer the health check says that none
-does. Its warm-up lap counts as computing where nobody waits for more."""
+does. Its warm-up lap counts as computing where nobody waits for more. So it is with a step that is overdue."""
 MOST_RINGS: Final = 4
 """An answer under which so many rings in a row broke, and that got no further in any, may be what breaks them."""
 
@@ -299,6 +299,13 @@ class RingBackend:
             generation.moved = False
             if generation.breaks >= MOST_RINGS:
                 generation.fail(f"{MOST_RINGS} rings in a row broke before this answer got any further; {detail}")
+
+    def overdue(self, epoch: int, waited_s: float) -> None:
+        """A step of ring ``epoch`` is out for ``waited_s``, which is much longer than such steps take."""
+        if self._ring is None or self._ring.epoch != epoch or not self._open:
+            return
+        if self._stands_since_s is None:
+            self._stands_since_s = self._clock() - waited_s
 
     def _rest(self) -> None:
         """Nobody waits any more, if that is so: a ring that serves has proved by its warm-up lap that it computes."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack, suppress
 from typing import Final
@@ -65,6 +66,8 @@ class Devices:
         self._announced: Mapping[str, Peer] = {}
         self._met: dict[str, tuple[str, int]] = {}
         """Where devices said welcome last, by key."""
+        self._tries: Counter[str] = Counter()
+        """How often each was greeted since then, by key."""
         self._named: set[str] = set()
         """The keys of devices that ``--device`` led to."""
         self._told: set[tuple[str, str]] = set()
@@ -199,7 +202,8 @@ class Devices:
             if key is None or not self._trust.trusts(key):
                 raise ClusterError("it is not trusted any more")
             met = [self._met[key]] if key in self._met else []
-            places = dict.fromkeys([*met, *(sighted.places if sighted is not None else [])])
+            places = dict.fromkeys([*met, *(sighted.places(self._tries[key]) if sighted is not None else [])])
+            self._tries[key] += 1
             end, _ = await probe(self._caller, places, [key])
             worker = await say_hello(self._caller, end, self._core.post, device)
         except ClusterError as exc:
@@ -350,6 +354,7 @@ class Devices:
         self.workers[name] = worker
         self._known_keys.add(worker.key)
         self._met[worker.key] = (worker.end.host, worker.end.port)
+        self._tries.pop(worker.key, None)
         self._told = {(device, line) for device, line in self._told if device != name}
         if worker.build != self._caller.build:
             self._reporter.say(build_gap(self._caller.build, worker.build, name))

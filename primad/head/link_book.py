@@ -11,6 +11,7 @@ import logging
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import ip_address
+from typing import Final
 
 import msgspec
 import zmq.asyncio
@@ -20,13 +21,16 @@ from primad.daemon.reporter import Reporter
 from primad.head.blame import DeviceLostError
 from primad.head.worker_link import WorkerLink
 from primad.network.contacts import MAX_ADDRESSES, Contact
-from primad.network.linkprobe import UNREACHABLE_S, cut_link, measure_links
+from primad.network.linkprobe import MOST_S, UNREACHABLE_S, MeasuredLinks, cut_link, measure_links
 from primad.network.scopes import bare
 from primad.network.unreached import SILENT, Unreached, unreached_line
 from primad.settings.timings import NetworkTimings
 from primad.trust.identity import Identity
 
 logger = logging.getLogger(__name__)
+
+ANSWER_S: Final = 15.0
+"""A worker that is busy says so much later what it measured."""
 
 
 class LinkBook:
@@ -153,8 +157,11 @@ class LinkBook:
                 self._context, self._identity, source, targets, timeout_s=self._timings.link_timeout_s
             )
         else:
-            most_s = 60.0 + sum(len(target.addresses) for target in targets) * 40 * self._timings.link_timeout_s
-            found = await workers[source].measure_links([_told(target) for target in targets], most_s)
+            found = MeasuredLinks(links=[], unreached=[])
+            for target in targets:  # one by one: how long it may say nothing does not grow with those that there are
+                one = await workers[source].measure_links([_told(target)], MOST_S + ANSWER_S)
+                found.links.extend(one.links)
+                found.unreached.extend(one.unreached)
         cut = {(link.source, link.target) for link in found.links if link.round_trip_s >= UNREACHABLE_S}
         self._links |= {(link.source, link.target): link for link in found.links}
         self._links |= {pair: cut_link(*pair) for pair in cut}  # an older device gives them figures alone

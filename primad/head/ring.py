@@ -401,6 +401,7 @@ class HeadRing:
 
     def _look_for_fault(self, overdue: Overdue) -> None:
         logger.info("epoch %d: step %d is out for %.1f s", self.epoch, overdue.step, overdue.waited_s)
+        self._inputs.listener.overdue(self.epoch, overdue.waited_s)
         if self._finding_fault is None or self._finding_fault.done():
             self._finding_fault = self._start(self._find_fault(overdue))
 

@@ -35,6 +35,9 @@ class RingListener(Protocol):
     def progressed(self, epoch: int, device: str, stage: LoadStage, share: float) -> None:
         """A worker says how far it is with loading for ring ``epoch``."""
 
+    def overdue(self, epoch: int, waited_s: float) -> None:
+        """A step of ring ``epoch`` is out for ``waited_s``, which is much longer than such steps take."""
+
     def broken(self, epoch: int, blame: Blame) -> None:
         """Ring ``epoch`` broke."""
 

@@ -268,6 +268,10 @@ class Rings:
         """A worker loads for a ring."""
         self._core.post(types.Progressed(epoch, device, stage, share))
 
+    def overdue(self, epoch: int, waited_s: float) -> None:
+        """A step of a ring is late; the next events of it say that it came."""
+        self._backend.overdue(epoch, waited_s)
+
     def broken(self, epoch: int, blame: Blame) -> None:
         """A ring broke, while it was formed or later."""
         if epoch in self._rings:

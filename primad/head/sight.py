@@ -2,7 +2,8 @@
 
 So nothing that a stranger announces takes the place of a trusted device: it gets a label that no trusted one has, or none.
 Where another one announces itself under the very mDNS name of a trusted device, what that said before still counts. All
-places that are announced for a trusted key are tried, since only who has the key can answer there.
+places that are announced for a trusted key are tried, since only who has the key can answer there: some of them each time,
+so that false ones cost time and hide none.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ class Sighted:
         """Where it says that it is."""
         return tuple(dict.fromkeys(address for peer in self.peers for address in peer.addresses))
 
-    @property
-    def places(self) -> list[tuple[str, int]]:
-        """The addresses with their ports."""
-        return list(dict.fromkeys((address, peer.port) for peer in self.peers for address in peer.addresses))
+    def places(self, turn: int = 0) -> list[tuple[str, int]]:
+        """The addresses with their ports that are tried the ``turn``-th time: those of the next announcements."""
+        lots = range(0, len(self.peers), MOST_OF_ONE)
+        first = lots[turn % len(lots)]
+        peers = self.peers[first : first + MOST_OF_ONE]
+        return list(dict.fromkeys((address, peer.port) for peer in peers for address in peer.addresses))
 
 
 class Sight:
@@ -72,7 +75,7 @@ class Sight:
         self._heard = {}
         for (at, key), peer in (kept | now).items():  # who was there before comes first
             found = known.setdefault(self.labels[key], [])
-            if len(found) < MOST_OF_ONE and peer.is_worker_of(self._cluster):
+            if peer.is_worker_of(self._cluster):
                 found.append(peer)
                 self._heard[at, key] = peer
         taken = {self._own, *self.labels.values()}

@@ -138,7 +138,7 @@ class _Visit:
 
     async def _greet(self, name: str, sighted: Sighted) -> None:
         try:
-            end, _ = await probe(self._caller, sighted.places, [sighted.key])
+            end, _ = await probe(self._caller, sighted.places(), [sighted.key])
             self._take(await greet(self._caller, end, _unheard, name))
         except ClusterError as exc:
             self._reporter.say(f"{name} is left out: {exc}")

@@ -10,6 +10,7 @@ from primad.membership.transitions import abandon, dismissals, give_up, is_spoke
 from primad.membership.types import (
     PRESENT,
     Attempt,
+    Device,
     DevicePhase,
     Effect,
     Fail,
@@ -125,7 +126,7 @@ def _swap(state: State, now: float, effects: list[Effect]) -> State:
     )
     memory_low = state.memory_low & (ring.members | {state.settings.head})
     well = {
-        name: replace(device, reason="")  # whatever it was barred for
+        name: replace(device, reason="", unproven=False)  # whatever it was barred for
         for name, device in state.devices.items()
         if name in ring.members and not device.leaving
     }
@@ -143,8 +144,13 @@ def _swap(state: State, now: float, effects: list[Effect]) -> State:
     )
 
 
+def _may_be_measured(state: State, device: Device, now: float) -> bool:
+    """Whether its links are not known, and all may wait for them: it may be barred since it kept the others waiting."""
+    return device.phase is DevicePhase.PROFILED and (state.last_resort or device.barred_until_s <= now)
+
+
 def _measure_is_due(state: State, now: float) -> bool:
-    profiled = any(device.phase is DevicePhase.PROFILED for device in state.devices.values())
+    profiled = any(_may_be_measured(state, device, now) for device in state.devices.values())
     return profiled and not state.measuring and state.measure_at_s <= now
 
 
@@ -155,7 +161,11 @@ def _measure(state: State, now: float, effects: list[Effect]) -> State:
     again = _measure_again_is_due(state, now)
     if not again and not _measure_is_due(state, now):
         return state
-    present = frozenset(name for name, device in state.devices.items() if device.phase in PRESENT)
+    present = frozenset(
+        name
+        for name, device in state.devices.items()
+        if device.phase is DevicePhase.READY or _may_be_measured(state, device, now)
+    )
     if not present:
         return replace(state, again_at_s=None)
     effects.append(Measure(present, again))

@@ -11,8 +11,11 @@ Each rule stands in one place: here, in ``due.py`` (what is due) or in ``transit
 * A link that does not work is measured again while a ring serves, after a pause that doubles each time; when it works, its
   devices are planned for as if they had just come.
 * A device to blame for a break takes no part for a while, which doubles each time, unless there is no plan without it. Where
-  several may be to blame, one of them is (``doubt.py``). It does not help to go away and come back.
+  several may be to blame, one of them is (``doubt.py``). It does not help to go away and come back. Who goes away while
+  links are measured, or does not measure them, is to blame for that: all others wait for it.
 * A device that loads no further, or hardly, is to blame like one that fails to load.
+* While no ring serves nobody waits a second time for a device by which a ring on its way failed, unless there is no plan
+  without it. It takes part again beside a ring that serves, and as any other once one has served with it.
 * A device that leaves hands its layers over first; if nobody can take them it may go nonetheless.
 * For a device that is short of memory another plan is formed in the shadow, whether it gains or not; if there is none the
   ring goes on as it is. When it has room again a plan that gains enough is taken, as when a device joins.
@@ -36,6 +39,7 @@ from primad.membership.transitions import (
     close,
     dismissals,
     give_up,
+    holds_up,
     is_spoken_to,
     lose,
     put,
@@ -254,7 +258,7 @@ def _leaving(state: State, name: str, reason: str, effects: list[Effect]) -> Sta
         return state
     state = put(state, name, replace(device, leaving=True, reason=reason))
     if takes_part(state.attempt, name):
-        state = abandon(state, effects)
+        state = abandon(holds_up(state, name), effects)
     if state.serving is None or name not in state.serving.members:
         effects.append(LetGo(name))
         return state
@@ -392,7 +396,7 @@ def _attempt_broke(state: State, attempt: Attempt, event: RingFailed, now: float
     if attempt.why is not Purpose.GAIN or not blamed:
         # Whoever broke a better plan is barred, and the plan worth trying again when that is over.
         state = replace(_in_vain(state, attempt), attempt=_granted(attempt))
-    state = abandon(state, effects)
+    state = abandon(holds_up(state, event.device or ""), effects)
     failures = state.failures + 1
     is_fatal = not blamed and not event.again
     if not state.has_served and (is_fatal or _is_hopeless(state, attempt, event.device, failures)):
@@ -413,8 +417,10 @@ def _attempt_broke(state: State, attempt: Attempt, event: RingFailed, now: float
 
 
 def _is_hopeless(state: State, attempt: Attempt, name: str | None, failures: int) -> bool:
-    """Whether the first ring was tried often enough: a device more that breaks it is done without."""
+    """Whether the first ring was tried often enough: it is done without a device that breaks it while there are others."""
     device = state.devices.get(name) if name is not None else None
+    if device is not None and not state.last_resort:
+        return False
     again = device is None or device.failures + 1 >= FIRST_FAILURES
     return failures >= FIRST_FAILURES and (again or failures >= FIRST_FAILURES * len(attempt.candidates))
 

@@ -35,13 +35,17 @@ FORGIVEN_S: Final = 300.0
 
 
 def usable(state: State, now: float) -> frozenset[str]:
-    """The workers that a plan may use now."""
+    """The workers that a plan may use now. While no ring serves all wait for each of them, and none must be unproven."""
+
+    def is_trusted_with_it(device: Device) -> bool:
+        return device.barred_until_s <= now and not (device.unproven and state.serving is None)
+
     return frozenset(
         name
         for name, device in state.devices.items()
         if device.phase is DevicePhase.READY
         and not device.leaving
-        and (state.last_resort or device.barred_until_s <= now)
+        and (state.last_resort or is_trusted_with_it(device))
     )
 
 
@@ -61,6 +65,11 @@ def suspects(state: State) -> frozenset[str]:
     return frozenset(name for name in members if state.devices[name].phase is DevicePhase.SUSPECTED)
 
 
+def unproven(state: State) -> frozenset[str]:
+    """The devices for which nobody waits while no ring serves."""
+    return frozenset(name for name, device in state.devices.items() if device.unproven)
+
+
 def dismissals(state: State) -> Iterable[Effect]:
     """Leave to go for every device that asked to."""
     return [LetGo(name) for name, device in state.devices.items() if device.leaving]
@@ -74,7 +83,8 @@ def put(state: State, name: str, device: Device) -> State:
 def without(state: State, name: str, now: float) -> State:
     """The state without the device ``name``, which is not there; but what it did is remembered until it is forgiven."""
     device = state.devices[name]
-    if device.failures and now <= device.barred_until_s + FORGIVEN_S:
+    is_remembered = device.failures or device.unproven
+    if is_remembered and now <= max(device.barred_until_s, device.heard_s) + FORGIVEN_S:
         return put(state, name, replace(device, in_sight=False, greeting=False))
     return replace(state, devices={key: device for key, device in state.devices.items() if key != name})
 
@@ -91,6 +101,14 @@ def abandon(state: State, effects: list[Effect]) -> State:
     )
 
 
+def holds_up(state: State, name: str) -> State:
+    """The state after a ring that was formed came to nothing by the device ``name``, if it did."""
+    attempt, device = state.attempt, state.devices.get(name)
+    if attempt is None or device is None or name not in (attempt.members or ()):
+        return state
+    return put(state, name, replace(device, unproven=True))
+
+
 def give_up(state: State, reason: str, effects: list[Effect]) -> State:
     """There will be no first ring; nothing follows any more."""
     effects.append(GiveUp(reason))
@@ -105,6 +123,8 @@ def close(state: State, reason: str, now: float, effects: list[Effect]) -> State
     assert state.serving is not None
     effects.append(Close(state.serving.epoch, reason))
     effects += dismissals(state)
+    if state.attempt is not None and any(takes_part(state.attempt, name) for name in unproven(state)):
+        state = abandon(state, effects)
     attempt = (
         None
         if state.attempt is None
@@ -132,7 +152,10 @@ def bar_s(failures: int) -> float:
 
 
 def lose(state: State, name: str, reason: str, now: float, effects: list[Effect]) -> State:
-    """The device ``name`` is gone: no attempt and no ring goes on with it."""
+    """The device ``name`` is gone: no attempt and no ring goes on with it.
+
+    One that the others wait for when it goes, in their ring or while links are measured, gets no part for a while.
+    """
     device = state.devices.get(name)
     if device is None or not is_spoken_to(device):
         return state
@@ -148,7 +171,7 @@ def lose(state: State, name: str, reason: str, now: float, effects: list[Effect]
     if state.has_served:
         effects.append(SayLine(f"{name} {'left' if left else 'is gone'}: {reason}"))
     if takes_part(state.attempt, name):
-        state = abandon(state, effects)
-    if not serves:
-        return state
-    return close(bar(state, name, reason, now, lasting=False), f"{name}: {reason}", now, effects)
+        state = abandon(holds_up(state, name), effects)
+    if serves or name in state.measuring:
+        state = bar(state, name, reason, now, lasting=False)
+    return close(state, f"{name}: {reason}", now, effects) if serves else state

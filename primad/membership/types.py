@@ -68,8 +68,8 @@ class Device:
     ``phase`` is its own (discovered, paired, profiled, ready, suspected or gone; see ``membership.phase_of`` for the one to
     show). A suspected device was in ``before``. It is greeted when ``greet_at_s`` has come and ``greeting`` is not under
     way; after ``failures`` it gets no part until ``barred_until_s``. It was party to ``doubts`` breaks, the last one at
-    ``doubted_s``, of which nobody knows who did it. ``leaving``: it asked to go. ``reason`` is why it is where it is, one
-    line or empty.
+    ``doubted_s``, of which nobody knows who did it. ``unproven``: a ring on its way failed by it, and none has served with
+    it since. ``leaving``: it asked to go. ``reason`` is why it is where it is, one line or empty.
     """
 
     phase: DevicePhase
@@ -83,6 +83,7 @@ class Device:
     barred_until_s: float = 0.0
     doubts: int = 0
     doubted_s: float = 0.0
+    unproven: bool = False
     leaving: bool = False
     reason: str = ""
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 import zmq
@@ -21,6 +21,8 @@ from primad.errors import ClusterError, ProtocolError
 from primad.network.gate import sender_address, sender_key
 from primad.network.messages import (
     ECHO_BYTES,
+    MAX_STATES_BYTES,
+    USUAL_BYTES,
     Echoed,
     HeadMessage,
     WorkerMessage,
@@ -36,6 +38,8 @@ from primad.trust.identity import Identity
 
 logger = logging.getLogger(__name__)
 
+MOST_UNREAD: Final = 32
+"""Messages of a worker that wait in the head's memory; what comes behind them waits on the way."""
 _REFUSED_AFTER: Final = 2
 """Connections refused in a row until a process counts as ended: the first attempt may meet one that just restarts."""
 
@@ -50,12 +54,20 @@ class WorkerEnd:
     """Where a worker hears heads, and other devices that measure their link to it; all of them passed the gate.
 
     Each connection is known by the ``peer`` bytes that its messages come with, each device by its public key. ``scopes`` are
-    told where every one was met.
+    told where every one was met. Only messages of heads, whose key ``leads``, are read where they are large.
     """
 
     def __init__(
-        self, context: zmq.asyncio.Context, host: str, port: int | None, preferred: int, *, identity: Identity
+        self,
+        context: zmq.asyncio.Context,
+        host: str,
+        port: int | None,
+        preferred: int,
+        *,
+        identity: Identity,
+        leads: Callable[[str], bool] = lambda _: True,
     ) -> None:
+        self._leads = leads
         self._socket, self.port = listen(context, zmq.ROUTER, host, port, preferred, identity=identity)
         self._complaints = Complaints(logger)
         self.scopes = Scopes()
@@ -68,8 +80,11 @@ class WorkerEnd:
             try:
                 if len(frames) != 1:
                     raise ProtocolError(f"message of {len(frames)} frames; a control message has 1")
+                key, size = sender_key(frames[0]), len(frames[0])
+                if size > USUAL_BYTES and not self._leads(key):
+                    raise ProtocolError(f"message of {size} bytes of a device that is no head here")
                 self.scopes.saw(sender_address(frames[0]))
-                return peer.bytes, sender_key(frames[0]), decode_from_head(frames[0].bytes)
+                return peer.bytes, key, decode_from_head(frames[0].bytes)
             except ProtocolError as exc:
                 self._complaints.add("refused a message on the control link", exc)
 
@@ -108,6 +123,8 @@ class HeadEnd:
         self._timeout_s = timeout_s
         try:
             self._socket = open_socket(context, zmq.DEALER, identity=identity, server=key)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_STATES_BYTES)
+            self._socket.setsockopt(zmq.RCVHWM, MOST_UNREAD)
         except zmq.ZMQError as exc:  # as where no more sockets can be had
             raise ClusterError(f"no connection to {self.address} can be made: {exc.strerror}") from exc
         self._monitor: zmq.asyncio.Socket | None = None

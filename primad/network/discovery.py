@@ -329,16 +329,15 @@ class Discovery:
             self._resolve_soon(name)
 
     def _make_room(self, name: str) -> bool:
-        """Whether ``name`` is announced with a trusted key, few others with the same; then another is forgotten for it."""
+        """Whether ``name`` is announced with a trusted key; then another is forgotten for it, of that key if it has many."""
         info = AsyncServiceInfo(self._service, name)
         peer = peer_of(info, self._own) if info.load_from_cache(self._zeroconf.zeroconf) else None
         if peer is None or not self._trusts(peer.key):
             return False
         counts = Counter(each.key for each in self._peers.values())
-        if counts[peer.key] >= MOST_OF_ONE:
-            return False
+        is_crowded = counts[peer.key] >= MOST_OF_ONE
         for at, each in self._peers.items():
-            if counts[each.key] > MOST_OF_ONE or not self._trusts(each.key):
+            if each.key == peer.key if is_crowded else counts[each.key] > MOST_OF_ONE or not self._trusts(each.key):
                 del self._peers[at]
                 break
         return True

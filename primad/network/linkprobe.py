@@ -27,9 +27,9 @@ import zmq.asyncio
 from halda import LinkProfile, MessageTime
 from primad.errors import ClusterError, ProtocolError
 from primad.network.contacts import Contact
-from primad.network.messages import MAX_ECHO_BYTES, Echo, Echoed, Refused, decode_from_worker
+from primad.network.messages import MAX_ECHO_BYTES, USUAL_BYTES, Echo, Echoed, Refused, decode_from_worker
 from primad.network.scopes import bare
-from primad.network.sockets import endpoint, open_socket, wait_refused
+from primad.network.sockets import bound_socket, endpoint, open_socket, wait_refused
 from primad.network.unreached import CLOSED, SILENT, SLOW, UNTRUSTED, Unreached
 from primad.ring.messages import encode
 from primad.settings.config import join_address
@@ -38,6 +38,8 @@ from primad.trust.identity import Identity
 
 UNREACHABLE_S: Final = 60.0
 """Round trip that a link is given which does not work, and by which an older device says so."""
+MOST_S: Final = 45.0
+"""A device is measured for no longer, whatever it keeps waiting. A link of 100 kB/s takes half of that."""
 CONNECT_S: Final = 1.0
 MOST_ADDRESSES: Final = 3
 """So many of a device's addresses are measured, of those that answer first."""
@@ -119,24 +121,27 @@ async def measure_links(
     targets: Sequence[Contact],
     *,
     timeout_s: float = NetworkTimings().link_timeout_s,
+    most_s: float = MOST_S,
 ) -> MeasuredLinks:
     """Both directions of the links from this device, ``source``, to each of ``targets``, one after the other.
 
     The links of a target that no address reaches do not work; nor do those of one that lets a lot of echoes wait for longer
-    than ``timeout_s``.
+    than ``timeout_s``. What is not measured of a target within ``most_s`` is not waited for.
     """
     measured = MeasuredLinks(links=[], unreached=[])
     for target in targets:
         best: tuple[_Measured, str] | None = None
         failed: dict[str, str] = {}
-        for address in await _quickest(target):
-            try:
-                found = await _measure(context, identity, address, target, timeout_s)
-            except _NotReachedError as exc:
-                failed.setdefault(exc.why, address)
-                continue
-            if best is None or found.both_s < best[0].both_s:
-                best = found, address
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                for address in await _quickest(target):
+                    try:
+                        found = await _measure(context, identity, address, target, timeout_s)
+                    except _NotReachedError as exc:
+                        failed.setdefault(exc.why, address)
+                        continue
+                    if best is None or found.both_s < best[0].both_s:
+                        best = found, address
         if best is not None:
             measured.links.append(_profile(source, target.device, best[1], best[0].round_trip_s, best[0].there))
             measured.links.append(_profile(target.device, source, "", best[0].round_trip_s, best[0].back))
@@ -195,6 +200,7 @@ async def _measure(
         socket = open_socket(context, zmq.DEALER, identity=identity, server=target.key)
     except zmq.ZMQError as exc:  # as where no more sockets can be had
         raise _NotReachedError(SILENT) from exc
+    bound_socket(socket, USUAL_BYTES, 2 * _BULK_MESSAGES)
 
     async def exchange(count: int, send_bytes: int, answer_bytes: int) -> float:
         echo = Echo(payload=bytes(send_bytes), answer_bytes=answer_bytes)

@@ -71,14 +71,17 @@ MAX_STEP_BYTES: Final = 1 << 30
 """Of the hidden states of a step."""
 MAX_CELLS: Final = 1 << 27
 """Of the KV caches of all sequences, in a layer."""
-USUAL_BYTES: Final = 2 << 20
+USUAL_BYTES: Final = MAX_ECHO_BYTES + (4 << 10)
+"""An echo of the largest size. What is skipped of a message costs up to 40 ns a byte."""
+MAX_STATES_BYTES: Final = 2 << 20
+"""With the trees of layers of 250 GB."""
 LARGE_BYTES: Final = {
     "load": MAX_MESSAGE_BYTES,
     "guess-load": MAX_MESSAGE_BYTES,
     "guess-text": 8 << 20,
     "measure-links": 4 << 20,
     "kv-hold": 6 << 20,
-    "participations": MAX_MESSAGE_BYTES,
+    "participations": MAX_STATES_BYTES,
 }
 """What a message may have of bytes, if it is more than usual: what it costs to read is in proportion to that."""
 

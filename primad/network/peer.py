@@ -19,7 +19,7 @@ SERVICE: Final = "_primad._tcp.local."
 MAX_ADDRESSES: Final = 32
 """Addresses of a peer that are kept; nobody tries more."""
 MOST_OF_ONE: Final = 8
-"""Announcements of one key that are looked at: anyone can announce any key."""
+"""Announcements of one key whose places are tried at a time: anyone can announce any key."""
 _NUMBER: Final = re.compile(r"[0-9]{1,9}")
 _REVISION: Final = re.compile(r"[0-9]{1,15}")
 _PAIR: Final = re.compile(r"([0-9]{1,4}):([0-9]{1,5})")

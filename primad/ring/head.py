@@ -107,7 +107,7 @@ class Head:
         self._news: list[HeadEvent] = []
         self._is_draining = False
         self._is_drained = False
-        self._failure: NotFiniteError | None = None
+        self._failure: NotFiniteError | AlteredStepError | None = None
         """What it computed is not finite: whose answer it was ends with it, and then the ring."""
         self.shelf = shelf
         self._samplers: dict[int, Sampler] = {}
@@ -283,7 +283,7 @@ class Head:
             while step.window in self._windows:
                 step, content = visit(self._windows[step.window], step, content, self.shelf)
         except NotFiniteError as exc:
-            self._failure = exc
+            self._failure = self._spoilt(exc, step.window)
             return Tell(self._announce(self._scheduler.fail(step.step, str(exc), self._clock())))
         if step.window < self._last:
             self._laps.left(step.step, step.rows, self._clock())
@@ -303,6 +303,12 @@ class Head:
         events = [*news, *events, *self._scheduler.kv_news()]
         self._tell_drained()
         return Tell(events, step.rows)
+
+    def _spoilt(self, error: NotFiniteError, window: int) -> NotFiniteError | AlteredStepError:
+        """What is wrong where ``window`` gave no numbers: behind other devices' windows any of them may have sent numbers
+        that are too large to compute with.
+        """
+        return AlteredStepError(f"{error}; or another device sent what it did not compute") if window else error
 
     def _announce(self, events: list[GenerationEvent]) -> list[HeadEvent]:
         """The warm-up's own events become one ``Serving``."""
@@ -351,7 +357,7 @@ class Head:
         """The token that follows ``row``; None: its mask is late."""
         # The best logit is NaN where any is; some models rule tokens out with minus infinity. 15 us for 128,000 tokens.
         if not math.isfinite(self._tail.logits(row).max()):
-            self._failure = not_finite(self._tail)
+            self._failure = self._spoilt(not_finite(self._tail), self._last)
             return Draw(token=0, ends=True, error=str(self._failure), reason="error")
         sampler = self._sampler_for(generate)
         return self._sample(generate, sampler, row) if self._is_ready(sampler) else None

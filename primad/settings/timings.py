@@ -152,6 +152,8 @@ class WorkerTimings:
     """What strangers and heads cause to be said is said so often at most."""
     release_timeout_s: float = 1.0
     """A participation that is busy with the disk is waited for no longer when it ends: the head is to be heard meanwhile."""
+    trust_look_every_s: float = 2.0
+    """How often it looks whether the owner still trusts the head that it works for."""
     forgiven_s: float = 600.0
     """A disk that gave all weights for so long is as good as any."""
 

@@ -130,7 +130,9 @@ class WorkerDaemon:
         self._is_measured = profile.is_known
         self._discovery: Discovery | None = None
         self._context = zmq.asyncio.Context()
-        self._end = WorkerEnd(self._context, config.host, config.port, DEFAULT_CONTROL_PORT, identity=identity)
+        self._end = WorkerEnd(
+            self._context, config.host, config.port, DEFAULT_CONTROL_PORT, identity=identity, leads=trust.is_head
+        )
         self._layers = LayerServer(
             self._context,
             config.host,
@@ -467,15 +469,22 @@ class WorkerDaemon:
         await self._tell(LinksMeasured(links=links, unreached=found.unreached))
 
     async def _watch_lease(self) -> None:
+        """End the lease of a head that is silent, or that the owner does not trust as a head any more."""
+        look_s = self._timings.worker.trust_look_every_s
         while True:
             lease = self._lease
-            timeout_s = lease.gone_after_s if lease is not None else 1.0
-            heard_s = lease.heard_s if lease is not None else time.monotonic()
-            await asyncio.sleep(max(0.05, heard_s + timeout_s - time.monotonic()))
+            silent_s = lease.heard_s + lease.gone_after_s - time.monotonic() if lease is not None else look_s
+            await asyncio.sleep(max(0.05, min(silent_s, look_s)))
             lease = self._lease
-            if lease is not None and time.monotonic() - lease.heard_s >= lease.gone_after_s:
-                self._say(f"head {lease.head} went away; waiting for a head")
-                await self._end_lease()
+            if lease is None:
+                continue
+            leads = self._trust.is_head(lease.key)
+            if leads and time.monotonic() - lease.heard_s < lease.gone_after_s:
+                continue
+            is_refused = not leads and (self._trust.trusts(lease.key) or lease.key in self._trust.revoked())
+            how = "is not trusted as a head any more" if is_refused else "went away"
+            await self._end_lease()
+            self._say(f"head {lease.head} {how}; waiting for a head")
 
     async def _end_lease(self) -> None:
         if self._lease is not None:

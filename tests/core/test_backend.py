@@ -331,6 +331,33 @@ def test_health_is_well_for_a_moment_without_a_ring_and_again_once_something_is_
     asyncio.run(once())
 
 
+def test_health_is_not_well_while_a_step_is_overdue_for_more_than_a_moment():
+    """A device that keeps a step is found after a while; until then the ring has not broken."""
+
+    async def once() -> None:
+        now = 100.0
+        backend = RingBackend(clock=lambda: now)
+        ring = await attach(backend, 1)
+        backend.overdue(1, 60.0)
+        assert backend.health().serving, "nobody waits"
+        reader = Reader(ask(backend, 5, 6))
+        await settled()
+        (sent,) = ring.generates
+        backend.overdue(0, 60.0)
+        assert backend.health().serving, "another ring's"
+        backend.overdue(1, 1.0)
+        assert backend.health().serving
+        now += A_MOMENT_S
+        backend.overdue(1, 1.0 + A_MOMENT_S)
+        assert not backend.health().serving
+        assert backend.health().detail == "no answer gets any further: serving 1"
+        backend.deliver(1, sampled(sent.request, 9))
+        assert backend.health().serving
+        await reader.cancel()
+
+    asyncio.run(once())
+
+
 def test_an_answer_under_which_ring_after_ring_breaks_ends_and_those_that_get_further_go_on():
     async def once() -> None:
         backend = RingBackend()

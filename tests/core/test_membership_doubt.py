@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -12,7 +13,19 @@ from primad.membership.doubt import DOUBT_S
 from primad.membership.due import LOAD_PARTS, LOAD_STALL_S
 from primad.membership.step import wake_at
 from primad.membership.transitions import BAR_S, FORGIVEN_S, LASTING_BAR_S
-from tests.core.test_membership import broken, form, head, live, members, serving, solve, solves, welcome
+from tests.core.test_membership import (
+    SETTLE_S,
+    broken,
+    form,
+    head,
+    live,
+    members,
+    no_plan,
+    serving,
+    solve,
+    solves,
+    welcome,
+)
 from tests.fakes.membership import Shell
 
 HONEST = ("ada", "bo", "cy")
@@ -211,6 +224,94 @@ def test_the_end_of_patience_with_who_loads_is_a_moment_to_wake_at():
     assert barred(shell) == {"ada"}
 
 
+def stalls(shell: Shell) -> None:
+    """Ada and bo load; the liars say that they do, and never get any further."""
+    for name in members_on_their_way(shell) & {"ada", "bo"}:
+        shell.tell(m.Progressed(shell.attempt, name, m.LoadStage.READY, 1.0))
+    live(shell, LOAD_STALL_S + 1, "ada", "bo", "liar", "fraud")
+
+
+def goes(shell: Shell) -> None:
+    """A liar is lost just before it would have to be ready, and is back at once."""
+    liar = max(members_on_their_way(shell) - {"ada", "bo"})
+    live(shell, LOAD_STALL_S - 10, "ada", "bo", "liar", "fraud")
+    shell.tell(m.Lost(liar, "it closed the link"))
+    welcome(shell, liar)
+
+
+def leaves(shell: Shell) -> None:
+    """A liar asks to leave, and is back at once."""
+    liar = max(members_on_their_way(shell) - {"ada", "bo"})
+    live(shell, LOAD_STALL_S - 10, "ada", "bo", "liar", "fraud")
+    shell.tell(m.DeviceLeaving(liar, "its owner ended it"))
+    shell.tell(m.Lost(liar, "it left"))
+    welcome(shell, liar)
+
+
+def members_on_their_way(shell: Shell) -> set[str]:
+    """Of the ring that is formed."""
+    assert shell.state.attempt is not None
+    return set(shell.state.attempt.members or ())
+
+
+@pytest.mark.parametrize("holds_up", [stalls, goes, leaves])
+@pytest.mark.parametrize("served", [False, True])
+def test_of_several_that_hold_up_rings_on_their_way_each_holds_up_one(holds_up, served):
+    """A bar that is shorter than what they take would have them back in the next ring but one, in turns, for ever."""
+    liars = ("liar", "fraud")
+    shell = serving("ada", "bo", hold_s=1e6) if served else head(wanted=4, look_s=math.inf)
+    welcome(shell, *(liars if served else ("ada", "bo", *liars)))
+    if served:
+        solve(shell, value=10.0)  # they are not worth another plan
+        broken(shell)
+    for _ in liars:
+        assert shell.candidates > {"ada", "bo"}
+        solve(shell)
+        holds_up(shell)
+    assert shell.attempt is not None
+    assert shell.candidates == {"ada", "bo"}
+    solve(shell)
+    form(shell)
+    assert members(shell) == {"ada", "bo"}
+
+
+def test_a_device_that_held_up_a_ring_proves_itself_beside_one_that_serves():
+    shell = loading()
+    live(shell, LOAD_STALL_S + 1, "ada", "bo")
+    solve(shell)
+    form(shell)
+    assert members(shell) == {"bo"}
+    live(shell, SETTLE_S, "ada", "bo")
+    assert shell.candidates == {"ada", "bo"}
+    solve(shell, value=0.1)
+    assert m.Abandon(shell.attempt) in shell.tell(m.RingFailed(shell.serving, "bo", "it broke"))
+    assert shell.candidates == set(), "while no ring serves nobody waits for it"
+    solve(shell)
+    form(shell)
+    formed(shell, "ada")
+    assert not shell.state.devices["ada"].unproven
+    broken(shell, None, "bo")
+    assert "ada" in shell.candidates
+
+
+def test_who_held_up_a_ring_is_waited_for_where_there_is_no_plan_without_it():
+    shell = loading()
+    live(shell, LOAD_STALL_S + 1, "ada", "bo")
+    assert solves(no_plan(shell)) == [{"ada", "bo"}]
+
+
+def test_attempts_that_fail_by_one_device_after_the_other_do_not_end_the_head_while_there_are_others():
+    shell = head(wanted=4)
+    welcome(shell, *EVERYBODY)
+    for left in range(len(EVERYBODY), 0, -1):
+        assert len(shell.candidates) == left
+        solve(shell)
+        broken(shell, None, *sorted(shell.candidates))
+    assert shell.candidates == set()
+    solve(shell)
+    assert m.Serve(shell.attempt, None) in form(shell)
+
+
 # ---- who comes and goes ---------------------------------------------------------------------------------------------
 
 
@@ -251,3 +352,42 @@ def test_a_lasting_fault_that_is_over_each_time_the_device_comes_anew_counts_as_
         pauses_s.append(shell.state.devices["bo"].barred_until_s - shell.now)
         formed(shell, "bo")
     assert pauses_s == pytest.approx([BAR_S, 2 * BAR_S, 4 * BAR_S])
+
+
+# ---- who is measured ------------------------------------------------------------------------------------------------
+
+
+def test_who_does_not_measure_its_links_is_waited_for_by_nobody_for_longer_each_time():
+    """The others are measured without it meanwhile, and whoever comes anew as well."""
+    shell = serving("ada", "bo")
+    shell.tell(m.Seen("liar", True))
+    pauses_s = []
+    for number in range(4):
+        shell.tell(m.Welcomed("liar"))
+        while shell.measuring is None:
+            live(shell, 0.5, *EVERYBODY)
+        assert shell.measuring == members(shell) | {"liar"}
+        shell.tell(m.Lost("liar", "it did not measure its links"))
+        shell.tell(m.Measured(members(shell)))
+        pauses_s.append(shell.state.devices["liar"].barred_until_s - shell.now)
+        shell.tell(m.Welcomed("liar"))
+        if number == 1:
+            assert not shell.measuring
+            shell.tell(m.Seen("cy", True))
+            shell.tell(m.Welcomed("cy"))
+            assert shell.measuring == {"ada", "bo", "cy"}
+            shell.tell(m.Measured(shell.measuring))
+            assert formed(shell, "cy") == {"ada", "bo", "cy"}
+    assert pauses_s == pytest.approx([BAR_S, 2 * BAR_S, 4 * BAR_S, 8 * BAR_S])
+
+
+def test_the_first_ring_does_not_wait_for_who_does_not_measure_its_links():
+    shell = head(wanted=2)
+    for name in ("ada", "bo", "liar"):
+        shell.tell(m.Seen(name, True))
+        shell.tell(m.Welcomed(name))
+    shell.tell(m.Measured(frozenset({"ada"})))
+    assert shell.measuring == {"ada", "bo", "liar"}
+    shell.tell(m.Lost("liar", "it did not measure its links"))
+    shell.tell(m.Welcomed("liar"))
+    assert solves(shell.tell(m.Measured(frozenset({"ada", "bo"})))) == [{"ada", "bo"}]

@@ -471,12 +471,16 @@ def test_a_failing_whole_model_is_heard_of():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("window", range(4))
 def test_a_window_that_gives_no_numbers_ends_the_ring_before_anything_is_computed_with_them(window, value):
-    """On a worker the error is its own; what the head itself computes ends the answer, and then the ring."""
+    """On a worker the error is its own; what the head itself computes ends the answer, and then the ring.
+
+    Behind the workers any of them may have sent what cannot be computed with.
+    """
     ring = FakeRing(*SMALL)
     ring.ask(generate(0, [1], tokens=1))
     ring.windows[window].spoils = value
     ring.head.submit(generate(1, [1, 2, 3]))
-    with pytest.raises(NotFiniteError, match=r"layers \d to \d gave values that are not numbers .*'--gpu off'"):
+    fault = AlteredStepError if window == 3 else NotFiniteError
+    with pytest.raises(fault, match=r"layers \d to \d gave values that are not numbers .*'--gpu off'"):
         ring.run()
     by_head = window in (0, 3)
     ends = [event for event in ring.events if isinstance(event, Finished) and event.request == 1]
@@ -491,6 +495,16 @@ def test_a_warm_up_lap_that_gives_no_numbers_proves_nothing():
     with pytest.raises(NotFiniteError):
         ring.run()
     assert not any(isinstance(event, Serving) for event in ring.events)
+
+
+def test_finite_numbers_of_a_worker_that_spoil_what_the_head_computes_are_not_the_heads_fault():
+    """Of 1e38 a sum or a square overflows, as in a norm. Blamed on nobody, it would end the first ring, and the head."""
+    ring = FakeRing(*SMALL)
+    ring.model.scores = lambda history: np.full(VOCABULARY, np.inf, np.float32)
+    ring.head.submit(generate(1, [1, 2, 3]))
+    with pytest.raises(AlteredStepError, match="or another device sent what it did not compute"):
+        ring.run()
+    assert [event.reason for event in ring.events if isinstance(event, Finished)] == ["error"]
 
 
 def test_logits_of_minus_infinity_rule_tokens_out_and_nothing_else():

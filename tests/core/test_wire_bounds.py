@@ -18,13 +18,15 @@ from primad.kv.cells import MAX_LAYERS
 from primad.kv.keys import KvBlock
 from primad.network import layer_messages, messages
 from primad.network.messages import (
+    Echo,
+    Echoed,
     HeadMessage,
     KvHold,
     WorkerMessage,
     decode_from_head,
     decode_from_worker,
 )
-from primad.ring.messages import MAX_HEADER_BYTES, RouteMessage, StepLimits, decode_route
+from primad.ring.messages import MAX_HEADER_BYTES, RouteMessage, StepLimits, decode_route, encode
 from primad.trust import pairing
 from tests.core.test_messages import a_load
 
@@ -82,6 +84,16 @@ def test_every_message_has_a_bound_in_bytes():
         for decode in (decode_from_head, decode_from_worker):
             with pytest.raises(ProtocolError, match=r"too large|not a control message"):
                 decode(body)
+
+
+def test_what_no_head_says_is_small_enough_to_be_skipped_in_a_moment():
+    """A message of fields that nobody knows is read to its end, in the loop that all others wait for."""
+    tags = {str(message.tag) for message in of(WorkerMessage)}
+    assert max(messages.LARGE_BYTES.get(tag, messages.USUAL_BYTES) for tag in tags) == messages.MAX_STATES_BYTES
+    assert messages.MAX_STATES_BYTES <= 2 << 20
+    for size in messages.ECHO_BYTES:
+        assert len(encode(Echo(payload=bytes(size), answer_bytes=size))) <= messages.USUAL_BYTES
+        assert len(encode(Echoed(bytes(size)))) <= messages.USUAL_BYTES
 
 
 @pytest.mark.parametrize(

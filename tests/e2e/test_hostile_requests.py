@@ -90,7 +90,9 @@ def test_hostile_requests_hold_up_neither_health_nor_others_and_leave_nothing(sm
         head.wait_serving()
         alone = ask(head, tokens=200).text
         bodies = [(to, body if isinstance(body, bytes) else json.dumps(body).encode()) for to, body in HOSTILE]
-        with httpx.Client(base_url=head.url, timeout=PATIENCE_S, headers={"Content-Type": "application/json"}) as client:
+        with httpx.Client(
+            base_url=head.url, timeout=PATIENCE_S, headers={"Content-Type": "application/json"}
+        ) as client:
             client.post("/v1/chat/completions", content=bodies[0][1])  # threads and buffers that stay are made now
             before = held(head)
             with health_asked(head.port) as looks, Listener(head) as listener:
@@ -102,7 +104,9 @@ def test_hostile_requests_hold_up_neither_health_nor_others_and_leave_nothing(sm
                     show(f"{slowest_s * 1e3:6.1f} ms {status} {to} {body[:60]!r}")
                     note("health under attack", slowest_s)
         after = held(head)
-        show(f"longest gap of the other client {listener.gap_s:.2f} s in {len(listener.texts)} answers; {before}, {after}")
+        show(
+            f"longest gap of the other client {listener.gap_s:.2f} s in {len(listener.texts)} answers; {before}, {after}"
+        )
         assert {status for _, status in looks} == {200}
         assert set(listener.texts) == {alone}
         assert after.descriptors <= before.descriptors + MOST_MORE

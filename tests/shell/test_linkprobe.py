@@ -13,12 +13,12 @@ import zmq.asyncio
 from halda import LinkProfile
 from primad.head import link_book as links_module
 from primad.head.blame import DeviceLostError
-from primad.head.link_book import LinkBook
+from primad.head.link_book import ANSWER_S, LinkBook
 from primad.head.worker_link import Caller, WorkerLink, greet
 from primad.membership import types
 from primad.network import linkprobe
 from primad.network.contacts import MAX_ADDRESSES, Contact
-from primad.network.linkprobe import UNREACHABLE_S, MeasuredLinks, measure_links
+from primad.network.linkprobe import MOST_S, UNREACHABLE_S, MeasuredLinks, measure_links
 from primad.network.messages import MAX_ECHO_BYTES, LinksMeasured, decode_from_worker
 from primad.network.unreached import unreached_line
 from primad.ring.messages import encode
@@ -398,6 +398,40 @@ def test_a_device_that_was_too_busy_to_answer_is_measured_again_when_that_is_ask
             assert lines.said[2:] == ["desk reaches b now", "a reaches b now"]
             assert book.unreached(["a", "b"]) == set()
             assert await book.measure(workers, {}, lines, again=True) == links, "what works is left as it is"
+            for worker in workers:
+                worker.close()
+
+    asyncio.run(once())
+
+
+def test_a_device_that_keeps_echoes_waiting_is_measured_for_a_bounded_time():
+    """However many echoes there are, and however long each may take: all others wait for it."""
+
+    async def once() -> None:
+        async with devices("a") as (context, (a,)):
+            a.echoes = False
+            links = (await measure_links(context, HEAD, "desk", [a.target()], timeout_s=PATIENCE_S, most_s=0.2)).links
+            assert [link.round_trip_s for link in links] == [UNREACHABLE_S] * 2
+
+    asyncio.run(once())
+
+
+def test_a_worker_is_asked_for_one_link_at_a_time(monkeypatch):
+    """What it may take to say what it measured does not grow with the devices, nor with the places that they announce."""
+
+    async def once() -> None:
+        async with devices("a", "b", "c") as (context, made):
+            workers, waited = await greeted(context, *made), list[float]()
+            ask = WorkerLink.measure_links
+
+            async def noted(worker: WorkerLink, targets: Sequence[Contact], timeout_s: float) -> MeasuredLinks:
+                waited.append(timeout_s)
+                return await ask(worker, targets, timeout_s)
+
+            monkeypatch.setattr(WorkerLink, "measure_links", noted)
+            await book_of(context).measure(workers, {"c": [f"192.0.2.{at}" for at in range(60)]}, Lines())
+            assert made[0].asked == [["b"], ["c"]]
+            assert set(waited) == {MOST_S + ANSWER_S}
             for worker in workers:
                 worker.close()
 

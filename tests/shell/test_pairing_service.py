@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from primad.trust import pairing_links
 from primad.trust.identity import load_identity
 from primad.trust.local_trust import LocalTrust
 from primad.trust.pairing import MAX_TRIES, Inviter, Prove, Refuse, encode
-from primad.trust.trust import TrustStore
+from primad.trust.trust import TrustedDevice, TrustStore
 from primad.trust.words import Code
 from tests.shell.test_pairing_links import CODE, DESK, HOST, invited
 
@@ -184,6 +185,31 @@ def test_one_that_announces_itself_later_is_tried_as_well(joining: Joining, monk
             monkeypatch.setattr(pairing_service, "look", later)
             assert await joining.pairs() == DESK.key
 
+    run(test)
+
+
+def test_one_that_names_places_where_nobody_answers_takes_its_turn_and_no_more(
+    joining: Joining, monkeypatch: pytest.MonkeyPatch
+):
+    """It names the right one's place as well, behind them: that is not refused for it."""
+
+    async def test() -> None:
+        async with invited() as desk:
+            joining.sees(desk.port, addresses=("192.0.2.1", HOST))
+            joining.sees(desk.port)
+            assert await joining.pairs() == DESK.key
+            assert any("does not answer within 0.2 s; another device" in line for line in joining.said)
+
+    reach = pairing_service.pair_with
+
+    async def silent(host: str, *arguments: Any) -> TrustedDevice:
+        if host != HOST:
+            await asyncio.Event().wait()
+        return await reach(host, *arguments)
+
+    monkeypatch.setattr(pairing_service, "pair_with", silent)
+    monkeypatch.setattr(pairing_service, "TURN_S", 0.2)
+    monkeypatch.setattr(pairing_service.random, "shuffle", lambda _: None)
     run(test)
 
 

@@ -32,8 +32,9 @@ from primad.network.messages import (
     Revoked,
 )
 from primad.ring.drafting.messages import DraftText
+from primad.settings.timings import Timings, WorkerTimings
 from primad.trust.identity import Identity, new_identity
-from primad.trust.trust import BY_HAND, WORKER, trusted_now
+from primad.trust.trust import BY_HAND, HEAD, WORKER, trusted_now
 from tests.fakes.load import LAYER, a_load
 from tests.shell.test_worker_daemon import DESK, SILENCE_S, STRANGER, TOWER, FakeHead, lab
 
@@ -108,11 +109,10 @@ def test_whom_a_head_introduces_may_do_what_a_ring_needs_as_long_as_that_head_ma
             await desk.say(introduces(nas))
             await desk.takes(session=2)  # it starts anew
             assert await is_let_in(neighbour)
-            await desk.takes(session=3, gone_after_s=SILENCE_S)
             assert (lap.home / "trust.json").stat().st_ino == written, "nobody but the owner writes there"
             lap.trust.revoke("desk")
             assert not await is_let_in(neighbour)
-            await lap.says("head desk went away")
+            await lap.says("head desk is not trusted as a head any more; waiting for a head")
             await tower.takes()
             assert not await is_let_in(neighbour)
             await tower.say(introduces(nas, DESK))
@@ -138,6 +138,30 @@ def test_a_worker_that_is_revoked_says_so_and_works_for_nobody_until_its_head_ta
             assert status["devices"] == {"desk": "revoked this device", "lap": "waiting for a head; revoked by desk"}
             await desk.takes(session=2)
             assert (await lap.admin(Describe())).status["revoked_by"] == []
+
+    asyncio.run(once())
+
+
+def test_a_head_that_the_owner_revokes_or_makes_a_worker_loses_its_rings_at_once_however_long_it_may_be_silent(lab):
+    """It says nothing more, and no message of it shows that it may not lead."""
+
+    async def once() -> None:
+        timings = Timings(worker=WorkerTimings(trust_look_every_s=0.05))
+        async with lab(timings=timings) as lap:
+            for number, end in enumerate(
+                (lap.trust.revoke, lambda key: lap.trust.add(trusted_now("desk", key, BY_HAND)))
+            ):
+                lap.trust.add(trusted_now("desk", DESK.public, BY_HAND, HEAD))
+                lap.said.clear()
+                desk = lap.head()
+                await desk.takes(session=number, gone_after_s=3600.0)
+                await desk.loads(a_load(number + 1))
+                end(DESK.public)
+                await lap.says("head desk is not trusted as a head any more")
+                described = await lap.admin(Describe())
+                assert not described.status["serving"]
+                await lap.head("tower", TOWER).takes(session=number, gone_after_s=SILENCE_S)
+                await lap.says("head tower went away")
 
     asyncio.run(once())
 
