@@ -7,25 +7,29 @@
 #   packaging/install.sh --dry-run                    say it, and end
 #   packaging/install.sh --yes                        do not ask
 #   packaging/install.sh --extras plot                also what plots need
-#   packaging/install.sh --llama-wheel FILE --sha256 HASH     with an llama.cpp that tools/wheelhouse built: no compiler
+#   packaging/install.sh --installer uv               by 'uv tool install'; pipx: by 'pipx install'; venv: by itself, the default
+#   packaging/install.sh --llama-wheel FILE --sha256 HASH     with an llama.cpp that another machine built: no compiler
 #
 # Every package has a version and a hash of the checkout's tools/constraints.txt, llama.cpp's sources and what builds them too.
+# llama.cpp is built once, with a line every half minute, and its wheel kept; at the end stands how to take it to other machines.
 # PYTHON names the interpreter (3.11 or later; where there is none, uv fetches one), CMAKE_ARGS other parts of llama.cpp,
 # as in CMAKE_ARGS="-DGGML_VULKAN=on".
 set -eu
 
 die() { printf 'install: error: %s\n' "$*" >&2; exit 2; }
 have() { command -v "$1" >/dev/null 2>&1; }
+sha256() { if have sha256sum; then sha256sum "$1"; else shasum -a 256 "$1"; fi | cut -d ' ' -f 1; }
 absolute() { (cd "$(dirname "$1")" && printf '%s/%s\n' "$PWD" "$(basename "$1")"); }
 
-from="" extras="" wheel="" hash="" yes=0 dry=0
+from="" extras="" wheel="" hash="" installer=venv yes=0 dry=0
 while [ $# -gt 0 ]; do
   case "$1" in
-    --from | --extras | --llama-wheel | --sha256) [ $# -gt 1 ] || die "$1: needs a value" ;;
+    --from | --extras | --installer | --llama-wheel | --sha256) [ $# -gt 1 ] || die "$1: needs a value" ;;
   esac
   case "$1" in
     --from) from=$2; shift 2 ;;
     --extras) extras=$2; shift 2 ;;
+    --installer) installer=$2; shift 2 ;;
     --llama-wheel) wheel=$2; shift 2 ;;
     --sha256) hash=$2; shift 2 ;;
     --yes) yes=1; shift ;;
@@ -53,6 +57,12 @@ case ",$extras," in
   *) die "--extras $extras: give names with commas between, as in hub,plot" ;;
 esac
 
+case "$installer" in
+  venv) ;;
+  uv | pipx) have "$installer" || die "--installer $installer: is not installed; leave it out, or install $installer" ;;
+  *) die "--installer $installer: not known; there are uv, pipx and venv" ;;
+esac
+
 good_python() { have "$1" && "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 python=""
 for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11; do
@@ -67,6 +77,11 @@ if [ -z "$python" ]; then
   python=3.12
 fi
 
+fits() { # PYTHON: whether this machine has what the wheel was compiled for
+  found=$("$1" "$root/tools/wheel_cpu.py" "$wheel" 2>&1) ||
+    die "--llama-wheel $wheel: $found; leave it out to build one here, or take one of tools/wheelhouse"
+}
+
 if [ -n "$wheel$hash" ]; then
   if [ -z "$wheel" ] || [ -z "$hash" ]; then
     die "--llama-wheel and --sha256 go together: a file, and the hash it must have"
@@ -77,8 +92,9 @@ if [ -n "$wheel$hash" ]; then
     llama_cpp_python-*.whl) ;;
     *) die "--llama-wheel $wheel: not a wheel of llama-cpp-python" ;;
   esac
-  if have sha256sum; then found=$(sha256sum "$wheel"); else found=$(shasum -a 256 "$wheel"); fi
-  [ "${found%% *}" = "$hash" ] || die "--llama-wheel $wheel: its SHA-256 is ${found%% *}, not $hash; take the file and its hash from one place"
+  found=$(sha256 "$wheel")
+  [ "$found" = "$hash" ] || die "--llama-wheel $wheel: its SHA-256 is $found, not $hash; take the file and its hash from one place"
+  [ "$python" = 3.12 ] || fits "$python"
 else
   case "$system" in
     Darwin) hint="xcode-select --install" ;;
@@ -87,13 +103,17 @@ else
   have "${CXX:-c++}" || die "needs a C++ compiler to build llama.cpp; install one ($hint), or give --llama-wheel"
 fi
 what=$from${extras:+[$extras]}
+groups=$(printf %s "$extras" | tr , ' ')
 lib=$HOME/.local/lib/primad
 bin=$HOME/.local/bin
 
 # ---- what it will do ---------------------------------------------------------------------------------------------------
 
 echo "This will:"
-echo "  - make the folder $lib, a Python environment, and install $what there"
+case "$installer" in
+  venv) echo "  - make the folder $lib, a Python environment, and install $what there" ;;
+  *) echo "  - let $installer make an environment, install $what there, and link the program" ;;
+esac
 echo "  - install the packages that it needs there, each with its version and hash of $root/tools/constraints.txt"
 if [ "$python" = 3.12 ]; then
   echo "  - let uv fetch Python 3.12, as there is no Python 3.11 or later here"
@@ -103,9 +123,10 @@ fi
 if [ -n "$wheel" ]; then
   echo "  - take llama.cpp from $wheel, whose SHA-256 is right"
 else
-  echo "  - build llama.cpp on this machine, which takes 4 to 10 minutes on two cores${CMAKE_ARGS:+, with CMAKE_ARGS=\"$CMAKE_ARGS\"}"
+  echo "  - build llama.cpp on this machine, which takes 4 to 16 minutes on two cores${CMAKE_ARGS:+, with CMAKE_ARGS=\"$CMAKE_ARGS\"}"
+  echo "  - keep its wheel in ${XDG_CACHE_HOME:-$HOME/.cache}/primad/wheels; what was built here before is taken from there"
 fi
-echo "  - link $bin/primad to the program"
+[ "$installer" != venv ] || echo "  - link $bin/primad to the program"
 echo "It changes nothing else. Packages come from the index that pip is set up for."
 [ "$dry" = 0 ] || exit 0
 if [ "$yes" = 0 ]; then
@@ -144,8 +165,8 @@ install_locked() { # FOLDER GROUP...
 }
 
 mkdir "$work/wheels"
-case "$wheel:$from" in
-  ?*:*.whl) ;; # nothing is built
+case "$installer:$wheel:$from" in
+  venv:?*:*.whl) ;; # nothing is built
   *) environment "$work/build" ;;
 esac
 case "$from" in
@@ -156,20 +177,51 @@ case "$from" in
     ;;
 esac
 if [ -n "$wheel" ]; then
-  cp "$wheel" "$work/wheels/"
+  built=""
 else
-  "$root/tools/build-llama" "$work/build/bin/python" "$work/wheels"
+  built=$("$root/tools/build-llama" --kept "$work/build/bin/python") || exit 2
 fi
-environment "$lib"
-# shellcheck disable=SC2046  # names of groups have no blanks
-install_locked "$lib" base $(printf %s "$extras" | tr , ' ')
-pip "$lib" install --no-deps "$work"/wheels/*.whl
-"$lib/bin/python" -m pip --disable-pip-version-check check || die "$from does not go with $root/tools/constraints.txt; take both of one version"
-mkdir -p "$bin"
-ln -sf "$lib/bin/primad" "$bin/primad"
+cp "${wheel:-$built}" "$work/wheels/"
+case "$installer" in
+  venv)
+    environment "$lib"
+    [ -z "$wheel" ] || fits "$lib/bin/python"
+    # shellcheck disable=SC2086  # names of groups have no blanks
+    install_locked "$lib" base $groups
+    pip "$lib" install --no-deps "$work"/wheels/*.whl
+    "$lib/bin/python" -m pip --disable-pip-version-check check || die "$from does not go with $root/tools/constraints.txt; take both of one version"
+    mkdir -p "$bin"
+    ln -sf "$lib/bin/primad" "$bin/primad"
+    remove="rm -r $lib $bin/primad"
+    ;;
+  *) # it takes what was checked, and asks no index
+    [ -z "$wheel" ] || fits "$work/build/bin/python"
+    # shellcheck disable=SC2086
+    "$root/tools/locked" base $groups >"$work/locked.txt"
+    pip "$work/build" download --only-binary :all: --require-hashes --requirement "$work/locked.txt" --dest "$work/wheels"
+    interpreter=$("$work/build/bin/python" -c 'import sys; print(sys._base_executable)')
+    program=primad${extras:+[$extras]}
+    case "$installer" in
+      uv) uv tool install --force --python "$interpreter" --no-index --find-links "$work/wheels" "$program" ;;
+      pipx) pipx install --force --python "$interpreter" --pip-args "--no-index --find-links $work/wheels" "$program" ;;
+    esac || die "$installer could not install it; see the lines above"
+    remove="$installer uninstall primad"
+    [ "$installer" = pipx ] || remove="uv tool uninstall primad"
+    ;;
+esac
+
+# ---- what comes next ---------------------------------------------------------------------------------------------------
+
+if [ -n "$built" ]; then
+  echo "Other machines need not build llama.cpp again. Copy its wheel there:"
+  echo "  scp $built OTHER:"
+  echo "and in a checkout there type:"
+  echo "  packaging/install.sh --llama-wheel ~/$(basename "$built") --sha256 $(sha256 "$built")"
+  echo "It needs a processor with $("$work/build/bin/python" "$root/tools/wheel_cpu.py" "$built"), and is refused where there is none."
+fi
 echo "primad is installed. Next: primad doctor"
-case "$PATH" in
-  *"$bin"*) ;;
+case "$installer:$PATH" in
+  uv:* | pipx:* | *"$bin"*) ;; # those say it themselves
   *) echo "$bin is not on your PATH; add it, or type $bin/primad" ;;
 esac
-echo "To remove it: rm -r $lib $bin/primad"
+echo "To remove it: $remove"

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import threading
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from socket import socket
-from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from playwright.sync_api import Page, expect
 
 from primad.api.access import Door
-from primad.api.app import create_app
 from primad.api.keys import ApiKey, digest_of
-from tests.fakes.backend import ByteVocabulary, FakeBackend, says
 from tests.fakes.desk import FakeDesk, known
-from tests.fakes.status import device, ring
+from tests.page.head import GUEST, OWNER, PLAIN, answering, say, served
 
-OWNER, GUEST = "the-owner's-key-is-long", "a-guest's-key-is-long"
-PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 THINKS = PLAIN + "{% if false %}<think></think>{% endif %}"
 HERMES = PLAIN + "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}"
 HOSTILE = (
@@ -33,50 +21,6 @@ HOSTILE = (
     "[link](javascript:window.hit=1) [fine](https://example.org/) ![picture](https://example.org/x.png)\n\n"
     '```html\n<b onclick="window.hit=1">code</b>\n```\n\n<style>body { display: none }</style>'
 )
-
-
-class SlowBackend(FakeBackend):
-    """A pause before each token, so that a test can look at an answer that is being written."""
-
-    pause_s = 0.0
-
-    async def generate(self, *arguments: Any, **more: Any) -> AsyncGenerator[Any, None]:
-        async for event in super().generate(*arguments, **more):
-            await asyncio.sleep(self.pause_s)
-            yield event
-
-
-def answering(*texts: Any, template: str = PLAIN, pause_s: float = 0.0) -> SlowBackend:
-    """A head of two devices."""
-    backend = SlowBackend(says(*texts), vocabulary=ByteVocabulary(chat_template=template))
-    backend.pause_s = pause_s
-    backend.served = replace(backend.served, sequences=4)
-    backend.ring = ring(device("desk", role="head"), device("mini"), old="ready")
-    return backend
-
-
-@contextmanager
-def served(backend: FakeBackend, **more: Any) -> Iterator[str]:
-    """The app under uvicorn in a thread; its URL."""
-    with socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        app = create_app(backend, owner_key=OWNER, **more)
-        server = uvicorn.Server(
-            uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1)
-        )
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        finally:
-            app.state.close()
-            server.should_exit = True
-            thread.join()
-
-
-def say(page: Page, text: str) -> None:
-    page.get_by_label("Message", exact=True).fill(text)
-    page.keyboard.press("Enter")
 
 
 def test_what_a_model_writes_does_nothing(open_page):
@@ -91,7 +35,11 @@ def test_what_a_model_writes_does_nothing(open_page):
         page.get_by_label("Copy code").click()
         expect(page.locator("#news")).to_have_text("Copied.")
         assert page.locator(".text img, .text script, .text style, .text [onclick]").count() == 0
-        assert page.locator(".text a").evaluate_all("all => all.map(each => each.href)") == ["", "https://example.org/"]
+        assert page.locator(".text a").evaluate_all("all => all.map(each => each.href)") == [
+            "",
+            "https://example.org/",
+            "https://example.org/x.png",
+        ]
         assert page.evaluate("window.hit") is None
 
 
@@ -295,11 +243,12 @@ def test_the_owner_pauses_caps_and_approves(open_page):
 def test_a_code_that_another_device_shows_pairs_it(open_page, serious):
     desk = FakeDesk()
     with served(answering("Hi"), desk=desk) as url:
-        page = open_page(as_owner(url))
+        page = open_page(as_owner(url), viewport={"width": 390, "height": 400})
         page.get_by_role("tab", name="Devices").click()
         page.get_by_label("Its code").fill("7-lamp-river")
         page.get_by_role("button", name="Pair", exact=True).click()
         expect(page.get_by_role("alert")).to_contain_text("is not the one that is shown there")
+        expect(page.get_by_role("alert")).to_be_in_viewport(ratio=1)
         assert serious(page) == []
         page.get_by_label("Its code").fill("9-maple-stone")
         page.get_by_label("Its address").fill("192.168.1.20:41234")

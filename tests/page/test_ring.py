@@ -59,7 +59,7 @@ def test_it_loads_and_chats(owned, serious, picture):
     page.get_by_label("Settings").first.click()
     say(page, "Write a Python function that adds two numbers, and explain how it works.", most=104)
     expect(page.get_by_label("Regenerate")).to_be_visible()
-    expect(page.locator(".stats")).to_have_text(re.compile(r"\d+ tokens · .* tokens/s · first token "))
+    expect(page.locator(".stats")).to_have_text(re.compile(r"\d+ tokens · decode .* tokens/s · first token "))
     assert len(page.locator(".message.assistant .text").inner_text()) > 10
     assert serious(page) == []
     picture(page, "page-chat")
@@ -70,7 +70,7 @@ def test_the_ring_is_what_the_status_says(devices, owned, serious, picture):
     page = owned()
     say(page, "Write a long story about a lighthouse and its keeper.", most=300)
     page.get_by_role("tab", name="Ring").click()
-    expect(page.locator(".picture .under").first).to_have_text("tokens/s now")
+    expect(page.locator(".picture .under").first).to_have_text("tokens/s decode")
     status = head.status()
     assert {each["name"] for each in status["devices"]} == set(NAMES)
     for each in status["devices"]:

@@ -69,6 +69,21 @@ def test_a_build_that_fails_shows_its_last_lines(tmp_path: Path, compiler: Path)
     assert f"all are in {tmp_path}/out/build.log" in ended.stderr.splitlines()[-1]
 
 
+def test_a_wheel_is_built_once_for_a_machine_and_kept(tmp_path: Path, compiler: Path) -> None:
+    made = PIP.replace("#!/bin/sh\n", f'#!/bin/sh\n[ "$1" != -c ] || exec {sys.executable} "$@"\n')
+    python = program(tmp_path / "python", made + 'touch "$2/llama_cpp_python-1.2.3-py3-none-any.whl"\n')
+    where = {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    first, again = (tool("build-llama", "--kept", python, **where) for _ in range(2))
+    assert "built in" in first.stderr
+    assert (again.stdout, again.stderr) == (first.stdout, "")
+    kept = Path(first.stdout.strip())
+    assert kept.is_file()
+    assert kept.is_relative_to(tmp_path / "cache" / "primad" / "wheels")
+    other = tool("build-llama", "--folder", python, **where, CMAKE_ARGS="-DGGML_VULKAN=on").stdout
+    assert other
+    assert other != str(kept.parent)
+
+
 @pytest.mark.parametrize(("version", "flags"), [("12.2.0", "-fno-tree-dse -fno-dse"), ("13.3.0", ""), ("14.2.0", "")])
 def test_a_compiler_that_breaks_amx_gets_the_flags_that_cure_it(tmp_path: Path, version: str, flags: str) -> None:
     gcc = program(tmp_path / "gcc", f'#!/bin/sh\n[ "$1" = -dumpfullversion ] && echo {version} || echo "g++ (GCC)"\n')
@@ -111,6 +126,7 @@ def test_set_up_refuses_a_wheel_that_is_another_one(tmp_path: Path) -> None:
         ("--llama-wheel", wheel, "--sha256", "0" * 64): f"its SHA-256 is {right}",
         ("--llama-wheel", old, "--sha256", right): "not a wheel of llama-cpp-python",
         ("--llama-wheel", tmp_path / "none.whl", "--sha256", right): "no such file",
+        ("--llama-wheel", wheel, "--sha256", right): "File is not a zip file; leave it out to build one here",
     }
     for arguments, why in refused.items():
         ended = tool("setup", *arguments, PRIMAD_VENV=str(tmp_path / "venv"), PYTHON=sys.executable)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -62,14 +63,40 @@ def index(tmp_path: Path) -> Path:
     return folder
 
 
+BUILDS = """#!/bin/sh
+[ "$1" = --kept ] || exit 1
+echo "build-llama: 1 min 00 s: 3 of 9 targets" >&2
+echo "$HOME/../llama_cpp_python-0.3.36-py3-none-any.whl"
+"""
+"""Stands in for ``tools/build-llama``, whose progress has tests of its own."""
+INSTALLS = """#!/bin/sh
+echo "$(basename "$0") $*" >"$HOME/../asked"
+for folder in "$@"; do
+  case "$folder" in
+    --no-index*) folder=${folder##* } ;; # pipx gives it to pip as one word
+  esac
+  [ ! -d "$folder" ] || ls "$folder" >"$HOME/../wheels"
+done
+"""
+"""Stands in for uv and pipx: keeps what it was asked, and what it was given to install."""
+
+
 def checkout(tmp_path: Path, constraints: str) -> Path:
     """The script of a checkout that has these constraints."""
-    for name in ("packaging/install.sh", "tools/locked", "tools/build-llama"):
+    for name in ("packaging/install.sh", "tools/locked", "tools/wheel_cpu.py"):
         made = tmp_path / "checkout" / name
         made.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, made)
+    program(tmp_path / "checkout" / "tools" / "build-llama", BUILDS)
     (tmp_path / "checkout" / "tools" / "constraints.txt").write_text(constraints)
     return tmp_path / "checkout" / "packaging" / "install.sh"
+
+
+def program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
 
 
 @pytest.fixture
@@ -83,7 +110,7 @@ def install(home: Path, *arguments: object, script: Path = SCRIPT, **more: str) 
     """The script in a home of its own, with no terminal, and with no index to take packages from."""
     environment = {
         "HOME": str(home),
-        "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+        "PATH": f"{home.parent}/programs:{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
         "PIP_NO_INDEX": "1",
         "PYTHON": sys.executable,
         "TMPDIR": str(home.parent),
@@ -104,8 +131,9 @@ def test_it_installs_what_has_its_hash_where_it_says_and_nothing_else(
     assert not (home / ".local" / "bin").exists()
 
     script = checkout(home.parent, CONSTRAINTS % sha256(index / "saying-1.0-py3-none-any.whl"))
-    ended = install(home, *given, script=script, PIP_FIND_LINKS=str(index))
+    ended = install(home, "--from", wheel, "--yes", script=script, PIP_FIND_LINKS=str(index), CXX=sys.executable)
     assert ended.returncode == 0, ended.stderr
+    assert_progress_and_offer(ended, llama)
     assert f"make the folder {home}/.local/lib/primad" in ended.stdout
     assert f"link {home}/.local/bin/primad" in ended.stdout
     assert f"{home}/.local/bin is not on your PATH" in ended.stdout
@@ -120,6 +148,34 @@ def test_it_installs_what_has_its_hash_where_it_says_and_nothing_else(
     ]
     program = subprocess.run([local / "bin" / "primad"], capture_output=True, text=True, check=True)
     assert program.stdout == "it runs\n"
+
+
+def assert_progress_and_offer(ended: subprocess.CompletedProcess[str], llama: Path) -> None:
+    """Said how far the build was, and how to spare other machines that."""
+    assert "3 of 9 targets" in ended.stderr
+    command = f"packaging/install.sh --llama-wheel ~/{llama.name} --sha256 {sha256(llama)}"
+    assert re.search(rf"scp \S+/{re.escape(llama.name)} OTHER:\n.*\n +{re.escape(command)}\n", ended.stdout)
+
+
+@pytest.mark.parametrize(
+    ("installer", "asked"), [("uv", "uv tool install --force --python"), ("pipx", "pipx install --force --python")]
+)
+def test_uv_and_pipx_get_what_was_built_in_sight_and_checked_and_ask_no_index(
+    home: Path, wheel: Path, llama: Path, index: Path, installer: str, asked: str
+) -> None:
+    program(home.parent / "programs" / installer, INSTALLS)
+    script = checkout(home.parent, CONSTRAINTS % sha256(index / "saying-1.0-py3-none-any.whl"))
+    given = ("--from", wheel, "--yes", "--installer", installer)
+    ended = install(home, *given, script=script, PIP_FIND_LINKS=str(index), CXX=sys.executable)
+    assert ended.returncode == 0, ended.stderr
+    assert_progress_and_offer(ended, llama)
+    said = (home.parent / "asked").read_text()
+    assert said.startswith(asked)
+    assert "--no-index --find-links" in said
+    assert said.endswith(" primad\n")
+    assert (home.parent / "wheels").read_text().split() == [llama.name, wheel.name, "saying-1.0-py3-none-any.whl"]
+    assert f"{installer} " in ended.stdout.splitlines()[-1]
+    assert list(home.iterdir()) == []
 
 
 @pytest.mark.parametrize(("asked", "code"), [(("--dry-run",), 0), ((), 2)], ids=["a dry run", "nobody to ask"])
@@ -139,6 +195,10 @@ def test_an_llama_cpp_that_is_given_needs_no_compiler_and_must_have_its_hash(
     assert (ended.returncode, ended.stderr) == (0, "")
     assert f"take llama.cpp from {llama}, whose SHA-256 is right" in ended.stdout
     assert f"its SHA-256 is {sha256(llama)}, not 00" in install(home, *given, "--sha256", "00").stderr
+    llama.write_bytes(b"wheel")
+    unfit = install(home, *given, "--sha256", sha256(llama))
+    assert (unfit.returncode, len(unfit.stderr.splitlines())) == (2, 1)
+    assert f"--llama-wheel {llama}: File is not a zip file; leave it out to build one here" in unfit.stderr
 
 
 @pytest.mark.parametrize(
@@ -150,8 +210,9 @@ def test_an_llama_cpp_that_is_given_needs_no_compiler_and_must_have_its_hash(
         (("--extras", "hub,rm"), "--extras hub,rm: give names with commas between, as in hub,plot"),
         ((), "needs a C++ compiler to build llama.cpp"),
         (("--sha256", "00"), "--llama-wheel and --sha256 go together"),
+        (("--installer", "conda"), "--installer conda: not known; there are uv, pipx and venv"),
     ],
-    ids=["file", "option", "value", "extras", "compiler", "hash"],
+    ids=["file", "option", "value", "extras", "compiler", "hash", "installer"],
 )
 def test_a_mistake_is_one_line(home: Path, arguments: tuple[str, ...], why: str) -> None:
     ended = install(home, *arguments, CXX="no-such-compiler")

@@ -1,7 +1,8 @@
 """The static files of the page, read once. They ask no other host for anything, and no build makes them.
 
 The content security policy allows scripts, styles and answers of this server alone, and nothing inline; what a model wrote
-passes a sanitiser whose output is the only text that may become HTML (Trusted Types).
+passes a sanitiser whose output is the only text that may become HTML (Trusted Types). Names of hosts in its links are looked
+up by a click and not before.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ _HEADERS: Final = {
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
+    "x-dns-prefetch-control": "off",
 }
 
 

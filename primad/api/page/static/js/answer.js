@@ -17,7 +17,7 @@ export function asked(chat, values) {
       messages.push({ role: "tool", tool_call_id: message.call, content: message.content });
     } else messages.push({ role: message.role, content: message.content });
   }
-  const body = { messages, stream: true, stream_options: { include_usage: true } };
+  const body = { messages, stream: true, stream_options: { include_usage: true }, return_progress: true };
   for (const name of ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"]) {
     if (values[name] === "") continue;
     body[name] = Number(values[name]);
@@ -42,6 +42,7 @@ export async function write(body, message, changed, signal) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
+      if (chunk.prompt_progress) message.stats.prompt = chunk.prompt_progress;
       const choice = chunk.choices?.[0];
       if (choice) take(choice, message, timing);
       if (chunk.usage) message.stats.tokens = chunk.usage.completion_tokens;

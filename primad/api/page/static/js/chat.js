@@ -2,7 +2,8 @@
 
 import { asked, write } from "./answer.js";
 import { announce, copy, h, icon, iconButton } from "./dom.js";
-import { count, ms, speed } from "./format.js";
+import { count, decode, ms } from "./format.js";
+import { drawHistory, forgetDeleted, isDeleted } from "./history.js";
 import { onStatus } from "./live.js";
 import { show } from "./markdown.js";
 import * as store from "./store.js";
@@ -17,13 +18,11 @@ const SAMPLING = [
   ["seed", "Seed", "the same seed gives the same answer"],
 ];
 
-let chat = fresh();
+let chat = store.fresh();
 let stopping = null;
 let parts = {};
-
-function fresh() {
-  return { id: crypto.randomUUID?.() ?? String(Date.now() + Math.random()), title: "", messages: [] };
-}
+/** The element of each message: what its reader opened or scrolled in it stays so. */
+const boxes = new WeakMap();
 
 export function startChat(panel) {
   parts = {
@@ -43,6 +42,7 @@ export function startChat(panel) {
       },
     }),
     send: h("button", { class: "send", type: "submit" }),
+    failed: h("div", {}),
     model: h("p", { class: "hint", id: "model-line" }, "Shift+Enter begins a new line"),
   };
   const history = h(
@@ -74,15 +74,14 @@ export function startChat(panel) {
   );
   panel.append(
     history,
-    h("div", { class: "talk" }, bar, parts.log, h("div", { class: "foot" }, composer, parts.model)),
+    h("div", { class: "talk" }, bar, parts.log, h("div", { class: "foot" }, parts.failed, composer, parts.model)),
     settings,
   );
   addEventListener("pagehide", () => {
     if (stopping && (chat.messages.at(-1).content || chat.messages.at(-1).thought)) store.keep(chat);
   });
   const latest = store.chats()[0];
-  if (latest) chat = latest;
-  draw();
+  show(latest ?? chat);
   onStatus(({ status }) => {
     if (!status?.model) return;
     const line = `${status.model}${status.devices.length > 1 ? ` on ${status.devices.length} devices` : ""} · Shift+Enter begins a new line`;
@@ -146,11 +145,28 @@ function form() {
 }
 
 function begin() {
-  stopping?.abort();
-  chat = fresh();
-  document.getElementById("history").classList.remove("open");
-  draw();
+  open(store.fresh());
   parts.input.focus();
+}
+
+/** Shows `other` alone: where the list of conversations covers it, that is closed. */
+function open(other) {
+  forgetDeleted();
+  document.getElementById("history").classList.remove("open");
+  show(other);
+}
+
+function show(other) {
+  stopping?.abort();
+  stopping = null;
+  chat = other;
+  showFailed();
+  draw();
+  toEnd();
+}
+
+function toEnd() {
+  parts.log.scrollTop = parts.log.scrollHeight;
 }
 
 function grow() {
@@ -175,27 +191,30 @@ function send() {
 async function answer() {
   const mine = chat;
   let body;
+  forgetDeleted();
+  showFailed();
   try {
     body = asked(mine, store.settings());
   } catch (error) {
     draw();
-    parts.log.append(failed(error.message));
+    toEnd();
+    showFailed(error.message);
     return;
   }
   store.keep(mine); // what was asked outlives a page that is closed meanwhile
   const message = { role: "assistant", content: "", thought: "", calls: [], stats: {} };
   mine.messages.push(message);
-  stopping = new AbortController();
+  const own = new AbortController();
+  stopping = own;
   draw();
-  const place = parts.log.lastElementChild;
-  place.setAttribute("aria-busy", "true");
+  toEnd();
+  const box = boxes.get(message);
+  box.setAttribute("aria-busy", "true");
   let due = false;
+  let isWriting = true;
   const refresh = () => {
     due = false;
-    if (mine !== chat) return;
-    const atEnd = parts.log.scrollHeight - parts.log.scrollTop - parts.log.clientHeight < 80;
-    fill(place, message, true);
-    if (atEnd) parts.log.scrollTop = parts.log.scrollHeight;
+    if (mine === chat && isWriting) following(() => fill(box, message, true));
   };
   const changed = () => {
     if (!due) requestAnimationFrame(refresh);
@@ -203,28 +222,43 @@ async function answer() {
   };
   let error = null;
   try {
-    await write(body, message, changed, stopping.signal);
+    await write(body, message, changed, own.signal);
   } catch (failure) {
     error = failure;
   }
-  stopping = null;
+  if (stopping === own) stopping = null;
+  isWriting = false;
   message.calls = message.calls.filter(Boolean);
   if (!message.content && !message.thought && !message.calls.length) mine.messages.pop();
-  store.keep(mine);
+  delete message.stats.prompt;
+  if (!isDeleted(mine)) store.keep(mine);
   if (mine !== chat) return;
-  draw();
-  if (error) parts.log.append(failed(error.message));
+  following(() => {
+    draw();
+    showFailed(error?.message);
+  });
   announce(error ? `The answer ended with an error: ${error.message}` : "The answer is complete.");
 }
 
-function failed(text) {
-  const line = h("p", { class: "failed", role: "alert" }, text, " ");
-  line.append(h("button", { type: "button", class: "quiet", onclick: answer }, "Try again"));
-  return line;
+/** Does `change`; who reads the end goes on to, and who reads elsewhere stays there. */
+function following(change) {
+  const { log } = parts;
+  const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
+  const before = log.scrollTop;
+  change();
+  if (atEnd) toEnd();
+  else log.scrollTop = before;
+}
+
+/** Says what failed below the conversation, where it is seen whatever is read; nothing by default. */
+function showFailed(text = "") {
+  const again = h("button", { type: "button", class: "quiet", onclick: answer }, "Try again");
+  parts.failed.replaceChildren(text ? h("p", { class: "failed", role: "alert" }, text, " ", again) : "");
 }
 
 function draw() {
   document.getElementById("chat-title").textContent = chat.title || "New conversation";
+  const before = parts.log.scrollTop;
   parts.log.replaceChildren(...chat.messages.map(drawn));
   if (!chat.messages.length) {
     parts.log.append(
@@ -234,43 +268,16 @@ function draw() {
   parts.send.replaceChildren(icon(stopping ? "stop" : "send"));
   parts.send.setAttribute("aria-label", stopping ? "Stop the answer" : "Send");
   parts.send.title = stopping ? "Stop the answer" : "Send";
-  parts.list.replaceChildren(...store.chats().map(listed));
-  parts.log.scrollTop = parts.log.scrollHeight;
-}
-
-function listed(each) {
-  const isOpen = each.id === chat.id;
-  return h(
-    "li",
-    { class: isOpen ? "here" : null },
-    h(
-      "button",
-      {
-        type: "button",
-        class: "quiet",
-        "aria-current": isOpen ? "true" : null,
-        onclick: () => {
-          stopping?.abort();
-          chat = each;
-          document.getElementById("history").classList.remove("open");
-          draw();
-        },
-      },
-      each.title || "untitled",
-    ),
-    iconButton("bin", `Delete "${each.title || "untitled"}"`, () => {
-      store.forget(each.id);
-      if (isOpen) begin();
-      else draw();
-    }),
-  );
+  drawHistory(parts.list, chat, { open, show, draw });
+  parts.log.scrollTop = before;
 }
 
 function drawn(message, place) {
-  const box = h("article", { class: `message ${message.role}`, "aria-label": NAMES[message.role] });
+  const box = boxes.get(message) ?? h("article", { class: `message ${message.role}`, "aria-label": NAMES[message.role] });
+  boxes.set(message, box);
   if (message.role === "assistant") fill(box, message, stopping && place === chat.messages.length - 1);
-  else if (message.role === "tool") box.append(h("p", { class: "who" }, "Tool's answer"), h("pre", { tabindex: 0 }, message.content));
-  else box.append(h("div", { class: "said" }, message.content), actionsOfQuestion(box, message, place));
+  else if (message.role === "tool") box.replaceChildren(h("p", { class: "who" }, "Tool's answer"), h("pre", { tabindex: 0 }, message.content));
+  else box.replaceChildren(h("div", { class: "said" }, message.content), actionsOfQuestion(box, message, place));
   return box;
 }
 
@@ -327,11 +334,20 @@ function fill(box, message, isWriting) {
   }
   rest.push(...message.calls.filter(Boolean).map((call) => drawnCall(call, message)));
   if (isWriting && !message.content && !message.thought) {
-    rest.push(h("p", { class: "waiting" }, h("span", {}), h("span", {}), h("span", {}), h("span", { class: "unseen" }, "waiting for the first token")));
+    rest.push(message.stats.prompt ? reading(message.stats.prompt) : waiting());
   }
   rest.push(h("footer", {}, statsLine(message.stats), isWriting ? null : actionsOfAnswer(message)));
   box.replaceChildren(...rest);
   if (!isWriting) box.removeAttribute("aria-busy");
+}
+
+function waiting() {
+  return h("p", { class: "waiting" }, h("span", {}), h("span", {}), h("span", {}), h("span", { class: "unseen" }, "waiting for the first token"));
+}
+
+/** How much of the prompt is computed. */
+function reading({ processed, total }) {
+  return h("p", { class: "reading" }, h("progress", { max: total, value: processed, "aria-label": "Prompt" }), `${processed} of ${count(total, "token")} of the prompt`);
 }
 
 function thoughts(message, isWriting, wasOpen) {
@@ -367,7 +383,7 @@ function drawnCall(call, message) {
 function statsLine(stats) {
   const words = [];
   if (stats.tokens) words.push(count(stats.tokens, "token"));
-  if (stats.perSecond) words.push(`${speed(stats.perSecond)} tokens/s`);
+  if (stats.perSecond) words.push(decode(stats.perSecond));
   if (stats.firstMs) words.push(`first token ${ms(stats.firstMs)}`);
   if (ENDS[stats.end]) words.push(ENDS[stats.end]);
   return h("span", { class: "stats" }, words.join(" · "));

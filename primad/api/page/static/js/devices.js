@@ -91,6 +91,7 @@ async function change(path, body, done) {
     return answer;
   } catch (error) {
     fail(error);
+    parts.failed.scrollIntoView({ block: "center" }); // above what was pressed, and maybe out of sight
     return null;
   }
 }

@@ -18,6 +18,11 @@ export function speed(value) {
   return value === null || value === undefined ? "?" : digits(value);
 }
 
+/** The one speed of the page: tokens a second of one request, from its first token on. */
+export function decode(value) {
+  return `decode ${speed(value)} tokens/s`;
+}
+
 export function percent(share) {
   return `${share > 0 ? "+" : share < 0 ? "−" : "±"}${Math.abs(share * 100).toFixed(Math.abs(share) < 0.1 ? 1 : 0)} %`;
 }

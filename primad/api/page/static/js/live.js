@@ -31,6 +31,7 @@ export async function watch() {
       continue;
     }
     let error = "the head does not answer";
+    let asksForKey = false;
     const seen = new AbortController();
     hiddenOrShown().then(() => seen.abort());
     try {
@@ -41,7 +42,7 @@ export async function watch() {
         tell({ status: { ...JSON.parse(data), at_ms: performance.now() }, before, isConnected: true, error: "" });
       }
     } catch (failure) {
-      if (failure instanceof Refused) error = failure.message;
+      if (failure instanceof Refused) [error, asksForKey] = [failure.message, failure.status === 401];
     }
     if (seen.signal.aborted) {
       if (latest) latest = { ...latest, isConnected: false }; // a rate over the time between would be none of now
@@ -49,7 +50,7 @@ export async function watch() {
     }
     tell({ status: latest?.status ?? null, before: null, isConnected: false, error });
     await new Promise((resolve) => {
-      setTimeout(resolve, wait);
+      if (!asksForKey) setTimeout(resolve, wait); // its dialog is not to open again and again
       addEventListener("primad-key", resolve, { once: true });
     });
     wait = Math.min(2 * wait, MOST_AGAIN_MS);

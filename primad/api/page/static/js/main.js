@@ -3,8 +3,7 @@
 import { startChat } from "./chat.js";
 import { letOwnerIn, startDevices } from "./devices.js";
 import { icon } from "./dom.js";
-import { speed } from "./format.js";
-import { onStatus, rate, watch } from "./live.js";
+import { onStatus, watch } from "./live.js";
 import { startRing } from "./ring.js";
 import { becomeOwner, keys, onKeyWanted } from "./server.js";
 
@@ -59,14 +58,17 @@ function startTheme() {
 function startKey() {
   const dialog = by("key-dialog");
   const input = by("key-input");
-  const open = () => {
+  const wrong = by("key-wrong");
+  const open = (isWrong = false) => {
     if (dialog.open) return;
+    wrong.hidden = !isWrong;
+    input.setAttribute("aria-invalid", String(isWrong));
     input.value = keys.api;
     dialog.returnValue = "cancel";
     dialog.showModal();
   };
   by("key-button").append(icon("key"));
-  by("key-button").addEventListener("click", open);
+  by("key-button").addEventListener("click", () => open());
   onKeyWanted(open);
   input.addEventListener("keydown", (event) => {
     if (event.key !== "Enter") return;
@@ -82,10 +84,9 @@ function startKey() {
 
 function showState(news) {
   const { status, isConnected, error } = news;
-  const perSecond = rate(news, (each) => each.tokens?.completion);
   let [state, text] = ["waiting", status?.detail ?? "connecting"];
   if (!isConnected) [state, text] = ["gone", error];
-  else if (status.serving) [state, text] = ["serving", perSecond ? `${speed(perSecond)} tokens/s` : "ready"];
+  else if (status.serving) [state, text] = ["serving", status.tokens?.answers_open ? "answering" : "ready"];
   by("pill").dataset.state = state;
   if (by("pill-text").textContent !== text) by("pill-text").textContent = text;
   by("pill").title = status?.detail ?? "";

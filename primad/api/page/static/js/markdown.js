@@ -1,14 +1,23 @@
 // Markdown as HTML that is safe to show: what a model wrote is never trusted. HTML in it is shown as it stands.
 
 import { copy, h, iconButton } from "./dom.js";
+import { escaped, formulas } from "./formulas.js";
 import { Marked } from "../vendor/marked.js";
 
-const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
-const marked = new Marked({
-  gfm: true,
-  breaks: true,
-  renderer: { html: ({ text }) => text.replace(/[&<>"]/g, (sign) => ESCAPES[sign]) },
-});
+/** An image is a link to it: a request to another host would tell that host what was answered. */
+const renderer = {
+  html: ({ text }) => escaped(text),
+  checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
+  link({ tokens }) {
+    for (const each of tokens) each.isInLink = true;
+    return false;
+  },
+  image({ href, text, isInLink }) {
+    const words = escaped(text ? `Image: ${text}` : "Image");
+    return isInLink ? words : `<a href="${escaped(href)}">${words}</a>`;
+  },
+};
+const marked = new Marked({ gfm: true, breaks: true, renderer }, formulas);
 const ALLOWED = {
   ALLOWED_TAGS:
     "a b blockquote br code del em h1 h2 h3 h4 h5 h6 hr i li ol p pre s strong sub sup table tbody td th thead tr ul".split(" "),
@@ -25,7 +34,7 @@ purify.addHook("afterSanitizeAttributes", (node) => {
     node.setAttribute("rel", "noopener noreferrer");
   }
   const name = node.getAttribute?.("class");
-  if (name && !/^language-[\w+#.-]{1,30}$/.test(name)) node.removeAttribute("class");
+  if (name && !/^(?:formula|language-[\w+#.-]{1,30})$/.test(name)) node.removeAttribute("class");
 });
 
 /** Shows `text` in `element`. */

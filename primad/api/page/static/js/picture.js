@@ -1,5 +1,6 @@
 // The ring as a picture: windows in the order in which a token visits them, clockwise from the top.
 
+import { colourOf } from "./colours.js";
 import { h, svg } from "./dom.js";
 import { count, ms, ranges } from "./format.js";
 
@@ -8,6 +9,9 @@ const RADIUS = 168;
 const WIDTH = 40;
 const GAP = 4.6;
 const LABEL = { width: 54, height: 15 };
+const WHOLE_BOX = "0 0 660 480";
+const RING_BOX = "126 32 408 408";
+const LEAST_WIDTH = 520;
 
 /** Degrees clockwise from the top, as a point. */
 function point(degrees, radius) {
@@ -25,7 +29,7 @@ function sector(from, to, inner, outer) {
 /** The windows of `devices` in route order, each with its device and its place on the circle in degrees. */
 function places(devices) {
   const windows = devices
-    .flatMap((device, number) => device.windows.map(([first, last]) => ({ device, number, first, last })))
+    .flatMap((device) => device.windows.map(([first, last]) => ({ device, first, last })))
     .sort((one, other) => one.first - other.first);
   const total = windows.reduce((sum, { first, last }) => sum + last - first, 0) || 1;
   const gap = windows.length > 1 ? GAP : 0.01;
@@ -52,11 +56,6 @@ export function keyOf(status) {
   ]);
 }
 
-/** The colour of the device that is `number`th in the ring. */
-export function colour(number) {
-  return `d${number % 8}`;
-}
-
 export function drawRing(status) {
   const segments = places(status.devices);
   const stripes = svg(
@@ -66,7 +65,7 @@ export function drawRing(status) {
   );
   const picture = svg(
     "svg",
-    { viewBox: "0 0 660 480", class: "picture", role: "img", "aria-label": words(status) },
+    { viewBox: WHOLE_BOX, class: "picture", role: "img", "aria-label": words(status) },
     svg("defs", {}, stripes),
     segments.map((segment) => drawWindow(segment, status)),
     drawHops(segments, status),
@@ -78,9 +77,11 @@ export function drawRing(status) {
   return picture;
 }
 
-function drawWindow({ device, number, first, last, from, to }, { cluster }) {
-  const phase = cluster.find((each) => each.device === device.name)?.phase;
-  const isLost = phase === "gone" || phase === "suspected";
+function isLost({ name }, { cluster }) {
+  return ["gone", "suspected"].includes(cluster.find((each) => each.device === name)?.phase);
+}
+
+function drawWindow({ device, first, last, from, to }, status) {
   const [inner, outer] = [RADIUS - WIDTH / 2, RADIUS + WIDTH / 2];
   const { resident, streamed } = device.memory;
   const share = streamed ? streamed / (resident + streamed) : 0;
@@ -95,7 +96,7 @@ function drawWindow({ device, number, first, last, from, to }, { cluster }) {
   ];
   return svg(
     "g",
-    { class: `window ${colour(number)}${isLost ? " lost" : ""}` },
+    { class: `window ${colourOf(device.name)}${isLost(device, status) ? " lost" : ""}` },
     svg("path", { d: sector(from, to, inner, outer), class: "band" }),
     share > 0 ? svg("path", { d: sector(to - (to - from) * share, to, inner, outer), class: "streams", fill: "url(#stripes)" }) : null,
     onGpu > 0 ? svg("path", { d: sector(from, from + (to - from) * onGpu, outer + 4, outer + 9), class: "gpu" }) : null,
@@ -103,8 +104,49 @@ function drawWindow({ device, number, first, last, from, to }, { cluster }) {
   );
 }
 
+/** The same in words, for where labels would lie on each other: a line for each window. */
+export function route(status) {
+  const segments = places(status.devices);
+  return h(
+    "ol",
+    { class: "route" },
+    segments.map(({ device, first, last }, i) => {
+      const link = linkOf(status, device, segments[(i + 1) % segments.length].device);
+      return h(
+        "li",
+        { class: `${colourOf(device.name)}${isLost(device, status) ? " lost" : ""}` },
+        h("span", { class: "swatch", "aria-hidden": "true" }),
+        h("strong", {}, device.name),
+        h("span", { class: "muted" }, `layers ${ranges([[first, last]])}`),
+        link ? h("span", { class: "muted hop" }, `${ms(link.round_trip_ms)} →`) : null,
+      );
+    }),
+  );
+}
+
+function linkOf({ links }, one, other) {
+  return links.find(({ source, target }) => source === one.name && target === other.name);
+}
+
+/** Shows the route in words where two labels would overlap, or one would leave the picture. */
+export function fitLabels(figure) {
+  const picture = figure.querySelector(".picture");
+  if (!picture) return;
+  setListed(figure, picture, false);
+  const frame = figure.getBoundingClientRect();
+  const labels = [...picture.querySelectorAll("text")].map((each) => each.getBoundingClientRect()).filter((each) => each.width);
+  const isOut = ({ left, right }) => left < frame.left || right > frame.right;
+  const overlap = (one, other) => one.left < other.right && other.left < one.right && one.top < other.bottom && other.top < one.bottom;
+  setListed(figure, picture, figure.clientWidth < LEAST_WIDTH || labels.some((one, i) => isOut(one) || labels.slice(i + 1).some((other) => overlap(one, other))));
+}
+
+function setListed(figure, picture, isListed) {
+  figure.classList.toggle("listed", isListed);
+  picture.setAttribute("viewBox", isListed ? RING_BOX : WHOLE_BOX);
+}
+
 /** The hops between windows: which way they go, and how long it is there and back. */
-function drawHops(segments, { links }) {
+function drawHops(segments, status) {
   const taken = [];
   return segments.map((one, i) => {
     const other = segments[(i + 1) % segments.length];
@@ -113,7 +155,7 @@ function drawHops(segments, { links }) {
     const arrow = svg("path", { d: "M-3.500 -6L4 0L-3.500 6Z", class: "arrow" });
     const [ax, ay] = point(at, RADIUS);
     arrow.setAttribute("transform", `translate(${ax} ${ay}) rotate(${at})`);
-    const link = links.find(({ source, target }) => source === one.device.name && target === other.device.name);
+    const link = linkOf(status, one.device, other.device);
     return svg("g", { class: "hop" }, arrow, link ? hopLabel(at, ms(link.round_trip_ms), taken) : null);
   });
 }

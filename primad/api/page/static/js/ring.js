@@ -1,10 +1,11 @@
 // The ring, live: the picture, figures beside what was planned, events.
 
+import { colourOf, giveColours } from "./colours.js";
 import { announce, h, svg } from "./dom.js";
 import { bytes, clock, count, ms, ranges, speed } from "./format.js";
 import { onStatus, rate } from "./live.js";
 import { startWhatIf } from "./what_if.js";
-import { colour, drawRing, keyOf, legend } from "./picture.js";
+import { drawRing, fitLabels, keyOf, legend, route } from "./picture.js";
 
 const KEPT = 120;
 const OFF = 1.25;
@@ -14,11 +15,13 @@ let parts = {};
 let drawn = "";
 let told = "";
 let shown = null;
+let fitted = 0;
 const speeds = [];
 
 export function startRing(panel) {
   parts = {
     picture: h("figure", { class: "card ring-card" }),
+    detail: h("figcaption", { class: "detail" }),
     facts: h("dl", { class: "facts" }),
     line: h("div", { class: "spark" }),
     wrong: h("p", { class: "wrong", hidden: true }),
@@ -49,6 +52,7 @@ export function startRing(panel) {
     ),
   );
   startWhatIf(parts.whatIf);
+  new ResizeObserver(fit).observe(parts.picture);
   onStatus(update);
 }
 
@@ -61,31 +65,52 @@ function update(news) {
   speeds.push(now ?? 0);
   speeds.splice(0, speeds.length - KEPT);
   const pictured = { ...(shown ?? status), cluster: status.cluster };
-  if (keyOf(pictured) !== drawn) {
+  giveColours(pictured.devices.map((device) => device.name));
+  const isNew = keyOf(pictured) !== drawn;
+  if (isNew) {
     drawn = keyOf(pictured);
-    parts.picture.replaceChildren(drawRing(pictured), legend(pictured) ?? "");
+    parts.picture.replaceChildren(drawRing(pictured), route(pictured), parts.detail, legend(pictured) ?? "");
   }
   parts.picture.classList.toggle("stale", isForming || !isConnected);
   writeCentre(status, now, isForming, isConnected);
+  if (isNew) fitted = 0;
+  fit();
   parts.line.replaceChildren(sparkline());
-  parts.facts.replaceChildren(...facts(status));
+  parts.facts.replaceChildren(...facts(status, now));
   showWrong(status);
-  parts.devices.replaceChildren(...(isForming ? [] : status.devices.map((device, i) => card(device, i, news))));
+  parts.devices.replaceChildren(...(isForming ? [] : status.devices.map((device) => card(device, news))));
   showOthers(status);
   showEvents(status.events);
 }
 
+/** Again where the picture is another one, or as wide as it was not: what is fitted changes its height. */
+function fit() {
+  const width = parts.picture.clientWidth;
+  if (width === fitted) return;
+  fitted = width;
+  fitLabels(parts.picture);
+}
+
 function writeCentre(status, now, isForming, isConnected) {
   const [big, under, second] = parts.picture.querySelectorAll(".speed, .under");
-  const measured = status.measured ? 1000 / status.measured.tpot_ms : null;
-  const figure = now || measured;
-  if (!isConnected) [big.textContent, under.textContent] = ["–", "the head does not answer"];
-  else if (isForming) [big.textContent, under.textContent] = ["…", status.detail.slice(0, 44)];
-  else [big.textContent, under.textContent] = [figure ? speed(figure) : "–", now ? "tokens/s now" : measured ? "tokens/s, latest answer" : "nothing asked yet"];
-  second.textContent = status.predicted && isConnected && !isForming ? `planned ${speed(status.predicted.tokens_per_s)}` : "";
+  const isShown = isConnected && !isForming;
+  const figure = decodeNow(status, now) || decodeMeasured(status);
+  big.textContent = isShown && figure ? speed(figure) : isForming ? "…" : "–";
+  under.textContent = isShown ? "tokens/s decode" : "";
+  second.textContent = !isShown ? "" : now ? "now" : figure ? "latest request" : "nothing asked yet";
+  parts.detail.textContent = isShown ? "" : isConnected ? status.detail : "The head does not answer.";
   const pulse = parts.picture.querySelector(".pulse");
   pulse.classList.toggle("moves", Boolean(now) && isConnected);
   if (now) pulse.style.animationDuration = `${Math.max(0.5, Math.min(8, 1 / now)).toFixed(1)}s`;
+}
+
+/** The decode speed of a request while some are answered: their tokens are shared out among them. */
+function decodeNow({ tokens, sequences }, now) {
+  return now && now / Math.max(1, Math.min(tokens.answers_open, sequences ?? 1));
+}
+
+function decodeMeasured({ measured }) {
+  return measured && 1000 / measured.tpot_ms;
 }
 
 function sparkline() {
@@ -94,18 +119,23 @@ function sparkline() {
   const points = speeds.map((each, i) => `${(((KEPT - speeds.length + i) * width) / (KEPT - 1)).toFixed(1)},${(height - 2 - (each / most) * (height - 6)).toFixed(1)}`);
   return svg(
     "svg",
-    { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": `Tokens a second in the last two minutes, at most ${speed(most)}` },
+    { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": `Tokens a second of all requests in the last two minutes, at most ${speed(most)}` },
     svg("polyline", { points: points.join(" ") }),
   );
 }
 
-function facts(status) {
+function perSecond(value) {
+  return `${speed(value)} tokens/s`;
+}
+
+function facts(status, now) {
   const rows = [];
   const add = (name, value) => rows.push(h("div", {}, h("dt", {}, name), h("dd", {}, value)));
-  if (status.measured) add("a token took", ms(status.measured.tpot_ms));
-  if (status.predicted) add("planned", ms(status.predicted.tpot_ms));
-  if (status.predicted) add("first token, planned", ms(status.predicted.ttft_ms));
-  if (status.tokens) add("answers open", `${status.tokens.answers_open}${status.sequences ? ` of ${status.sequences} at once` : ""}`);
+  if (status.measured) add("decode, latest request", perSecond(decodeMeasured(status)));
+  if (status.predicted) add("decode, forecast", perSecond(status.predicted.tokens_per_s));
+  if (status.predicted) add("first token, forecast", ms(status.predicted.ttft_ms));
+  if (status.tokens) add("all requests now", perSecond(now ?? 0));
+  if (status.tokens) add("requests open", `${status.tokens.answers_open}${status.sequences ? ` of ${status.sequences} at once` : ""}`);
   if (status.tokens) add("written", count(status.tokens.completion, "token"));
   if (status.drafts?.drafted) add("guessed right", `${Math.round((100 * status.drafts.accepted) / status.drafts.drafted)} %`);
   if (status.epoch) add("plan", `epoch ${status.epoch}, ${count(status.rounds ?? 1, "round")}`);
@@ -121,7 +151,7 @@ function showWrong(status) {
   parts.wrong.textContent = `Most off: ${terms[wrong.term] ?? wrong.term}, ${ms(wrong.measured_ms)} where ${ms(wrong.predicted_ms)} were planned.`;
 }
 
-function card(device, place, news) {
+function card(device, news) {
   const { memory, predicted: planned, ring } = device;
   const find = (status) => status.devices.find((each) => each.name === device.name);
   const reads = rate(news, (status) => find(status)?.memory.read_bytes);
@@ -138,7 +168,7 @@ function card(device, place, news) {
   ];
   return h(
     "article",
-    { class: `card device ${colour(place)}`, "aria-label": device.name },
+    { class: `card device ${colourOf(device.name)}`, "aria-label": device.name },
     h(
       "header",
       {},

@@ -31,7 +31,7 @@ export const keys = {
 
 let askForKey = () => {};
 
-/** Calls `handler` when the head wants a key that the page does not have. */
+/** Calls `handler(isWrong)` when the head wants a key: it has none of the page, or one that `isWrong`. */
 export function onKeyWanted(handler) {
   askForKey = handler;
 }
@@ -57,7 +57,7 @@ async function request(path, { body, signal, ...options } = {}) {
   }
   if (!response.ok) {
     const error = (await response.json().catch(() => null))?.error;
-    if (response.status === 401) askForKey();
+    if (response.status === 401) askForKey(Boolean(key));
     throw new Refused(error?.message ?? `the head answered ${response.status}`, response.status, error?.code);
   }
   return response;

@@ -31,6 +31,11 @@ export function keepSettings(values) {
   localStorage.setItem(SETTINGS, JSON.stringify(values));
 }
 
+/** A conversation that is kept when something is said in it. */
+export function fresh() {
+  return { id: crypto.randomUUID?.() ?? String(Date.now() + Math.random()), title: "", messages: [] };
+}
+
 /** All conversations, the latest first. */
 export function chats() {
   const kept = read(CHATS, []);
@@ -48,6 +53,13 @@ export function keep(chat) {
       // full: without the oldest there may be room
     }
   }
+}
+
+/** Puts `chat` back where it was. */
+export function restore(chat, place) {
+  const all = chats();
+  all.splice(place, 0, chat);
+  localStorage.setItem(CHATS, JSON.stringify(all));
 }
 
 export function forget(id) {

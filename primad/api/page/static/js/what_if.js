@@ -1,7 +1,7 @@
 // What if: the predicted effect of a device less, or of one more.
 
 import { announce, h } from "./dom.js";
-import { count, ms, percent, speed } from "./format.js";
+import { count, decode, ms, percent } from "./format.js";
 import { onStatus } from "./live.js";
 import { ask } from "./server.js";
 
@@ -92,11 +92,11 @@ function showAnswer(found) {
     h(
       "p",
       { class: "if-figure" },
-      h("strong", {}, `${speed(found.tokens_per_s)} tokens/s`),
+      h("strong", {}, `Forecast: ${decode(found.tokens_per_s)}`),
       change === null ? null : h("span", { class: tone }, ` ${percent(change)}`),
       h("span", { class: "muted" }, ` first token ${ms(found.ttft_ms)}${found.now_ttft_ms ? `, now ${ms(found.now_ttft_ms)}` : ""}`),
     ),
     h("ul", { class: "if-layers" }, layers),
   );
-  announce(`${speed(found.tokens_per_s)} tokens a second`);
+  announce(`Forecast: ${decode(found.tokens_per_s)}`);
 }

@@ -1,0 +1,90 @@
+"""A head whose answers a test writes, and the page before it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from socket import socket
+from typing import Any
+
+import uvicorn
+from playwright.sync_api import Page
+
+from primad.api.app import create_app
+from tests.fakes.backend import ByteVocabulary, FakeBackend, says
+from tests.fakes.status import device, ring
+
+OWNER, GUEST = "the-owner's-key-is-long", "a-guest's-key-is-long"
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+class SlowBackend(FakeBackend):
+    """A pause before each token, so that a test can look at an answer that is being written; or one until it goes on."""
+
+    pause_s = 0.0
+    loop: asyncio.AbstractEventLoop
+
+    def go_on(self, event: asyncio.Event) -> None:
+        """The script need not wait for ``event`` any more."""
+        self.loop.call_soon_threadsafe(event.set)
+
+    async def generate(self, *arguments: Any, **more: Any) -> AsyncGenerator[Any, None]:
+        self.loop = asyncio.get_running_loop()
+        async for event in super().generate(*arguments, **more):
+            await asyncio.sleep(self.pause_s)
+            yield event
+
+
+def answering(*texts: Any, template: str = PLAIN, pause_s: float = 0.0) -> SlowBackend:
+    """A head of two devices."""
+    backend = SlowBackend(says(*texts), vocabulary=ByteVocabulary(chat_template=template))
+    backend.pause_s = pause_s
+    backend.served = replace(backend.served, sequences=4)
+    backend.ring = ring(device("desk", role="head"), device("mini"), old="ready")
+    return backend
+
+
+@contextmanager
+def served(backend: FakeBackend, **more: Any) -> Iterator[str]:
+    """The app under uvicorn in a thread; its URL."""
+    with socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        app = create_app(backend, owner_key=OWNER, **more)
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1)
+        )
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        finally:
+            app.state.close()
+            server.should_exit = True
+            thread.join()
+
+
+def keep_chats(page: Page, *chats: list[str]) -> None:
+    """Conversations as if the page had kept them, the latest first: questions and answers, the first of which is the title."""
+    kept = [
+        {
+            "id": str(number),
+            "title": said[0],
+            "messages": [
+                {"role": "assistant", "content": text, "thought": "", "calls": [], "stats": {}}
+                if at % 2
+                else {"role": "user", "content": text}
+                for at, text in enumerate(said)
+            ],
+        }
+        for number, said in enumerate(chats)
+    ]
+    page.evaluate("kept => localStorage.setItem('primad.chats', JSON.stringify(kept))", kept)
+    page.reload()
+
+
+def say(page: Page, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")

@@ -1,0 +1,76 @@
+"""A wheel of llama.cpp says by itself which processor it was built for, and is refused where that is another one."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[2] / "tools" / "wheel_cpu.py"
+ELSEWHERE = "sve" if platform.machine() in ("x86_64", "AMD64") else "avx"
+"""What the processor of this machine cannot have."""
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux' list of flags, and a compiler"
+)
+
+
+def wheel(folder: Path, **sources: str) -> Path:
+    """A wheel with libraries of these sources in C."""
+    made = folder / "llama_cpp_python-1.2.3-py3-none-any.whl"
+    with zipfile.ZipFile(made, "w") as archive:
+        for name, source in sources.items():
+            library = f"libggml-{name}.so"
+            command = ["cc", "-shared", "-fPIC", "-x", "c", "-o", str(folder / library), "-"]
+            subprocess.run(command, input=source, text=True, check=True)
+            archive.write(folder / library, f"llama_cpp/lib/{library}")
+    return made
+
+
+def asked(path: Path) -> tuple[int, str, str]:
+    ended = subprocess.run([sys.executable, str(TOOL), str(path)], capture_output=True, text=True, check=False)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        (
+            f"int ggml_cpu_has_{ELSEWHERE}(void) {{ return 1; }}",
+            f"needs a processor with {ELSEWHERE.upper()}, which this",
+        ),
+        (
+            "__attribute__((constructor)) void begin(void) { __builtin_trap(); }",
+            "has instructions that this processor lacks",
+        ),
+        ("int nowhere(void); int begin(void) { return nowhere(); }", "cannot be loaded here: "),
+    ],
+    ids=["says so", "dies of it", "cannot be loaded"],
+)
+def test_a_wheel_for_another_processor_is_refused_with_the_reason(tmp_path: Path, source: str, why: str) -> None:
+    code, out, said = asked(wheel(tmp_path, base="", cpu=source))
+    assert (code, out, len(said.splitlines())) == (1, "", 1)
+    assert why in said
+
+
+def test_a_wheel_that_fits_says_what_it_needs(tmp_path: Path) -> None:
+    known = "sse3" if ELSEWHERE == "sve" else "neon"
+    fits = wheel(tmp_path, base="", cpu=f"int ggml_cpu_has_{known}(void) {{ return 1; }}")
+    assert asked(fits) == (0, f"{known.upper()}\n", "")
+
+
+def test_a_wheel_that_chooses_by_itself_is_not_asked(tmp_path: Path) -> None:
+    code, _, said = asked(wheel(tmp_path, **{"base": "", "cpu-haswell": "int begin(void) { __builtin_trap(); }"}))
+    assert (code, said) == (0, "")
+
+
+def test_what_is_no_wheel_is_named_so(tmp_path: Path) -> None:
+    path = tmp_path / "llama_cpp_python-1.2.3-py3-none-any.whl"
+    path.write_bytes(b"wheel")
+    code, _, said = asked(path)
+    assert (code, said) == (1, "File is not a zip file\n")
