@@ -53,8 +53,8 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 [ -e "$from" ] || die "--from $from: no such file"
 from=$(absolute "$from")
 case ",$extras," in
-  ,, | ,hub, | ,plot, | ,hub,plot, | ,plot,hub,) ;;
-  *) die "--extras $extras: give names with commas between, as in hub,plot" ;;
+  ,, | ,plot, | ,hub, | ,hub,plot, | ,plot,hub,) ;; # hub is of earlier versions: it is always there now
+  *) die "--extras $extras: the only extra is plot" ;;
 esac
 
 case "$installer" in

@@ -377,9 +377,9 @@ def _installed(*, system: bool, changes: bool = False) -> Place:
 
 
 def _runner() -> Runner:
-    from primad.supervisor.machine import CommandGroup
+    from primad.supervisor.machine import Commands
 
-    return CommandGroup()
+    return Commands()
 
 
 def _do(todo: list[ServiceStep], *, dry_run: bool = False) -> None:

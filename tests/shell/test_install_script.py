@@ -207,7 +207,7 @@ def test_an_llama_cpp_that_is_given_needs_no_compiler_and_must_have_its_hash(
         (("--from", "no-such.whl"), "--from no-such.whl: no such file"),
         (("--all",), "--all: not known; --help says what there is"),
         (("--from",), "--from: needs a value"),
-        (("--extras", "hub,rm"), "--extras hub,rm: give names with commas between, as in hub,plot"),
+        (("--extras", "hub,rm"), "--extras hub,rm: the only extra is plot"),
         ((), "needs a C++ compiler to build llama.cpp"),
         (("--sha256", "00"), "--llama-wheel and --sha256 go together"),
         (("--installer", "conda"), "--installer conda: not known; there are uv, pipx and venv"),
