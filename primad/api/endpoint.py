@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -18,7 +19,7 @@ from primad.api.backend import Backend, Embeddings, ModelNames, Preparation, Pre
 from primad.api.choices import together
 from primad.api.connection import MessageStream, read_json, while_connected
 from primad.api.dialect import Framing
-from primad.api.generation import Answered, Written, write
+from primad.api.generation import MAX_TOKENS_AT_ONCE, Answered, Written, write
 from primad.api.metrics import Metrics
 from primad.api.openai.errors import RETRY_AFTER_S
 from primad.api.openai.job import Choice, Job
@@ -77,7 +78,7 @@ class Endpoint:
 
     def write(self, served: ServedModel, job: Job, choice: Choice) -> AsyncGenerator[Written, None]:
         """What is written for ``choice``, counted in the metrics; close it to stop."""
-        written = write(self.backend, served.vocabulary, job, choice, owner=caller(), clock=time.monotonic)
+        written = _in_turns(write(self.backend, served.vocabulary, job, choice, owner=caller(), clock=time.monotonic))
         return self._metrics.metered(charged(written, len(choice.prompt)), len(choice.prompt))
 
     async def whole(
@@ -119,6 +120,14 @@ class Endpoint:
     def stream(self, messages: AsyncGenerator[msgspec.Struct, None], framing: Framing) -> Response:
         """``messages`` as they come; an error before the first one becomes an ordinary answer."""
         return MessageStream(messages, framing, self._timings)
+
+
+async def _in_turns(written: AsyncGenerator[Written, None]) -> AsyncGenerator[Written, None]:
+    async with aclosing(written):
+        async for part in written:
+            yield part
+            if len(part.tokens) >= MAX_TOKENS_AT_ONCE:
+                await asyncio.sleep(0)
 
 
 def json_response(body: object, status: int = 200) -> Response:
