@@ -60,7 +60,7 @@ def wake_at(state: State, now: float) -> float | None:
     look_s = state.started_s + settings.look_s
     times = [state.retry_at_s, state.measure_at_s, look_s, look_s + timings.greeting_s]
     for device in state.devices.values():
-        times.append(device.barred_until_s)
+        times += [device.barred_until_s, device.measure_at_s]
         if is_spoken_to(device):
             times += [device.heard_s + settings.suspect_after_s, device.heard_s + settings.gone_after_s]
         elif device.phase is not DevicePhase.DISCOVERED and device.in_sight and not device.greeting:
@@ -145,8 +145,8 @@ def _swap(state: State, now: float, effects: list[Effect]) -> State:
 
 
 def _may_be_measured(state: State, device: Device, now: float) -> bool:
-    """Whether its links are not known, and all may wait for them: it may be barred since it kept the others waiting."""
-    return device.phase is DevicePhase.PROFILED and (state.last_resort or device.barred_until_s <= now)
+    """Whether its links are not known, and all may wait for them."""
+    return device.phase is DevicePhase.PROFILED and (state.last_resort or device.measure_at_s <= now)
 
 
 def _measure_is_due(state: State, now: float) -> bool:

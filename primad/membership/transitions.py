@@ -174,4 +174,7 @@ def lose(state: State, name: str, reason: str, now: float, effects: list[Effect]
         state = abandon(holds_up(state, name), effects)
     if serves or name in state.measuring:
         state = bar(state, name, reason, now, lasting=False)
+    if name in state.measuring:
+        barred = state.devices[name]
+        state = put(state, name, replace(barred, measure_at_s=barred.barred_until_s))
     return close(state, f"{name}: {reason}", now, effects) if serves else state

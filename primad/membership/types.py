@@ -69,7 +69,8 @@ class Device:
     show). A suspected device was in ``before``. It is greeted when ``greet_at_s`` has come and ``greeting`` is not under
     way; after ``failures`` it gets no part until ``barred_until_s``. It was party to ``doubts`` breaks, the last one at
     ``doubted_s``, of which nobody knows who did it. ``unproven``: a ring on its way failed by it, and none has served with
-    it since. ``leaving``: it asked to go. ``reason`` is why it is where it is, one line or empty.
+    it since. Until ``measure_at_s`` nobody waits for its links. ``leaving``: it asked to go. ``reason`` is why it is where
+    it is, one line or empty.
     """
 
     phase: DevicePhase
@@ -84,6 +85,7 @@ class Device:
     doubts: int = 0
     doubted_s: float = 0.0
     unproven: bool = False
+    measure_at_s: float = 0.0
     leaving: bool = False
     reason: str = ""
 
