@@ -242,7 +242,9 @@ def _asks(route: Route) -> dict[str, Any]:
 def _answers(route: Route) -> dict[int | str, dict[str, Any]] | None:
     if route.answers is None:
         return None
-    content: dict[str, Any] = {"application/json": {"schema": {"$ref": COMPONENT.format(route.answers)}}}
+    whole = {"$ref": COMPONENT.format(route.answers)}
+    schema = {"anyOf": [whole, {"type": "object"}]} if route.picks else whole
+    content: dict[str, Any] = {"application/json": {"schema": schema}}
     if route.stream_type is not None:
         content[route.stream_type] = {"itemSchema": _item(route)} if route.streamed else {}
     error = _dialect_of(route.path).error_name

@@ -54,6 +54,7 @@ class Route:
     """One path of a dialect. ``asks``, ``answers`` and ``streamed`` name schemas for the OpenAPI document.
 
     ``stream_type`` is the media type of its streams, None where nothing streams. Events with names have no ``streamed``.
+    Where it ``picks``, a request may ask for some fields of the answer alone.
     """
 
     path: str
@@ -63,6 +64,7 @@ class Route:
     answers: str | None = None
     streamed: tuple[str, ...] = ()
     stream_type: str | None = None
+    picks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
