@@ -105,7 +105,7 @@ def _plans(question: Question) -> tuple[DescribedPlan, DescribedPlan]:
     Raises ``Infeasible``.
     """
     halda = best_plan(question)
-    return halda, _paper(question, halda.plan.head) if question.solver == "paper" else halda
+    return halda, _paper(_as_solved(question, halda), halda.plan.head) if question.solver == "paper" else halda
 
 
 def best_plan(question: Question) -> DescribedPlan:
@@ -156,7 +156,7 @@ def _solve(
     def asked(work: Workload) -> Instance:
         return instance(devices, question.all_links, question.model, work, question.limits)
 
-    wanted = wanted_context(question.model) if question.widens and question.solver != "paper" else 0
+    wanted = wanted_context(question.model) if question.widens else 0
     found = with_wanted_context(question.workload, wanted, planned, asked)
     fit = {device.device: device for device in found.devices}
     fitted_to = tuple(fit.get(each.device, each) for each in question.devices)
@@ -169,7 +169,10 @@ def _answer(question: Question, settled: WithContext) -> DescribedPlan:
     asked = asked.with_rows(solution.prediction.chunk_rows)
     batches = _batches(question, solution, asked) if asked.workload.sequences > 1 else None
     if not question.widens or question.solver == "paper":
-        return DescribedPlan(solution.plan, solution.prediction, asked, solution=solution, batches=batches)
+        tokens = asked.workload.context_tokens
+        return DescribedPlan(
+            solution.plan, solution.prediction, asked, solution=solution, solved_tokens=tokens, batches=batches
+        )
     found = widened_context(solution.plan, asked)
     asked = replace(asked, workload=replace(asked.workload, context_tokens=found.tokens))
     return DescribedPlan(

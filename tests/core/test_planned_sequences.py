@@ -17,6 +17,7 @@ from primad.head.lending import Lending
 from primad.head.planner import Planner, PlanResult
 from primad.head.promise import Promise
 from primad.head.solver_process import SolverRequest, settled
+from primad.head.status import attention_line
 from primad.planning.question import default_workload
 from primad.system.tasks import Tasks
 from tests.fakes.planning import GB, device, helping, link, model
@@ -130,6 +131,7 @@ def test_a_first_plan_has_as_many_as_its_memory_gives_at_little_cost(house, ram,
     assert one.plan == promise.plan
     assert value == pytest.approx(of_one, rel=0.01), "chunks of a prompt are smaller"
     assert promise.flash == one.flash == (ram < 6 * GB), "where nothing streams, scores have room"
+    assert attention_line(one) == f"texts are those of llama.cpp with --flash-attn {'on' if one.flash else 'off'}"
 
 
 def test_of_a_model_that_is_not_known_to_be_exact_one_is_written_at_a_time(house, monkeypatch):

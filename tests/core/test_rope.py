@@ -11,7 +11,7 @@ from primad.errors import ConfigError
 from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
 from primad.planning.angles import with_rope
-from primad.planning.question import default_context
+from primad.planning.default_context import first_context
 from tools import synth
 
 
@@ -73,10 +73,10 @@ def test_a_stretched_context_may_be_as_long_as_it_was_stretched(rope, longest):
 def test_a_context_beyond_training_is_allowed_where_it_is_stretched(header):
     profile = replace(model_profile(header), context_tokens=1000)
     with pytest.raises(ConfigError, match="--rope-scale"):
-        default_context(2000, profile)
+        first_context(2000, profile)
     stretched = Rope(freq_scale=0.5, yarn_orig_ctx=1000)
-    assert default_context(2000, with_rope(profile, header, stretched)) == 2000
-    assert default_context(99_999, with_rope(profile, header, Rope(freq_base=1e6))) == 99_999
+    assert first_context(2000, with_rope(profile, header, stretched)) == 2000
+    assert first_context(99_999, with_rope(profile, header, Rope(freq_base=1e6))) == 99_999
 
 
 def test_where_a_window_has_to_slide_it_begins_where_one_does(header):
