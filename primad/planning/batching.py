@@ -129,16 +129,16 @@ def _known(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfile) -
 
 
 def multiple_of_pieces(plan: Plan, question: Instance, sequences: int) -> int:
-    """Of how many rows the pieces of a chunk are multiples beside others of so many ``sequences``; 0: it is not cut."""
+    """Of how many rows the pieces of a chunk are multiples; 0: it is not cut."""
     work = question.workload
-    if sequences == 1 or work.flash or _needs_large(plan):
+    if work.flash or _needs_large(plan):
         return 0
     multiple = piece_rows(plan, _profiles(plan, question), question.model)
     return multiple if multiple < work.chunk_rows else 0
 
 
 def pieces_of(plan: Plan, question: Instance, sequences: int) -> Pieces | None:
-    """The pieces in which chunks are computed while others of so many ``sequences`` write; None: they are not cut.
+    """The pieces in which chunks are computed while others of so many ``sequences`` write, and found again; None: in none.
 
     The others wait for a piece no longer than for the tokens of all of them, and once for what is left of a prompt if that
     takes ``SHORT_S`` at most. Where they are fewer than the machines of the ring, pieces follow each other between two
@@ -154,6 +154,7 @@ def pieces_of(plan: Plan, question: Instance, sequences: int) -> Pieces | None:
         load = under_load(plan, question, sequences=writing)
         between = max(1, load.machines - writing)
         rows.append(max((size for size in sizes if between * took_s[size] <= load.tbt_s), default=multiple))
+    rows = rows or [multiple]
     far = question.workload.context_tokens // 2
     slower_s = _piece_s(plan, question, rows[0], behind=far) - took_s[rows[0]]
     twice = max(1, round(far * took_s[rows[0]] / slower_s)) if slower_s > 0 else None

@@ -9,7 +9,8 @@ message begins with one. So the next turn computes what is new, and the answer b
 
 Other answers wait for a chunk. Where llama.cpp computes a chunk bit for bit the same in pieces, it is cut into some that
 take no longer than the others' tokens do (``Pieces``): a prompt that comes alone is computed in whole chunks, and so is a
-short one, for which all others would wait a moment, and it itself several times as long in pieces.
+short one, for which all others would wait a moment, and it itself several times as long in pieces. There the beginning of a
+chunk is found again as well: its pieces are what they were in another chunk that began alike.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Chunking:
         return next((at for at in range(first + self.least, last) if self.begins(prompt[at])), last)
 
     def reused(self, prompt: Sequence[int], before: Computed, *, is_whole: bool = False) -> int:
-        """How many tokens of ``prompt`` are in chunks that were computed ``before``.
+        """How many tokens of ``prompt`` are in chunks that were computed ``before``, or in the first pieces of one.
 
         All only if a prompt may be there whole (``is_whole``): what follows the last one is drawn from its logits.
         """
@@ -82,9 +83,24 @@ class Chunking:
             end = self.end(prompt, end)
             is_last = end == len(prompt) and not (is_whole and prompt == before.prompt)
             if is_last or end not in before.ends or prompt[found:end] != before.prompt[found:end]:
-                break
+                return found + self._pieces_of_both(prompt, before, found, end)
             found = end
         return found
+
+    def _pieces_of_both(self, prompt: Sequence[int], before: Computed, first: int, end: int) -> int:
+        """Rows of the chunk of ``prompt`` from ``first`` to ``end`` that were rows of the chunk there ``before``, and are a
+        multiple with enough rows behind them in both."""
+        if self.pieces is None:
+            return 0
+        multiple, was_end = self.pieces.multiple, next((each for each in before.ends if each > first), first)
+        most = min(end, was_end) - multiple - first
+        rows = next((row for row in range(most) if prompt[first + row] != before.prompt[first + row]), most)
+        return max(0, rows) // multiple * multiple
+
+    def begun(self, prompt: Sequence[int], ends: Sequence[int], cells: int) -> int:
+        """The end of the chunk of ``prompt`` in which the first ``cells`` end, behind the chunks to ``ends``; 0: in none."""
+        first = ends[-1] if ends else 0
+        return self.end(prompt, first) if cells > first else 0
 
     def common(self, prompt: Sequence[int], other: Sequence[int]) -> int:
         """How many tokens of ``prompt`` are in chunks that ``other`` has as well; never all."""

@@ -268,8 +268,9 @@ class Slots:
             sequence.ending = None
         running.ending, running.reused = sequence.ending, min(kept, len(generate.prompt) - 1)
         self._begin_chain(running, sequence.chain, kept)
-        sequence.computed = Computed(generate.prompt, [end for end in sequence.computed.ends if end <= kept])
-        sequence.cells = kept
+        ends = [end for end in sequence.computed.ends if end <= kept]
+        sequence.computed, sequence.cells = Computed(generate.prompt, ends), kept
+        running.chunk_end = self._chunking.begun(generate.prompt, ends, kept)
         sequence.ops = [KvRemove(sequence.number, kept, -1)] if sequence.used or sequence.ops else []
 
     def _load(self, running: Running, loaded: Usable) -> None:

@@ -237,7 +237,10 @@ def test_pieces_of_a_chunk_take_no_longer_than_the_tokens_of_all_others():
 def test_chunks_are_cut_only_where_that_is_known_to_be_exact_and_reads_nothing_twice():
     devices = exactly(8, device("a")), exactly(8, device("b"))
     asked = question(*devices)
-    assert pieces_of(PLAN, asked, 1) is None, "nobody else waits"
+    alone, several = pieces_of(PLAN, asked, 1), pieces_of(PLAN, asked, 4)
+    assert alone is not None, "nobody else waits, but pieces are found again"
+    assert several is not None
+    assert alone.multiple == several.multiple
     assert pieces_of(PLAN, question(*devices, flash=True), 4) is None
     assert pieces_of(PLAN, asked.with_rows(8), 4) is None
     unknown = replace(devices[0].cpu, exact_rows=())

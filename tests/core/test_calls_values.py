@@ -37,6 +37,8 @@ TEXTS = [
     {"type": "string", "enum": ["a", "b"]},
     {"enum": ["a", "b"]},
     {"const": "a"},
+    {"type": "STRING"},
+    {"not": {"type": ["number", "boolean", "object", "array"]}},
 ]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.ring.chunks import Chunking, Computed
+from primad.ring.chunks import Chunking, Computed, Pieces
 
 FEW = st.lists(st.integers(0, 9), min_size=1, max_size=60)
 
@@ -58,6 +60,28 @@ def test_what_is_reused_was_computed_in_the_same_chunks(common, one, other, rows
     assert not reused or reused in computed
     more = [end for end in ends(of, prompt)[:-1] if end > reused]
     assert not more or more[0] not in computed or prompt[: more[0]] != before[: more[0]]
+
+
+@given(FEW, FEW, FEW, st.integers(1, 12), st.integers(1, 12), st.integers(0, 20), st.integers(1, 4))
+def test_of_a_chunk_the_first_pieces_are_reused_where_enough_rows_are_behind_them(
+    common, one, other, rows, least, done, multiple
+):
+    whole = chunking(rows, min(rows, least))
+    of = replace(whole, pieces=Pieces(multiple=multiple, rows=(multiple,)))
+    before, prompt = common + one, common + other
+    computed = Computed(before, ends(of, before)[:done])
+    reused, first = of.reused(prompt, computed), whole.reused(prompt, computed)
+    assert prompt[:reused] == before[:reused]
+    assert (reused - first) % multiple == 0
+    end = of.end(prompt, first) if prompt else 0
+    if reused > first:
+        was_end = min(each for each in computed.ends if each > first)
+        assert min(end, was_end) - reused >= multiple
+        assert of.begun(prompt, [each for each in computed.ends if each <= reused], reused) == end
+    elif computed.ends and computed.ends[-1] > first < len(prompt):
+        was_end = min(each for each in computed.ends if each > first)
+        more = first + multiple
+        assert more + multiple > min(end, was_end) or prompt[:more] != before[:more], "there was no more"
 
 
 def test_the_next_turn_of_a_chat_reuses_all_but_the_last_words_of_the_turn_before():

@@ -859,6 +859,23 @@ def test_a_generation_that_reuses_nothing_computes_its_whole_prompt():
 
 
 @rings
+@given(st.data(), st.integers(1, 4), st.integers(0, 2**32))
+def test_the_beginning_of_a_chunk_is_found_again_in_pieces(data, multiple, seed):
+    cut = Pieces(multiple=multiple, rows=(multiple,))
+    ring, texts = FakeRing(*SMALL, rows=16, pieces=cut, seed=seed, sequences=data.draw(st.integers(1, 2))), [prompt(30)]
+    for request in range(1, data.draw(st.integers(2, 6))):
+        begin = data.draw(st.sampled_from(texts))
+        text = begin[: data.draw(st.integers(0, len(begin)))] + prompt(data.draw(st.integers(1, 30)), request)
+        texts.append(text)
+        before = len(ring.windows[0].steps)
+        tokens, _ = ring.ask(generate(request, text))
+        assert tokens == ring.model.answer(text, 8, GREEDY)
+        rows = [step for step in ring.windows[0].steps[before:] if step and step[0] < len(text)]
+        assert [row for step in rows for row in step] == list(range(reused(ring, request), len(text)))
+        assert all(step[-1] + 1 in (len(text), (step[0] // 16 + 1) * 16) for step in rows)
+
+
+@rings
 @given(st.data(), st.integers(1, 3), st.integers(0, 2**32))
 def test_a_prompt_that_comes_again_has_nothing_computed_again_and_the_same_answer(data, sequences, seed):
     ring = FakeRing(*SMALL, rows=8, sequences=sequences, seed=seed)

@@ -129,7 +129,9 @@ def test_a_call_may_be_demanded():
     few = job(tools=TOOLS, tool_choice=allowed("required", "now"))
     assert fits(few, NOW)
     assert not fits(few, ROME)
-    assert job(tools=TOOLS, tool_choice=allowed("auto", "now")).reading.functions.keys() == {"now"}
+    reading = job(tools=TOOLS, tool_choice=allowed("auto", "now")).reading
+    assert reading is not None
+    assert reading.functions.keys() == {"now"}
     named = job(tools=TOOLS, tool_choice=tool("now"))
     assert fits(named, NOW)
     assert not fits(named, ROME)

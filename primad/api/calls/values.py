@@ -129,6 +129,9 @@ class ArgumentPlace:
                 kinds &= frozenset().union(*(self._kinds(part, members, seen, look - 1) for part in schema[word]))
         for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else []:
             kinds &= self._kinds(part, members, seen, look - 1)
+        no = schema.get("not")
+        if isinstance(no, dict) and no.keys() == {"type"}:
+            kinds -= _named(no["type"])
         return kinds | {"null"} if schema.get("nullable") is True else kinds
 
     def _parts(self) -> Iterator[dict[str, Any]]:
@@ -161,7 +164,7 @@ def parameter(functions: Functions, name: str, key: str) -> ArgumentPlace:
 
 def _named(kind: Any) -> frozenset[str]:
     """The kinds that the keyword ``type`` names; all where it names one that there is not."""
-    named = frozenset(each for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str))
+    named = frozenset(each.lower() for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str))
     if not named or not named <= _ANY:
         return _ANY
     return named | {"integer"} if "number" in named else named
