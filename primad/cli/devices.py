@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -14,19 +12,15 @@ from rich.table import Table
 from primad import __version__
 from primad.cli.commands import CommandGroup
 from primad.cli.options import Cluster, Home, OnInterface
-from primad.cli.output import err, out, print_json
-from primad.cli.progress import RichReporter
-from primad.errors import ClusterError, ConfigError
-from primad.settings.config import Config, is_loopback, load_config, split_address
+from primad.cli.output import out, print_json
+from primad.cli.sight import DaemonReport, newest_of, peers_in_sight, report
+from primad.errors import ConfigError
+from primad.settings.config import is_loopback, load_config, split_address
 
 if TYPE_CHECKING:
     from primad.network.discovery import Peer
     from primad.trust.trust import TrustStore
 
-_LOOK_S = 2.0
-"""How long to look for a device by its name."""
-_DESCRIBE_S = 2.0
-"""How long to wait for what the daemon that runs here knows besides."""
 _HALF = 19
 """Characters of half a fingerprint."""
 
@@ -58,17 +52,6 @@ class Row:
     key: str
     fingerprint: str
     state: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DaemonReport:
-    """What the daemon that runs here says: how devices stand, by name, the keys of those that its head introduced, of heads
-    that revoked it, and of devices that do not work for it, with the reason."""
-
-    states: Mapping[str, str] = field(default_factory=dict)
-    introduced: frozenset[str] = frozenset()
-    revoked_by: frozenset[str] = frozenset()
-    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @devices_app.callback()
@@ -103,7 +86,7 @@ def devices(
 
     config = load_config({"home": home, "cluster": cluster, "host": host, "interface": interface})
     identity = load_identity(config.home)
-    found = rows(_peers(config, seconds), TrustStore(config.home, identity), report(config.home), config.name)
+    found = rows(peers_in_sight(config, seconds), TrustStore(config.home, identity), report(config.home), config.name)
     if cluster is not None:
         found = [row for row in found if row.cluster == cluster]
     if json:
@@ -194,63 +177,6 @@ def _looks(peer: Peer) -> str:
     if peer.is_measuring:
         return "measuring"
     return "shows a code" if peer.pairing is not None else "in sight"
-
-
-def report(home: Path) -> DaemonReport:
-    """What the daemon of ``home`` says of other devices; nothing when none runs or answers."""
-    from primad.network.admin import Describe, Described, ask, is_running
-
-    if not is_running(home):
-        return DaemonReport()
-    try:
-        answer = ask(home, Describe(), _DESCRIBE_S)
-    except ClusterError as exc:
-        err.print(f"warning: {exc}")
-        return DaemonReport()
-    status = answer.status if isinstance(answer, Described) else {}
-    return DaemonReport(
-        states=_texts(status.get("devices")),
-        introduced=_keys(status.get("introduced")),
-        revoked_by=_keys(status.get("revoked_by")),
-        refused=_texts(status.get("refused")),
-    )
-
-
-def _keys(said: object) -> frozenset[str]:
-    return frozenset(map(str, said)) if isinstance(said, list) else frozenset()
-
-
-def _texts(said: object) -> dict[str, str]:
-    return {str(name): str(text) for name, text in said.items()} if isinstance(said, dict) else {}
-
-
-def newest_of(peers: Sequence[Peer]) -> dict[str, Peer]:
-    """The latest announcement of each device, by key. One that was renamed may be about under both names for a while."""
-    return {peer.key: peer for peer in sorted(peers, key=lambda peer: peer.revision)}
-
-
-def called(config: Config, name: str) -> list[Peer]:
-    """The devices in sight that 'primad devices' shows as ``name``, or that call themselves so; each may be behind a port.
-
-    Anyone can announce any name: whoever acts on it says which device was found.
-    """
-    from primad.trust.identity import load_identity
-    from primad.trust.trust import TrustStore
-
-    trusted = TrustStore(config.home, load_identity(config.home))
-
-    def names(peer: Peer) -> set[str]:
-        known = {trusted.name_of(peer.key) or peer.device, peer.device}
-        return known | {f"{each}:{peer.port}" for each in known}
-
-    return [peer for peer in newest_of(_peers(config, _LOOK_S)).values() if name in names(peer)]
-
-
-def _peers(config: Config, seconds: float) -> list[Peer]:
-    from primad.network.discovery import look
-
-    with RichReporter(err).waiting("looking for devices"):
-        return asyncio.run(look(config.host, seconds, config.interface))
 
 
 def _is_hidden(row: Row) -> bool:

@@ -102,7 +102,7 @@ def _trust(home: Path) -> tuple[str, KnownTrust]:
 
     An identity that others can read is left alone: it is a finding, and loading it would mend it unseen.
     """
-    from primad.cli.devices import report
+    from primad.cli.sight import report
     from primad.doctor.peers import KnownTrust
     from primad.doctor.storage import gather_identity, judge_identity
     from primad.trust.identity import load_identity

@@ -25,7 +25,7 @@ def head_elsewhere(config: Config, wanted: str, here: Sequence[LocalHead]) -> st
 
     Raises ``ClusterError`` that says what can be chosen, or why it cannot be reached.
     """
-    from primad.cli.devices import called
+    from primad.cli.sight import called
 
     if _is_address(wanted):
         return f"http://{wanted}"

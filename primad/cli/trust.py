@@ -68,7 +68,7 @@ def revoke(
 
 def _key_of(name: str, store: TrustStore, home: Path | None) -> str:
     """The key of the trusted device in sight that calls itself ``name`` by now; ``name`` where there is none, or several."""
-    from primad.cli.devices import called
+    from primad.cli.sight import called
 
     with contextlib.suppress(ClusterError):  # no network: nobody is in sight
         found = {peer.key for peer in called(load_config({"home": home}), name) if store.trusts(peer.key)}

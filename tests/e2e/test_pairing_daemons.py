@@ -126,7 +126,7 @@ def test_strangers_pair_by_a_code_and_know_each_other_until_one_is_revoked(tiny,
         head.run.wait_for("^worker is gone: it is not trusted any more", start=before)
         wait_until(lambda: head.health()[0] == 200, "the head goes on alone")
         head.run.wait_for("^head: 6 layers", start=before)
-        worker.wait_for("^head head went away; waiting for a head$")
+        worker.wait_for("^head revoked this device and gives it no more work")
         assert not any(line.startswith("worker: ") for line in head.run.lines[before:])
         assert_secrets_stay_home(owners, cluster, [head.run, worker], code)
         assert worker.stop() == 0

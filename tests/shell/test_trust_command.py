@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from primad.cli import devices
+from primad.cli import sight
 from primad.cli.trust import revoke, trust
 from primad.errors import ConfigError
 from primad.network.peer import Peer
@@ -35,7 +35,7 @@ PEERS = [replace(RENAMED, device="pi", revision=1), RENAMED, replace(RENAMED, de
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PRIMAD_LOCAL_TRUST", str(tmp_path / "local"))
-    monkeypatch.setattr(devices, "_peers", lambda config, seconds: PEERS)
+    monkeypatch.setattr(sight, "peers_in_sight", lambda config, seconds: PEERS)
     return tmp_path / "home"
 
 

@@ -1,0 +1,91 @@
+"""What commands find out about other devices: who is in sight, by which name, and what the daemon that runs here says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from primad.cli.output import err
+from primad.cli.progress import RichReporter
+from primad.errors import ClusterError
+from primad.settings.config import Config
+
+if TYPE_CHECKING:
+    from primad.network.peer import Peer
+
+_LOOK_S: Final = 2.0
+"""How long to look for a device by its name."""
+_DESCRIBE_S: Final = 2.0
+"""How long to wait for what the daemon that runs here knows besides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonReport:
+    """What the daemon that runs here says: how devices stand, by name, the keys of those that its head introduced, of heads
+    that revoked it, and of devices that do not work for it, with the reason."""
+
+    states: Mapping[str, str] = field(default_factory=dict)
+    introduced: frozenset[str] = frozenset()
+    revoked_by: frozenset[str] = frozenset()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+def report(home: Path) -> DaemonReport:
+    """What the daemon of ``home`` says of other devices; nothing when none runs or answers."""
+    from primad.network.admin import Describe, Described, ask, is_running
+
+    if not is_running(home):
+        return DaemonReport()
+    try:
+        answer = ask(home, Describe(), _DESCRIBE_S)
+    except ClusterError as exc:
+        err.print(f"warning: {exc}")
+        return DaemonReport()
+    status = answer.status if isinstance(answer, Described) else {}
+    return DaemonReport(
+        states=_texts(status.get("devices")),
+        introduced=_keys(status.get("introduced")),
+        revoked_by=_keys(status.get("revoked_by")),
+        refused=_texts(status.get("refused")),
+    )
+
+
+def _keys(said: object) -> frozenset[str]:
+    return frozenset(map(str, said)) if isinstance(said, list) else frozenset()
+
+
+def _texts(said: object) -> dict[str, str]:
+    return {str(name): str(text) for name, text in said.items()} if isinstance(said, dict) else {}
+
+
+def newest_of(peers: Sequence[Peer]) -> dict[str, Peer]:
+    """The latest announcement of each device, by key. One that was renamed may be about under both names for a while."""
+    return {peer.key: peer for peer in sorted(peers, key=lambda peer: peer.revision)}
+
+
+def called(config: Config, name: str) -> list[Peer]:
+    """The devices in sight that 'primad devices' shows as ``name``, or that call themselves so; each may be behind a port.
+
+    Anyone can announce any name: whoever acts on it says which device was found.
+    """
+    from primad.trust.identity import load_identity
+    from primad.trust.trust import TrustStore
+
+    trusted = TrustStore(config.home, load_identity(config.home))
+
+    def names(peer: Peer) -> set[str]:
+        known = {trusted.name_of(peer.key) or peer.device, peer.device}
+        return known | {f"{each}:{peer.port}" for each in known}
+
+    return [peer for peer in newest_of(peers_in_sight(config, _LOOK_S)).values() if name in names(peer)]
+
+
+def peers_in_sight(config: Config, seconds: float) -> list[Peer]:
+    """All that announce themselves while it is looked for them. Raises ``ClusterError`` when there is no way to look."""
+    from primad.network.discovery import look
+
+    with RichReporter(err).waiting("looking for devices"):
+        return asyncio.run(look(config.host, seconds, config.interface))
