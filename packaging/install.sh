@@ -201,6 +201,7 @@ case "$installer" in
     pip "$work/build" download --only-binary :all: --require-hashes --requirement "$work/locked.txt" --dest "$work/wheels"
     interpreter=$("$work/build/bin/python" -c 'import sys; print(sys._base_executable)')
     program=primad${extras:+[$extras]}
+    cd "$work" # a folder of that name would be taken for it
     case "$installer" in
       uv) uv tool install --force --python "$interpreter" --no-index --find-links "$work/wheels" "$program" ;;
       pipx) pipx install --force --python "$interpreter" --pip-args "--no-index --find-links $work/wheels" "$program" ;;

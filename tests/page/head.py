@@ -67,7 +67,7 @@ def served(backend: FakeBackend, **more: Any) -> Iterator[str]:
 
 
 def keep_chats(page: Page, *chats: list[str]) -> None:
-    """Conversations as if the page had kept them, the latest first: questions and answers, the first is the title."""
+    """Conversations as if the page had kept them, the latest first: questions and answers; the first is the title."""
     kept = [
         {
             "id": str(number),

@@ -21,7 +21,7 @@ PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobil
 TABLET = {"viewport": {"width": 1280, "height": 800}, "has_touch": True, "is_mobile": True}
 DESK = {"viewport": {"width": 1280, "height": 800}}
 QUICK = ApiTimings(page_every_s=0.05)
-LONG = [f"said {number}\n\n" + "words " * 40 for number in range(24)]
+LONG = [f"said {number}\n\n" + "a\n\n" * 12 for number in range(24)]
 HOMES = ("living-room-mac-mini", "desk", "laptop-of-the-eldest", "nas", "attic", "old-gaming-tower", "kitchen", "pi")
 
 at_both_widths = pytest.mark.parametrize("screen", [PHONE, DESK], ids=["390", "1280"])
@@ -43,10 +43,10 @@ def test_a_deletion_is_seen_before_a_finger_and_taken_back(open_page, serious, s
             expect(undo).to_be_in_viewport()
             assert serious(page) == []
             undo.tap()
-            assert page.locator(".chats li").all_inner_texts() == ["first", "second"]
+            assert page.locator(".chats li").all_text_contents() == ["first", "second"]
             expect(page.locator(".message.assistant .text")).to_have_text(chat)
         page.reload()
-        assert page.locator(".chats li").all_inner_texts() == ["first", "second"]
+        assert page.locator(".chats li").all_text_contents() == ["first", "second"]
 
 
 def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(open_page):
@@ -181,8 +181,8 @@ def test_a_device_keeps_its_colour_while_others_come_and_go(open_page, screen):
             for name in names:
                 expect(page.get_by_role("article", name=name, exact=True)).to_be_visible()
             expect(page.locator(".device")).to_have_count(len(names))
-            shown = page.locator(".device .swatch").evaluate_all(
-                "all => all.map(each => getComputedStyle(each).backgroundColor)"
+            shown = page.evaluate(
+                "[...document.querySelectorAll('.device .swatch')].map(each => getComputedStyle(each).backgroundColor)"
             )
             return dict(zip(names, shown, strict=True))
 

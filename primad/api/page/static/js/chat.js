@@ -81,7 +81,7 @@ export function startChat(panel) {
     if (stopping && (chat.messages.at(-1).content || chat.messages.at(-1).thought)) store.keep(chat);
   });
   const latest = store.chats()[0];
-  show(latest ?? chat);
+  showChat(latest ?? chat);
   onStatus(({ status }) => {
     if (!status?.model) return;
     const line = `${status.model}${status.devices.length > 1 ? ` on ${status.devices.length} devices` : ""} · Shift+Enter begins a new line`;
@@ -153,10 +153,10 @@ function begin() {
 function open(other) {
   forgetDeleted();
   document.getElementById("history").classList.remove("open");
-  show(other);
+  showChat(other);
 }
 
-function show(other) {
+function showChat(other) {
   stopping?.abort();
   stopping = null;
   chat = other;
@@ -268,7 +268,7 @@ function draw() {
   parts.send.replaceChildren(icon(stopping ? "stop" : "send"));
   parts.send.setAttribute("aria-label", stopping ? "Stop the answer" : "Send");
   parts.send.title = stopping ? "Stop the answer" : "Send";
-  drawHistory(parts.list, chat, { open, show, draw });
+  drawHistory(parts.list, chat, { open, show: showChat, draw });
   parts.log.scrollTop = before;
 }
 
