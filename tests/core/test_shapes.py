@@ -9,6 +9,8 @@ from primad.gguf.shapes import shape, shape_names
 
 WEIGHTS = {
     "llama3-8b": 8.03e9,
+    "llama2-7b": 6.74e9,
+    "llama3.1-8b": 8.03e9,
     "llama3-14b": 14.1e9,
     "llama1-30b": 32.5e9,
     "llama3-45b": 44.884e9,
@@ -76,6 +78,32 @@ ACTIVE = {
     "llama4-maverick": 17e9,
 }
 """What a token uses, with the output matrix: rounded, some with the token embedding, which is looked up."""
+
+
+FILES = {
+    "gpt-oss-20b": 11.27,
+    "gpt-oss-120b": 59.02,
+    "llama3-8b-q4_k_m": 4.58,
+    "llama3-8b-q4_0": 4.33,
+    "llama3-8b-q8": 7.95,
+    "llama3-70b-q4_k_m": 39.59,
+    "llama3.1-405b-q4_k_m": 226.37,
+    "llama3.2-3b-q4_k_m": 1.87,
+    "qwen2.5-14b-q4_k_m": 8.37,
+    "qwen3-30b-a3b-q4_k_m": 17.28,
+    "gemma3-27b-q4_k_m": 15.40,
+}
+"""GiB of all tensors, as llama-bench shows them for the files that people download."""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_shapes_are_as_large_as_the_files_that_people_download(name: str) -> None:
+    assert shape(name).size_bytes / 2**30 == pytest.approx(FILES[name], rel=0.002)
+
+
+def test_a_model_of_one_file_has_its_types_whatever_the_suffix() -> None:
+    assert shape("gpt-oss-20b-q4k") == shape("gpt-oss-20b")
+    assert {"MXFP4", "F32"} == set(shape("gpt-oss-20b").layers[0].expert_bytes_by_type)
 
 
 def test_the_table_is_whole() -> None:
