@@ -6,7 +6,7 @@
     tools/bench predict [--json FILE] [--rounds N] [--model FILE.gguf ...] [--limited FILE.gguf] [--limits SHARE ...]
     tools/bench solve [--json FILE] [--sizes N ...]
     tools/bench paper [--json FILE] [--fleets N]
-    tools/bench published [--json FILE] [--figures FILE]
+    tools/bench published [--json FILE] [--figures FILE] [--write]
     tools/bench api [--json FILE] [--rounds N] [--model FILE.gguf]
     tools/bench copies [--json FILE] [--rounds N] [--model FILE.gguf]
     tools/bench experts [--json FILE] [--rounds N] [--experts N ...] [--transformers PYTHON]

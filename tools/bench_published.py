@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 
 from tools.lab.published import FIGURES, Row, Summary, read_figures, rows, summary
 
-_COLUMNS = "{:<26} {:<17} {:>8} {:>8} {:>6}  {:>8} {:>8} {:>6}  {}"
+PAGE: Final = Path(__file__).parent.parent / "docs" / "plan.md"
+BEGIN: Final = "<!-- published -->"
+END: Final = "<!-- end of published -->"
+_COLUMNS: Final = "{:<26} {:<17} {:>8} {:>8} {:>6}  {:>8} {:>8} {:>6}  {}"
 
 
 def measure(options: argparse.Namespace, out: Console) -> list[Row]:
@@ -23,8 +28,21 @@ def measure(options: argparse.Namespace, out: Console) -> list[Row]:
         prefill = row.prefill_tok_s, row.prefill_planned_tok_s if row.prefill_tok_s else None, row.prefill_ratio
         shown = map(_shown, (*decode, *prefill))
         out.print(_COLUMNS.format(row.id, row.kind, *shown, row.note), soft_wrap=True, markup=False)
-    out.print(f"\n{markdown(found)}", soft_wrap=True, markup=False)
+    table = markdown(found)
+    out.print(f"\n{table}", soft_wrap=True, markup=False)
+    if options.write:
+        write(table, PAGE)
     return found
+
+
+def write(table: str, page: Path) -> None:
+    """Put ``table`` with today's date between the marks of ``page``."""
+    text = page.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert end, f"{page} lacks {BEGIN} or {END}"
+    dated = f"On {date.today().isoformat()}, by `tools/bench published --write`:"
+    page.write_text(f"{before}{begin}\n{dated}\n\n{table}\n{end}{after}", encoding="utf-8")
 
 
 def _shown(figure: float | None) -> str:
@@ -61,5 +79,6 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> a
     one.add_argument(
         "--figures", type=Path, default=FIGURES, help="published figures (default: profiles/published.json)"
     )
+    one.add_argument("--write", action="store_true", help="also write the medians into docs/plan.md")
     one.add_argument("--json", help="also write the figures to this file")
     return one

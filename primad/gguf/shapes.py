@@ -91,6 +91,21 @@ class StateShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Attention with one latent vector for all heads: of ``rank`` values, and ``rope`` that say where it is.
+
+    Queries are made through ``query_rank`` values (0: at once); each head has ``plain`` and ``rope`` values of them, and
+    gives ``value``.
+    """
+
+    query_rank: int
+    rank: int
+    rope: int
+    plain: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
     """In what some layers differ from what the shape says. ``gate`` counts values a head that are multiplied with what
     attention gives; without ``has_values`` those are the keys, without ``has_cells`` both are those of another layer. A
@@ -117,7 +132,8 @@ class Shape:
     with a letter, and begins anew when it is over. A feed-forward that is not ``gated`` has two matrices. Windows begin at
     multiples of ``cut_multiple``. Each layer may take ``layer_inputs`` values beside the hidden state, of a table with a
     row for each token. A ``popular`` model is one that people ask for. ``file`` are the types of the only file that there
-    is; ``expert_bias`` and ``sinks`` are of gpt-oss: biases of each expert, a value a head.
+    is; ``expert_bias`` and ``sinks`` are of gpt-oss: biases of each expert, a value a head. With ``latent`` attention
+    ``kv_heads`` and ``head_width`` say nothing.
     """
 
     version: int
@@ -149,6 +165,7 @@ class Shape:
     file: Types | None = None
     expert_bias: bool = False
     sinks: bool = False
+    latent: LatentShape | None = None
 
     def kind_of(self, layer: int) -> LayerKind:
         """What layer ``layer`` is."""
@@ -210,7 +227,8 @@ def _profile(model: Shape, types: Types, named: str) -> ModelProfile:
     table = Counter(_matrix(types.output, model.vocabulary, model.width))
     table["F32"] += 4 * model.width
     attending = [kind for kind in kinds if kind.attends]
-    widths = [kind.head_width or model.head_width for kind in attending]
+    widths = [_cell_values(model, kind) // (1 if model.latent else 2 * _kv_heads(model, kind)) for kind in attending]
+    widest = max(_queries(model, kind) for kind in attending)
     sharing = sum(not kind.has_cells for kind in kinds)
     inputs, tail_layers = model.layer_inputs * model.layers, sharing + 2 if sharing else 1
     sent = (model.layers - tail_layers) // model.cut_multiple * model.cut_multiple
@@ -222,7 +240,7 @@ def _profile(model: Shape, types: Types, named: str) -> ModelProfile:
     return ModelProfile(
         name=f"{model.name} {named}",
         architecture=model.architecture,
-        layers=tuple(_layer(model, kind, types, layer) for layer, kind in enumerate(kinds)),
+        layers=tuple(_layer(model, kind, types, layer, widest) for layer, kind in enumerate(kinds)),
         embedding_bytes=looked_up.total(),
         output_bytes_by_type=dict(table),
         tied=model.tied,
@@ -233,15 +251,32 @@ def _profile(model: Shape, types: Types, named: str) -> ModelProfile:
         experts_used=model.experts_used,
         kv_head_width=math.gcd(*widths),
         cut_multiple=model.cut_multiple,
-        query_width=max((kind.heads or model.heads) * width for kind, width in zip(attending, widths, strict=True)),
+        query_width=widest,
         tail_layers=tail_layers,
         beside_values=model.width + model.layer_inputs * sent + 1 if inputs else 0,
     )
 
 
-def _layer(model: Shape, kind: LayerKind, types: Types, layer: int) -> LayerProfile:
+def _queries(model: Shape, kind: LayerKind) -> int:
+    """Channels of all heads' queries, as they meet the KV cache."""
+    width = model.latent.rank + model.latent.rope if model.latent else kind.head_width or model.head_width
+    return (kind.heads or model.heads) * width
+
+
+def _kv_heads(model: Shape, kind: LayerKind) -> int:
+    return kind.kv_heads or model.kv_heads
+
+
+def _cell_values(model: Shape, kind: LayerKind) -> int:
+    """Values of a token in the KV cache of a layer; of a latent vector llama.cpp reads the values from the keys."""
+    if model.latent is not None:
+        return model.latent.rank + model.latent.rope
+    return 2 * _kv_heads(model, kind) * (kind.head_width or model.head_width)
+
+
+def _layer(model: Shape, kind: LayerKind, types: Types, layer: int, widest: int) -> LayerProfile:
     has_experts, state = kind.forward == "experts", kind.state
-    kv_bytes = 2 * (kind.kv_heads or model.kv_heads) * (kind.head_width or model.head_width) * KV_VALUE_BYTES
+    kv_bytes = _cell_values(model, kind) * KV_VALUE_BYTES
     makes_inputs = _matrix(types.matrix, model.layer_inputs, model.width) if model.layer_inputs else {}
     return LayerProfile(
         bytes_by_type=_shared_bytes(model, kind, types, layer),
@@ -252,6 +287,7 @@ def _layer(model: Shape, kind: LayerKind, types: Types, layer: int) -> LayerProf
         adapter_bytes=sum(makes_inputs.values()),
         adapter_reads=makes_inputs,
         attends=kind.attends,
+        query_width=_queries(model, kind) if _queries(model, kind) < widest else 0,
     )
 
 
@@ -268,7 +304,10 @@ def _shared_bytes(model: Shape, kind: LayerKind, types: Types, layer: int) -> di
     """Bytes by type of the weights of one layer that every row uses."""
     sizes: Counter[str] = Counter()
     matrix, f32 = types.matrix, 2 * model.width
-    if kind.attends:
+    if kind.attends and model.latent is not None:
+        sizes.update(_latent_bytes(model, model.latent, matrix))
+        f32 += model.latent.query_rank + model.latent.rank
+    elif kind.attends:
         width = kind.head_width or model.head_width
         queries, keys = (kind.heads or model.heads) * width, (kind.kv_heads or model.kv_heads) * width
         gates = kind.gate * queries // width
@@ -294,6 +333,19 @@ def _shared_bytes(model: Shape, kind: LayerKind, types: Types, layer: int) -> di
     if forward:
         sizes.update(_feed_forward_bytes(model, matrix, types.of_down(layer, model.layers), forward, 1))
     return dict(sizes)
+
+
+def _latent_bytes(model: Shape, latent: LatentShape, matrix: str) -> Counter[str]:
+    """Bytes by type of the matrices of latent attention."""
+    queries = model.heads * (latent.plain + latent.rope)
+    sizes = Counter(_matrix(matrix, latent.rank + latent.rope, model.width))
+    if latent.query_rank:
+        sizes.update(_matrix(matrix, latent.query_rank, model.width))
+    sizes.update(_matrix(matrix, queries, latent.query_rank or model.width))
+    sizes.update(_matrix(matrix, model.heads * latent.rank, latent.plain))
+    sizes.update(_matrix(matrix, model.heads * latent.value, latent.rank))
+    sizes.update(_matrix(matrix, model.width, model.heads * latent.value))
+    return sizes
 
 
 def _feed_forward_bytes(model: Shape, matrix: str, down: str, feed_forward: int, copies: int) -> dict[str, int]:

@@ -42,8 +42,8 @@ from halda.solving import Outcome, run
 from halda.variables import MS
 
 CHUNKS: Final = (128, 256, 1024, 2048)
-"""Rows of a chunk of the prompt that may be better than those asked for where layers stream: what is read serves more of
-them, or a smaller buffer leaves more room for layers."""
+"""Rows of a chunk of the prompt that may be better than those asked for. Where layers stream what is read serves more of
+them, or a smaller buffer leaves more room for layers; in a ring a device computes one chunk while another has the next."""
 MOST_CHUNK_S: Final = 60.0
 """A chunk that takes longer is not made larger: nothing else is computed meanwhile, and a ring whose step does not come back
 counts as broken after a while."""
@@ -98,11 +98,11 @@ def solve(
 ) -> Solution:
     """The plan that makes ``objective`` smallest, with the best of ``heads`` (none: the first device) as head.
 
-    They share the time limit. ``require`` names devices that must take part. Where layers stream, a chunk of the prompt may
-    have as many rows as one of ``chunks`` says instead of ``workload.chunk_rows``; where there is no plan, those with the
-    fewest rows come first. With ``helps`` GPUs may help with prompts, as in ``helping.py``; ``experts`` of layers on a GPU
-    are where the plan has them, or all in its memory, or all in RAM. Raises ``Infeasible``, which says which limit is short
-    and by how much.
+    They share the time limit, which is of the processor's time; of those that are alike one is tried. ``require`` names
+    devices that must take part. Where layers stream, a chunk of the prompt may have as many rows as one of ``chunks``
+    says instead of ``workload.chunk_rows``; where there is no plan, those with the fewest rows come first. With
+    ``helps`` GPUs may help with prompts, as in ``helping.py``; ``experts`` of layers on a GPU are where the plan has
+    them, or all in its memory, or all in RAM. Raises ``Infeasible``, which says which limit is short and by how much.
     """
     question = replace(instance(devices, links, model, workload, limits or {}), experts=experts)
     able = able_to_help(question) if helps else frozenset[str]()
@@ -132,6 +132,7 @@ def _with_best_head(
     """The plan with the best of ``heads``. Raises ``Infeasible``."""
     best: Solution | None = None
     failures, bound_s = [], math.inf
+    heads = question.unlike(heads)
     for head in heads:
         try:
             found = _with_head(question.with_head(head), objective, require, chunks, time_limit_s / len(heads))
@@ -167,8 +168,9 @@ def _with_head(
         raise first.infeasible()
     found = first.solution()
     other = _other_chunks(found, question, chunks)
-    if other is None and fewest < question.workload.chunk_rows and _is_short(found.plan, question):
-        # Smaller buffers may also let other windows, or more layers of a GPU, be the best.
+    may_differ = _is_short(found.plan, question) or _may_overlap(question, fewest, objective)
+    if other is None and fewest < question.workload.chunk_rows and may_differ:
+        # Smaller buffers may also let other windows, or more layers of a GPU, be the best; and smaller chunks more devices.
         hurried = _Search(question.with_rows(fewest), objective, require, _HURRIED_S)
         if hurried.run() and hurried.solution().objective_s < found.objective_s * (1 - FEWER_GAIN):
             other = question.with_rows(fewest)
@@ -185,17 +187,22 @@ def _is_short(plan: Plan, question: Instance) -> bool:
     return bool(plan.streaming) or (has_gpu and any(len(window.in_ram) for window in plan.route))
 
 
+def _may_overlap(question: Instance, rows: int, objective: Objective) -> bool:
+    """Whether devices could compute chunks of so many rows of a prompt one behind the other."""
+    return len(question.devices) > 1 and objective in OF_FIRST_TOKEN and question.workload.prompt_tokens > rows
+
+
 def _other_chunks(found: Solution, question: Instance, chunks: Sequence[int]) -> Instance | None:
     """``question`` with the rows of a chunk with which the plan that was found, as it then has to stream, is best.
 
-    None where nothing streams, or none of ``chunks`` is better: fewer rows have to be clearly better, and more rows than a
-    prompt has are of no use.
+    None where none of ``chunks`` is better: fewer rows have to be clearly better, and more rows than a prompt has are of no
+    use. Where nothing streams more rows gain nothing, and fewer only where several devices compute chunks at the same time.
     """
-    rows, work = question.workload.chunk_rows, question.workload
-    if not found.plan.streaming:
+    rows, work, streams = question.workload.chunk_rows, question.workload, bool(found.plan.streaming)
+    if not streams and len(found.plan.devices) == 1:
         return None
     best, best_s = None, found.objective_s
-    more = sorted(chunk for chunk in chunks if chunk > rows and work.prompt_tokens > rows)
+    more = sorted(chunk for chunk in chunks if streams and chunk > rows and work.prompt_tokens > rows)
     fewer = sorted((chunk for chunk in chunks if chunk < rows), reverse=True)
     for chunk in more + fewer:
         other = question.with_rows(chunk)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from primad.planning.fit import BEST, Fit, ranked
+from primad.planning.fit import BEST, Fit, fit_all, ranked
+from primad.planning.question import Wishes, ask
+from tests.fakes import planning
+from tests.fakes.planning import GB
 
 
 def fit(name: str, size: int, tokens_per_s: float = 0.0, **more: Any) -> Fit:
@@ -25,3 +28,10 @@ def test_nothing_is_marked_where_all_are_too_slow():
     found = ranked([fit("b", 2, 1.0), fit("a", 1, 4.9), fit("c", 3)])
     assert [each.name for each in found] == ["a", "b", "c"]
     assert not any(each.is_best for each in found)
+
+
+def test_the_fastest_device_is_head_where_another_has_more_memory():
+    roomy, fast = planning.device("roomy", ram=64 * GB), planning.device("fast", ram=16 * GB, vram=12 * GB)
+    wishes = Wishes(objective="latency", time_limit_s=0.3)
+    answer = fit_all([("toy", ask(wishes, [roomy, fast], [], planning.model()))], processes=1)
+    assert answer.models[0].devices[0] == "fast"

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from primad.errors import ConfigError
-from tools.lab.data_sheets import Sheets, read_sheets
+from primad.profiler.store import load_profile
+from primad.profiles import check_profile
+from tools.lab.data_sheets import SHEETS, Sheets, profiles, read_sheets
 from tools.lab.named_devices import named_device
 from tools.lab.published import FIGURES, Figure, Prompt, link_speed, read_figures, row
 
@@ -93,6 +95,13 @@ def test_a_second_gpu_of_a_pc_is_shown_as_left_out(sheets: Sheets) -> None:
     both = row(_figure("RTX 3090 24GB", "RTX 3090 24GB (same PC)"), sheets)
     assert (both.is_single, both.note) == (False, "with 1 of its 2 GPUs")
     assert both.decode_ratio == row(_figure("RTX 3090 24GB"), sheets).decode_ratio
+
+
+def test_the_devices_that_come_with_primad_are_what_the_rule_gives(sheets: Sheets) -> None:
+    for name, (device, how) in profiles(sheets).items():
+        check_profile(device)
+        stored = load_profile(SHEETS.parent / "devices" / f"{name}.json")
+        assert (stored.device, stored.how) == (device, how), "run tools/data_sheets.py"
 
 
 def test_what_has_no_forecast_is_shown_with_the_reason(sheets: Sheets) -> None:

@@ -9,6 +9,17 @@ from primad.gguf.shapes import shape, shape_names
 
 WEIGHTS = {
     "llama3-8b": 8.03e9,
+    "deepseek-v3": 671e9,
+    "kimi-k2": 1026e9,
+    "glm4.7-flash": 29.9e9,
+    "glm5": 744e9,
+    "minimax-m2": 229e9,
+    "qwen3-coder-30b-a3b": 30.5e9,
+    "qwen3-coder-480b-a35b": 480e9,
+    "qwen3.6-27b": 27e9,
+    "qwen3.6-35b-a3b": 35e9,
+    "llama3.1-70b": 70.6e9,
+    "llama3.3-70b": 70.6e9,
     "llama2-7b": 6.74e9,
     "llama3.1-8b": 8.03e9,
     "llama3-14b": 14.1e9,
@@ -65,6 +76,10 @@ WEIGHTS = {
 """As their makers state them; of Gemma 3 and GLM without what sees pictures and what predicts more tokens, of Gemma 4 E2B
 and E4B (5.1 and 8 billion) and Gemma 3n (5.4 and 7.9) without what sees and hears."""
 ACTIVE = {
+    "deepseek-v3": 37e9,
+    "kimi-k2": 32e9,
+    "minimax-m2": 10e9,
+    "qwen3-coder-480b-a35b": 35e9,
     "qwen3-next-80b-a3b": 3e9,
     "qwen3.5-35b-a3b": 3e9,
     "qwen3.5-122b-a10b": 10e9,

@@ -148,3 +148,25 @@ def test_fewer_rows_are_not_taken_for_a_little():
     usual, fewer = (solved(work=replace(work, chunk_rows=rows), chunks=()) for rows in (512, 128))
     assert fewer.prediction.tpot_s < usual.prediction.tpot_s
     assert solved(work=work, chunks=(128, 256)).prediction.chunk_rows == 512
+
+
+def four(work: Workload, objective: Objective = "balanced", **options: object) -> Solution:
+    names = [f"pi{i}" for i in range(4)]
+    pis = [device(name, ram=12 * GB, rate=2e9) for name in names]
+    links = [planning.link(a, b) for a in names for b in names if a != b]
+    return solve(pis, links, planning.model(), work, objective=objective, **options)
+
+
+def test_devices_of_a_ring_compute_chunks_of_a_prompt_at_the_same_time():
+    work = replace(WORK, prompt_tokens=512, answer_tokens=64, context_tokens=1024)
+    one, several = four(work), four(work, chunks=CHUNKS)
+    assert one.prediction.chunk_rows == 512
+    assert several.prediction.chunk_rows < 512
+    assert len(several.plan.devices) == 4
+    assert several.prediction.ttft_s < 0.6 * one.prediction.ttft_s
+    assert several.objective_s < one.objective_s * (1 - FEWER_GAIN)
+
+
+def test_what_counts_tokens_alone_keeps_the_chunks_that_were_asked_for():
+    work = replace(WORK, prompt_tokens=512, answer_tokens=64, context_tokens=1024)
+    assert four(work, "latency", chunks=CHUNKS).prediction.chunk_rows == 512

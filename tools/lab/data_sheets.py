@@ -9,13 +9,12 @@ which ``profiles/README.md`` states.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
-from halda import CpuProfile, DeviceProfile, DiskProfile, GpuProfile, HelpedSpeed, TypeSpeed
+from halda import CpuProfile, DeviceProfile, DiskProfile, GpuProfile, HelpedSpeed, RoutingCost, TypeSpeed
 from halda.quantisation import bytes_per_weight
 
 SHEETS: Final = Path(__file__).resolve().parents[2] / "profiles" / "data_sheets.json"
@@ -34,7 +33,7 @@ _OF_BATCH: Final = 0.7
 _READ: Final = 0.8
 """Of the bandwidth of RAM what all cores together read."""
 _OF_RAM: Final = 0.85
-_BYTES_A_FLOP: Final = 0.26
+_BYTES_A_FLOP: Final = 0.2
 """A core takes bytes of Q4_K at the bandwidth less what it computes of them: both times add up."""
 _CPU_PREFILL: Final = 0.55
 _SLOWED_PASSES: Final = 1.5
@@ -47,12 +46,12 @@ _PC_STEP_S: Final = 0.00015
 _SLOW_STEP_S: Final = 0.0004
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class Family(NamedTuple):
     """What llama.cpp makes of GPUs of one family.
 
-    ``bandwidth`` and ``matrix`` are shares of what the data sheet states, for weights of Q4_K; ``cache`` is the share
-    of the bandwidth for keys and values. ``layer_s`` and ``step_s`` are what a layer and a window cost besides.
+    ``bandwidth`` and ``matrix`` are shares of what the data sheet states, for weights of Q4_K; ``cache`` is the share of the
+    bandwidth for keys and values, ``attention`` that of the FLOP of matrices which attention has. ``layer_s`` and ``step_s``
+    are what a layer and a window cost besides.
     """
 
     backend: str
@@ -60,22 +59,20 @@ class Family:
     bandwidth: float
     cache: float
     matrix: float
+    attention: float
     layer_s: float
     step_s: float
+    routing: RoutingCost
 
 
 FAMILIES: Final[Mapping[str, Family]] = {
-    "nvidia": Family(
-        backend="CUDA", identity="CUDA0", bandwidth=0.78, cache=0.85, matrix=0.8, layer_s=25e-6, step_s=2e-4
-    ),
-    "amd": Family(backend="ROCm", identity="ROCm0", bandwidth=0.8, cache=0.8, matrix=0.41, layer_s=6e-5, step_s=3e-4),
-    "intel": Family(
-        backend="Vulkan", identity="Vulkan0", bandwidth=0.55, cache=0.6, matrix=0.22, layer_s=6e-5, step_s=4e-4
-    ),
+    "nvidia": Family("CUDA", "CUDA0", 0.78, 0.85, 0.8, 0.3, 25e-6, 2e-4, RoutingCost(layer_s=1e-5, many_ratio=2.0)),
+    "amd": Family("ROCm", "ROCm0", 0.78, 0.8, 0.41, 0.4, 6e-5, 3e-4, RoutingCost(layer_s=2e-5, many_ratio=1.7)),
+    "intel": Family("Vulkan", "Vulkan0", 0.55, 0.6, 0.22, 0.3, 6e-5, 4e-4, RoutingCost(layer_s=2e-5, many_ratio=1.7)),
     "integrated": Family(
-        backend="Vulkan", identity="Vulkan0", bandwidth=0.85, cache=0.8, matrix=0.28, layer_s=5e-5, step_s=4e-4
+        "Vulkan", "Vulkan0", 0.82, 0.8, 0.27, 0.3, 5e-5, 4e-4, RoutingCost(layer_s=2e-5, many_ratio=1.6)
     ),
-    "apple": Family(backend="Metal", identity="MTL0", bandwidth=0.8, cache=0.6, matrix=0.65, layer_s=1e-4, step_s=3e-4),
+    "apple": Family("Metal", "MTL0", 0.74, 0.2, 0.65, 0.8, 1e-4, 3e-4, RoutingCost(layer_s=3e-5, many_ratio=1.7)),
 }
 
 
@@ -232,6 +229,8 @@ def _gpu(sheet: GpuSheet, machine: MachineSheet, processor: ProcessorSheet) -> G
         step_s=family.step_s,
         layer_s=family.layer_s,
         speeds=_speeds(family.bandwidth * bandwidth, flop),
+        attention_flop_per_s=_rounded(family.attention * flop),
+        routing=family.routing,
         helped=_helped(_OF_PCIE * 1e9 * _PCIE_LANE_GB_PER_S[sheet.pcie] * sheet.lanes, flop) if is_apart else (),
     )
 
