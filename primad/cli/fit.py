@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from primad.planning.fit import Fit, FitAnswer
     from primad.planning.question import Question
 
-_QUANTISATIONS: Final = ("q4k", "q8", "f16")
+_QUANTISATIONS: Final = ("q4k", "q4_k_m", "q8", "f16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class ModelsOptions:
 
     quant: Annotated[
         list[str] | None,
-        typer.Option(help="q4k, q8 or f16; may be repeated [default: q4k].", show_default=False),
+        typer.Option(help="q4k, q4_k_m, q8 or f16; may be repeated [default: q4k].", show_default=False),
     ] = None
     only: Annotated[
         str | None, typer.Option(help="Models with this in their name, as in qwen3.", show_default=False)

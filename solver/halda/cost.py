@@ -119,18 +119,23 @@ AnySpeed = TypeVar("AnySpeed", TypeSpeed, HelpedSpeed)
 
 
 def speed_of(speeds: Sequence[AnySpeed], kind: str) -> AnySpeed:
-    """The speed of type ``kind``; where it was not measured, that of the nearest size, in its own family if there is one.
+    """The speed of type ``kind``; where it was not measured, as it follows from the nearest one.
 
     One row reads a byte of either in the same time. What more rows take besides is computing, which takes as long for a
     weight: so a byte with more weights takes longer.
     """
+    found = nearest_speed(speeds, kind)
+    return found if found.type == kind else _as_type(found, kind)
+
+
+def nearest_speed(speeds: Sequence[AnySpeed], kind: str) -> AnySpeed:
+    """The measured speed of type ``kind``, or that of the nearest size, in its own family if there is one."""
     size, its = bytes_per_weight(kind), family(kind)
 
     def distance(speed: AnySpeed) -> tuple[bool, bool, float]:
         return speed.type != kind, family(speed.type) != its, abs(math.log(bytes_per_weight(speed.type) / size))
 
-    found = min(speeds, key=distance)
-    return found if found.type == kind else _as_type(found, kind)
+    return min(speeds, key=distance)
 
 
 def _as_type(speed: AnySpeed, kind: str) -> AnySpeed:

@@ -57,6 +57,8 @@ _ORDERS_OF: Final = 5
 _LEAST_S: Final = 0.05
 _FIRST_S: Final = 5.0
 _HURRIED_S: Final = 1e-3
+_OVERLAP_SHARE: Final = 0.25
+"""Of the time limit, to find out whether smaller chunks of a prompt make another ring worth having."""
 _LONG_S: Final = 1.5
 """With more devices than orders are tried of, a program ends after so long. By then its plans are near the best, and so is
 its bound."""
@@ -168,10 +170,12 @@ def _with_head(
         raise first.infeasible()
     found = first.solution()
     other = _other_chunks(found, question, chunks)
-    may_differ = _is_short(found.plan, question) or _may_overlap(question, fewest, objective)
-    if other is None and fewest < question.workload.chunk_rows and may_differ:
+    looked_s = _HURRIED_S if _is_short(found.plan, question) else 0.0
+    if _may_overlap(question, fewest, objective):
+        looked_s = max(looked_s, _OVERLAP_SHARE * time_limit_s)
+    if other is None and fewest < question.workload.chunk_rows and looked_s:
         # Smaller buffers may also let other windows, or more layers of a GPU, be the best; and smaller chunks more devices.
-        hurried = _Search(question.with_rows(fewest), objective, require, _HURRIED_S)
+        hurried = _Search(question.with_rows(fewest), objective, require, looked_s)
         if hurried.run() and hurried.solution().objective_s < found.objective_s * (1 - FEWER_GAIN):
             other = question.with_rows(fewest)
     if other is None:

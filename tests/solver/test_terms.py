@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from halda import (
-    CpuProfile,
     GpuProfile,
     HelpedSpeed,
     Infeasible,
@@ -125,8 +124,3 @@ def test_a_head_of_each_kind_is_tried_and_the_best_taken():
     assert found.plan.head == "fast"
     with pytest.raises(Infeasible):
         solve(devices, links, model(layers=200), replace(WORK, context_tokens=8192), heads=["pi0", "pi1"])
-
-
-def test_old_profiles_have_no_cost_of_routing():
-    assert CpuProfile.__dataclass_fields__["routing"].default == RoutingCost()
-    assert gpu_of(BIG).attention_flop_per_s == 0
