@@ -22,9 +22,9 @@ _OF_ROUTING: Final = 0.02
 """Share of all time in which one window is run; it is written and loaded besides."""
 _ENOUGH: Final = 0.08
 """Share of all time that must be left."""
-_MOST_LAYER_S: Final = 0.01
 _RATIO: Final = (1.0, 8.0)
-"""Bounds of what experts take with many rows; only a disturbed trial says otherwise."""
+"""Bounds of what experts take with many rows; only a disturbed trial says otherwise, or that routing takes a row longer than
+its layer does without."""
 
 
 def measure_routing(bench: Bench, processor: CpuProfile | GpuProfile) -> RoutingCost:
@@ -60,7 +60,7 @@ def routing_of(
     def known_s(count: int) -> float:
         return layer_s(plain, _FAST, layer, model, count, count / 2, "f16", chunk=count > 1)
 
-    routed_s = min(_MOST_LAYER_S, max(0.0, one_s - known_s(1)))
+    routed_s = min(known_s(1), max(0.0, one_s - known_s(1)))
     experts = experts_s(plain, layer, model, rows)
     least, most = _RATIO
     ratio = (many_s - routed_s - known_s(rows) + experts) / experts
