@@ -105,8 +105,9 @@ FLASH_HEADS: Final[Mapping[str, frozenset[int]]] = {
 }
 """Widths of heads that llama.cpp has flash attention for on these backends; a context with other ones there does without.
 (Vulkan's has all that are multiples of 8; of others attention is computed on the CPU.)"""
-STATE_PASSES: Final = 6
-"""How often a token's step reads or writes the state of a layer that has one: it is gathered, updated and put back."""
+STATE_PASSES: Final = 12
+"""How often a token's step reads or writes the state of a layer that has one. It is gathered, goes through operations
+of its own (decay, what the key finds, update, what the query finds) and is put back; each reads or writes all of it."""
 KV_VALUE_BYTES: Final[Mapping[CacheType, Fraction]] = {
     "f16": Fraction(2),
     "q8_0": Fraction(34, 32),

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from halda import DeviceProfile, Infeasible, ModelProfile, Workload
-from halda.evaluate import evaluate
+from halda.evaluate import Objective, evaluate
 from primad.errors import ConfigError
 from primad.gguf.shapes import shape, shape_names
 from primad.planning.describe import DescribedPlan
@@ -206,9 +206,16 @@ def _question(figure: Figure, devices: Sequence[DeviceProfile], model: ModelProf
         limits={},
         head=None,
         solver="halda",
-        objective="balanced",
+        objective=_objective(figure),
         time_limit_s=TIME_LIMIT_S,
     )
+
+
+def _objective(figure: Figure) -> Objective:
+    """What was measured is what the plan is for."""
+    if figure.decode_tok_s is None:
+        return "ttft"
+    return "latency" if figure.prefill_tok_s is None else "balanced"
 
 
 def link_speed(text: str | None) -> LinkSpeed:
