@@ -241,10 +241,9 @@ class Instance:
             return False
         if self.limits.get(one, NO_LIMITS) != self.limits.get(other, NO_LIMITS):
             return False
-        blank = {"source": "", "target": "", "address": ""}
         for (source, target), link in self.links.items():
             swapped = self.links.get((changed.get(source, source), changed.get(target, target)))
-            if swapped is None or replace(link, **blank) != replace(swapped, **blank):
+            if swapped is None or _unnamed(link) != _unnamed(swapped):
                 return False
         return True
 
@@ -468,6 +467,11 @@ def instance(
         limits=limits,
     )
     return question.with_head(head or names[0])
+
+
+def _unnamed(link: LinkProfile) -> LinkProfile:
+    """The figures of a link, whosever it is."""
+    return replace(link, source="", target="", address="")
 
 
 def disk_of(device: DeviceProfile) -> tuple[str, str]:
