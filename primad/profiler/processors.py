@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 import psutil
 
-from halda import CpuProfile, GpuProfile, HelpedSpeed
+from halda import CpuProfile, GpuProfile, HelpedSpeed, RoutingCost
 from primad.engine.devices import GpuDevice
 from primad.errors import EngineError
 from primad.profiler.beside import VOCABULARIES, head_costs, measure_wake
@@ -134,6 +134,7 @@ def measure_cpu(
             row_s=row_s,
             exact_rows=exact_rows,
             caches=caches,
+            routing=RoutingCost(),
             **attention,
             **beside,
         )
