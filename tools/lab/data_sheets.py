@@ -72,7 +72,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "integrated": Family(
         "Vulkan", "Vulkan0", 0.82, 0.8, 0.27, 0.3, 5e-5, 4e-4, RoutingCost(layer_s=2e-5, many_ratio=1.6)
     ),
-    "apple": Family("Metal", "MTL0", 0.74, 0.28, 0.65, 0.8, 1e-4, 3e-4, RoutingCost(layer_s=3e-5, many_ratio=1.7)),
+    "apple": Family("Metal", "MTL0", 0.74, 0.7, 0.65, 0.8, 1e-4, 3e-4, RoutingCost(layer_s=3e-5, many_ratio=1.7)),
 }
 
 
