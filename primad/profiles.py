@@ -18,6 +18,7 @@ from halda import (
     DiskProfile,
     GpuProfile,
     HelpedSpeed,
+    RoutingCost,
     RowSpeed,
     TypeSpeed,
     WidthCost,
@@ -57,7 +58,9 @@ _BOUNDS: Final[dict[type, dict[str, tuple[float, float]]]] = {
         "vram_read_bytes_per_s": (1e8, 1e14),
         "step_s": (1e-6, 0.05),
         "layer_s": (2e-7, 0.05),
+        "attention_flop_per_s": (0, 1e16),
     },
+    RoutingCost: {"layer_s": (0, 0.05), "row_s": (0, 0.01), "many_ratio": (0.1, 20)},
     DiskProfile: {
         "prefetch_bytes_per_s": (1e6, 2e11),
         "fault_bytes_per_s": (1e5, 2e11),
@@ -149,6 +152,7 @@ def check_cpu(cpu: CpuProfile, ram_read_bytes_per_s: float) -> None:
         _check_bounds(width, f"cpu.widths[{number}].")
     for number, cache in enumerate(cpu.caches):
         _check_bounds(cache, f"cpu.caches[{number}].")
+    _check_bounds(cpu.routing, "cpu.routing.")
     _check_speeds(cpu.speeds, "cpu.speeds", ram_read_bytes_per_s, "ram_read_bytes_per_s")
 
 
@@ -157,6 +161,7 @@ def check_gpu(gpu: GpuProfile) -> None:
     _check_bounds(gpu, "gpu.")
     _at_most(gpu, "vram_available_bytes", "vram_total_bytes", "gpu.")
     _check_speeds(gpu.speeds, "gpu.speeds", gpu.vram_read_bytes_per_s, "gpu.vram_read_bytes_per_s")
+    _check_bounds(gpu.routing, "gpu.routing.")
     _check_types(gpu.helped, "gpu.helped")
     for number, helped in enumerate(gpu.helped):
         _check_bounds(helped, f"gpu.helped[{number}].")

@@ -6,6 +6,7 @@
     tools/bench predict [--json FILE] [--rounds N] [--model FILE.gguf ...] [--limited FILE.gguf] [--limits SHARE ...]
     tools/bench solve [--json FILE] [--sizes N ...]
     tools/bench paper [--json FILE] [--fleets N]
+    tools/bench published [--json FILE] [--figures FILE] [--write]
     tools/bench api [--json FILE] [--rounds N] [--model FILE.gguf]
     tools/bench copies [--json FILE] [--rounds N] [--model FILE.gguf]
     tools/bench experts [--json FILE] [--rounds N] [--experts N ...] [--transformers PYTHON]
@@ -22,9 +23,9 @@ Plain runs with extra buffers off and on, and with its threads waiting as by def
 a core each); decode and prefill are each compared with the best of the four. All processes are loaded before the first run
 and take turns, so that whatever else the machine does disturbs all of them alike. With ``--gpu`` all layers and the output
 matrix of all of them are on the first GPU that llama.cpp sees. ``memory``: see ``bench_memory.py``;
-``predict``, ``solve`` and ``paper``: see ``bench_solver.py``; ``api``: ``bench_api.py``; ``copies``: ``bench_copies.py``;
-``experts``: ``bench_experts.py``; ``speculate``: ``bench_speculate.py``; ``serve``: ``bench_serve.py`` and
-``bench_together.py``; ``http``: ``bench_http.py``; ``all``: ``lab/report.py``.
+``predict``, ``solve`` and ``paper``: see ``bench_solver.py``; ``published``: ``bench_published.py``; ``api``:
+``bench_api.py``; ``copies``: ``bench_copies.py``; ``experts``: ``bench_experts.py``; ``speculate``: ``bench_speculate.py``;
+``serve``: ``bench_serve.py`` and ``bench_together.py``; ``http``: ``bench_http.py``; ``all``: ``lab/report.py``.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -69,6 +71,7 @@ from tools import (  # noqa: E402
     bench_http,
     bench_limited,
     bench_memory,
+    bench_published,
     bench_serve,
     bench_solver,
     bench_speculate,
@@ -505,6 +508,12 @@ def paper(options: argparse.Namespace) -> int:
     return 0
 
 
+def published(options: argparse.Namespace) -> int:
+    rows = bench_published.measure(options, out)
+    write_json(options.json, "published", {}, [msgspec.to_builtins(row) for row in rows])
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/bench", description="Speed and memory, measured side by side.")
     benches = parser.add_subparsers(dest="bench", required=True)
@@ -532,6 +541,7 @@ def main() -> int:
     benches.choices["predict"].set_defaults(run=predict)
     benches.choices["solve"].set_defaults(run=solve)
     benches.choices["paper"].set_defaults(run=paper)
+    bench_published.add_bench(benches).set_defaults(run=published)
     bench_http.add_bench(benches).set_defaults(run=http)
     report.add_bench(benches)
     options = parser.parse_args()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final
@@ -20,11 +20,10 @@ from primad.cli.progress import RichReporter
 from primad.settings.quantities import parse_choice, show_bytes, show_ms, show_speed
 
 if TYPE_CHECKING:
-    from halda import DeviceProfile
     from primad.planning.fit import Fit, FitAnswer
     from primad.planning.question import Question
 
-_QUANTISATIONS: Final = ("q4k", "q8", "f16")
+_QUANTISATIONS: Final = ("q4k", "q4_k_m", "q8", "f16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +35,7 @@ class ModelsOptions:
     quant: Annotated[
         list[str] | None,
         typer.Option(
-            help="q4k, q8 or f16; may be repeated [default: q4k].",
+            help="q4k, q4_k_m, q8 or f16; may be repeated [default: q4k].",
             show_default=False,
             autocompletion=one_of(*_QUANTISATIONS),
         ),
@@ -96,7 +95,7 @@ def _questions(
         )
     found = found_devices(fleet, files, live)
     wishes = Wishes(objective="latency", kv_type=models.kv_type, time_limit_s=models.time_limit, **wishes_of(fleet))
-    wishes = replace(wishes, head=wishes.head or found.own or _roomiest(found.devices))
+    wishes = replace(wishes, head=wishes.head or found.own)
     for name in names:
         for kind in kinds:
             file = published_file(f"{name}-{kind}")
@@ -106,16 +105,6 @@ def _questions(
                 f"{name}-{kind}",
                 ask(replace(wishes, context=context), found.devices, found.links, profile),
             )
-
-
-def _roomiest(devices: Sequence[DeviceProfile]) -> str | None:
-    """The device with most memory: the best head by far, or as good as others."""
-
-    def free(device: DeviceProfile) -> int:
-        vram = 0 if device.gpu is None or device.gpu.unified_memory else device.gpu.vram_available_bytes
-        return device.ram_available_bytes + vram
-
-    return max(devices, key=free).device if devices else None
 
 
 def _show(answer: FitAnswer) -> None:

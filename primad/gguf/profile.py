@@ -64,6 +64,10 @@ def model_profile(header: Header) -> ModelProfile:
     embedding, with_cells = token_embedding(header), layers - sharing_layers(header)
     of_inputs = [header.tensors[name] for name in _OF_INPUTS if layer_inputs(header) and name in header.tensors]
     beside = {each.type.name: each.bytes // layers for each in of_inputs if each.name == LAYER_PROJECTION}
+    queries = [
+        _first(header, f"{name}.attention.head_count", layer) * _head_widths(header, name, layer)[0]
+        for layer in range(layers)
+    ]
     rest = weights.outside - Counter({embedding.type.name: embedding.bytes})
     tied = rest.total() * 4 <= embedding.bytes
     return ModelProfile(
@@ -84,6 +88,8 @@ def model_profile(header: Header) -> ModelProfile:
                 ),
                 adapter_bytes=sum(beside.values()),
                 adapter_reads=beside,
+                attends=attends[layer],
+                query_width=queries[layer] if queries[layer] < max(queries) else 0,
             )
             for layer in range(layers)
         ),
@@ -98,10 +104,7 @@ def model_profile(header: Header) -> ModelProfile:
         kv_head_width=math.gcd(*(width for layer in range(layers) for width in _head_widths(header, name, layer))),
         cut_multiple=places.step,
         cut_offset=places.start % places.step,
-        query_width=max(
-            _first(header, f"{name}.attention.head_count", layer) * _head_widths(header, name, layer)[0]
-            for layer in range(layers)
-        ),
+        query_width=max(queries),
         heads=max(_first(header, f"{name}.attention.head_count", layer) for layer in range(layers)),
         cell_bytes=scored_bytes if any(indexed) else 0,
         tail_layers=tail_layers(header),

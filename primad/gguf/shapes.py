@@ -1,9 +1,11 @@
 """Shapes of well-known models, to plan for a model without its file. Data: ``profiles/models/*.json``.
 
 A shape says how many weights of which matrix there are; the bytes follow from the quantisation in the name's suffix:
-``-q4k`` (and without a suffix) is Q4_K with the output matrix in Q6_K, ``-q8`` Q8_0 and ``-f16`` F16 throughout. That is
-llama.cpp's ``llama-quantize --pure`` but for the output; files named Q4_K_M hold some matrices in Q6_K and are 3 to 5 %
-larger. Norms, biases and routers are F32, as llama.cpp leaves them.
+``-q4k`` (and without a suffix) is Q4_K with the output matrix in Q6_K, ``-q4_0`` Q4_0 with the same, ``-q6_k``, ``-q8``
+and ``-f16`` are Q6_K, Q8_0 and F16 throughout. That is llama.cpp's ``llama-quantize --pure`` but for the output.
+``-q4_k_m`` and ``-q5_k_m`` are the files of that name: values and what leads out of feed-forward are in Q6_K in half of the
+layers (``use_more_bits`` of llama.cpp's llama-quant.cpp). A model that exists in one file alone, as gpt-oss does, is that
+file whatever the suffix but ``-f16``. Norms, biases and routers are F32, as llama.cpp leaves them.
 """
 
 from __future__ import annotations
@@ -23,13 +25,56 @@ from primad.errors import ConfigError
 from primad.gguf.profile import KV_VALUE_BYTES, recurrent_values, state_bytes
 
 PROFILES_VERSION: Final = 1
-_MATRIX_AND_OUTPUT: Final = {"q4k": ("Q4_K", "Q6_K"), "q8": ("Q8_0", "Q8_0"), "f16": ("F16", "F16")}
-SUFFIXES: Final = tuple(_MATRIX_AND_OUTPUT)
-"""What a name may end with."""
 _PLAIN: Final = "q4k"
-_BLOCK: Final = {"Q4_K": 256, "Q6_K": 256}
-_WITHOUT_WHOLE_BLOCKS: Final = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
+_BLOCK: Final = {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256}
+_WITHOUT_WHOLE_BLOCKS: Final = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """What llama.cpp takes for a matrix whose rows are no multiple of 256 weights."""
+_EIGHT: Final = 8
+"""So many experts, as Mixtral's, have keys and values in Q8_0 in a Q4_K_M file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Types:
+    """The quantisation of a file: of matrices, of the output matrix, of ``experts``, of the ``embedding``.
+
+    ``some`` is what values and the way out of feed-forward have in about half of the layers.
+    """
+
+    matrix: str
+    output: str
+    some: str = ""
+    experts: str = ""
+    embedding: str = ""
+
+    def of_values(self, layer: int, layers: int, experts: int) -> str:
+        """The type of the matrix that gives values in ``layer``."""
+        if self.some and experts == _EIGHT:
+            return "Q8_0"
+        return self._some(layer, layers) or self.matrix
+
+    def of_down(self, layer: int, layers: int, *, of_experts: bool = False) -> str:
+        """The type of the matrix that leads out of feed-forward."""
+        plain = self.experts or self.matrix if of_experts else self.matrix
+        return self._some(layer, layers) or plain
+
+    def _some(self, layer: int, layers: int) -> str:
+        eighth = layers // 8
+        more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+        return self.some if more else ""
+
+
+_TYPES: Final = {
+    "q4k": Types(matrix="Q4_K", output="Q6_K"),
+    "q4_k_m": Types(matrix="Q4_K", output="Q6_K", some="Q6_K"),
+    "q5_k_m": Types(matrix="Q5_K", output="Q6_K", some="Q6_K"),
+    "q6_k": Types(matrix="Q6_K", output="Q6_K"),
+    "q4_0": Types(matrix="Q4_0", output="Q6_K"),
+    "q8": Types(matrix="Q8_0", output="Q8_0"),
+    "f16": Types(matrix="F16", output="F16"),
+}
+SUFFIXES: Final = tuple(_TYPES)
+"""What a name may end with."""
+_UNQUANTISED: Final = "f16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +90,21 @@ class StateShape:
     width: int
     kernel: int
     scalars: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Attention with one latent vector for all heads: of ``rank`` values, and ``rope`` that say where it is.
+
+    Queries are made through ``query_rank`` values (0: at once); each head has ``plain`` and ``rope`` values of them, and
+    gives ``value``.
+    """
+
+    query_rank: int
+    rank: int
+    rope: int
+    plain: int
+    value: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +134,9 @@ class Shape:
     with a letter, and begins anew when it is over. A feed-forward that is not ``gated`` has two matrices. Windows begin at
     multiples of ``cut_multiple``. Each layer may take ``layer_inputs`` values beside the hidden state, of a table with a
     row for each token. A ``popular`` model is one that people ask for. Its file of about four bits is ``hub`` by name and
-    has ``file_bytes``, where that is known; ``also`` are other names of models of this shape.
+    has ``file_bytes``, where that is known; ``also`` are other names of models of this shape. ``file`` are the
+    types of the only file that there is; ``expert_bias`` and ``sinks`` are of gpt-oss: biases of each expert, one a head.
+    With ``latent`` attention ``kv_heads`` and ``head_width`` say nothing.
     """
 
     version: int
@@ -106,6 +168,10 @@ class Shape:
     hub: str = ""
     file_bytes: int = 0
     also: tuple[str, ...] = ()
+    file: Types | None = None
+    expert_bias: bool = False
+    sinks: bool = False
+    latent: LatentShape | None = None
 
     def kind_of(self, layer: int) -> LayerKind:
         """What layer ``layer`` is."""
@@ -138,14 +204,17 @@ def shape(name: str) -> ModelProfile:
     model, suffix = name.lower(), _PLAIN
     if "-" in model and model not in shape_names():
         stem, last = model.rsplit("-", 1)
-        if last in _MATRIX_AND_OUTPUT:
+        if last in _TYPES:
             model, suffix = stem, last
     if model not in shape_names():
-        suffixes = ", ".join(f"-{known}" for known in _MATRIX_AND_OUTPUT)
+        suffixes = ", ".join(f"-{known}" for known in _TYPES)
         raise ConfigError(
             f"no built-in model shape '{name}'; there are {', '.join(shape_names())}, each also with {suffixes} behind it"
         )
-    return _profile(read_shape(model), *_MATRIX_AND_OUTPUT[suffix])
+    found, types = read_shape(model), _TYPES[suffix]
+    if found.file is not None and suffix != _UNQUANTISED:
+        return _profile(found, found.file, found.file.experts)
+    return _profile(found, types, f"{types.matrix}_M" if types.some else types.matrix)
 
 
 def read_shape(name: str) -> Shape:
@@ -160,22 +229,25 @@ def read_shape(name: str) -> Shape:
     return found
 
 
-def _profile(model: Shape, matrix: str, output: str) -> ModelProfile:
+def _profile(model: Shape, types: Types, named: str) -> ModelProfile:
     kinds = [model.kind_of(layer) for layer in range(model.layers)]
-    table = Counter(_matrix(output, model.vocabulary, model.width))
+    table = Counter(_matrix(types.output, model.vocabulary, model.width))
     table["F32"] += 4 * model.width
     attending = [kind for kind in kinds if kind.attends]
-    widths = [kind.head_width or model.head_width for kind in attending]
+    widths = [_cell_values(model, kind) // (1 if model.latent else 2 * _kv_heads(model, kind)) for kind in attending]
+    widest = max(_queries(model, kind) for kind in attending)
     sharing = sum(not kind.has_cells for kind in kinds)
     inputs, tail_layers = model.layer_inputs * model.layers, sharing + 2 if sharing else 1
     sent = (model.layers - tail_layers) // model.cut_multiple * model.cut_multiple
-    looked_up = Counter(_matrix(matrix, model.vocabulary, model.width))
+    embedding = types.output if model.tied and types.some else types.embedding or types.matrix
+    looked_up = Counter(_matrix(embedding, model.vocabulary, model.width))
     if inputs:
-        looked_up += Counter(_matrix(matrix, model.vocabulary, inputs)) + Counter(_matrix(matrix, inputs, model.width))
+        looked_up += Counter(_matrix(types.matrix, model.vocabulary, inputs))
+        looked_up += Counter(_matrix(types.matrix, model.width, inputs))
     return ModelProfile(
-        name=f"{model.name} {matrix}",
+        name=f"{model.name} {named}",
         architecture=model.architecture,
-        layers=tuple(_layer(model, kind, matrix) for kind in kinds),
+        layers=tuple(_layer(model, kind, types, layer, widest) for layer, kind in enumerate(kinds)),
         embedding_bytes=looked_up.total(),
         output_bytes_by_type=dict(table),
         tied=model.tied,
@@ -186,48 +258,79 @@ def _profile(model: Shape, matrix: str, output: str) -> ModelProfile:
         experts_used=model.experts_used,
         kv_head_width=math.gcd(*widths),
         cut_multiple=model.cut_multiple,
-        query_width=max((kind.heads or model.heads) * width for kind, width in zip(attending, widths, strict=True)),
+        query_width=widest,
         tail_layers=tail_layers,
         beside_values=model.width + model.layer_inputs * sent + 1 if inputs else 0,
     )
 
 
-def _layer(model: Shape, kind: LayerKind, matrix: str) -> LayerProfile:
+def _queries(model: Shape, kind: LayerKind) -> int:
+    """Channels of all heads' queries, as they meet the KV cache."""
+    width = model.latent.rank + model.latent.rope if model.latent else kind.head_width or model.head_width
+    return (kind.heads or model.heads) * width
+
+
+def _kv_heads(model: Shape, kind: LayerKind) -> int:
+    return kind.kv_heads or model.kv_heads
+
+
+def _cell_values(model: Shape, kind: LayerKind) -> int:
+    """Values of a token in the KV cache of a layer; of a latent vector llama.cpp reads the values from the keys."""
+    if model.latent is not None:
+        return model.latent.rank + model.latent.rope
+    return 2 * _kv_heads(model, kind) * (kind.head_width or model.head_width)
+
+
+def _layer(model: Shape, kind: LayerKind, types: Types, layer: int, widest: int) -> LayerProfile:
     has_experts, state = kind.forward == "experts", kind.state
-    kv_bytes = 2 * (kind.kv_heads or model.kv_heads) * (kind.head_width or model.head_width) * KV_VALUE_BYTES
-    makes_inputs = _matrix(matrix, model.layer_inputs, model.width) if model.layer_inputs else {}
+    kv_bytes = _cell_values(model, kind) * KV_VALUE_BYTES
+    makes_inputs = _matrix(types.matrix, model.layer_inputs, model.width) if model.layer_inputs else {}
     return LayerProfile(
-        bytes_by_type=_shared_bytes(model, kind, matrix),
-        expert_bytes_by_type=_feed_forward_bytes(
-            model, matrix, model.feed_forward, model.experts if has_experts else 0
-        ),
+        bytes_by_type=_shared_bytes(model, kind, types, layer),
+        expert_bytes_by_type=_expert_bytes(model, types, layer) if has_experts else {},
         kv_bytes_per_token=kv_bytes if kind.attends and kind.has_cells else 0,
         state_bytes=0 if state is None else state_bytes(state.kernel, state.inner, state.groups, state.width),
         row_values=0 if state is None else recurrent_values(state.inner, state.groups, state.width, model.width),
         adapter_bytes=sum(makes_inputs.values()),
         adapter_reads=makes_inputs,
+        attends=kind.attends,
+        query_width=_queries(model, kind) if _queries(model, kind) < widest else 0,
     )
 
 
-def _shared_bytes(model: Shape, kind: LayerKind, matrix: str) -> dict[str, int]:
+def _expert_bytes(model: Shape, types: Types, layer: int) -> dict[str, int]:
+    """Bytes by type of all experts of a layer."""
+    matrix, down = types.experts or types.matrix, types.of_down(layer, model.layers, of_experts=True)
+    sizes = Counter(_feed_forward_bytes(model, matrix, down, model.feed_forward, model.experts))
+    if model.expert_bias:
+        sizes["F32"] += 4 * model.experts * (2 * model.feed_forward + model.width)
+    return dict(sizes)
+
+
+def _shared_bytes(model: Shape, kind: LayerKind, types: Types, layer: int) -> dict[str, int]:
     """Bytes by type of the weights of one layer that every row uses."""
     sizes: Counter[str] = Counter()
-    f32 = 2 * model.width
-    if kind.attends:
+    matrix, f32 = types.matrix, 2 * model.width
+    if kind.attends and model.latent is not None:
+        sizes.update(_latent_bytes(model, model.latent, matrix))
+        f32 += model.latent.query_rank + model.latent.rank
+    elif kind.attends:
         width = kind.head_width or model.head_width
         queries, keys = (kind.heads or model.heads) * width, (kind.kv_heads or model.kv_heads) * width
         gates = kind.gate * queries // width
-        cached = ((2 if kind.has_values else 1) * keys) * kind.has_cells
-        sizes.update(_matrix(matrix, queries + gates + cached, model.width))
+        sizes.update(_matrix(matrix, queries + gates + keys * kind.has_cells, model.width))
+        if kind.has_values and kind.has_cells:
+            sizes.update(_matrix(types.of_values(layer, model.layers, model.experts), keys, model.width))
         sizes.update(_matrix(matrix, model.width, queries))
         f32 += queries + 2 * keys if model.attention_bias else 0
         f32 += 2 * width if model.head_norms else 0
+        f32 += model.width + (kind.heads or model.heads) if model.sinks else 0
     if (state := kind.state) is not None:
         mixed = state.inner + 2 * state.groups * state.width
         sizes.update(_matrix(matrix, mixed + state.inner + state.scalars * state.heads, model.width))
         sizes.update(_matrix(matrix, model.width, state.inner))
         f32 += state.kernel * mixed + 3 * state.heads + state.inner // state.heads
-    f32 += model.width * model.experts if kind.forward == "experts" else 0
+    f32 += (model.width + model.sinks) * model.experts if kind.forward == "experts" else 0
     sizes["F32"] += 4 * f32
     if model.layer_inputs:
         sizes.update(_matrix(matrix, model.layer_inputs, model.width))
@@ -235,17 +338,30 @@ def _shared_bytes(model: Shape, kind: LayerKind, matrix: str) -> dict[str, int]:
     dense = kind.feed_forward or (model.dense_feed_forward if model.experts else model.feed_forward)
     forward = {"experts": model.shared_feed_forward, "dense": dense, "none": 0}[kind.forward or "none"]
     if forward:
-        sizes.update(_feed_forward_bytes(model, matrix, forward, 1))
+        sizes.update(_feed_forward_bytes(model, matrix, types.of_down(layer, model.layers), forward, 1))
     return dict(sizes)
 
 
-def _feed_forward_bytes(model: Shape, matrix: str, feed_forward: int, copies: int) -> dict[str, int]:
+def _latent_bytes(model: Shape, latent: LatentShape, matrix: str) -> Counter[str]:
+    """Bytes by type of the matrices of latent attention."""
+    queries = model.heads * (latent.plain + latent.rope)
+    sizes = Counter(_matrix(matrix, latent.rank + latent.rope, model.width))
+    if latent.query_rank:
+        sizes.update(_matrix(matrix, latent.query_rank, model.width))
+    sizes.update(_matrix(matrix, queries, latent.query_rank or model.width))
+    sizes.update(_matrix(matrix, model.heads * latent.rank, latent.plain))
+    sizes.update(_matrix(matrix, model.heads * latent.value, latent.rank))
+    sizes.update(_matrix(matrix, model.width, model.heads * latent.value))
+    return sizes
+
+
+def _feed_forward_bytes(model: Shape, matrix: str, down: str, feed_forward: int, copies: int) -> dict[str, int]:
     """Bytes by type of gate, up and down of ``copies`` feed-forward networks of that width; some have no gate."""
     if not copies:
         return {}
     sizes: Counter[str] = Counter()
     sizes.update(_matrix(matrix, (2 if model.gated else 1) * copies * feed_forward, model.width))
-    sizes.update(_matrix(matrix, copies * model.width, feed_forward))
+    sizes.update(_matrix(down, copies * model.width, feed_forward))
     return dict(sizes)
 
 

@@ -22,6 +22,7 @@ from halda import (
     LinkProfile,
     Plan,
     Prediction,
+    RoutingCost,
     TypeSpeed,
     prompt_row_s,
 )
@@ -302,6 +303,7 @@ def _slower(cpu: CpuProfile, factors: DeviceFactors) -> CpuProfile:
         attention_s=cpu.attention_s * factor,
         plain_attention_s=cpu.plain_attention_s * factor,
         rows_attention_s=cpu.rows_attention_s * factor,
+        routing=_slower_routing(cpu.routing, factors),
         speeds=tuple(_slower_speed(speed, factors) for speed in cpu.speeds),
     )
 
@@ -313,6 +315,8 @@ def _slower_gpu(gpu: GpuProfile, factors: DeviceFactors) -> GpuProfile:
         step_s=gpu.step_s * factor,
         layer_s=gpu.layer_s * factor,
         vram_read_bytes_per_s=gpu.vram_read_bytes_per_s / factor,
+        attention_flop_per_s=gpu.attention_flop_per_s / factors.prompts,
+        routing=_slower_routing(gpu.routing, factors),
         speeds=tuple(_slower_speed(speed, factors) for speed in gpu.speeds),
         helped=tuple(
             replace(
@@ -323,6 +327,10 @@ def _slower_gpu(gpu: GpuProfile, factors: DeviceFactors) -> GpuProfile:
             for speed in gpu.helped
         ),
     )
+
+
+def _slower_routing(routing: RoutingCost, factors: DeviceFactors) -> RoutingCost:
+    return replace(routing, layer_s=routing.layer_s * factors.compute, row_s=routing.row_s * factors.prompts)
 
 
 def _slower_speed(speed: TypeSpeed, factors: DeviceFactors) -> TypeSpeed:

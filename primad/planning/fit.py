@@ -5,14 +5,16 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final, Literal
 
 import msgspec
 
-from halda import Infeasible
+from halda import DeviceProfile, Infeasible
 from primad.gguf.published import published_file
 from primad.planning.bottleneck import bottleneck
+from primad.planning.describe import DescribedPlan
 from primad.planning.explain import best_plan
 from primad.planning.question import Question
 from primad.planning.whatif import change
@@ -104,7 +106,7 @@ def _fit(asked: tuple[str, Question]) -> Fit:
     model, file = question.model, published_file(name)
     hub = "" if file is None else file.hub
     try:
-        answer = best_plan(question)
+        answer = _best_plan(question)
     except Infeasible as exc:
         return Fit(name=name, model=model.name, bytes=model.size_bytes, runs="no", why=str(exc), hub=hub)
     found = answer.prediction
@@ -122,6 +124,41 @@ def _fit(asked: tuple[str, Question]) -> Fit:
         devices=list(answer.plan.devices),
         hub=hub,
     )
+
+
+def _best_plan(question: Question) -> DescribedPlan:
+    """The best plan with one of two heads: the device that is best by itself, and the one with most memory.
+
+    Raises ``Infeasible``.
+    """
+    heads = [question.head] if question.head is not None else _good_heads(question)
+    plans, failures = list[DescribedPlan](), list[Infeasible]()
+    for head in heads:
+        try:
+            plans.append(best_plan(replace(question, head=head, time_limit_s=question.time_limit_s / len(heads))))
+        except Infeasible as exc:
+            failures.append(exc)
+    if not plans:
+        raise min(failures, key=lambda failure: failure.short_bytes)
+    answer_tokens = question.workload.answer_tokens
+    return min(plans, key=lambda each: each.prediction.objective_s(question.objective, answer_tokens))
+
+
+def _good_heads(question: Question) -> list[str]:
+    alone: dict[str, float] = {}
+    for device in question.devices:
+        with suppress(Infeasible):
+            found = best_plan(
+                replace(question, devices=(device,), links=(), head=device.device, time_limit_s=HURRIED_S)
+            )
+            alone[device.device] = found.prediction.tpot_s
+    roomiest = max(question.devices, key=_free_bytes).device
+    return list(dict.fromkeys([*sorted(alone, key=alone.__getitem__)[:1], roomiest]))
+
+
+def _free_bytes(device: DeviceProfile) -> int:
+    vram = 0 if device.gpu is None or device.gpu.unified_memory else device.gpu.vram_available_bytes
+    return device.ram_available_bytes + vram
 
 
 def _help(question: Question, now: Fit, pool: ProcessPoolExecutor) -> str:

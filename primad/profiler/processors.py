@@ -14,11 +14,12 @@ from typing import Final, Protocol
 
 import psutil
 
-from halda import CpuProfile, GpuProfile, HelpedSpeed
+from halda import CpuProfile, GpuProfile, HelpedSpeed, RoutingCost
 from primad.engine.devices import GpuDevice
 from primad.errors import EngineError
 from primad.profiler.beside import VOCABULARIES, head_costs, measure_wake
 from primad.profiler.effort import Budget, Effort
+from primad.profiler.routing import measure_routing
 from primad.profiler.shapes import measure_attention, measure_caches, measure_exact, measure_rows, measure_widths
 from primad.profiler.speeds import (
     MAIN,
@@ -121,21 +122,23 @@ def measure_cpu(
         exact_rows = measure_exact(bench, speeds)
         row_s = measure_rows(bench, speeds[0], step_s, layer_s)
         widths = measure_widths(bench, speeds[0], step_s, layer_s)
-    found = CpuProfile(
-        name=cpu_name(),
-        cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
-        threads=threads,
-        batch_threads=batch_threads,
-        step_s=step_s,
-        layer_s=layer_s,
-        speeds=speeds,
-        widths=widths,
-        row_s=row_s,
-        exact_rows=exact_rows,
-        caches=caches,
-        **attention,
-        **beside,
-    )
+        found = CpuProfile(
+            name=cpu_name(),
+            cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
+            threads=threads,
+            batch_threads=batch_threads,
+            step_s=step_s,
+            layer_s=layer_s,
+            speeds=speeds,
+            widths=widths,
+            row_s=row_s,
+            exact_rows=exact_rows,
+            caches=caches,
+            routing=RoutingCost(),
+            **attention,
+            **beside,
+        )
+        found = replace(found, routing=measure_routing(bench, found))
     return with_bounded_costs(found)
 
 
@@ -245,7 +248,8 @@ def measure_gpu(
         )
         try:
             step_s = measure_step(bench)
-            layer_s, speeds = measure_types(_affordable(bench, step_s), step_s, lambda _: None)
+            bench = _affordable(bench, step_s)
+            layer_s, speeds = measure_types(bench, step_s, lambda _: None)
         except EngineError as exc:
             return str(exc)
     found = GpuProfile(
@@ -268,6 +272,7 @@ def measure_gpu(
     if effort.is_quick:
         return found
     with child_trials(threads, timeout_s=_GPU_TIMEOUT_S, gpu=True) as trials:
+        found = replace(found, routing=measure_routing(replace(bench, trials=trials, budget=budget), found))
         helper = replace(bench, trials=trials, sweep_bytes=sweep_bytes(), budget=budget, helps=True)
         return _with_help(found, measure_help(helper, [speed.type for speed in speeds]))
 

@@ -24,7 +24,7 @@ from primad.profiles import Implausible, check_profile, shown
 
 VERSION: Final = 2
 MAX_FILE_BYTES: Final = 1 << 20
-_MAY_LACK: Final = frozenset({"helped", "disk_id"})
+_MAY_LACK: Final = frozenset({"helped", "disk_id", "routing", "attention_flop_per_s"})
 """Fields that files from before there were such do not have."""
 _CURE: Final = "correct it there, or write the file anew with 'primad profile --remeasure --save FILE'"
 

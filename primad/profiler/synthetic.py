@@ -40,25 +40,36 @@ _SCALES_AT: Final[dict[str, tuple[int, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """The sizes of a layer: ``heads`` heads of ``width / heads`` channels, ``heads_kv`` of them for keys and values."""
+    """The sizes of a layer: ``heads`` heads of ``width / heads`` channels, ``heads_kv`` of them for keys and values.
+
+    One with ``experts`` has as many feed-forward networks, of which a row uses ``experts_used``.
+    """
 
     width: int
     feed_forward: int
     heads: int
     heads_kv: int
+    experts: int = 0
+    experts_used: int = 0
 
-    def matrices(self) -> dict[str, tuple[int, int]]:
-        """Name -> (columns, rows) of every matrix."""
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """Name -> (columns, rows) of every matrix, and of those of experts how many."""
         keys = self.width // self.heads * self.heads_kv
+        name, each = ("_exps", (self.experts,)) if self.experts else ("", ())
         return {
             "attn_q": (self.width, self.width),
             "attn_k": (self.width, keys),
             "attn_v": (self.width, keys),
             "attn_output": (self.width, self.width),
-            "ffn_gate": (self.width, self.feed_forward),
-            "ffn_up": (self.width, self.feed_forward),
-            "ffn_down": (self.feed_forward, self.width),
+            f"ffn_gate{name}": (self.width, self.feed_forward, *each),
+            f"ffn_up{name}": (self.width, self.feed_forward, *each),
+            f"ffn_down{name}": (self.feed_forward, self.width, *each),
         }
+
+    @property
+    def expert_weights(self) -> int:
+        """Number of weights of all experts."""
+        return 3 * self.experts * self.feed_forward * self.width
 
     @property
     def weights(self) -> int:
@@ -84,6 +95,8 @@ MIDDLE: Final = LayerShape(width=768, feed_forward=2560, heads=12, heads_kv=4)
 """A layer as those of models of some hundred million weights."""
 NARROW: Final = LayerShape(width=512, feed_forward=65_536, heads=8, heads_kv=2)
 """A layer of short rows, such as the output matrices of small models have."""
+MIXED: Final = LayerShape(width=2048, feed_forward=512, heads=32, heads_kv=8, experts=32, experts_used=4)
+"""A layer with experts, as thin as those of models of some billion weights that a row uses."""
 SMALL: Final = LayerShape(width=256, feed_forward=256, heads=4, heads_kv=1)
 """A layer that costs little besides its fixed cost."""
 
@@ -92,15 +105,15 @@ def write_window(folder: Path, shape: LayerShape, kind: str, layers: int, gpu_la
     """Write a window of ``layers`` layers of type ``kind`` to ``folder``. Raises ``OSError``."""
     tensors = _tensors(shape, kind)
     piece = _piece(kind)
-    norms = np.ones(shape.width, np.float32).tobytes()
+    norms, router = np.ones(shape.width, np.float32).tobytes(), _piece("F32")
     paths = []
     for number in range(layers):
         path = folder / f"layer-{number}.gguf"
         with path.open("wb") as file:
             file.write(layer_header(tensors, number=number, split=number + 1))
             for tensor in tensors:
-                is_norm = len(tensor.shape) == 1
-                _fill(file, norms if is_norm else piece, tensor.size_bytes)
+                is_norm, is_router = len(tensor.shape) == 1, "_inp." in tensor.name
+                _fill(file, norms if is_norm else router if is_router else piece, tensor.size_bytes)
                 file.write(bytes(-tensor.size_bytes % ALIGNMENT))
         paths.append(str(path))
     metadata = folder / "window.gguf"
@@ -121,6 +134,8 @@ def _tensors(shape: LayerShape, kind: str) -> list[LayerTensor]:
     norm = (GGMLQuantizationType.F32, (shape.width,))
     sizes: dict[str, tuple[GGMLQuantizationType, tuple[int, ...]]] = {"attn_norm": norm, "ffn_norm": norm}
     sizes |= {name: (GGMLQuantizationType[kind], matrix) for name, matrix in shape.matrices().items()}
+    if shape.experts:
+        sizes["ffn_gate_inp"] = (GGMLQuantizationType.F32, (shape.width, shape.experts))
     tensors, offset = [], 0
     for name, (type_, extents) in sizes.items():
         block, block_bytes = GGML_QUANT_SIZES[type_]
@@ -141,6 +156,8 @@ def _metadata(shape: LayerShape, layers: int, tensors: int) -> bytes:
         "llama.attention.head_count_kv": shape.heads_kv,
         "llama.attention.layer_norm_rms_epsilon": 1e-5,
         "llama.rope.dimension_count": shape.width // shape.heads,
+        "llama.expert_count": shape.experts,
+        "llama.expert_used_count": shape.experts_used,
         "llama.vocab_size": 1,
         "tokenizer.ggml.model": "none",
     }

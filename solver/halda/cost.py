@@ -105,6 +105,9 @@ FLASH_HEADS: Final[Mapping[str, frozenset[int]]] = {
 }
 """Widths of heads that llama.cpp has flash attention for on these backends; a context with other ones there does without.
 (Vulkan's has all that are multiples of 8; of others attention is computed on the CPU.)"""
+STATE_PASSES: Final = 12
+"""How often a token's step reads or writes the state of a layer that has one. It is gathered, goes through operations
+of its own (decay, what the key finds, update, what the query finds) and is put back; each reads or writes all of it."""
 KV_VALUE_BYTES: Final[Mapping[CacheType, Fraction]] = {
     "f16": Fraction(2),
     "q8_0": Fraction(34, 32),
@@ -117,13 +120,36 @@ AnySpeed = TypeVar("AnySpeed", TypeSpeed, HelpedSpeed)
 
 
 def speed_of(speeds: Sequence[AnySpeed], kind: str) -> AnySpeed:
-    """The speed of type ``kind``; where it was not measured, that of the nearest size, in its own family if there is one."""
+    """The speed of type ``kind``; where it was not measured, as it follows from the nearest one.
+
+    One row reads a byte of either in the same time. What more rows take besides is computing, which takes as long for a
+    weight: so a byte with more weights takes longer.
+    """
+    found = nearest_speed(speeds, kind)
+    return found if found.type == kind else _as_type(found, kind)
+
+
+def nearest_speed(speeds: Sequence[AnySpeed], kind: str) -> AnySpeed:
+    """The measured speed of type ``kind``, or that of the nearest size, in its own family if there is one."""
     size, its = bytes_per_weight(kind), family(kind)
 
     def distance(speed: AnySpeed) -> tuple[bool, bool, float]:
         return speed.type != kind, family(speed.type) != its, abs(math.log(bytes_per_weight(speed.type) / size))
 
     return min(speeds, key=distance)
+
+
+def _as_type(speed: AnySpeed, kind: str) -> AnySpeed:
+    """``speed`` as that of ``kind``, of which a weight takes as long to compute."""
+    if isinstance(speed, HelpedSpeed):
+        return replace(speed, type=kind)
+    weights, one_s = bytes_per_weight(speed.type) / bytes_per_weight(kind), 1 / speed.decode_bytes_per_s
+
+    def rate(bytes_per_s: float) -> float:
+        return 1 / (one_s + weights * max(0.0, 1 / bytes_per_s - one_s))
+
+    rows = tuple(replace(each, bytes_per_s=rate(each.bytes_per_s)) for each in speed.rows)
+    return replace(speed, type=kind, batch_bytes_per_s=rate(speed.batch_bytes_per_s), rows=rows)
 
 
 def seconds_per_byte(speed: TypeSpeed, rows: float, ratio: float = 1.0, many_ratio: float = 1.0) -> float:
@@ -207,12 +233,14 @@ def weights_s(
     )
 
 
-def experts_s(speeds: Sequence[TypeSpeed], layer: LayerProfile, model: ModelProfile, rows: float) -> float:
-    """Seconds that the routed experts take: of those that any row picked, each with the rows that picked it."""
+def experts_s(processor: CpuProfile | GpuProfile, layer: LayerProfile, model: ModelProfile, rows: float) -> float:
+    """Seconds that the routed experts take: of those that any row picked, each with the rows that picked it; and routing."""
     if not layer.expert_bytes_by_type:
         return 0.0
     touched, rows_each = _picked(model, rows)
-    return touched * weights_s(speeds, layer.expert_bytes_by_type, rows_each)
+    routing = processor.routing
+    computed_s = weights_s(processor.speeds, layer.expert_bytes_by_type, rows_each, many_ratio=routing.many_ratio)
+    return touched * computed_s + routing.layer_s + rows * routing.row_s
 
 
 def _picked(model: ModelProfile, rows: float) -> tuple[float, float]:
@@ -238,10 +266,12 @@ def attention_s(
 
     That is measured on a CPU: for one row, as which llama.cpp computes those of several sequences, and all with flash
     attention below ``TILE_ROWS``; and for the rows of a ``chunk`` of one sequence, else 4 FLOP. So a few more rows may take
-    less.
+    less. A layer that does not attend computes nothing of it; one with a state reads and writes that, some times.
     """
+    if not layer.attends:
+        return (1 if chunk else rows) * STATE_PASSES * layer.state_bytes / read_bytes_per_s
     read = kv * kv_bytes_per_token(layer, kv_type) / read_bytes_per_s
-    computed = kv * model.attention_width
+    computed = kv * query_width(layer, model)
     if not isinstance(processor, CpuProfile):
         return read if rows <= BATCH_ROWS else read + _products_s(processor, rows * computed)
     single_s = computed * (processor.attention_s if flash else processor.plain_attention_s)
@@ -252,7 +282,14 @@ def attention_s(
     return read + max(single_s, rows * computed * processor.rows_attention_s)
 
 
+def query_width(layer: LayerProfile, model: ModelProfile) -> int:
+    """Channels of the queries of a layer."""
+    return layer.query_width or model.attention_width
+
+
 def _products_s(processor: CpuProfile | GpuProfile, computed: float) -> float:
+    if isinstance(processor, GpuProfile) and processor.attention_flop_per_s:
+        return 4 * computed / processor.attention_flop_per_s
     return 4 * computed / speed_of(processor.speeds, "F16").prefill_flop_per_s
 
 
@@ -278,7 +315,7 @@ def layer_s(
         processor.layer_s
         + weights_s(processor.speeds, layer.bytes_by_type, rows, ratio, many_ratio)
         + weights_s(processor.speeds, layer.adapter_reads, rows)
-        + experts_s(processor.speeds, layer, model, rows)
+        + experts_s(processor, layer, model, rows)
         + attention_s(processor, read_bytes_per_s, layer, model, rows, kv, kv_type, flash=flash, chunk=chunk)
     )
 
@@ -293,8 +330,8 @@ def apart_s(
     """
     if not layer.expert_bytes:
         return 0.0
-    in_ram_s = helped_experts_s(gpu, layer, model, rows) if helped else experts_s(cpu.speeds, layer, model, rows)
-    return gpu.step_s + in_ram_s - experts_s(gpu.speeds, layer, model, rows)
+    in_ram_s = helped_experts_s(gpu, layer, model, rows) if helped else experts_s(cpu, layer, model, rows)
+    return gpu.step_s + in_ram_s - experts_s(gpu, layer, model, rows)
 
 
 def helped_layer_s(
@@ -310,7 +347,7 @@ def helped_layer_s(
     )
     total += weights_s(gpu.speeds, layer.adapter_reads, rows) + helped_experts_s(gpu, layer, model, rows)
     copied_s = kv * kv_bytes_per_token(layer, kv_type) / speed_of(gpu.helped, "F16").few_bytes_per_s
-    return total + copied_s + _products_s(gpu, rows * kv * model.attention_width)
+    return total + copied_s + _products_s(gpu, rows * kv * query_width(layer, model) * layer.attends)
 
 
 def helped_experts_s(gpu: GpuProfile, layer: LayerProfile, model: ModelProfile, rows: float) -> float:
@@ -318,10 +355,11 @@ def helped_experts_s(gpu: GpuProfile, layer: LayerProfile, model: ModelProfile, 
     if not layer.expert_bytes_by_type:
         return 0.0
     touched, rows_each = _picked(model, rows)
-    return touched * sum(
+    computed_s = sum(
         size * _helped_s_per_byte(speed_of(gpu.helped, kind), rows_each)
         for kind, size in layer.expert_bytes_by_type.items()
     )
+    return touched * computed_s + gpu.routing.layer_s + rows * gpu.routing.row_s
 
 
 def _helped_s_per_byte(speed: HelpedSpeed, rows: float) -> float:

@@ -265,6 +265,7 @@ class _Pricing:
         whole = self._whole_from(start, vram, experts) if use_gpu and parts else start
         apart, tail_apart = whole - start, tail_gpu if parts else 0
         uses_gpu = (gpu > 0) | tail_on_gpu
+        uses_cpu = (start > self._at[:, None]) | (apart > 0) | (len(tail) > tail_gpu) | (tail_apart > 0)
         fixed = instance.runtime_bytes(windows)
         fixed += (instance.head_bytes(windows) + (0 if tail_on_gpu else model.output_bytes)) * is_head
         in_ram = self._sum(experts, start, whole) + (experts[tail].sum() if tail_on_gpu else 0)
@@ -286,7 +287,7 @@ class _Pricing:
             if weight:
                 rest = self._sum(np.array(phase.gpu), start, self._at[None, :])
                 rest = rest + self._sum(np.array(phase.apart), start, whole)
-                rest = rest + windows * (member.step_s + member.gpu_step_s * uses_gpu)
+                rest = rest + windows * (member.step_s * uses_cpu + member.gpu_step_s * uses_gpu)
                 compute = self._sum(np.array(phase.cpu), self._at[:, None], start)
                 if is_head:
                     tail_s = np.array(phase.gpu if tail_on_gpu else phase.cpu)[tail].sum()

@@ -139,9 +139,14 @@ class _Share:
         """Whether anything of this device is on its GPU."""
         return any(self.gpu) or (self.is_head and plan.output_on_gpu)
 
+    @property
+    def uses_cpu(self) -> bool:
+        """Whether its processor computes anything of a layer."""
+        return any(self.cpu) or any(self.apart)
+
     def step_s(self, plan: Plan) -> float:
-        """Seconds a window costs besides its layers."""
-        return self.member.step_s + (self.member.gpu_step_s if self.uses_gpu(plan) else 0.0)
+        """Seconds a window costs besides its layers: on the processor where that has some of them, on the GPU likewise."""
+        return self.member.step_s * self.uses_cpu + self.member.gpu_step_s * self.uses_gpu(plan)
 
     def output_s(self, plan: Plan) -> float:
         """Seconds of the output matrix."""

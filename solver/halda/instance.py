@@ -223,6 +223,30 @@ class Instance:
         ordered = sorted(self.devices, key=lambda device: device.device != head)
         return replace(self, devices=tuple(ordered))
 
+    def unlike(self, heads: Sequence[str]) -> list[str]:
+        """``heads`` without those that make the same question as one before: like devices with like links."""
+        found: list[str] = []
+        for head in heads:
+            if not any(self._are_alike(head, before) for before in found):
+                found.append(head)
+        return found
+
+    def _are_alike(self, one: str, other: str) -> bool:
+        """Whether nothing changes if the two change places."""
+        here, there = ({device.device: device for device in self.devices}[name] for name in (one, other))
+        changed = {one: other, other: one}
+        if any(sum(device.host == each.host for device in self.devices) > 1 for each in (here, there)):
+            return False
+        if replace(here, device=other, host=there.host) != there or (one in self.helped) != (other in self.helped):
+            return False
+        if self.limits.get(one, NO_LIMITS) != self.limits.get(other, NO_LIMITS):
+            return False
+        for (source, target), link in self.links.items():
+            swapped = self.links.get((changed.get(source, source), changed.get(target, target)))
+            if swapped is None or _unnamed(link) != _unnamed(swapped):
+                return False
+        return True
+
     def with_rows(self, chunk_rows: int) -> Instance:
         """The same question with chunks of so many rows."""
         return replace(self, workload=replace(self.workload, chunk_rows=chunk_rows))
@@ -386,7 +410,7 @@ class Instance:
                     for kind in self.kinds
                 ),
                 gpu=tuple(
-                    cost.layer_s(gpu, gpu.vram_read_bytes_per_s, kind, model, rows, kv, work.kv_type)
+                    cost.layer_s(gpu, gpu.vram_read_bytes_per_s, kind, model, rows, kv, work.kv_type, chunk=is_chunk)
                     if gpu is not None
                     else 0.0
                     for kind in self.kinds
@@ -443,6 +467,11 @@ def instance(
         limits=limits,
     )
     return question.with_head(head or names[0])
+
+
+def _unnamed(link: LinkProfile) -> LinkProfile:
+    """The figures of a link, whosever it is."""
+    return replace(link, source="", target="", address="")
 
 
 def disk_of(device: DeviceProfile) -> tuple[str, str]:

@@ -445,6 +445,7 @@ def build(
             pulp.lpSum(layout.gpu[m]) <= instance.gpu_room(m, layout.windows[m]) * uses_gpu[m],
             f"{m} uses its GPU",
         )
+    uses_cpu = _uses_cpu(problem, instance, layout, uses_gpu)
     output_on_gpu = integer(problem, "output_on_gpu", 0, int(instance.members[0].has_gpu))
     problem += (
         layout.tail_on_gpu <= len(instance.model.layers) * output_on_gpu,
@@ -458,10 +459,24 @@ def build(
     if elastic:
         wanted: Expression = pulp.lpSum(short)
     else:
-        time = _Time(problem, instance, layout, uses_gpu, output_on_gpu, streams)
+        time = _Time(problem, instance, layout, (uses_cpu, uses_gpu), output_on_gpu, streams)
         wanted = time.objective(objective) + READ_TIE * time.reading() + EVEN_MS * fullest
     problem += wanted
     return Program(problem, layout, streams, output_on_gpu, wanted)
+
+
+def _uses_cpu(problem: Any, instance: Instance, layout: Layout, uses_gpu: Sequence[Any]) -> list[Expression]:
+    """Whether the processor of each member computes anything of a layer: without a GPU it does if it takes part."""
+    found: list[Expression] = []
+    for m, member in enumerate(instance.members):
+        if not member.has_gpu:
+            found.append(layout.used[m])
+            continue
+        uses = integer(problem, f"cpu_used_{m}", 0, 1)
+        problem += pulp.lpSum(layout.in_ram(m)) <= len(instance.model.layers) * uses, f"{m} uses its processor"
+        problem += uses + uses_gpu[m] >= layout.used[m], f"{m} uses either"
+        found.append(uses)
+    return found
 
 
 def _streaming(problem: Any, instance: Instance, layout: Layout) -> StreamVariables:
@@ -602,14 +617,14 @@ class _Time:
         problem: Any,
         instance: Instance,
         layout: Layout,
-        uses_gpu: Sequence[Any],
+        uses: tuple[Sequence[Expression], Sequence[Expression]],
         output_on_gpu: Any,
         streams: StreamVariables,
     ) -> None:
         self._problem = problem
         self._instance = instance
         self._layout = layout
-        self._uses_gpu = uses_gpu
+        self._uses_cpu, self._uses_gpu = uses
         self._output_on_gpu = output_on_gpu
         self._streams = streams
         self._unit = instance.largest_layer_bytes
@@ -1016,7 +1031,7 @@ class _Time:
     def _steps(self, m: int, windows: float) -> Expression:
         """What ``windows`` windows cost besides their layers."""
         member = self._instance.members[m]
-        per_window = self._layout.used[m] * (member.step_s * MS) + self._uses_gpu[m] * (member.gpu_step_s * MS)
+        per_window = self._uses_cpu[m] * (member.step_s * MS) + self._uses_gpu[m] * (member.gpu_step_s * MS)
         return windows * per_window
 
     def _sure_rest(self, m: int, phase: Phase, rest: Expression, output: Expression) -> Expression:

@@ -108,6 +108,19 @@ class TypeRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingCost:
+    """What a layer with experts costs besides their bytes: the router, picking, and collecting rows for each expert.
+
+    ``layer_s`` is what it costs a step, ``row_s`` each row more. ``many_ratio`` is what a byte of an expert takes over what
+    the rates say where an expert has several rows: each expert has some of its own, and few of them fill no kernel.
+    """
+
+    layer_s: float = 0.0
+    row_s: float = 0.0
+    many_ratio: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CpuProfile:
     """The processor. ``threads`` and ``batch_threads`` are the counts that the speeds hold for (decode, prefill).
 
@@ -119,7 +132,7 @@ class CpuProfile:
     which rates hold for rows of ``RATE_WIDTH`` values; ``attention_s`` what a token in the KV cache costs for each channel
     of the queries of one row, ``plain_attention_s`` the same without flash attention, ``rows_attention_s`` where rows of a
     sequence are computed as a matrix (0: as its products are). ``exact_rows`` are of the types that were compared, with
-    extra buffers and without.
+    extra buffers and without. ``routing`` is what layers with experts cost besides.
     """
 
     name: str
@@ -139,6 +152,7 @@ class CpuProfile:
     rows_attention_s: float = 0.0
     exact_rows: tuple[TypeRows, ...] = ()
     caches: tuple[CacheCost, ...] = ()
+    routing: RoutingCost = RoutingCost()
 
     def with_extra_buffers(self, types: Collection[str]) -> CpuProfile:
         """The processor that has extra buffers for weights of ``types`` at most; others it computes as they lie in files."""
@@ -151,7 +165,8 @@ class GpuProfile:
 
     ``step_s`` is what a window with layers on this GPU costs a step besides them (copies to and fro among it). ``id`` is
     what llama.cpp calls it ("CUDA0"): the only name that two of one kind do not share. ``helped`` is how fast it computes
-    prompts through layers that stay in RAM, by type; empty where it is not known to help.
+    prompts through layers that stay in RAM, by type; empty where it is not known to help. ``attention_flop_per_s`` is
+    how fast it computes attention of many rows (0: as products of F16), ``routing`` what layers with experts cost besides.
     """
 
     name: str
@@ -165,6 +180,8 @@ class GpuProfile:
     speeds: tuple[TypeSpeed, ...]
     id: str = ""
     helped: tuple[HelpedSpeed, ...] = ()
+    attention_flop_per_s: float = 0.0
+    routing: RoutingCost = RoutingCost()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +276,9 @@ class Limits:
 class LayerProfile:
     """One layer: bytes of weights by quantisation type, and bytes of KV cache (F16) per token of context.
 
-    A recurrent layer has ``state_bytes`` for each sequence instead, whatever its length. ``row_values`` are those that a row
+    A recurrent layer has ``state_bytes`` for each sequence instead, whatever its length, and does not attend. (One without
+    cells of its own may attend to those of another layer.) ``query_width`` counts the channels of its queries, 0 for as many
+    as the model says. ``row_values`` are those that a row
     has in the compute buffer, at the least if it is recurrent; 0 where they are estimated from the weights.
     ``adapter_bytes`` are those of adapters and of what makes its inputs, which lie in memory beside it, also where it
     streams; ``adapter_reads`` what a row reads of them, by type.
@@ -275,6 +294,8 @@ class LayerProfile:
     row_values: int = 0
     adapter_bytes: int = 0
     adapter_reads: Mapping[str, int] = field(default_factory=dict)
+    attends: bool = True
+    query_width: int = 0
 
     @property
     def size_bytes(self) -> int:

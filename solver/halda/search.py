@@ -98,11 +98,12 @@ def solve(
 ) -> Solution:
     """The plan that makes ``objective`` smallest, with the best of ``heads`` (none: the first device) as head.
 
-    They share the time limit. ``require`` names devices that must take part. Where layers stream, a chunk of the prompt may
-    have as many rows as one of ``chunks`` says instead of ``workload.chunk_rows``; where there is no plan, those with the
-    fewest rows come first. With ``helps`` GPUs may help with prompts, as in ``helping.py``; ``experts`` of layers on a GPU
-    are where the plan has them, or all in its memory, or all in RAM. Raises ``Infeasible``, which says which limit is short
-    and by how much, and ``CutOff`` where a link that does not work would be needed.
+    They share the time limit, which is of the processor's time; of those that are alike one is tried. ``require`` names
+    devices that must take part. Where layers stream, a chunk of the prompt may have as many rows as one of ``chunks``
+    says instead of ``workload.chunk_rows``; where there is no plan, those with the fewest rows come first. With
+    ``helps`` GPUs may help with prompts, as in ``helping.py``; ``experts`` of layers on a GPU are where the plan has
+    them, or all in its memory, or all in RAM. Raises ``Infeasible``, which says which limit is short and by
+    how much, and ``CutOff`` where a link that does not work would be needed.
     """
     question = replace(instance(devices, links, model, workload, limits or {}), experts=experts)
     able = able_to_help(question) if helps else frozenset[str]()
@@ -143,6 +144,7 @@ def _with_best_head(
     """The plan with the best of ``heads``. Raises ``Infeasible``."""
     best: Solution | None = None
     failures, bound_s = [], math.inf
+    heads = question.unlike(heads)
     for head in heads:
         try:
             found = _with_head(question.with_head(head), objective, require, chunks, time_limit_s / len(heads))

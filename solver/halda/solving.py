@@ -32,7 +32,8 @@ _SUBSTITUTIONS: Final = 1 << 8 | 1 << 12
 class Outcome:
     """How a program ended: ``found`` a solution (its values are in the variables), ``proven`` the best one.
 
-    ``bound`` is below every solution; it is infinite for a program without any. ``seconds`` that it took.
+    ``bound`` is below every solution; it is infinite for a program without any. ``seconds`` of the processor that it took:
+    what else a machine does must not make plans worse.
     """
 
     found: bool
@@ -52,11 +53,11 @@ def run(problem: Any, time_limit_s: float, *, most: float = math.inf, is_steep: 
         problem.addConstraint(problem.objective <= most, "no solution above the most")
     most -= float(problem.objective.constant)  # PuLP keeps it from HiGHS
     problem.solve(_highs(time_limit_s, most, presolve="off" if is_steep else "choose"))
-    seconds = float(problem.solutionTime)
+    seconds = float(problem.solutionCpuTime)
     if not is_steep and problem.solverModel.getModelStatus().name == "kSolveError":
         # What its presolve made smaller does not always hold in the whole program, by less than counts.
         problem.solve(_highs(time_limit_s, most, presolve="off"))
-        seconds += float(problem.solutionTime)
+        seconds += float(problem.solutionCpuTime)
     solved = problem.sol_status == pulp.LpSolutionOptimal
     found = solved or problem.sol_status == pulp.LpSolutionIntegerFeasible
     if problem.status == pulp.LpStatusInfeasible:

@@ -202,6 +202,7 @@ def _stops(plan: Plan, instance: Instance, *, decode: bool) -> list[Visit]:
     uses_gpu = {window.device for window in plan.route if window.gpu_layers}
     if plan.output_on_gpu:
         uses_gpu.add(plan.head)
+    uses_cpu = {window.device for window in plan.route if len(window.in_ram)}
     stops = []
     for device, windows in groupby(plan.route, key=lambda window: window.device):
         pieces: list[Segment] = []
@@ -209,9 +210,10 @@ def _stops(plan: Plan, instance: Instance, *, decode: bool) -> list[Visit]:
             member, last = members[device], window is plan.route[-1]
             phase = member.decode if decode else member.prefill
             gpu_step_s = member.gpu_step_s if device in uses_gpu else 0.0
+            cpu_step_s = member.step_s if device in uses_cpu else 0.0
             output_s = member.gpu_output_s if plan.output_on_gpu else member.cpu_output_s
             tail_s = output_s if last and decode else 0.0
-            pieces.extend(_pieces(window, plan, instance, phase, member.step_s, gpu_step_s + tail_s))
+            pieces.extend(_pieces(window, plan, instance, phase, cpu_step_s, gpu_step_s + tail_s))
             pieces[-1] = replace(pieces[-1], ends=last)
         stops.append(Visit(stations[device], tuple(pieces), 0))
     if decode and len(stops) > 1:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from primad.cli.fit import next_commands
-from primad.planning.fit import BEST, SCHEMA, Fit, FitAnswer, ranked
+from primad.planning.fit import BEST, SCHEMA, Fit, FitAnswer, fit_all, ranked
+from primad.planning.question import Wishes, ask
+from tests.fakes import planning
+from tests.fakes.planning import GB
 
 
 def fit(name: str, size: int, tokens_per_s: float = 0.0, **more: Any) -> Fit:
@@ -43,3 +46,10 @@ def test_the_best_rows_end_with_the_commands_to_type_the_best_one_last():
         "  primad serve --model hf:a/b"
     ]
     assert next_commands(answer(fit("huge", 30))) == []
+
+
+def test_the_fastest_device_is_head_where_another_has_more_memory():
+    roomy, fast = planning.device("roomy", ram=64 * GB), planning.device("fast", ram=16 * GB, vram=12 * GB)
+    wishes = Wishes(objective="latency", time_limit_s=0.3)
+    answer = fit_all([("toy", ask(wishes, [roomy, fast], [], planning.model()))], processes=1)
+    assert answer.models[0].devices[0] == "fast"

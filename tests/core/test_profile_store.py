@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halda import DeviceProfile, HelpedSpeed
+from halda import DeviceProfile, HelpedSpeed, RoutingCost
 from primad.errors import ConfigError
 from primad.profiler import records
 from primad.profiler.store import MAX_FILE_BYTES, load_profile, load_profiles, save_profile
@@ -69,12 +69,18 @@ def test_a_saved_profile_is_loaded_as_it_was(tmp_path):
 HELPED = HelpedSpeed(type="Q4_K", few_bytes_per_s=5e9, prefill_flop_per_s=2e12)
 
 
-def test_what_a_gpu_helps_is_kept_and_a_file_from_before_has_none(tmp_path, raw):
+ROUTING = RoutingCost(layer_s=1e-5, row_s=1e-7, many_ratio=2.0)
+
+
+def test_help_and_routing_are_kept_and_a_file_from_before_has_none(tmp_path, raw):
     path = tmp_path / "desk.json"
-    helping = replace(PROFILE, gpu=replace(GPU, helped=(HELPED,)))
+    gpu = replace(GPU, helped=(HELPED,), routing=ROUTING, attention_flop_per_s=1e12)
+    helping = replace(PROFILE, cpu=replace(PROFILE.cpu, routing=ROUTING), gpu=gpu)
     save_profile(path, helping, "made up")
     assert load_profiles(path) == [helping]
-    del raw["device"]["gpu"]["helped"]
+    for name in ("helped", "routing", "attention_flop_per_s"):
+        del raw["device"]["gpu"][name]
+    del raw["device"]["cpu"]["routing"]
     path.write_text(json.dumps(raw))
     assert load_profiles(path) == [PROFILE]
 

@@ -9,6 +9,19 @@ from primad.gguf.shapes import shape, shape_names
 
 WEIGHTS = {
     "llama3-8b": 8.03e9,
+    "deepseek-v3": 671e9,
+    "kimi-k2": 1026e9,
+    "glm4.7-flash": 29.9e9,
+    "glm5": 744e9,
+    "minimax-m2": 229e9,
+    "qwen3-coder-30b-a3b": 30.5e9,
+    "qwen3-coder-480b-a35b": 480e9,
+    "qwen3.6-27b": 27e9,
+    "qwen3.6-35b-a3b": 35e9,
+    "llama3.1-70b": 70.6e9,
+    "llama3.3-70b": 70.6e9,
+    "llama2-7b": 6.74e9,
+    "llama3.1-8b": 8.03e9,
     "llama3-14b": 14.1e9,
     "llama1-30b": 32.5e9,
     "llama3-45b": 44.884e9,
@@ -63,6 +76,10 @@ WEIGHTS = {
 """As their makers state them; of Gemma 3 and GLM without what sees pictures and what predicts more tokens, of Gemma 4 E2B
 and E4B (5.1 and 8 billion) and Gemma 3n (5.4 and 7.9) without what sees and hears."""
 ACTIVE = {
+    "deepseek-v3": 37e9,
+    "kimi-k2": 32e9,
+    "minimax-m2": 10e9,
+    "qwen3-coder-480b-a35b": 35e9,
     "qwen3-next-80b-a3b": 3e9,
     "qwen3.5-35b-a3b": 3e9,
     "qwen3.5-122b-a10b": 10e9,
@@ -76,6 +93,32 @@ ACTIVE = {
     "llama4-maverick": 17e9,
 }
 """What a token uses, with the output matrix: rounded, some with the token embedding, which is looked up."""
+
+
+FILES = {
+    "gpt-oss-20b": 11.27,
+    "gpt-oss-120b": 59.02,
+    "llama3-8b-q4_k_m": 4.58,
+    "llama3-8b-q4_0": 4.33,
+    "llama3-8b-q8": 7.95,
+    "llama3-70b-q4_k_m": 39.59,
+    "llama3.1-405b-q4_k_m": 226.37,
+    "llama3.2-3b-q4_k_m": 1.87,
+    "qwen2.5-14b-q4_k_m": 8.37,
+    "qwen3-30b-a3b-q4_k_m": 17.28,
+    "gemma3-27b-q4_k_m": 15.40,
+}
+"""GiB of all tensors, as llama-bench shows them for the files that people download."""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_shapes_are_as_large_as_the_files_that_people_download(name: str) -> None:
+    assert shape(name).size_bytes / 2**30 == pytest.approx(FILES[name], rel=0.002)
+
+
+def test_a_model_of_one_file_has_its_types_whatever_the_suffix() -> None:
+    assert shape("gpt-oss-20b-q4k") == shape("gpt-oss-20b")
+    assert {"MXFP4", "F32"} == set(shape("gpt-oss-20b").layers[0].expert_bytes_by_type)
 
 
 def test_the_table_is_whole() -> None:

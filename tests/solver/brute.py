@@ -277,7 +277,7 @@ class Brute:
         most = sum(self._experts[i] for i in (*on_cpu, *apart)) if self._by_expert else sum(sizes[i] for i in on_cpu)
         pool = max(self._experts) if self._by_expert else 0
         output_s = (member.gpu_output_s if output_on_gpu else member.cpu_output_s) if tail else 0.0
-        step_s = member.step_s + (member.gpu_step_s if uses_gpu else 0.0)
+        step_s = member.step_s * bool(on_cpu or apart) + member.gpu_step_s * uses_gpu
         kinds, both = instance.kind_of, []
         for phase, out, spare in ((member.decode, output_s, self._buffer), (member.prefill, 0.0, 0)):
             rest = sum(phase.gpu[kinds[i]] for i in on_gpu) + sum(phase.apart[kinds[i]] for i in apart)
@@ -298,7 +298,7 @@ class Brute:
         longer = tail_cpu - window
         regular = not tail or k < 2 or self._by_expert or -(k // 2) <= longer <= -(-k // 2)
         stop_share = (tail_cpu + window) / max(1, len(on_cpu))
-        steps, step_s = self._steps(m), member.step_s + (member.gpu_step_s if uses_gpu else 0.0)
+        steps = self._steps(m)
         laps = tuple(
             (
                 _computed(member.prefill, kinds, part) + step_s,

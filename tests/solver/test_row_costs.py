@@ -14,10 +14,10 @@ from halda.cost import (
     attention_s,
     cached,
     layer_s,
+    nearest_speed,
     output_s,
     read_bytes,
     seconds_per_byte,
-    speed_of,
     width_ratio,
 )
 from tests.fakes.planning import model
@@ -137,8 +137,8 @@ def test_of_experts_a_token_reads_those_that_it_uses():
 def test_a_type_that_was_not_measured_is_as_quick_as_the_nearest_of_its_family():
     speeds = [replace(SPEED, type=kind) for kind in ("Q4_K", "Q6_K", "Q8_0", "F16", "Q4_0", "Q5_K")]
     wanted = {"Q4_1": "Q4_0", "Q5_0": "Q4_0", "Q2_K": "Q4_K", "BF16": "F16", "Q6_K": "Q6_K", "IQ4_XS": "Q4_K"}
-    assert {kind: speed_of(speeds, kind).type for kind in wanted} == wanted
-    assert speed_of(speeds[:1], "Q8_0").type == "Q4_K"
+    assert {kind: nearest_speed(speeds, kind).type for kind in wanted} == wanted
+    assert nearest_speed(speeds[:1], "Q8_0").type == "Q4_K"
 
 
 def test_narrow_layers_cost_more_with_many_rows():

@@ -1,0 +1,96 @@
+"""What a layer with experts costs besides the bytes of those that it uses.
+
+A window of such layers is timed with one row and with many, and what dense layers of as many bytes would take is subtracted:
+of one row the router, picking and collecting are left, of many also that each expert has few rows, which fill no kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from dataclasses import replace
+from typing import Final
+
+from halda import CpuProfile, GpuProfile, LayerProfile, ModelProfile, RoutingCost
+from halda.cost import experts_s, layer_s
+from primad.profiler.speeds import Bench
+from primad.profiler.synthetic import MIXED, LayerShape
+
+logger = logging.getLogger(__name__)
+
+_OF_ROUTING: Final = 0.02
+"""Share of all time in which one window is run; it is written and loaded besides."""
+_ENOUGH: Final = 0.08
+"""Share of all time that must be left."""
+_RATIO: Final = (1.0, 8.0)
+"""Bounds of what experts take with many rows; only a disturbed trial says otherwise, or that routing takes a row longer than
+its layer does without."""
+
+
+def measure_routing(bench: Bench, processor: CpuProfile | GpuProfile) -> RoutingCost:
+    """What routing costs ``processor``, of which the rest is known; nothing for lack of time or where llama.cpp fails."""
+    if bench.effort.is_quick or bench.budget.left_s < _ENOUGH * bench.effort.seconds:
+        return RoutingCost()
+    kind, seconds = processor.speeds[0].type, _OF_ROUTING * bench.effort.seconds
+    layers = max(1, -(-bench.model_bytes // _used_bytes(MIXED, kind)))
+    one = bench.time_decode(MIXED, kind, (False,), seconds, layers)[0]
+    many = bench.time_rows(kind, (False,), seconds, MIXED)[0]
+    if isinstance(one, str) or isinstance(many, str):
+        logger.warning("layers with experts are not measured: %s", one if isinstance(one, str) else many)
+        return RoutingCost()
+    one_s = (statistics.median(one.decode_s) - processor.step_s) / layers
+    many_s = (statistics.median(many.prefill_s) - processor.step_s) / bench.layers_of(MIXED)
+    return routing_of(processor, MIXED, one_s, many_s, many.prefill_rows)
+
+
+def _used_bytes(shape: LayerShape, kind: str) -> int:
+    share = shape.experts_used / shape.experts
+    return round(shape.weight_bytes(kind) * (1 - (1 - share) * shape.expert_weights / shape.weights))
+
+
+def routing_of(
+    processor: CpuProfile | GpuProfile, shape: LayerShape, one_s: float, many_s: float, rows: int
+) -> RoutingCost:
+    """What is left of a layer's seconds with one row and with ``rows`` when what is known is taken away."""
+    if isinstance(processor, CpuProfile):
+        processor = processor.with_extra_buffers(())
+    plain = replace(processor, routing=RoutingCost())
+    layer, model = _profiles(shape, plain.speeds[0].type)
+
+    def known_s(count: int) -> float:
+        return layer_s(plain, _FAST, layer, model, count, count / 2, "f16", chunk=count > 1)
+
+    routed_s = min(known_s(1), max(0.0, one_s - known_s(1)))
+    experts = experts_s(plain, layer, model, rows)
+    least, most = _RATIO
+    ratio = (many_s - routed_s - known_s(rows) + experts) / experts
+    return RoutingCost(layer_s=routed_s, many_ratio=min(most, max(least, ratio)))
+
+
+_FAST: Final = 1e12
+"""Bytes a second of a KV cache that is as good as empty."""
+
+
+def _profiles(shape: LayerShape, kind: str) -> tuple[LayerProfile, ModelProfile]:
+    of_experts = round(shape.weight_bytes(kind) * shape.expert_weights / shape.weights)
+    layer = LayerProfile(
+        bytes_by_type={kind: shape.weight_bytes(kind) - of_experts},
+        expert_bytes_by_type={kind: of_experts},
+        kv_bytes_per_token=0,
+    )
+    model = ModelProfile(
+        name="experts",
+        architecture="llama",
+        layers=(layer,),
+        embedding_bytes=0,
+        output_bytes_by_type={},
+        tied=False,
+        width=shape.width,
+        vocabulary=1,
+        context_tokens=1,
+        experts=shape.experts,
+        experts_used=shape.experts_used,
+        kv_head_width=1,
+        cut_multiple=1,
+    )
+    return layer, model

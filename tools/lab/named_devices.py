@@ -1,0 +1,119 @@
+"""Devices as people name them ("RTX 3090 24GB", "Apple M2 Ultra 76-core 192GB"): their profiles, from data sheets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final, TypeVar
+
+import msgspec
+
+from halda import DeviceProfile
+from primad.errors import ConfigError
+from primad.profiler.store import load_profile
+from tools.lab.data_sheets import SHEETS, MachineSheet, ProcessorSheet, Sheets, profile
+
+_SAME_PC: Final = re.compile(r"\(?same (pc|box|machine|host)\)?", re.IGNORECASE)
+_TIMES: Final = re.compile(r"^\s*(\d+)\s*[x×]\s+")
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*gi?b\b", re.IGNORECASE)
+_MEMORY: Final = re.compile(r"ddr[45]x?-(\d{4})", re.IGNORECASE)
+_CORES: Final = re.compile(r"(\d+)[- ](?:core|gpu cores)", re.IGNORECASE)
+_WORD: Final = re.compile(r"[a-z]*\d*[a-z0-9.]*")
+_MAKERS: Final = frozenset(
+    ("nvidia", "geforce", "amd", "radeon", "intel", "apple", "core", "arc", "ryzen", "with", "of", "channels", "jetson")
+)
+_DESKTOP: Final = "AMD Ryzen 7 7700"
+"""What a GPU is taken to be in where nobody says it."""
+_Sheet = TypeVar("_Sheet")
+_CHANNELS: Final = (1, 2, 4, 8, 12)
+
+
+def is_second_gpu(name: str) -> bool:
+    """Whether ``name`` is another GPU of the device before it."""
+    return _SAME_PC.search(name) is not None
+
+
+def count_of(name: str) -> tuple[int, str]:
+    """How many GPUs or devices ``name`` stands for ("2 x RTX 3090"), and the name of one."""
+    found = _TIMES.match(name)
+    return (int(found[1]), name[found.end() :]) if found else (1, name)
+
+
+def named_device(name: str, sheets: Sheets, device: str) -> DeviceProfile:
+    """The profile of what people call ``name``, as ``device``. Raises ``ConfigError`` where no data sheet has the name."""
+    words = _words(name)
+    processor = _best(words, [(each, (each.name, *each.also)) for each in sheets.processors])
+    gpu = _best(words, [(each, (each.name,)) for each in sheets.gpus if each.family != "apple"])
+    if processor is None and gpu is None:
+        file = SHEETS.parent / "devices" / f"{'-'.join(name.lower().split())}.json"
+        if file.is_file():
+            return replace(load_profile(file).device, device=device, host=device)
+        raise ConfigError(
+            f"'{name}': neither a data sheet of profiles/{SHEETS.name} nor a file of profiles/devices; add one"
+        )
+    if processor is not None and (cores := _CORES.search(name)):
+        processor = _with_cores(processor, int(cores[1]), sheets)
+    if gpu is not None and not gpu.memory_gib:
+        processor = processor or next(each for each in sheets.processors if each.graphics == gpu.name)
+    processor = processor or next(each for each in sheets.processors if each.name == _DESKTOP)
+    if gpu is None and processor.graphics:
+        gpu = sheets.gpu(processor.graphics)
+    if "cpu" in words:
+        gpu = None
+    processor = _with_memory(processor, name)
+    sizes = [float(size) for size in _SIZE.findall(name)]
+    if gpu is not None and gpu.memory_gib and sizes:
+        gpu = msgspec.structs.replace(gpu, memory_gib=sizes.pop(0))
+    return profile(_machine(device, processor, sizes[0] if sizes else processor.ram_gib), processor, gpu)
+
+
+def _words(name: str) -> set[str]:
+    """The words of a name; a model's number also without the letters behind it (14700K)."""
+    found = {word for word in _WORD.findall(name.lower()) if word} - _MAKERS
+    return found | {re.sub(r"(?<=\d{4})[a-z]+\d*$", "", word) for word in found}
+
+
+def _best(words: set[str], sheets: Iterable[tuple[_Sheet, tuple[str, ...]]]) -> _Sheet | None:
+    """The sheet of which a name has the most words, all of which are in ``words``; of equals the last: the largest."""
+    best, most = None, 0
+    for sheet, names in sheets:
+        for name in names:
+            its = {word for word in _WORD.findall(name.lower()) if word} - _MAKERS
+            if its <= words and len(its) >= max(1, most):
+                best, most = sheet, len(its)
+    return best
+
+
+def _with_cores(processor: ProcessorSheet, cores: int, sheets: Sheets) -> ProcessorSheet:
+    """The processor of that name whose GPU has so many cores, or the most like it."""
+    same = [each for each in sheets.processors if each.name == processor.name and each.graphics]
+    return min(same, key=lambda each: abs(_graphics_cores(each) - cores), default=processor)
+
+
+def _graphics_cores(processor: ProcessorSheet) -> int:
+    found = _CORES.search(processor.graphics)
+    return int(found[1]) if found else 0
+
+
+def _with_memory(processor: ProcessorSheet, name: str) -> ProcessorSheet:
+    """``processor`` with memory of the speed in ``name``, in as many channels as come nearest to its own."""
+    found = _MEMORY.search(name)
+    if not found:
+        return processor
+    one = 8 * int(found[1]) / 1000
+    channels = min(_CHANNELS, key=lambda count: abs(count * one - processor.memory_gb_per_s))
+    return msgspec.structs.replace(processor, memory_gb_per_s=channels * one)
+
+
+def _machine(device: str, processor: ProcessorSheet, ram_gib: float) -> MachineSheet:
+    """A device with nothing else to do, as it is when somebody measures it."""
+    kept = 1.5 + ram_gib / 8 if processor.system == "Darwin" else 1 + ram_gib / 16
+    return MachineSheet(
+        device=device,
+        processor=processor.name,
+        ram_gib=ram_gib,
+        free_gib=ram_gib - kept,
+        disk_gb_per_s=3.0,
+        disk_free_gib=1000,
+    )

@@ -1,0 +1,246 @@
+"""Forecasts beside what others measured: rows of ``profiles/published.json`` as questions to the planner.
+
+A row is a table of llama-bench as a rule: a prompt of so many tokens, and so many tokens generated, each behind ``depth``
+tokens in the KV cache. The plan is made for both, as ``primad plan`` makes it, and judged for each by itself.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from halda import DeviceProfile, Infeasible, ModelProfile, Workload
+from halda.evaluate import Objective, evaluate
+from primad.errors import ConfigError
+from primad.gguf.shapes import shape, shape_names
+from primad.planning.describe import DescribedPlan
+from primad.planning.explain import best_plan
+from primad.planning.question import CHUNK_ROWS, LinkSpeed, Question
+from tools.lab.data_sheets import SHEETS, Sheets, read_sheets
+from tools.lab.named_devices import count_of, is_second_gpu, named_device
+
+FIGURES: Final = SHEETS.parent / "published.json"
+NEAR: Final = 0.25
+"""A forecast within so much of what was measured counts as right."""
+TIME_LIMIT_S: Final = 3.0
+_QUANTS: Final = {
+    "q4_k_m": "q4_k_m",
+    "q4_k": "q4k",
+    "q4_0": "q4_0",
+    "q40": "q4_0",
+    "ud-q4_k_xl": "q4_k_m",
+    "q4_k_xl": "q4_k_m",
+    "q5_k_m": "q5_k_m",
+    "q6_k": "q6_k",
+    "q8_0": "q8",
+    "ud-q8_k_xl": "q8",
+    "f16": "f16",
+    "bf16": "f16",
+}
+"""What files are called, and the suffix of the shape that is nearest."""
+_NUMBER: Final = re.compile(r"\d+(?:\.\d+)?")
+_WIRE: Final = LinkSpeed(bytes_per_s=117e6, round_trip_s=0.0004)
+_WIFI_TRIP_S: Final = 0.005
+_SINGLE: Final = 1
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """What was run: tokens of the prompt, tokens generated, and those in the KV cache before either."""
+
+    prefill_tokens: int
+    depth: int
+    generated: int
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """One published measurement, with its source; rates in tokens a second, null where none was published."""
+
+    id: str
+    devices: list[str]
+    link: str | None
+    model: str
+    quant: str
+    prefill_tok_s: float | None
+    decode_tok_s: float | None
+    prompt: Prompt
+    source: str
+    engine: str
+    kind: str
+    shape: str
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure and the forecast of it. ``note`` says what the plan leaves out, or why there is none."""
+
+    id: str
+    kind: str
+    is_single: bool
+    decode_tok_s: float | None
+    decode_planned_tok_s: float | None
+    decode_ratio: float | None
+    prefill_tok_s: float | None
+    prefill_planned_tok_s: float | None
+    prefill_ratio: float | None
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The ratios of a kind: how many, their median, and how many are near 1."""
+
+    count: int
+    median: float
+    least: float
+    most: float
+    near: int
+    error: float
+    """The median of how far they are off, as a share."""
+
+
+def read_figures(path: Path) -> list[Figure]:
+    """The figures in a file. Raises ``ConfigError`` that names it."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[Figure])
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror or exc}; give a file with --figures") from exc
+    except msgspec.MsgspecError as exc:
+        raise ConfigError(f"{path}: has no figures as {FIGURES.name} has them: {exc}") from exc
+
+
+def rows(figures: Iterable[Figure]) -> list[Row]:
+    """Each figure with the forecast of it."""
+    sheets = read_sheets()
+    return [row(figure, sheets) for figure in figures]
+
+
+def row(figure: Figure, sheets: Sheets) -> Row:
+    """``figure`` with the forecast of it, or why there is none."""
+    try:
+        devices, note = _devices(figure, sheets)
+        found = best_plan(_question(figure, devices, _model(figure)))
+    except (ConfigError, Infeasible) as exc:
+        return _row(figure, None, None, str(exc))
+    return _row(figure, *_rates(figure, found), note)
+
+
+def summary(ratios: Sequence[float]) -> Summary:
+    """What is said of some ratios."""
+    near = sum(abs(ratio - 1) <= NEAR for ratio in ratios)
+    off = statistics.median(abs(ratio - 1) for ratio in ratios)
+    return Summary(len(ratios), statistics.median(ratios), min(ratios), max(ratios), near, off)
+
+
+def _row(figure: Figure, decode: float | None, prefill: float | None, note: str) -> Row:
+    def ratio(planned: float | None, published: float | None) -> float | None:
+        return round(planned / published, 3) if planned is not None and published else None
+
+    return Row(
+        id=figure.id,
+        kind=figure.kind,
+        is_single=len(figure.devices) == _SINGLE and count_of(figure.devices[0])[0] == _SINGLE,
+        decode_tok_s=figure.decode_tok_s,
+        decode_planned_tok_s=decode,
+        decode_ratio=ratio(decode, figure.decode_tok_s),
+        prefill_tok_s=figure.prefill_tok_s,
+        prefill_planned_tok_s=prefill,
+        prefill_ratio=ratio(prefill, figure.prefill_tok_s),
+        note=note,
+    )
+
+
+def _devices(figure: Figure, sheets: Sheets) -> tuple[list[DeviceProfile], str]:
+    """The devices of a figure. Of several GPUs in one PC one takes part, as a device has one in a plan today."""
+    found, gpus = list[DeviceProfile](), 0
+    for name in figure.devices:
+        count, one = count_of(name)
+        if is_second_gpu(name) and found:
+            gpus += count
+            continue
+        profile = named_device(one, sheets, f"device{len(found)}")
+        apart = profile.gpu is not None and not profile.gpu.unified_memory
+        gpus += (count - 1) * apart
+        found += [
+            replace(profile, device=f"device{len(found) + i}", host=f"device{len(found) + i}")
+            for i in range(1 if apart else count)
+        ]
+    return found, f"with 1 of its {gpus + 1} GPUs" if gpus else ""
+
+
+def _model(figure: Figure) -> ModelProfile:
+    """The model of a figure; its file holds any context that is asked for. Raises ``ConfigError``."""
+    known = {_joined(name): name for name in shape_names()}
+    stem, _, last = figure.shape.rpartition("-")
+    tried = (figure.shape, figure.shape.removesuffix("-like"), stem, figure.model)
+    name = next((known[_joined(each)] for each in tried if _joined(each) in known), figure.shape)
+    suffix = _QUANTS.get(figure.quant.lower().split("/")[0], last if last in ("q8", "f16") else "")
+    return replace(shape(f"{name}-{suffix}" if suffix else name), context_tokens=0)
+
+
+def _joined(name: str) -> str:
+    """A name without what separates its words."""
+    return re.sub(r"[^a-z0-9.]", "", name.lower())
+
+
+def _question(figure: Figure, devices: Sequence[DeviceProfile], model: ModelProfile) -> Question:
+    prompt = figure.prompt
+    work = Workload(
+        context_tokens=prompt.depth + max(prompt.prefill_tokens, prompt.generated) + 1,
+        kv_type="f16",
+        sequences=1,
+        prompt_tokens=prompt.depth + prompt.prefill_tokens,
+        answer_tokens=prompt.generated,
+        chunk_rows=CHUNK_ROWS,
+    )
+    return Question(
+        devices=tuple(devices),
+        links=(),
+        default_link=link_speed(figure.link),
+        model=model,
+        workload=work,
+        limits={},
+        head=None,
+        solver="halda",
+        objective=_objective(figure),
+        time_limit_s=TIME_LIMIT_S,
+    )
+
+
+def _objective(figure: Figure) -> Objective:
+    """What was measured is what the plan is for."""
+    if figure.decode_tok_s is None:
+        return "ttft"
+    return "latency" if figure.prefill_tok_s is None else "balanced"
+
+
+def link_speed(text: str | None) -> LinkSpeed:
+    """A link as people name it: the middle of its rates, in Mbit or Gbit a second, and of its round trips."""
+    if text is None:
+        return _WIRE
+    rates, _, trips = text.partition(",")
+    found, waits = ([float(number) for number in _NUMBER.findall(part)] for part in (rates, trips))
+    unit = 1e6 if "mbit" in rates.lower() else 1e9
+    trip_s = _WIFI_TRIP_S if "wi-fi" in text.lower() else _WIRE.round_trip_s
+    return LinkSpeed(
+        bytes_per_s=statistics.mean(found) * unit / 8 if found else _WIRE.bytes_per_s,
+        round_trip_s=statistics.mean(waits) / 1000 if waits else trip_s,
+    )
+
+
+def _rates(figure: Figure, found: DescribedPlan) -> tuple[float, float]:
+    """Tokens a second of the plan: generated behind ``depth`` tokens, and of a prompt behind as many."""
+    prompt, asked = figure.prompt, found.instance
+
+    def ttft_s(tokens: int) -> float:
+        work = replace(asked.workload, prompt_tokens=tokens)
+        return evaluate(found.plan, replace(asked, workload=work)).ttft_s
+
+    before_s = ttft_s(prompt.depth) if prompt.depth else 0.0
+    prefill = prompt.prefill_tokens / (ttft_s(prompt.depth + prompt.prefill_tokens) - before_s)
+    work = replace(asked.workload, prompt_tokens=max(1, prompt.depth), answer_tokens=prompt.generated)
+    return 1 / evaluate(found.plan, replace(asked, workload=work)).tpot_s, prefill
