@@ -149,13 +149,15 @@ def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_another(t
             await ring.generate(whole, TOKENS)
             shared, _ = await ring.generate(other, TOKENS, logprobs=TOP, reuses=True)
             again, finished = await ring.generate(other, TOKENS, logprobs=TOP, reuses=True)
-            rows = (await ring.status(ring.plan.head)).rows
-            await ring.generate(other, 1, reuses=True)
-            computed = (await ring.status(ring.plan.head)).rows - rows
+            rows = [(await ring.status(ring.plan.head)).rows]
+            for prompt in (other, [*other, other[0]]):
+                await ring.generate(prompt, 1, reuses=True)
+                rows.append((await ring.status(ring.plan.head)).rows)
         assert shared == [msgspec.structs.replace(event, request=3) for event in alone]
         assert again == [msgspec.structs.replace(event, request=4) for event in alone]
         assert finished.prompt_tokens == len(other)
-        assert computed == (rounds + 1) * (len(other) - expected.chunk)  # once in each of the head's windows
+        longer = (rounds + 1) * (len(other) + 1 - expected.chunk)  # once in each of the head's windows
+        assert [rows[1] - rows[0], rows[2] - rows[1]] == [0, longer]
 
     asyncio.run(run())
 
