@@ -250,7 +250,7 @@ def test_windows_that_do_not_fit(tiny, new_home, cluster, temporary):
         (("--max-ram", "much"), "--max-ram: 'much'"),
         (("--nice", "20"), "--nice"),
         (("--host", "no.such.host.invalid"), "--host"),
-        (("--device", "desk"), "desk"),
+        (("--device", "desk:"), "desk:"),
         (("--device", "desk:0"), "desk:0"),
         (("--cluster", "my home"), "--cluster"),
         (("--name", "-"), "--name"),
