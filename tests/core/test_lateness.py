@@ -129,7 +129,7 @@ def test_the_head_tells_of_a_late_step_and_goes_on():
     ring = FakeRing([[2, 1, 3]], 2)
     ring.ask(generate(0, [1], tokens=3))
     ring.events.clear()
-    ring.head.submit(generate(1, [1], tokens=3))
+    ring.head.submit(generate(1, [2], tokens=3))
     ring._turn()
     assert ring.head.wait_s() == 1.0
     ring.now_s += 1
@@ -142,7 +142,7 @@ def test_the_head_tells_of_a_late_step_and_goes_on():
     assert ring.events[1:] == [Overdue(step=3, waited_s=2.0, laps=3)]
     ring.events.clear()
     ring.run()
-    assert ring.answer(1)[0] == ring.model.answer([1], 3, generate(0, [1]).sampling)
+    assert ring.answer(1)[0] == ring.model.answer([2], 3, generate(0, [1]).sampling)
 
 
 def test_a_head_alone_has_no_laps():

@@ -425,7 +425,9 @@ def test_what_a_plan_takes_is_told_with_what_was_learnt_since(tmp_path):
     service = SimpleNamespace(
         model=SimpleNamespace(planned=planned), workload=work, options=SimpleNamespace(objective="latency")
     )
-    book = SimpleNamespace(between=lambda names: [link("desk", "lap"), link("lap", "desk")])
+    book = SimpleNamespace(
+        all_between=lambda names: [link("desk", "lap"), link("lap", "desk")], why_cut=lambda *_: None
+    )
     learning = Learning(tmp_path)
     planner = Planner(
         service, SimpleNamespace(profile=own), SimpleNamespace(present=present, book=book), learning, Lending(tmp_path)

@@ -91,7 +91,9 @@ class House:
         service = SimpleNamespace(
             model=Served(toy), workload=work, options=options, draft=None, draft_source=None, head_has_room=True
         )
-        book = SimpleNamespace(between=lambda names: [link("desk", "lap"), link("lap", "desk")])
+        book = SimpleNamespace(
+            all_between=lambda names: [link("desk", "lap"), link("lap", "desk")], why_cut=lambda *_: None
+        )
         monkeypatch.setattr(planner_module, "cuttable", lambda header: None)
         monkeypatch.setattr(planner_module, "why_whole", lambda header: "")
         monkeypatch.setattr(planner_module, "turns_by_context", lambda header: False)
