@@ -143,7 +143,7 @@ def test_an_unknown_model():
     backend = FakeBackend(says())
     for response in (
         post(backend, CHAT, **VALID[CHAT], model="gpt-4"),
-        post(backend, COMPLETIONS, **VALID[COMPLETIONS], model=""),
+        post(backend, COMPLETIONS, **VALID[COMPLETIONS], model="gpt-4"),
         call(backend, "GET", "/v1/models/some/one"),
     ):
         assert error(response, 404)["code"] == "model_not_found"

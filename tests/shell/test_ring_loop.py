@@ -34,6 +34,7 @@ from primad.ring.messages import (
     Open,
     Opened,
     Overdue,
+    PromptProgress,
     Reopen,
     Report,
     RingCommand,
@@ -472,6 +473,7 @@ def test_the_next_epoch_goes_on_with_the_same_workers_and_another_head(model, wi
         assert whole == model.answer([1, 2, 3], 9, DRAWN)
 
         first.send(generate(2, [1, 2, 3], tokens=9, sampling=DRAWN))
+        assert first.expect(PromptProgress).reused == 2
         told = [first.expect(Sampled).token]
         first.send(Drain())
         while isinstance(event := first.event(), Sampled):
