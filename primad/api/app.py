@@ -243,7 +243,8 @@ def _answers(route: Route) -> dict[int | str, dict[str, Any]] | None:
     if route.answers is None:
         return None
     whole = {"$ref": COMPONENT.format(route.answers)}
-    schema = {"anyOf": [whole, {"type": "object"}]} if route.picks else whole
+    some: dict[str, Any] = {"type": "object"}
+    schema = {"anyOf": [whole, some, {"type": "array", "items": some}]} if route.picks else whole
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if route.stream_type is not None:
         content[route.stream_type] = {"itemSchema": _item(route)} if route.streamed else {}

@@ -54,7 +54,7 @@ class Route:
     """One path of a dialect. ``asks``, ``answers`` and ``streamed`` name schemas for the OpenAPI document.
 
     ``stream_type`` is the media type of its streams, None where nothing streams. Events with names have no ``streamed``.
-    Where it ``picks``, a request may ask for some fields of the answer alone.
+    Where it ``picks``, a request may ask for some fields of the answer alone, and several prompts have a list of them.
     """
 
     path: str

@@ -38,6 +38,7 @@ from primad.network.admin import BringCode, Describe, Done, Leave, Pause, Resume
 from primad.network.contacts import Contact
 from primad.network.control import HeadEnd
 from primad.network.discovery import MulticastError
+from primad.network.linkprobe import MeasuredLinks
 from primad.network.messages import (
     OLDEST,
     PROTOCOL,
@@ -608,7 +609,7 @@ def test_a_key_that_is_revoked_is_refused_at_once_on_a_connection_that_stands(la
             ):
                 await desk.say(message)
                 assert (await desk.hear(Refused)).reason == "lap does not trust this device any more"
-            await lap.says("head desk went away")
+            await lap.says("head desk is not trusted as a head any more")
             assert not lap.daemon._participations.is_serving, "what it asked for before does not go on either"
 
     asyncio.run(once())
@@ -831,7 +832,8 @@ def test_a_link_local_address_that_the_head_tells_gets_this_machines_scope_and_i
 
     async def measure(_: object, __: object, source: str, targets: list[Contact], **___: object) -> list[LinkProfile]:
         measured.extend(target.addresses for target in targets)
-        return [LinkProfile(source=source, target="tower", address="fe80::9%5", round_trip_s=1.0, bytes_per_s=1.0)]
+        link = LinkProfile(source=source, target="tower", address="fe80::9%5", round_trip_s=1.0, bytes_per_s=1.0)
+        return MeasuredLinks(links=[link], unreached=[])
 
     async def once() -> None:
         async with lab() as lap:
