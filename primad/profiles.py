@@ -86,8 +86,8 @@ _MOST_READ_ALL_S: Final = 100.0
 _DECODE_OF_READ: Final = (1 / 100, 3.0)
 _BATCH_OF_DECODE: Final = (1 / 40, 4.0)
 _PREFILL_OF_DECODE: Final = (0.4, 400.0)
-_FAULT_OF_PREFETCH: Final = (1 / 100, 5.0)
-_PREFETCH_OF_RANDOM: Final = (0.5, 5000.0)
+FAULT_OF_PREFETCH: Final = (1 / 100, 5.0)
+PREFETCH_OF_RANDOM: Final = (0.5, 5000.0)
 
 
 class Implausible(Exception):  # noqa: N818
@@ -171,8 +171,8 @@ def check_disk(disk: DiskProfile) -> None:
     """Judge a disk. Raises ``Implausible``."""
     _check_bounds(disk, "disk.")
     prefetch, path = disk.prefetch_bytes_per_s, "disk.prefetch_bytes_per_s"
-    _ratio("disk.fault_bytes_per_s", disk.fault_bytes_per_s, path, prefetch, _FAULT_OF_PREFETCH)
-    _ratio(path, prefetch, "disk.random_bytes_per_s", disk.random_bytes_per_s, _PREFETCH_OF_RANDOM)
+    _ratio("disk.fault_bytes_per_s", disk.fault_bytes_per_s, path, prefetch, FAULT_OF_PREFETCH)
+    _ratio(path, prefetch, "disk.random_bytes_per_s", disk.random_bytes_per_s, PREFETCH_OF_RANDOM)
 
 
 def _check_bounds(values: Any, prefix: str) -> None:

@@ -55,7 +55,7 @@ def offered(*words: str) -> list[str]:
     [
         (("plan", "--fleet", "apple"), ["apple-home"]),
         (("fit", "--fleet", "mixed"), ["mixed-home"]),
-        (("plan", "--model-shape", "llama3-8b-"), ["llama3-8b-q4k", "llama3-8b-q8", "llama3-8b-f16"]),
+        (("plan", "--model-shape", "llama3-8b-q4_k"), ["llama3-8b-q4_k_m"]),
         (("plan", "--objective", "t"), ["ttft", "throughput"]),
         (("serve", "--objective", "lat"), ["latency"]),
         (("plan", "--fleet", "apple-home", "--head", "mac-"), ["mac-mini-m4-24gb"]),

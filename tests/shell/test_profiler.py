@@ -41,7 +41,7 @@ from primad.profiler.store import load_profiles
 from primad.profiler.synthetic import BIG, MIDDLE, NARROW, SMALL, WIDE, LayerShape, write_window
 from primad.profiler.trial import SteppedOn, TimeWindow, TrialTimes, affordable_rows
 from primad.profiler.trials import child_trials
-from primad.profiles import check_profile
+from primad.profiles import check_disk, check_profile
 from primad.settings.limits import NO_LIMITS
 from primad.system import vram
 from primad.system.memory import Memory
@@ -705,6 +705,14 @@ def test_a_disk_is_measured_and_nothing_is_left_on_it(tmp_path):
     assert found.free_bytes > 0
     assert found.slows_s_per_byte == 0, "nothing was computed beside it"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("share", [1e-9, 1e9])
+def test_a_disk_that_others_use_in_one_trial_and_not_in_the_next_has_a_profile(tmp_path, monkeypatch, share):
+    rates = iter([1e8, 1e8 * share])
+    monkeypatch.setattr(disk, "_rate", lambda *_: next(rates))
+    monkeypatch.setattr(disk, "_random", lambda *_: 1e8 * share)
+    check_disk(disk.measure_disk(tmp_path, 0.0))
 
 
 @pytest.mark.parametrize(("beside_s", "lost"), [(0.02, 0.5), (0.0125, 0.2), (0.01, 0.0), (0.009, 0.0), (10.0, 0.8)])
