@@ -86,8 +86,8 @@ _MOST_READ_ALL_S: Final = 100.0
 _DECODE_OF_READ: Final = (1 / 100, 3.0)
 _BATCH_OF_DECODE: Final = (1 / 40, 4.0)
 _PREFILL_OF_DECODE: Final = (0.4, 400.0)
-FAULT_OF_PREFETCH: Final = (1 / 100, 5.0)
-PREFETCH_OF_RANDOM: Final = (0.5, 5000.0)
+_FAULT_OF_PREFETCH: Final = (1 / 100, 5.0)
+_PREFETCH_OF_RANDOM: Final = (0.5, 5000.0)
 
 
 class Implausible(Exception):  # noqa: N818
@@ -145,6 +145,20 @@ def with_bounded_costs(measured: _Measured) -> _Measured:
     return replace(measured, **most)
 
 
+def with_bounded_rates(disk: DiskProfile) -> DiskProfile:
+    """``disk``, just measured, with no rate further from that of reading ahead than a profile's may be.
+
+    Other programs may use the disk in one of the trials and not in the next; such a device is slow, not broken.
+    """
+    rate, (least_fault, most_fault) = disk.prefetch_bytes_per_s, _FAULT_OF_PREFETCH
+    least, most = _PREFETCH_OF_RANDOM
+    return replace(
+        disk,
+        fault_bytes_per_s=min(rate * most_fault, max(rate * least_fault, disk.fault_bytes_per_s)),
+        random_bytes_per_s=min(rate / least, max(rate / most, disk.random_bytes_per_s)),
+    )
+
+
 def check_cpu(cpu: CpuProfile, ram_read_bytes_per_s: float) -> None:
     """Judge a processor and the memory it reads. Raises ``Implausible``."""
     _check_bounds(cpu, "cpu.")
@@ -171,8 +185,8 @@ def check_disk(disk: DiskProfile) -> None:
     """Judge a disk. Raises ``Implausible``."""
     _check_bounds(disk, "disk.")
     prefetch, path = disk.prefetch_bytes_per_s, "disk.prefetch_bytes_per_s"
-    _ratio("disk.fault_bytes_per_s", disk.fault_bytes_per_s, path, prefetch, FAULT_OF_PREFETCH)
-    _ratio(path, prefetch, "disk.random_bytes_per_s", disk.random_bytes_per_s, PREFETCH_OF_RANDOM)
+    _ratio("disk.fault_bytes_per_s", disk.fault_bytes_per_s, path, prefetch, _FAULT_OF_PREFETCH)
+    _ratio(path, prefetch, "disk.random_bytes_per_s", disk.random_bytes_per_s, _PREFETCH_OF_RANDOM)
 
 
 def _check_bounds(values: Any, prefix: str) -> None:

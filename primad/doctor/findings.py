@@ -34,6 +34,11 @@ def finding(check: str, level: Severity, text: str, next_command: str | None = N
     return Finding(check=check, level=level, text=text, next=next_command)
 
 
+def gib(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / (1 << 30):.1f} GiB"
+
+
 async def in_thread(ask: Callable[[], _Result]) -> _Result:
     """``ask`` in a thread that nobody waits for at the end: a dead network file system blocks its reader for good."""
     loop = asyncio.get_running_loop()

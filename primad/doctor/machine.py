@@ -13,7 +13,7 @@ from typing import Final
 
 import psutil
 
-from primad.doctor.findings import Finding, finding, output_of
+from primad.doctor.findings import Finding, finding, gib, output_of
 from primad.system.memory import memory
 
 if sys.platform != "win32":
@@ -77,10 +77,10 @@ def _own_bytes() -> int:
 
 def judge_memory(facts: MemoryFacts, system: str) -> list[Finding]:
     """Layers that do not fit into what is available are read from disk for every token."""
-    amount = f"{_gib(facts.available_bytes)} of {_gib(facts.total_bytes)} are available"
+    amount = f"{gib(facts.available_bytes)} of {gib(facts.total_bytes)} are available"
     users = {"Windows": "taskmgr", "Darwin": "top -o mem"}.get(system, "ps aux --sort=-rss | head")
     if facts.own_bytes:
-        amount += f", and primad has {_gib(facts.own_bytes)} already"
+        amount += f", and primad has {gib(facts.own_bytes)} already"
     if facts.available_bytes + facts.own_bytes < _LITTLE_PART * facts.total_bytes:
         text = f"only {amount}: layers beyond them are read from disk for every token; close what you do not need"
         found = [finding("memory", "warning", text, users)]
@@ -88,11 +88,11 @@ def judge_memory(facts: MemoryFacts, system: str) -> list[Finding]:
         found = [finding("memory", "ok", amount)]
     if facts.total_bytes < facts.machine_bytes:
         text = (
-            f"a cgroup (container or service) limits memory to {_gib(facts.total_bytes)} of {_gib(facts.machine_bytes)}"
+            f"a cgroup (container or service) limits memory to {gib(facts.total_bytes)} of {gib(facts.machine_bytes)}"
         )
         found.append(finding("memory", "note", text))
     if facts.swap_total_bytes and facts.swap_used_bytes > _SWAPPING_PART * facts.swap_total_bytes:
-        text = f"swap is in use: {_gib(facts.swap_used_bytes)}; what is swapped out is slow, layers among it"
+        text = f"swap is in use: {gib(facts.swap_used_bytes)}; what is swapped out is slow, layers among it"
         found.append(finding("memory", "note", text, users))
     return found
 
@@ -178,7 +178,3 @@ def judge_platform(system: str, machine: str, python: Sequence[int], wide: bool)
     if system not in _SYSTEMS:
         return [finding("system", "note", f"{system or 'this system'} was never tried; Linux, macOS and Windows were")]
     return [finding("system", "ok", f"{system} on {machine}, Python {version}")]
-
-
-def _gib(count: int) -> str:
-    return f"{count / (1 << 30):.1f} GiB"

@@ -12,7 +12,7 @@ from typing import Final
 
 import psutil
 
-from primad.doctor.findings import Finding, finding
+from primad.doctor.findings import Finding, finding, gib
 from primad.layers.cache import LayerCache
 from primad.layers.eviction import CachedLayer
 from primad.profiler.records import read_home
@@ -98,12 +98,12 @@ def _judge_room(facts: DiskFacts) -> Finding:
     room = max(0, facts.free_bytes - reserve)
     here = sum(layer.size_bytes for layer in facts.layers)
     held = sum(layer.size_bytes for layer in facts.layers if layer.held)
-    text = f"{_gib(facts.free_bytes)} are free under {facts.home}"
+    text = f"{gib(facts.free_bytes)} are free under {facts.home}"
     if here:
-        text += f" beside {len(facts.layers)} layers ({_gib(here)}) that are here"
+        text += f" beside {len(facts.layers)} layers ({gib(here)}) that are here"
     spare = room + here - held
     if spare < _LAYER_BYTES:
-        why = f"as large as those of an 8B model fits, as {_gib(min(reserve, facts.free_bytes))} stay free"
+        why = f"as large as those of an 8B model fits, as {gib(min(reserve, facts.free_bytes))} stay free"
         if here:
             return finding("disk", "note", f"{text}; no further layer {why}")
         elsewhere = "primad join --home FOLDER    (on a disk with room)"
@@ -111,13 +111,9 @@ def _judge_room(facts: DiskFacts) -> Finding:
     more = "more layers" if here else "layers"
     text += f"; {spare // _LAYER_BYTES} {more} as large as those of an 8B model fit"
     if room + here < facts.memory_bytes:
-        less = f"{text}: less than this device's memory of {_gib(facts.memory_bytes)} could hold"
+        less = f"{text}: less than this device's memory of {gib(facts.memory_bytes)} could hold"
         return finding("disk", "note", less)
     return finding("disk", "ok", text)
-
-
-def _gib(count: int) -> str:
-    return f"{count / (1 << 30):.1f} GiB"
 
 
 def _judge_speed(rate: float | None) -> list[Finding]:

@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Final, Literal
 
@@ -217,8 +218,9 @@ def shape(name: str) -> ModelProfile:
     return _profile(found, types, f"{types.matrix}_M" if types.some else types.matrix)
 
 
+@cache
 def read_shape(name: str) -> Shape:
-    """The sizes of one of ``shape_names``. Raises ``ConfigError`` for a damaged file."""
+    """The sizes of one of ``shape_names``, whose file is read once. Raises ``ConfigError`` for a damaged file."""
     path = profiles_directory() / "models" / f"{name}.json"
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Shape)

@@ -165,13 +165,11 @@ class LinkBook:
         cut = {(link.source, link.target) for link in found.links if link.round_trip_s >= UNREACHABLE_S}
         self._links |= {(link.source, link.target): link for link in found.links}
         self._links |= {pair: cut_link(*pair) for pair in cut}  # an older device gives them figures alone
-        silent = Unreached(device="", place="any address", why=SILENT)
         said = {each.device: each for each in found.unreached}
         for target in targets:
             if (source, target.device) in cut:
-                self._why[source, target.device] = said.get(
-                    target.device, msgspec.structs.replace(silent, device=target.device)
-                )
+                unsaid = Unreached(device=target.device, place="any address", why=SILENT)
+                self._why[source, target.device] = said.get(target.device, unsaid)
 
 
 async def _target(worker: WorkerLink, announced: Iterable[str]) -> Contact:

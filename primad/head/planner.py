@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
@@ -235,14 +234,15 @@ class Planner:
         tried = [workload] if workload.flash else [workload, replace(workload, flash=True)]
         if options.context_tokens is None:
             tried += [replace(each, context_tokens=self._service.workload.context_tokens) for each in tried]
-        *first, last = dict.fromkeys(tried)
-        for work in first:
-            with suppress(Infeasible):
-                found = await self._solve_reached(structs.replace(asked, workload=work), require, background=background)
+        works = list(dict.fromkeys(tried))
+        for work in works:
+            asked = structs.replace(asked, workload=work)
+            try:
+                solution, settled = await self._solve_reached(asked, require, background=background)
                 break
-        else:
-            found = await self._solve_reached(structs.replace(asked, workload=last), require, background=background)
-        solution, settled = found
+            except Infeasible:
+                if work is works[-1]:
+                    raise
         widens = options.context_tokens is None and (
             served is None or settled.workload.context_tokens < served.context_tokens
         )

@@ -86,7 +86,8 @@ def with_wanted_context(
     if wanted_tokens <= work.context_tokens:
         return small()
     wide = replace(work, context_tokens=wanted_tokens)
-    if _must_stream(instance_of(wide)) and not _must_stream(instance_of(work)):
+    asked, asked_wide = instance_of(work), instance_of(wide)
+    if _must_stream(asked_wide) and not _must_stream(asked):
         found = small(_STREAMS)
         if not found.solution.plan.streaming:
             return found
@@ -94,8 +95,8 @@ def with_wanted_context(
         solution, devices = solve(wide, False)
     except Infeasible:
         return small("not fit into memory")
-    more_bytes = _kv_bytes(instance_of(wide)) - _kv_bytes(instance_of(work))
-    if 2 * more_bytes <= _slow_bytes(solution.plan, devices, instance_of(work).model):
+    more_bytes = _kv_bytes(asked_wide) - _kv_bytes(asked)
+    if 2 * more_bytes <= _slow_bytes(solution.plan, devices, asked.model):
         return WithContext(solution=solution, devices=devices, workload=wide)
     obstacle = _obstacle(solution, solve(work, True)[0])
     return small(obstacle) if obstacle else WithContext(solution=solution, devices=devices, workload=wide)

@@ -26,7 +26,7 @@ from halda import DiskProfile
 from primad.engine.streaming.pages import FileRange, Pages
 from primad.errors import EngineError
 from primad.profiler.trial import SteppedOn
-from primad.profiles import FAULT_OF_PREFETCH, PREFETCH_OF_RANDOM
+from primad.profiles import with_bounded_rates
 
 if sys.platform == "darwin":
     import fcntl
@@ -67,16 +67,14 @@ def measure_disk(folder: Path, seconds: float, beside: Computing | None = None) 
             rate, slows_s_per_byte = _rate(path, size, _read_ahead, ahead_s), 0.0
         else:
             rate, slows_s_per_byte = _beside(path, size, beside, ahead_s)
-        # Others may use the disk in one of the trials and not in the next: what is told is possible all the same.
-        least_fault, most_fault = (rate * share for share in FAULT_OF_PREFETCH)
-        most_random, least_random = (rate / share for share in PREFETCH_OF_RANDOM)
-        return DiskProfile(
+        measured = DiskProfile(
             prefetch_bytes_per_s=rate,
-            fault_bytes_per_s=min(most_fault, max(least_fault, _rate(path, size, _fault, other_s))),
-            random_bytes_per_s=min(most_random, max(least_random, _random(path, size, other_s))),
+            fault_bytes_per_s=_rate(path, size, _fault, other_s),
+            random_bytes_per_s=_random(path, size, other_s),
             free_bytes=shutil.disk_usage(folder).free,
             slows_s_per_byte=slows_s_per_byte,
         )
+        return with_bounded_rates(measured)
     finally:
         path.unlink(missing_ok=True)
 
