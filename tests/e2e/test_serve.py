@@ -210,7 +210,8 @@ def test_an_answer_that_ends_by_itself(served):
 
 
 def test_streaming_gives_the_same_text_and_counts(served):
-    whole = served.chat()
+    served.chat()
+    whole = served.chat()  # whose prompt is found again, as that of the stream is
     chunks = list(served.chat(stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == (
         whole.choices[0].message.content
