@@ -115,6 +115,8 @@ def _primad(arguments: list[str], variables: dict[str, str], out: _File, errors:
         os.dup2(fd, number)
     for fd in {nothing, out.fd, errors.fd} - {0, 1, 2}:
         os.close(fd)
-    sys.stdin = os.fdopen(0)  # multiprocessing closed that of this process
+    # Those of the fork server have closed, or are of another kind.
+    sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     sys.argv = ["primad", *arguments]
     main()
