@@ -23,6 +23,8 @@ class StrictConnection(h11.Connection):
     """The server's side of a connection; ``wrong`` says what was not HTTP."""
 
     wrong = ""
+    events = 0
+    """How many parts of requests were looked for in what came."""
     _is_chunked = False
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
@@ -36,6 +38,7 @@ class StrictConnection(h11.Connection):
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """As h11's. Raises ``RemoteProtocolError``."""
+        self.events += 1
         try:
             if self.their_state is h11.IDLE and (wrong := wrong_in(self.trailing_data[0])):
                 raise h11.RemoteProtocolError(wrong)
