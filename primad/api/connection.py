@@ -30,6 +30,9 @@ MAX_BODY_BYTES: Final = 8 << 20
 MAX_BODIES_BYTES: Final = 128 << 20
 """Of all requests that are read or answered. What is made of a body, as a list of tokens, takes some times as much."""
 
+SEND_BODY: Final = "primad.send_body"
+"""Where a scope may have what sends bodies, past all that looks at the beginning of an answer alone."""
+
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -146,17 +149,17 @@ class MessageStream(Response):
         self._sending = False
         """Whether the client has yet to take what was said last."""
         self._turn = asyncio.Lock()
-        """Of who sends: a message, or that we wait."""
+        """Of who begins the stream or says that we wait. A message waits for its end; nothing is said while one is sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._send_all(receive, send)
+            await self._send_all(receive, send, scope.get(SEND_BODY, send))
         except ClientDisconnect:
             log.info("the client left before the end of its stream")
 
-    async def _send_all(self, receive: Receive, send: Send) -> None:
+    async def _send_all(self, receive: Receive, send: Send, send_body: Send) -> None:
         try:
-            await while_connected(receive, self._send_messages(send))
+            await while_connected(receive, self._send_messages(send, send_body))
         except PrimadError as exc:
             if not self._begun:
                 raise
@@ -168,15 +171,16 @@ class MessageStream(Response):
             await self._deliver(send, {"type": "http.response.body", "body": last, "more_body": True})
         await self._deliver(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_messages(self, send: Send) -> None:
+    async def _send_messages(self, send: Send, send_body: Send) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 beside = (group.create_task(self._say_that_it_waits(send)), group.create_task(self._lose_patience()))
                 async with aclosing(self._messages) as messages:
                     async for message in messages:
-                        async with self._turn:
-                            await self._begin(send)
-                            await self._send_bytes(send, self._framing.message(message))
+                        if not self._begun or self._turn.locked():
+                            async with self._turn:
+                                await self._begin(send)
+                        await self._send_bytes(send_body, self._framing.message(message))
                 for task in beside:
                     task.cancel()
         except BaseExceptionGroup as failures:
@@ -203,11 +207,13 @@ class MessageStream(Response):
             quiet_s = asyncio.get_running_loop().time() - self._said_s
             if quiet_s < self._timings.keepalive_s:
                 await asyncio.sleep(self._timings.keepalive_s - quiet_s)
-            elif self._framing.waiting:
+            elif not self._framing.waiting:
+                return
+            elif self._sending:  # it is the client that others wait for
+                await asyncio.sleep(self._timings.keepalive_s)
+            else:
                 async with self._turn:
                     await self._send_bytes(send, self._framing.waiting)
-            else:
-                return
 
     async def _begin(self, send: Send) -> None:
         """The headers, once: from now on the status is 200."""

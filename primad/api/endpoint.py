@@ -78,7 +78,9 @@ class Endpoint:
 
     def write(self, served: ServedModel, job: Job, choice: Choice) -> AsyncGenerator[Written, None]:
         """What is written for ``choice``, counted in the metrics; close it to stop."""
-        written = _in_turns(write(self.backend, served.vocabulary, job, choice, owner=caller(), clock=time.monotonic))
+        written = write(self.backend, served.vocabulary, job, choice, owner=caller(), clock=time.monotonic)
+        if job.logprobs is not None:
+            written = _in_turns(written)
         return self._metrics.metered(charged(written, len(choice.prompt)), len(choice.prompt))
 
     async def whole(

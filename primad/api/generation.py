@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Final
 
+import msgspec
 import pydantic_core
 
 from primad.api.backend import Backend, TokenPieces
@@ -70,8 +71,7 @@ MAX_TOKENS_AT_ONCE: Final = 16
 """Of one part: to tell a token with a hundred log-probabilities takes 0.3 ms. Behind so many others have their turn."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class Written(msgspec.Struct, frozen=True, kw_only=True):
     """What one event of the backend adds to a choice: text, thoughts and calls that are certain, the tokens that begin in
     the certain text, and how many tokens were sampled. ``finish`` is there in the last one only, with the stop string if
     one ended the text."""
@@ -221,7 +221,9 @@ async def write(
                     guessed = Guessed(right=event.accepted, wrong=event.drafted - event.accepted)
                     break
     assert last is not None, "the backend ended without Finished"
-    last = replace(last, cached=cached, guessed=guessed) if cached or guessed != NOTHING_GUESSED else last
+    last = (
+        msgspec.structs.replace(last, cached=cached, guessed=guessed) if cached or guessed != NOTHING_GUESSED else last
+    )
     for few in _few_at_once(last):
         yield few
 
@@ -230,7 +232,7 @@ def _few_at_once(part: Written) -> Iterator[Written]:
     """``part``, before it those of its tokens that are too many for one."""
     while len(part.tokens) > MAX_TOKENS_AT_ONCE:
         yield Written(text="", tokens=part.tokens[:MAX_TOKENS_AT_ONCE], sampled=0, finish=None)
-        part = replace(part, tokens=part.tokens[MAX_TOKENS_AT_ONCE:])
+        part = msgspec.structs.replace(part, tokens=part.tokens[MAX_TOKENS_AT_ONCE:])
     yield part
 
 

@@ -23,9 +23,22 @@ class StrictConnection(h11.Connection):
     """The server's side of a connection; ``wrong`` says what was not HTTP."""
 
     wrong = ""
+    events = 0
+    """How many parts of requests were looked for in what came."""
+    _is_chunked = False
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
+        """As h11's, which takes 10 us to put a chunk of a stream between its length and its end."""
+        if type(event) is h11.Data and self._is_chunked and self.our_state is h11.SEND_BODY:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
+        sent = super().send(event)
+        if type(event) is h11.Response:
+            self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in (sent or b"").lower()
+        return sent
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """As h11's. Raises ``RemoteProtocolError``."""
+        self.events += 1
         try:
             if self.their_state is h11.IDLE and (wrong := wrong_in(self.trailing_data[0])):
                 raise h11.RemoteProtocolError(wrong)

@@ -15,8 +15,9 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
+
+import msgspec
 
 T = TypeVar("T")
 MOST_WAITING: Final = 1024
@@ -24,16 +25,14 @@ MOST_WAITING: Final = 1024
 have no text, would wait without end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placed(Generic[T]):
+class Placed(msgspec.Struct, Generic[T], frozen=True):
     """A token's ``entry`` and the character of the whole text at which the token begins."""
 
     entry: T
     start_chars: int
 
 
-@dataclass(frozen=True, slots=True)
-class Released(Generic[T]):
+class Released(msgspec.Struct, Generic[T], frozen=True):
     """Text that is certain now, and the entries of the tokens whose first character is in the text so far."""
 
     text: str

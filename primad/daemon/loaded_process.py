@@ -55,6 +55,7 @@ class LoadedProcess:
         self.memory_low = False
         """Whether it was short of memory, or of a GPU's: what it holds is not kept for another ring."""
         self._ring, self._place = ring, place
+        ring.listen(self._hears)
         self._events: asyncio.Queue[RingEvent | None] = asyncio.Queue(_EVENTS)
         """None wakes who waits for an event that does not come any more."""
         self._heard: Callable[[RingEvent], None] | None = None
@@ -72,17 +73,22 @@ class LoadedProcess:
 
     async def _read(self) -> None:
         async for event in self._ring.events():
-            if isinstance(event, GpuLoaded):
+            if type(event) is GpuLoaded:  # ``isinstance`` takes a microsecond where it is not
                 self.memory_low = event.layers < event.planned
                 if self._gpu_care is not None:
                     self._gpu_care.loaded(self.number, event, self._load_again)
-            elif isinstance(event, GpuLow):
+            elif type(event) is GpuLow:
                 if self._gpu_care is not None:
                     self._gpu_care.low(self.number, event)
-            elif self._heard is not None and self._events.empty():
-                self._heard(event)  # two turns of the loop less for each token
-            else:
+            elif not self._hears(event):
                 await self._events.put(event)
+
+    def _hears(self, event: RingEvent) -> bool:
+        """Whether ``event`` is heard as it comes, which is some turns of the loop less for each token."""
+        if self._heard is None or not self._events.empty() or type(event) in (GpuLoaded, GpuLow):
+            return False
+        self._heard(event)
+        return True
 
     def _load_again(self, reason: str) -> None:
         """There is other room than its windows were loaded for: it ends, and who hears it loads them once more."""

@@ -137,7 +137,7 @@ class _Open:
 
     def give(self, event: GenerationEvent | PrimadError) -> None:
         """To whoever asked. One who is so far behind that there is no room hears that, and nothing more."""
-        if not isinstance(event, Finished) and self.events.qsize() >= self.events.maxsize - 1:
+        if type(event) is not Finished and self.events.qsize() >= self.events.maxsize - 1:
             while not self.events.empty():
                 self.events.get_nowait()
             self.ended = True
@@ -406,7 +406,7 @@ class RingBackend:
                     event = await generation.events.get()
                     if isinstance(event, PrimadError):
                         raise event
-                    finished = isinstance(event, Finished)
+                    finished = type(event) is Finished
                     yield event
             finally:
                 del self._open[request]

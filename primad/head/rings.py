@@ -233,7 +233,7 @@ class Rings:
     def deliver(self, epoch: int, event: GenerationEvent) -> None:
         """An event of a generation that ring ``epoch`` computes."""
         self._backend.deliver(epoch, event)
-        is_long = isinstance(event, Finished) and event.completion_tokens >= LEAST_TOKENS
+        is_long = type(event) is Finished and event.completion_tokens >= LEAST_TOKENS
         if is_long and (self._learner is None or self._learner.done()):
             self._learner = self._tasks.start(self._learn(epoch))
 

@@ -34,13 +34,34 @@ def frame_bytes(length: bytes) -> int:
     return size
 
 
+class Frames:
+    """What comes, cut into the bodies of its frames."""
+
+    def __init__(self) -> None:
+        self._begun = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Those that are whole with ``data``. Raises ``ProtocolError`` when one is announced that is too large."""
+        if not self._begun and len(data) >= LENGTH.size and frame_bytes(data[: LENGTH.size]) == len(data) - LENGTH.size:
+            return [data[LENGTH.size :]]
+        self._begun += data
+        bodies: list[bytes] = []
+        while len(self._begun) >= LENGTH.size:
+            end = LENGTH.size + frame_bytes(bytes(self._begun[: LENGTH.size]))
+            if len(self._begun) < end:
+                break
+            bodies.append(bytes(self._begun[LENGTH.size : end]))
+            del self._begun[:end]
+        return bodies
+
+
 class RingChannel(Generic[_Said]):
     """The ring process's end: blocking sends, receives that never wait. What comes is what ``decoder`` takes."""
 
     def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> None:
         self.connection = connection
         self._decoder = decoder
-        self._buffer = bytearray()
+        self._frames = Frames()
         self.is_open = True
 
     def tell(self, *events: msgspec.Struct) -> None:
@@ -60,15 +81,7 @@ class RingChannel(Generic[_Said]):
         if not data:
             self.is_open = False
             return []
-        self._buffer += data
-        commands: list[_Said] = []
-        while len(self._buffer) >= LENGTH.size:
-            end = LENGTH.size + frame_bytes(bytes(self._buffer[: LENGTH.size]))
-            if len(self._buffer) < end:
-                break
-            try:
-                commands.append(self._decoder.decode(self._buffer[LENGTH.size : end]))
-            except msgspec.DecodeError as exc:
-                raise ProtocolError(f"not a command of the other process: {exc}") from exc
-            del self._buffer[:end]
-        return commands
+        try:
+            return [self._decoder.decode(body) for body in self._frames.feed(data)]
+        except msgspec.DecodeError as exc:
+            raise ProtocolError(f"not a command of the other process: {exc}") from exc

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -16,7 +17,7 @@ from typing import Final
 import msgspec
 
 from primad.errors import PrimadError, ProtocolError, RingError, WeightsError
-from primad.ring.channel import LENGTH, frame, frame_bytes
+from primad.ring.channel import LENGTH, Frames, frame, frame_bytes
 from primad.ring.child import begin_child
 from primad.ring.messages import RingBroken, RingCommand, RingEvent, cause_of, event_decoder
 from primad.system.hidden_gpus import NO_GPU
@@ -26,6 +27,7 @@ LEAVE_S: Final = 0.5
 """A ring process that computes or loads does not notice in this time that it is to leave, and is killed."""
 CUT_SHORT: Final = "a layer file was cut short or its disk failed while it was read (SIGBUS)"
 LOG_BYTES: Final = 1 << 16
+MOST_ARRIVED: Final = 64
 SPIN_COUNT: Final = 5000
 """libgomp's threads spin this often at a barrier before they sleep. Its own default of some hundred milliseconds starves
 the other programs of the machine, ring processes among them; sleeping at once ruins decode. Between 2,000 and 20,000 one
@@ -60,7 +62,9 @@ def environment(base: Mapping[str, str], threads: int, place: int, *, gpu: bool 
 
 
 async def connected(
-    begin: Callable[[socket.socket], subprocess.Popen[bytes]], what: str
+    begin: Callable[[socket.socket], subprocess.Popen[bytes]],
+    what: str,
+    protocol: Callable[[asyncio.StreamReader], asyncio.StreamReaderProtocol] = asyncio.StreamReaderProtocol,
 ) -> tuple[subprocess.Popen[bytes], asyncio.StreamReader, asyncio.StreamWriter]:
     """A process that ``begin`` starts with one end of a socket pair, and the other end. Raises ``RingError`` where
     ``what`` it is cannot be started.
@@ -74,7 +78,11 @@ async def connected(
         raise RingError(f"{what} cannot be started: {exc.strerror or exc}") from exc
     try:
         ours.setblocking(False)
-        return process, *await asyncio.open_connection(sock=ours)
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        spoken = protocol(reader)
+        transport, _ = await loop.create_connection(lambda: spoken, sock=ours)
+        return process, reader, asyncio.StreamWriter(transport, spoken, reader, loop)
     except BaseException:  # cancelled over it, nobody else would end the process
         ours.close()
         process.kill()
@@ -85,6 +93,75 @@ async def connected(
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
     """The next message of a process. Raises ``asyncio.IncompleteReadError`` or ``OSError`` when it is gone."""
     return await reader.readexactly(frame_bytes(await reader.readexactly(LENGTH.size)))
+
+
+class _Events(asyncio.StreamReaderProtocol):
+    """Cuts what arrives into events, a turn of the loop earlier than its reader would, which gets nothing.
+
+    Each goes to ``hear``, and to ``next`` if that says that it does not want it, or if others wait there.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        super().__init__(reader)
+        self.hear: Callable[[RingEvent], bool] = lambda _: False
+        self._frames = Frames()
+        self._arrived = deque[bytes]()
+        self._news = asyncio.Event()
+        self._is_gone = False
+        self._error: Exception | None = None
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._error is not None:
+            return
+        try:
+            for body in self._frames.feed(data):
+                if self._arrived or not self._hears(body):
+                    self._arrived.append(body)
+                    self._news.set()
+        except Exception as exc:  # noqa: BLE001 (whoever reads the events raises it)
+            self._error = exc
+            self._news.set()
+        if len(self._arrived) >= MOST_ARRIVED and self._transport is not None:
+            self._transport.pause_reading()
+
+    def eof_received(self) -> bool | None:
+        self._end()
+        return super().eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._end()
+
+    async def next(self) -> bytes | None:
+        """The next one that was not heard; None when it is gone. Raises what ``hear`` raised."""
+        while not self._arrived:
+            if self._error is not None:
+                raise self._error
+            if self._is_gone:
+                return None
+            self._news.clear()
+            await self._news.wait()
+        body = self._arrived.popleft()
+        if not self._arrived and self._transport is not None and not self._is_gone:
+            self._transport.resume_reading()
+        return body
+
+    def _hears(self, body: bytes) -> bool:
+        try:
+            event: RingEvent = event_decoder.decode(body)
+        except msgspec.DecodeError:
+            return False
+        return type(event) is not RingBroken and self.hear(event)
+
+    def _end(self) -> None:
+        self._is_gone = True
+        self._news.set()
 
 
 class RingProcess:
@@ -98,9 +175,11 @@ class RingProcess:
         log: Path,
     ) -> None:
         self._process = process
-        self._reader = reader
         self._writer = writer
         self._log = log
+        protocol = writer.transport.get_protocol()
+        assert isinstance(protocol, _Events), "it was asked for"
+        self._events = protocol
 
     @classmethod
     async def start(cls, log: Path, *, threads: int, place: int = 0, gpu: bool = False) -> RingProcess:
@@ -110,7 +189,9 @@ class RingProcess:
         """
         variables = environment(os.environ, threads, place, gpu=gpu)
         try:
-            return cls(*await connected(lambda theirs: cls._begin(log, theirs, variables), "the ring process"), log)
+            return cls(
+                *await connected(lambda theirs: cls._begin(log, theirs, variables), "the ring process", _Events), log
+            )
         except RingError:
             raise
         except BaseException:
@@ -133,6 +214,11 @@ class RingProcess:
             self._writer.write(b"".join(map(frame, commands)))
             await self._writer.drain()
 
+    def listen(self, hear: Callable[[RingEvent], bool]) -> None:
+        """From now on each event goes to ``hear`` as it arrives, and to ``events`` if that says that it does not want it, or
+        if others wait there. What ``hear`` raises ``events`` raises."""
+        self._events.hear = hear
+
     async def events(self) -> AsyncIterator[RingEvent]:
         """Its events as they come.
 
@@ -141,12 +227,13 @@ class RingProcess:
         """
         while True:
             try:
-                event: RingEvent = event_decoder.decode(await read_frame(self._reader))
-            except (asyncio.IncompleteReadError, OSError) as exc:
-                raise await self._obituary() from exc
+                body = await self._events.next()
+                if body is None:
+                    raise await self._obituary()
+                event: RingEvent = event_decoder.decode(body)
             except msgspec.DecodeError as exc:
                 raise ProtocolError(f"not an event of the ring process: {exc}") from exc
-            if isinstance(event, RingBroken):
+            if type(event) is RingBroken:
                 raise cause_of(event)
             yield event
 

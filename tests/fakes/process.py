@@ -62,6 +62,9 @@ class FakeRingProcess:
         """End with ``reason``."""
         self._events.put_nowait(RingError(reason) if isinstance(reason, str) else reason)
 
+    def listen(self, hear: Callable[[RingEvent], bool]) -> None:
+        """``events`` has them all, which is as much as is promised."""
+
     async def events(self) -> AsyncIterator[RingEvent]:
         while True:
             event = await self._events.get()

@@ -223,3 +223,39 @@ def test_one_machine_that_opens_all_connections_locks_no_other_out(monkeypatch):
                     break
 
     asyncio.run(scenario())
+
+
+def test_who_sends_many_parts_is_read_a_little_at_a_time_and_others_in_long_pieces():
+    """A health check waits for some turns of the loop, and each part of a body takes its time in one."""
+    most = dict.fromkeys(("parts", "plain"), 0)
+
+    class Watching(Patience):
+        turns = 0
+
+        def read_next(self, connection: http_patience.PatientProtocol, read_bytes: int, parts: int) -> int:
+            if parts <= http_patience.FEW_PARTS:
+                most["plain"] = max(most["plain"], read_bytes)
+            else:
+                self.turns += 1
+                if self.turns > 4:  # both have said by then what they are
+                    most["parts"] = max(most["parts"], parts)
+            return super().read_next(connection, read_bytes, parts)
+
+    async def ask(port: int, head: bytes, body: bytes) -> bytes:
+        reader, writer = await raw(port)
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + head + body)
+        said = await until_closed(reader)
+        writer.close()
+        return said
+
+    async def scenario() -> None:
+        body = json.dumps(CHAT).encode() + b" " * 20_000
+        small = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+        async with patient(FakeBackend(says("Hi")), kind=Watching) as port:
+            coded, plain = b"Transfer-Encoding: chunked\r\n\r\n", b"Content-Length: %d\r\n\r\n" % len(body)
+            answers = await asyncio.gather(ask(port, coded, small), ask(port, coded, small), ask(port, plain, body))
+        assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in answers)
+
+    asyncio.run(scenario())
+    assert most["parts"] <= http_patience.MOST_PARTS + 2
+    assert most["plain"] == http_patience.MOST_READ_BYTES

@@ -6,6 +6,10 @@ import asyncio
 import logging
 import re
 
+import h11
+import pytest
+
+from primad.api.strict import MOST_HEAD_BYTES, StrictConnection
 from tests.fakes.backend import FakeBackend, says
 from tests.shell.gated import raw, until_closed
 from tests.shell.test_http_patience import patient
@@ -148,3 +152,20 @@ def test_a_wrong_chunk_behind_an_early_answer_ends_the_connection_without_a_trac
 
     asyncio.run(scenario())
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("headers", [[], [(b"Content-Length", b"5")], [(b"Transfer-Encoding", b"chunked")]])
+def test_an_answer_has_the_bytes_that_h11_would_send(method, version, headers):
+    def sent(connection: h11.Connection) -> list[bytes | None]:
+        connection.receive_data(method.encode() + b" / HTTP/" + version + b"\r\nHost: localhost\r\n\r\n")
+        while not isinstance(connection.next_event(), h11.EndOfMessage):
+            pass
+        response = h11.Response(status_code=200, headers=headers)
+        pieces = [b""] if method == "HEAD" else [b"ab", b"", bytearray(b"cde")]
+        events = [response, *(h11.Data(data=piece) for piece in pieces), h11.EndOfMessage()]
+        return [connection.send(event) for event in events]
+
+    strict = StrictConnection(h11.SERVER, MOST_HEAD_BYTES)
+    assert sent(strict) == sent(h11.Connection(h11.SERVER))

@@ -345,7 +345,7 @@ def test_an_open_that_makes_no_sense_is_one_line_and_no_silence(tmp_path, openin
 def test_the_daemon_hears_what_kind_of_end_it_was(tmp_path, event, error):
     async def once() -> None:
         async with started(tmp_path) as process:
-            process._reader.feed_data(frame(event))
+            process._events.data_received(frame(event))
             with pytest.raises(error, match=event.error) as caught:
                 async for _ in process.events():
                     pass
@@ -357,7 +357,7 @@ def test_the_daemon_hears_what_kind_of_end_it_was(tmp_path, event, error):
 def test_garbage_from_the_process_is_refused(tmp_path):
     async def once() -> None:
         async with started(tmp_path) as process:
-            process._reader.feed_data(LENGTH.pack(3) + b"abc")
+            process._events.data_received(LENGTH.pack(3) + b"abc")
             with pytest.raises(ProtocolError, match="not an event of the ring process: "):
                 async for _ in process.events():
                     pass

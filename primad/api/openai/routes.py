@@ -199,7 +199,7 @@ T = TypeVar("T", bound=shapes.ChatCompletion | shapes.ChatChunk | shapes.Complet
 
 
 def _timed(chunk: T, timings: AnswerTimings | UnsetType) -> T:
-    return msgspec.structs.replace(chunk, timings=timings)
+    return chunk if timings is UNSET else msgspec.structs.replace(chunk, timings=timings)
 
 
 def _usage(job: Job, sampled: int, ended: Sequence[tuple[Choice, int]], guessed: Guessed) -> Usage:

@@ -1,0 +1,129 @@
+"""What a ring process says is heard as it arrives, in order, however it is cut on its way."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primad.errors import ProtocolError
+from primad.ring.channel import LENGTH, MAX_FRAME_BYTES, Frames, frame
+from primad.ring.messages import Loading, RingBroken, RingEvent, event_decoder
+from primad.ring.spawn import MOST_ARRIVED, _Events
+
+SAID = [Loading(number) for number in range(5)]
+
+
+class Link(asyncio.Transport):
+    """Says whether it is read."""
+
+    reads = True
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+
+def events() -> tuple[_Events, Link]:
+    made, link = _Events(asyncio.StreamReader()), Link()
+    made.connection_made(link)
+    return made, link
+
+
+async def rest(of: _Events) -> list[RingEvent]:
+    """What was not heard, when it is gone."""
+    of.eof_received()
+    left = []
+    while (body := await of.next()) is not None:
+        left.append(event_decoder.decode(body))
+    return left
+
+
+@given(st.lists(st.binary(max_size=40)), st.lists(st.integers(1, 30), min_size=1))
+def test_frames_are_the_same_however_they_are_cut(bodies, sizes):
+    said, frames, found = b"".join(LENGTH.pack(len(each)) + each for each in bodies), Frames(), list[bytes]()
+    while said:
+        size = sizes[len(found) % len(sizes)]
+        found += frames.feed(said[:size])
+        said = said[size:]
+    assert found == bodies
+
+
+def test_what_is_wanted_is_heard_at_once_and_nothing_before_what_waits():
+    async def once() -> None:
+        made, _ = events()
+        heard = list[RingEvent]()
+        made.data_received(frame(SAID[0]))
+
+        def hear(event: RingEvent) -> bool:
+            heard.append(event)
+            return event != SAID[3]
+
+        made.hear = hear
+        made.data_received(frame(SAID[1]))
+        assert not heard, "one waits still"
+        assert [event_decoder.decode(await made.next()) for _ in SAID[:2]] == SAID[:2]
+        made.data_received(b"".join(map(frame, SAID[2:])))
+        assert heard == SAID[2:4], "the last one waits behind one that nobody wanted"
+        assert await rest(made) == SAID[3:]
+
+    asyncio.run(once())
+
+
+def test_what_hearing_raises_is_raised_to_who_reads_and_nothing_is_heard_behind_it():
+    async def once() -> None:
+        made, _ = events()
+        heard = list[RingEvent]()
+
+        def hear(event: RingEvent) -> bool:
+            heard.append(event)
+            raise ZeroDivisionError
+
+        made.hear = hear
+        made.data_received(frame(SAID[0]))
+        made.data_received(frame(SAID[1]))
+        with pytest.raises(ZeroDivisionError):
+            await made.next()
+        assert heard == SAID[:1]
+
+    asyncio.run(once())
+
+
+def test_an_end_and_what_is_no_event_are_not_heard_but_read():
+    async def once() -> None:
+        made, _ = events()
+        made.hear = lambda _: True
+        made.data_received(LENGTH.pack(3) + b"abc")
+        made.data_received(frame(RingBroken("it broke", None)))
+        assert await made.next() == b"abc"
+        assert await rest(made) == [RingBroken("it broke", None)]
+
+    asyncio.run(once())
+
+
+def test_a_frame_that_is_too_large_is_an_error_and_no_memory():
+    async def once() -> None:
+        made, _ = events()
+        made.data_received(LENGTH.pack(MAX_FRAME_BYTES + 1))
+        with pytest.raises(ProtocolError):
+            await made.next()
+
+    asyncio.run(once())
+
+
+def test_a_ring_process_that_nobody_reads_is_not_read():
+    async def once() -> None:
+        made, link = events()
+        for _ in range(MOST_ARRIVED):
+            assert link.reads
+            made.data_received(frame(SAID[0]))
+        assert not link.reads
+        for _ in range(MOST_ARRIVED):
+            await made.next()
+        assert link.reads
+
+    asyncio.run(once())
