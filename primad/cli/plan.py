@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 import msgspec
 import typer
 
+from primad.cli.commands import HelpAll
 from primad.cli.completion import shapes
 from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devices, wishes_of
-from primad.cli.grouped import grouped
+from primad.cli.grouped import grouped, names_of
 from primad.cli.hub import model_path
 from primad.cli.options import Lora, RopeOptions, rope_of
 from primad.cli.output import err, tables, write_json
@@ -66,6 +67,17 @@ class AnswerOptions:
     ] = None
 
 
+PLAN_SHOWN: Final = (
+    *("files", "model", "model_shape", "draft", "devices", "fleet", "head", "link"),
+    *("objective", "context", "sequences", "what_if", "json"),
+)
+"""What ``--help`` shows."""
+PLAN_TABLE: Final = {"lora", "seconds"} | names_of(
+    ModelOptions, FleetOptions, RunOptions, DraftOptions, RopeOptions, AnswerOptions
+)
+"""Options that may stand in the configuration file beside the keys of the device."""
+
+
 @grouped
 def plan(
     model: ModelOptions,
@@ -77,6 +89,7 @@ def plan(
     answer: AnswerOptions,
     files: ProfileFiles = None,
     lora: Lora = None,
+    help_all: HelpAll = False,
 ) -> None:
     """Say who would compute what and how fast, before any device does anything.
 
@@ -94,6 +107,7 @@ def plan(
     """
     from primad.planning.plot import check_plot
 
+    del help_all
     wishes = _wishes(fleet, run_config(run, draft), answer)
     if answer.plot is not None:
         check_plot(answer.plot)

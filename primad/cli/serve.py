@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 import typer
 
 from primad.cli.asking import AskingOptions, allowed_hosts, check_asking, cors_origins, warning
-from primad.cli.grouped import flags, grouped
+from primad.cli.commands import HelpAll
+from primad.cli.grouped import flags, grouped, names_of
 from primad.cli.hub import model_path, served_model
 from primad.cli.options import (
     DeviceOptions,
@@ -158,6 +159,17 @@ class RingOptions:
     ] = 120.0
 
 
+SERVE_SHOWN: Final = (
+    *("model", "context", "sequences", "draft", "wait", "device", "alone"),
+    *("host", "port", "api_key", "max_ram", "max_vram", "gpu"),
+)
+"""Options that ``--help`` shows: those that a home needs."""
+SERVE_TABLE: Final = {"model", "lora", "wait", "wait_timeout", "alone"} | names_of(
+    EndpointOptions, AskingOptions, RunOptions, DraftOptions, RingOptions, RopeOptions, KeptOptions
+)
+"""Options that may stand in the configuration file beside the keys of the device."""
+
+
 @grouped
 @daemon_command()
 def serve(
@@ -179,6 +191,7 @@ def serve(
     device: DeviceOptions,
     owner: OwnerOptions,
     lora: Lora = None,
+    help_all: HelpAll = False,
 ) -> None:
     """Serve a model with all paired devices in sight; any OpenAI client talks to it.
 
@@ -200,6 +213,7 @@ def serve(
 
         primad serve --model llama3-8b.gguf --lora style.gguf --lora facts.gguf=0.5
     """
+    del help_all
     check_host(endpoint.host, "--host")
     check_asking(asking, endpoint.host)
     if others.listen is not None:

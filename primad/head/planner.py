@@ -20,7 +20,7 @@ from primad.head.service import Service
 from primad.head.solver_process import solve_apart
 from primad.head.worker_link import WorkerLink
 from primad.planning.extra_buffers import as_planned
-from primad.planning.plan import PlanRequest, Solved, complete, search
+from primad.planning.plan import FoundPlan, PlanRequest, complete, search
 from primad.planning.question import LinkSpeed, both_ways, with_default_links
 from primad.system.tasks import Tasks
 
@@ -224,7 +224,7 @@ class Planner:
             may_be_several=not why_whole(service.model.header),
         )
 
-    async def _search(self, asked: PlanRequest, *, background: bool) -> Solved:
+    async def _search(self, asked: PlanRequest, *, background: bool) -> FoundPlan:
         """Raises ``PlanError`` that says why devices do not reach each other, where there is no plan for that."""
         try:
             return await solve_apart(asked, background=background)

@@ -16,7 +16,7 @@ import msgspec
 from halda import CutOff, Infeasible
 from primad.daemon.owner import apply_nice
 from primad.errors import PlanError
-from primad.planning.plan import PlanRequest, Solved, search
+from primad.planning.plan import FoundPlan, PlanRequest, search
 from primad.ring.spawn import how_it_ended
 from primad.system.answer_stream import answer_stream
 from primad.system.stop_flag import StopFlag
@@ -28,7 +28,7 @@ much later it hangs."""
 
 
 class _Found(msgspec.Struct, frozen=True, tag="solved"):
-    solved: Solved
+    solved: FoundPlan
 
 
 class _Unsolvable(msgspec.Struct, frozen=True, tag="infeasible"):
@@ -37,7 +37,7 @@ class _Unsolvable(msgspec.Struct, frozen=True, tag="infeasible"):
     is_cut_off: bool
 
 
-async def solve_apart(request: PlanRequest, *, background: bool = False, grace_s: float = GRACE_S) -> Solved:
+async def solve_apart(request: PlanRequest, *, background: bool = False, grace_s: float = GRACE_S) -> FoundPlan:
     """The answer of ``search``; in the ``background`` all other work goes first.
 
     Raises ``Infeasible`` and ``CutOff`` as that does, ``PlanError`` when the child fails.
@@ -49,7 +49,7 @@ async def solve_apart(request: PlanRequest, *, background: bool = False, grace_s
         stop.set()
 
 
-def _ask(request: PlanRequest, stop: StopFlag, background: bool, grace_s: float) -> Solved:
+def _ask(request: PlanRequest, stop: StopFlag, background: bool, grace_s: float) -> FoundPlan:
     timeout_s = len(request.workloads) * request.time_limit_s + grace_s
     with subprocess.Popen(
         [sys.executable, "-m", "primad.head.solver_process"],

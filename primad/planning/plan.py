@@ -92,7 +92,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
         return instance(self.devices, self.links, self.model, work, self.limits, head)
 
 
-class Solved(msgspec.Struct, frozen=True, kw_only=True):
+class FoundPlan(msgspec.Struct, frozen=True, kw_only=True):
     """``solution`` for ``devices`` as they are in its plan, with the context of ``workload``, and why that is small."""
 
     solution: Solution
@@ -109,7 +109,7 @@ class Planned:
     ``drafting`` says, by the draft model on ``draft_device``, if one drafts.
     """
 
-    solved: Solved
+    solved: FoundPlan
     question: Instance
     prediction: Prediction
     objective_s: float
@@ -133,7 +133,7 @@ def plan(request: PlanRequest) -> Planned:
     return complete(request, search(request))
 
 
-def search(request: PlanRequest) -> Solved:
+def search(request: PlanRequest) -> FoundPlan:
     """The best plan for the first workload that has one. Raises as ``plan``."""
     if request.run.windows is not None:
         return _search_by_hand(request)
@@ -155,7 +155,7 @@ def search(request: PlanRequest) -> Solved:
     raise AssertionError("there is a workload")
 
 
-def _search(request: PlanRequest, work: Workload, require: frozenset[str]) -> Solved:
+def _search(request: PlanRequest, work: Workload, require: frozenset[str]) -> FoundPlan:
     from halda import CHUNKS, solve  # only a process that solves loads the solver
 
     run, devices = request.run, request.devices
@@ -184,11 +184,11 @@ def _search(request: PlanRequest, work: Workload, require: frozenset[str]) -> So
     return _settled(with_wanted_context(work, request.wanted_tokens, planned, request.instance))
 
 
-def _settled(found: WithContext) -> Solved:
-    return Solved(solution=found.solution, devices=found.devices, workload=found.workload, why_context=found.why)
+def _settled(found: WithContext) -> FoundPlan:
+    return FoundPlan(solution=found.solution, devices=found.devices, workload=found.workload, why_context=found.why)
 
 
-def _search_by_hand(request: PlanRequest) -> Solved:
+def _search_by_hand(request: PlanRequest) -> FoundPlan:
     run = request.run
     assert run.windows is not None
     names = [device.device for device in request.devices]
@@ -199,7 +199,7 @@ def _search_by_hand(request: PlanRequest) -> Solved:
     return _settled(with_context_by_hand(plan, asked, wanted, run.objective))
 
 
-def complete(request: PlanRequest, solved: Solved) -> Planned:
+def complete(request: PlanRequest, solved: FoundPlan) -> Planned:
     """The plan of ``solved`` as it is run."""
     if request.run.windows is not None:
         return _complete_by_hand(request, solved)
@@ -231,7 +231,7 @@ def complete(request: PlanRequest, solved: Solved) -> Planned:
     )
 
 
-def _complete_by_hand(request: PlanRequest, solved: Solved) -> Planned:
+def _complete_by_hand(request: PlanRequest, solved: FoundPlan) -> Planned:
     """Attention is chosen as for other plans; sequences and context are as they were asked for."""
     run, plan, work = request.run, solved.solution.plan, solved.workload
     there = msgspec.structs.replace(request, devices=solved.devices)

@@ -18,7 +18,7 @@ from primad.head.lending import Lending
 from primad.head.planner import Planner, PlanResult
 from primad.head.promise import Promise
 from primad.head.status import attention_line
-from primad.planning.plan import PlanRequest, Solved, search
+from primad.planning.plan import FoundPlan, PlanRequest, search
 from primad.planning.question import PlannedDraft, workload_of
 from primad.planning.run_config import RunConfig
 from primad.system.tasks import Tasks
@@ -27,7 +27,7 @@ from tests.fakes.planning import GB, device, helping, link, model
 LAP = frozenset({"lap"})
 
 
-async def solve_here(asked: PlanRequest, *, background: bool = False) -> Solved:
+async def solve_here(asked: PlanRequest, *, background: bool = False) -> FoundPlan:
     return search(msgspec.structs.replace(asked, time_limit_s=60))
 
 
