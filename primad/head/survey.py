@@ -67,7 +67,7 @@ def survey(config: Config, seconds: float, reporter: Reporter) -> Survey:
     known, lending = read_corrections(config.home), Lending(config.home)
     usable = lending.unpaused(device.device for device in devices) | {own.device}
     for name in sorted({device.device for device in devices} - usable):
-        reporter.say(f"{name} is left out: it is paused; 'primad resume {name}' uses it again")
+        reporter.say(f"{name} is left out: this head does not use it while it is paused on the page")
     return Survey(
         devices=tuple(lending.apply(known.apply(device)) for device in devices if device.device in usable),
         links=tuple(known.apply_link(link) for link in links if {link.source, link.target} <= usable),
