@@ -6,7 +6,7 @@ import re
 
 from primad.planning.question import ask
 from tests.fakes.planning import GB, device, model, wishes
-from tools.paper_plan import compare
+from tools.lab.paper_plan import compare
 
 
 def test_the_papers_plan_stands_beside_ours_which_is_not_slower():
