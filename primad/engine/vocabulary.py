@@ -56,7 +56,9 @@ class LlamaVocabulary:
             return None
         if not self._tokenize("  ", False, False):  # blanks are dropped
             return None
-        return self._longest_name if self._longest_name is not None else max(len(name) for name, _, _ in self.all_tokens())
+        return (
+            self._longest_name if self._longest_name is not None else max(len(name) for name, _, _ in self.all_tokens())
+        )
 
     @property
     def fill_in_ids(self) -> tuple[int, int, int, int]:
