@@ -92,7 +92,7 @@ def _options(command: Any, context: Any) -> Iterator[str]:
 
 
 def _environment() -> Iterator[str]:
-    keys = ", ".join(f"PRIMAD_{key.upper()}" for key in config._KEYS)
+    keys = ", ".join(f"PRIMAD_{key.upper()}" for key in config.KEYS)
     told = {
         keys: "The keys of config.toml: flags win over these, these over the file.",
         "PRIMAD_HOME": "The home folder.",

@@ -1,20 +1,86 @@
 """The commands of ``primad`` as Typer has them, with help in which every word is of use.
 
-Typer shows a type behind each option, and behind a flag ``<bool>``, which nobody can type there.
+Typer shows a type behind each option, and behind a flag ``<bool>``, which nobody can type there. Of commands with dozens of
+options ``--help`` shows the few that a home needs, and ``--help-all`` every one in its section; all can be typed and
+completed, and those of ``serve`` and ``plan`` can stand in a table of the configuration file (``settings/tables.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+_BRIEF: Final = "primad.brief"
+_ALL: Final = "primad.all"
+
+
+def _show_all(context: typer.Context, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        context.meta[_ALL] = True
+        context.get_help()  # rich prints it
+        raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool,
+    typer.Option("--help-all", callback=_show_all, is_eager=True, help="Show all options, in sections, and exit."),
+]
+
 
 class _Command(TyperCommand):
+    shown: frozenset[str] = frozenset()
+    """Parameters that ``--help`` shows; none: all."""
+    table: frozenset[str] = frozenset()
+    """Parameters that may stand in the command's table of the configuration file."""
+
     def get_params(self, ctx: Any) -> list[Any]:
-        return _flags_without_type(super().get_params(ctx))
+        params = _flags_without_type(super().get_params(ctx))
+        if not ctx.meta.get(_BRIEF):
+            return params
+        return [param for param in params if param.name in self.shown or param.name in ("help", "help_all")]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        ctx.meta[_BRIEF] = bool(self.shown) and not ctx.meta.get(_ALL)
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            ctx.meta[_BRIEF] = False
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if self.table and not ctx.resilient_parsing:
+            ctx.default_map = _from_file(self, ctx, args)
+        return super().parse_args(ctx, args)
+
+
+def _from_file(command: _Command, context: Any, args: list[str]) -> dict[str, Any]:
+    """What the table of ``command`` in the configuration file says. Raises ``ConfigError``, as if it was typed wrongly."""
+    from primad.settings.tables import option_table
+
+    table = option_table(command.name or "", command.table, _typed(args, "--home"))
+    values: dict[str, Any] = {}
+    for param in command.params:
+        if param.name not in table.values:
+            continue
+        value = table.values[param.name]
+        values[param.name] = [value] if getattr(param, "multiple", False) and not isinstance(value, list) else value
+        try:
+            param.process_value(context, values[param.name])
+        except typer.BadParameter as exc:
+            raise table.error(param.name, exc.message) from exc
+    return values
+
+
+def _typed(args: list[str], option: str) -> str | None:
+    """The value of ``option`` among ``args``, before they are parsed."""
+    for place, word in enumerate(args):
+        if word == option and place + 1 < len(args):
+            return args[place + 1]
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+    return None
 
 
 class _Group(TyperGroup):
@@ -37,6 +103,9 @@ class CommandGroup(typer.Typer):
     def __init__(self, **how: Any) -> None:
         super().__init__(cls=_Group, rich_markup_mode="markdown", **how)
 
-    def command(self, name: str | None = None, **how: Any) -> Callable[[Any], Any]:
-        """As Typer's own."""
-        return super().command(name, cls=_Command, **how)
+    def command(
+        self, name: str | None = None, *, shown: Iterable[str] = (), table: Iterable[str] = (), **how: Any
+    ) -> Callable[[Any], Any]:
+        """As Typer's own. ``--help`` shows the parameters ``shown`` (none: all); those of ``table`` may stand in a file."""
+        cls = type("_Command", (_Command,), {"shown": frozenset(shown), "table": frozenset(table)})
+        return super().command(name, cls=cls, **how)

@@ -82,10 +82,12 @@ def fit(
 def _questions(
     models: ModelsOptions, fleet: FleetOptions, live: LiveOptions, files: list[Path] | None
 ) -> Iterator[tuple[str, Question]]:
+    from halda import KV_TYPES
     from primad.errors import ConfigError
     from primad.gguf.published import published_file, published_profile
     from primad.gguf.shapes import popular_shapes, shape
     from primad.planning.question import Wishes, ask
+    from primad.planning.run_config import RunConfig
 
     kinds = [parse_choice(kind.lower(), _QUANTISATIONS, "--quant") for kind in models.quant or ("q4k",)]
     names = [name for name in popular_shapes() if (models.only or "").lower() in name]
@@ -94,7 +96,8 @@ def _questions(
             f"--only {models.only}: no model has that in its name; there are {', '.join(popular_shapes())}"
         )
     found = found_devices(fleet, files, live)
-    wishes = Wishes(objective="latency", kv_type=models.kv_type, time_limit_s=models.time_limit, **wishes_of(fleet))
+    run = RunConfig(objective="latency", kv_type=parse_choice(models.kv_type, KV_TYPES, "--kv-type"))
+    wishes = Wishes(time_limit_s=models.time_limit, **wishes_of(fleet))
     wishes = replace(wishes, head=wishes.head or found.own)
     for name in names:
         for kind in kinds:
@@ -103,7 +106,7 @@ def _questions(
             context = None if models.context is None else min(models.context, profile.context_tokens)
             yield (
                 f"{name}-{kind}",
-                ask(replace(wishes, context=context), found.devices, found.links, profile),
+                ask(replace(wishes, run=replace(run, context_tokens=context)), found.devices, found.links, profile),
             )
 
 

@@ -43,6 +43,11 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     return flat
 
 
+def names_of(*kinds: Any) -> set[str]:
+    """The names of the options of the groups ``kinds``."""
+    return {field.name for kind in kinds for field in dataclasses.fields(kind)}
+
+
 def flags(*groups: Any) -> dict[str, Any]:
     """The options of the groups by name, as ``load_config`` takes them."""
     return {field.name: getattr(group, field.name) for group in groups for field in dataclasses.fields(group)}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Final
 
 import typer
 
+from primad.cli.commands import HelpAll
 from primad.cli.grouped import flags, grouped
 from primad.cli.options import DeviceOptions, OnInterface, OwnerOptions, check_interface
 from primad.cli.output import daemon_command, err
@@ -62,9 +63,19 @@ class LenderOptions(OwnerOptions):
     ] = None
 
 
+JOIN_SHOWN: Final = ("code", "device", "name", "max_ram", "max_vram", "max_disk", "gpu", "nice", "pause_on_battery")
+"""Options that ``--help`` shows."""
+
+
 @grouped
 @daemon_command()
-def join(device: DeviceOptions, pairing: PairingOptions, network: ListenOptions, owner: LenderOptions) -> None:
+def join(
+    device: DeviceOptions,
+    pairing: PairingOptions,
+    network: ListenOptions,
+    owner: LenderOptions,
+    help_all: HelpAll = False,
+) -> None:
     """Lend this device to a head: announce it, wait for work, serve until stopped.
 
     The first time with the code that 'primad serve' or 'primad pair' shows on the head; from then on they know each other.
@@ -79,6 +90,7 @@ def join(device: DeviceOptions, pairing: PairingOptions, network: ListenOptions,
 
         primad join --home /tmp/second --name second --port 7781 --host 127.0.0.1
     """
+    del help_all
     place = _check_pairing(pairing)
     config = load_config(flags(device, network, owner))
     check_interface(config)

@@ -21,16 +21,16 @@ from primad.cli.commands import CommandGroup
 from primad.cli.devices import devices_app
 from primad.cli.doctor import doctor
 from primad.cli.fit import fit
-from primad.cli.join import join
+from primad.cli.join import JOIN_SHOWN, join
 from primad.cli.key import key_app
 from primad.cli.models import models, pull, rm
 from primad.cli.options import Gpu, Home, Name, Threads
 from primad.cli.output import err, out, write_json
 from primad.cli.page import page
 from primad.cli.pair_pause_leave import leave, pair, pause, resume
-from primad.cli.plan import plan
+from primad.cli.plan import PLAN_SHOWN, PLAN_TABLE, plan
 from primad.cli.progress import RichReporter
-from primad.cli.serve import serve
+from primad.cli.serve import SERVE_SHOWN, SERVE_TABLE, serve
 from primad.cli.service import service_app
 from primad.cli.status import status
 from primad.cli.trust import revoke, trust
@@ -89,8 +89,8 @@ def _options(
     hide_gpus()  # a head loads the vocabulary with llama.cpp; whatever a driver does is its children's risk
 
 
-app.command()(join)
-app.command()(serve)
+app.command(shown=JOIN_SHOWN)(join)
+app.command(shown=SERVE_SHOWN, table=SERVE_TABLE)(serve)
 
 
 @app.command()
@@ -137,7 +137,7 @@ def profile(
             out.print(learnt)
 
 
-app.command()(plan)
+app.command(shown=PLAN_SHOWN, table=PLAN_TABLE)(plan)
 app.command()(fit)
 devices_app.command()(trust)
 devices_app.command()(revoke)

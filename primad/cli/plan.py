@@ -7,18 +7,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 import msgspec
 import typer
 
-from primad.cli.completion import objectives, one_of, shapes
+from primad.cli.commands import HelpAll
+from primad.cli.completion import shapes
 from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devices, wishes_of
-from primad.cli.grouped import grouped
+from primad.cli.grouped import grouped, names_of
 from primad.cli.hub import model_path
-from primad.cli.options import Context, Experts, KvCacheType, Lora, RopeOptions, rope_of
+from primad.cli.options import Lora, RopeOptions, rope_of
 from primad.cli.output import err, tables, write_json
 from primad.cli.progress import RichReporter
+from primad.cli.run_options import DraftOptions, RunOptions, run_config
 from primad.errors import ConfigError
 from primad.settings.config import load_config, models_folder
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from primad.engine.rope import Rope
     from primad.gguf.header import Header
     from primad.planning.question import PlannedDraft, Question, Wishes
+    from primad.planning.run_config import RunConfig
 
 Checked = Callable[[Iterable[int]], str | None]
 
@@ -41,42 +44,6 @@ class ModelOptions:
         str | None,
         typer.Option(help="A built-in model, as in llama3-70b-q4k.", show_default=False, autocompletion=shapes),
     ] = None
-    draft: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --model: a small GGUF file of its family that guesses tokens, or auto, as for serve. Shows what it "
-            "takes and would win.",
-            metavar="FILE|auto",
-            show_default=False,
-        ),
-    ] = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkOptions:
-    """What the plan is for."""
-
-    PANEL: ClassVar[str] = "Work to plan for"
-
-    objective: Annotated[
-        str,
-        typer.Option(
-            help="What to make small: latency, ttft, throughput (of all sequences) or balanced.",
-            autocompletion=objectives,
-        ),
-    ] = "balanced"
-    experts: Experts = "auto"
-    context: Context = None
-    kv_type: KvCacheType = "f16"
-    sequences: Annotated[int, typer.Option(help="Generations at once.", min=1, max=256)] = 1
-    prompt: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a typical prompt [default: 512].", min=1, max=1 << 24, show_default=False),
-    ] = None
-    answer: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a typical answer [default: 256].", min=1, max=1 << 24, show_default=False),
-    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +52,7 @@ class AnswerOptions:
 
     PANEL: ClassVar[str] = "Answer"
 
-    solver: Annotated[
-        str,
-        typer.Option(
-            help="halda, or paper: Halda as published (in a source checkout).", autocompletion=one_of("halda", "paper")
-        ),
-    ] = "halda"
-    time_limit: Annotated[float, typer.Option(help="Seconds for the solver.", min=0.1, max=3600)] = 10.0
+    time_limit: Annotated[float, typer.Option(help="Seconds for the solver.", min=0.1, max=3600)] = 5.0
     what_if: Annotated[
         list[str] | None,
         typer.Option(
@@ -106,16 +67,29 @@ class AnswerOptions:
     ] = None
 
 
+PLAN_SHOWN: Final = (
+    *("files", "model", "model_shape", "draft", "devices", "fleet", "head", "link"),
+    *("objective", "context", "sequences", "what_if", "json"),
+)
+"""What ``--help`` shows."""
+PLAN_TABLE: Final = {"lora", "seconds"} | names_of(
+    ModelOptions, FleetOptions, RunOptions, DraftOptions, RopeOptions, AnswerOptions
+)
+"""Options that may stand in the configuration file beside the keys of the device."""
+
+
 @grouped
 def plan(
     model: ModelOptions,
     fleet: FleetOptions,
     live: LiveOptions,
-    work: WorkOptions,
+    run: RunOptions,
+    draft: DraftOptions,
     rope: RopeOptions,
     answer: AnswerOptions,
     files: ProfileFiles = None,
     lora: Lora = None,
+    help_all: HelpAll = False,
 ) -> None:
     """Say who would compute what and how fast, before any device does anything.
 
@@ -133,33 +107,24 @@ def plan(
     """
     from primad.planning.plot import check_plot
 
-    wishes = _wishes(fleet, work, answer)
+    del help_all
+    wishes = _wishes(fleet, run_config(run, draft), answer)
     if answer.plot is not None:
         check_plot(answer.plot)
-    asked, checked = _ask(wishes, model, rope_of(rope), lora or [], fleet, files, live)
+    asked, checked = _ask(wishes, model, draft.draft, rope_of(rope), lora or [], fleet, files, live)
     _answer(asked, answer, checked)
 
 
-def _wishes(fleet: FleetOptions, work: WorkOptions, answer: AnswerOptions) -> Wishes:
+def _wishes(fleet: FleetOptions, run: RunConfig, answer: AnswerOptions) -> Wishes:
     from primad.planning.question import Wishes
 
-    return Wishes(
-        solver=answer.solver,
-        objective=work.objective,
-        experts=work.experts,
-        context=work.context,
-        kv_type=work.kv_type,
-        sequences=work.sequences,
-        prompt=work.prompt,
-        answer=work.answer,
-        time_limit_s=answer.time_limit,
-        **wishes_of(fleet),
-    )
+    return Wishes(run=run, time_limit_s=answer.time_limit, **wishes_of(fleet))
 
 
 def _ask(
     wishes: Wishes,
     model: ModelOptions,
+    draft: Path | None,
     rope: Rope,
     lora: list[str],
     fleet: FleetOptions,
@@ -168,16 +133,18 @@ def _ask(
 ) -> tuple[Question, Checked]:
     """What is asked, and what tells whether windows of the model are exact."""
     from primad.certify.verdict import load_verdict, windows_line, with_verdict
+    from primad.gguf.architectures import why_whole
     from primad.gguf.model import open_model
     from primad.planning.adapters import open_adapters, parse_lora, whole_line, with_adapters
     from primad.planning.angles import with_rope
+    from primad.planning.check_run import check_run
     from primad.planning.experts import with_expert_use
     from primad.planning.question import ask, check
     from primad.planning.sources import read_model
 
     path = model.model
-    if path is None and model.draft is not None:
-        raise ConfigError(f"--draft {model.draft}: goes with --model, whose tokens it must have; give that as well")
+    if path is None and draft is not None:
+        raise ConfigError(f"--draft {draft}: goes with --model, whose tokens it must have; give that as well")
     if path is None and lora:
         raise ConfigError(f"--lora {lora[0]}: goes with --model, whose weights it changes; give that as well")
     if path is not None:
@@ -185,10 +152,12 @@ def _ask(
         path = model_path(path, lambda: load_config({"home": live.home}), fetches=False, otherwise=otherwise)
     read = read_model(path, model.model_shape)
     profile = with_rope(read, None if path is None else open_model(path, header_only=True), rope)
-    check(wishes, profile)
+    check_run(wishes.run, profile, draft)
+    check(wishes)
     found = found_devices(fleet, files, live)
     checked: Checked = _unknown
-    draft: PlannedDraft | None = None
+    drafts: PlannedDraft | None = None
+    may_be_several = True
     if path is not None:
         header, home = open_model(path, header_only=True), found.home or load_config({"home": live.home}).home
         adapters = open_adapters(parse_lora(lora), header)
@@ -200,13 +169,14 @@ def _ask(
         checked = partial(windows_line, home, header)
         if found.home is not None:
             profile = with_expert_use(profile, header, found.home)
-        draft = _draft(model.draft, header, home)
+        drafts, may_be_several = _draft(draft, header, home), not why_whole(header)
     asked = ask(dataclasses.replace(wishes, head=wishes.head or found.own), found.devices, found.links, profile)
-    return dataclasses.replace(asked, draft=draft), checked
+    return dataclasses.replace(asked, draft=drafts, may_be_several=may_be_several), checked
 
 
 def _draft(given: Path | None, header: Header, home: Path) -> PlannedDraft | None:
     """The model that guesses. Raises ``ConfigError`` for one that cannot."""
+    from primad.gguf.architectures import why_whole
     from primad.planning.draft_choice import AUTO, choose_draft, models_here
     from primad.planning.draft_model import MOST_CONTEXT, draft_profile, memory_of
     from primad.planning.question import PlannedDraft
@@ -221,8 +191,9 @@ def _draft(given: Path | None, header: Header, home: Path) -> PlannedDraft | Non
         path = model_path(given, lambda: load_config({"home": home}), fetches=False)
     if path is None:
         return None
-    _, profile = draft_profile(path, header, header_only=True)
-    return PlannedDraft(path=str(path), model=profile, memory_bytes=memory_of(profile, MOST_CONTEXT))
+    own, profile = draft_profile(path, header, header_only=True)
+    memory_bytes = memory_of(profile, MOST_CONTEXT)
+    return PlannedDraft(path=str(path), model=profile, memory_bytes=memory_bytes, may_move=not why_whole(own))
 
 
 def _unknown(_: Iterable[int]) -> None:

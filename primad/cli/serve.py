@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 import typer
 
 from primad.cli.asking import AskingOptions, allowed_hosts, check_asking, cors_origins, warning
-from primad.cli.completion import device_names, objectives, one_of
-from primad.cli.grouped import flags, grouped
+from primad.cli.commands import HelpAll
+from primad.cli.grouped import flags, grouped, names_of
 from primad.cli.hub import model_path, served_model
 from primad.cli.options import (
-    Context,
     DeviceOptions,
-    Experts,
-    KvCacheType,
     Lora,
     NamedDevices,
     OnInterface,
@@ -28,6 +25,7 @@ from primad.cli.options import (
 )
 from primad.cli.output import daemon_command, err
 from primad.cli.progress import RichReporter
+from primad.cli.run_options import DraftOptions, RunOptions, run_config
 from primad.errors import ConfigError, printable
 from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK, Config, check_host, load_config
 from primad.settings.quantities import parse_choice, parse_count
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 
 MAX_NAME_CHARS: Final = 512
 """The longest name of a model that a client may say."""
-MAX_SEQUENCES: Final = 64
 MAX_BACKUP_ROWS: Final = 4096
 
 
@@ -152,101 +149,25 @@ class KeptOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedPlanOptions:
-    """What the plan is for, or the plan itself."""
-
-    PANEL: ClassVar[str] = "Plan"
-
-    objective: Annotated[
-        str,
-        typer.Option(
-            help="What the plan makes small: latency, ttft, throughput or balanced.", autocompletion=objectives
-        ),
-    ] = "balanced"
-    experts: Experts = "auto"
-    use_all: Annotated[
-        bool,
-        typer.Option("--use-all", help="Every device found gets layers, even where fewer devices would be faster."),
-    ] = False
-    context: Context = None
-    sequences: Annotated[
-        str,
-        typer.Option(
-            help="Answers at once, each with its own KV cache of --context tokens. auto: 1, 2 or 4, as memory is left."
-        ),
-    ] = "auto"
-    batching: Annotated[
-        str,
-        typer.Option(
-            help="What several answers compute together: exact (each is what it is alone), fast (as many tokens a second as "
-            "can be), or auto: exact where that keeps nine tenths of them.",
-            autocompletion=one_of("auto", "exact", "fast"),
-        ),
-    ] = "auto"
-    prompt: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of a typical prompt, for which the plan is made [default: 512].",
-            min=1,
-            max=1 << 24,
-            show_default=False,
-        ),
-    ] = None
-    kv_type: KvCacheType = "f16"
-    windows: Annotated[
-        str | None,
-        typer.Option(
-            help="Set the plan by hand: layers a round for this device and each other one, as in 10,12,7. "
-            "This device also computes the layers that are left at the end.",
-            show_default=False,
-        ),
-    ] = None
-    rounds: Annotated[
-        int | None, typer.Option(help="Rounds a token makes, with --windows.", min=1, max=1000, show_default=False)
-    ] = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputeOptions:
-    """How the ring computes."""
+class RingOptions:
+    """When a ring is given up."""
 
     PANEL: ClassVar[str] = "Ring"
 
-    speculate: Annotated[
-        str,
-        typer.Option(
-            help="Guess the next tokens from prompt and answer, and compute them ahead where the ring is idle: auto (if it "
-            "has room for that), lookup (anyway), draft (with --draft, anyway) or off.",
-            autocompletion=one_of("auto", "lookup", "draft", "off"),
-        ),
-    ] = "auto"
-    draft: Annotated[
-        Path | None,
-        typer.Option(
-            help="A small GGUF file of the same family, or one by name, that guesses the next tokens. "
-            "auto: one of those that are here.",
-            metavar="FILE|auto",
-            show_default=False,
-        ),
-    ] = None
-    draft_on: Annotated[
-        str,
-        typer.Option(
-            help="The device on which the model of --draft guesses; auto: where it wins most.",
-            metavar="NAME|auto",
-            autocompletion=device_names,
-        ),
-    ] = "auto"
-    extra_buffers: Annotated[
-        str,
-        typer.Option(
-            help="Repacked or AMX copies of weights: auto (try and time them), on or off.",
-            autocompletion=one_of("auto", "on", "off"),
-        ),
-    ] = "auto"
     step_timeout: Annotated[
         float, typer.Option(help="Seconds after which a step that is not back breaks the ring.", min=1, max=86_400)
     ] = 120.0
+
+
+SERVE_SHOWN: Final = (
+    *("model", "context", "sequences", "draft", "wait", "device", "alone"),
+    *("host", "port", "api_key", "max_ram", "max_vram", "gpu"),
+)
+"""Options that ``--help`` shows: those that a home needs."""
+SERVE_TABLE: Final = {"model", "lora", "wait", "wait_timeout", "alone"} | names_of(
+    EndpointOptions, AskingOptions, RunOptions, DraftOptions, RingOptions, RopeOptions, KeptOptions
+)
+"""Options that may stand in the configuration file beside the keys of the device."""
 
 
 @grouped
@@ -262,13 +183,15 @@ def serve(
     endpoint: EndpointOptions,
     asking: AskingOptions,
     others: OtherDevicesOptions,
-    plan: ServedPlanOptions,
-    compute: ComputeOptions,
+    run: RunOptions,
+    draft: DraftOptions,
+    ring: RingOptions,
     rope: RopeOptions,
     kept: KeptOptions,
     device: DeviceOptions,
     owner: OwnerOptions,
     lora: Lora = None,
+    help_all: HelpAll = False,
 ) -> None:
     """Serve a model with all paired devices in sight; any OpenAI client talks to it.
 
@@ -290,6 +213,7 @@ def serve(
 
         primad serve --model llama3-8b.gguf --lora style.gguf --lora facts.gguf=0.5
     """
+    del help_all
     check_host(endpoint.host, "--host")
     check_asking(asking, endpoint.host)
     if others.listen is not None:
@@ -300,13 +224,13 @@ def serve(
     }  # a head has no control port
     config = load_config(flags(device, owner) | network, environment)
     check_interface(config)
-    _check_together(others, plan)
+    _check_together(others, run)
     _warn(endpoint, asking, config)
     from primad.head.options import is_for_several
     from primad.head.serve import serve as run_serve
     from primad.planning.adapters import parse_lora
 
-    options = _serve_options(endpoint, asking, others, plan, compute, rope, kept, config)
+    options = _serve_options(endpoint, asking, others, run, draft, ring, rope, kept, config)
     options = replace(options, lora=parse_lora(lora or ()))
     whole = others.alone or others.wait == 0 or bool(lora)
     source = served_model(model, config, whole=whole, several=is_for_several(options, config))
@@ -317,12 +241,10 @@ def serve(
         reporter.settle()  # a terminal keeps its cursor, whatever ended it
 
 
-def _check_together(others: OtherDevicesOptions, plan: ServedPlanOptions) -> None:
-    if plan.rounds is not None and plan.windows is None:
-        raise ConfigError(f"--rounds {plan.rounds}: goes with --windows; give both or neither")
+def _check_together(others: OtherDevicesOptions, run: RunOptions) -> None:
     if others.alone and (others.wait or others.device):
         raise ConfigError("--alone: contradicts --wait and --device; leave one of them out")
-    if plan.use_all and (others.alone or plan.windows is not None):
+    if run.use_all and others.alone:
         raise ConfigError("--use-all: contradicts --alone and --windows; leave one of them out")
 
 
@@ -338,18 +260,16 @@ def _serve_options(
     endpoint: EndpointOptions,
     asking: AskingOptions,
     others: OtherDevicesOptions,
-    plan: ServedPlanOptions,
-    compute: ComputeOptions,
+    run: RunOptions,
+    draft: DraftOptions,
+    ring: RingOptions,
     rope: RopeOptions,
     kept: KeptOptions,
     config: Config,
 ) -> ServeOptions:
-    from halda import EXPERT_PLACES, KV_TYPES, OBJECTIVES
     from primad.api.reading import PARSERS
     from primad.head.options import ServeOptions
     from primad.head.vocabulary import chat_template_in
-    from primad.planning.batching import BATCHING_MODES
-    from primad.planning.drafting import SPECULATE_MODES
 
     return ServeOptions(
         kv_backup=_backup(kept.kv_backup),
@@ -357,25 +277,12 @@ def _serve_options(
         exact_replay_s=kept.exact_replay_s,
         wait=others.wait,
         wait_timeout_s=others.wait_timeout,
-        windows=None if plan.windows is None else _windows(plan.windows),
-        rounds=plan.rounds,
-        extra_buffers=parse_choice(compute.extra_buffers, ("auto", "on", "off"), "--extra-buffers"),
-        context_tokens=plan.context,
-        prompt_tokens=plan.prompt,
-        rows=512,
-        kv_type=parse_choice(plan.kv_type, KV_TYPES, "--kv-type"),
-        step_timeout_s=compute.step_timeout,
+        step_timeout_s=ring.step_timeout,
         http_host=endpoint.host,
         http_port=endpoint.port,
         alone=others.alone,
-        objective=parse_choice(plan.objective, OBJECTIVES, "--objective"),
-        experts=parse_choice(plan.experts, EXPERT_PLACES, "--experts"),
-        use_all=plan.use_all,
-        sequences=parse_count(plan.sequences, MAX_SEQUENCES, "--sequences"),
-        batching=parse_choice(plan.batching, BATCHING_MODES, "--batching"),
-        speculate=parse_choice(compute.speculate, SPECULATE_MODES, "--speculate"),
-        draft=None if compute.draft is None else model_path(compute.draft, lambda: config),
-        draft_on=None if compute.draft_on == "auto" else compute.draft_on,
+        run=run_config(run, draft),
+        draft=None if draft.draft is None else model_path(draft.draft, lambda: config),
         aliases=() if endpoint.alias is None else _aliases(endpoint.alias),
         any_model=endpoint.any_model,
         context_shift=endpoint.context_shift,
@@ -404,13 +311,3 @@ def _aliases(text: str) -> tuple[str, ...]:
             f"--alias {printable(text)}: give names of 1 to {MAX_NAME_CHARS} characters with commas between"
         )
     return tuple(dict.fromkeys(names))
-
-
-def _windows(text: str) -> tuple[int, ...]:
-    try:
-        windows = tuple(int(part) for part in text.split(","))
-    except ValueError as exc:
-        raise ConfigError(f"--windows {text}: give whole numbers with commas between, as in 10,12,7") from exc
-    if not 1 <= len(windows) <= 1000 or min(windows) < 1:
-        raise ConfigError(f"--windows {text}: every window needs at least one layer")
-    return windows

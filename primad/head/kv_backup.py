@@ -360,7 +360,14 @@ class KvBackup:
             if len(self._roots) >= MOST_ROOTS:
                 self._roots.clear()
             model, options = self._service.model, self._service.options
-            about = (model.stamp, options.kv_type, self._station.workspace.build, who, options.rope, *self._computed)
+            about = (
+                model.stamp,
+                options.run.kv_type,
+                self._station.workspace.build,
+                who,
+                options.rope,
+                *self._computed,
+            )
             secret = self._station.identity.secret.encode()
             digest = hashlib.blake2b(msgspec.msgpack.encode(about), key=secret, digest_size=16)
             self._roots[who] = digest.hexdigest()
@@ -409,13 +416,13 @@ class KvBackup:
 
     def _chunking_of(self, promise: Promise) -> Chunking:
         """As the head's ring process cuts prompts."""
-        rows = self._service.options.rows if promise.prediction is None else promise.prediction.chunk_rows
+        rows = self._service.options.run.chunk_rows if promise.prediction is None else promise.prediction.chunk_rows
         controls = control_tokens(self._service.model.header)
         return Chunking(rows=rows, least=least_rows(promise.plan, rows), begins=lambda token: token in controls)
 
     def most_rows(self, promise: Promise) -> int | None:
         """How many rows of an answer are computed again one by one; None: all, since answers must be exact."""
-        if self._service.options.batching == "exact":
+        if self._service.options.run.batching == "exact":
             return None
         rows_per_s = _tokens_per_s(promise) * promise.batching.replays
         return int(self._service.options.exact_replay_s * rows_per_s)
@@ -448,7 +455,7 @@ class KvBackup:
         return sum(block.end - block.start for key in keys if (block := self._blocks.get(key)) is not None)
 
     def _token_bytes(self, plan: Plan) -> dict[str, int]:
-        return token_bytes(plan, self._service.model.profile.layers, self._service.options.kv_type)
+        return token_bytes(plan, self._service.model.profile.layers, self._service.options.run.kv_type)
 
 
 def _blocks_of(chains: Mapping[int, Sequence[KvBlock]]) -> list[KvBlock]:

@@ -23,7 +23,7 @@ async def loads_of(inputs: RingInputs, ways: Ways) -> dict[str, Load]:
     head = inputs.promise.plan.head
     question = inputs.promise.question
     profiles = {head: inputs.profile} | {name: worker.profile for name, worker in inputs.devices.workers.items()}
-    workload, objective = inputs.service.workload, inputs.service.options.objective
+    workload, objective = inputs.service.workload, inputs.service.options.run.objective
     extra = choose_extra_buffers(
         inputs.promise.assignments,
         {
@@ -31,7 +31,7 @@ async def loads_of(inputs: RingInputs, ways: Ways) -> dict[str, Load]:
             for name, profile in profiles.items()
         },
         inputs.service.model.profile,
-        inputs.service.options.extra_buffers,
+        inputs.service.options.run.extra_buffers,
     )
     loads = {head: _load(inputs, head, specs[head], extra[head])}
     for name, worker in inputs.devices.workers.items():
@@ -104,7 +104,7 @@ def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers:
         rows=inputs.rows,
         step_timeout_s=options.step_timeout_s,
         place=0,
-        kv_type=options.kv_type,
+        kv_type=options.run.kv_type,
         flash=inputs.promise.flash,
         keeps=inputs.keep_rows is not None,
         rope=options.rope,

@@ -9,6 +9,8 @@ from typing import Self
 from halda import Assignment, Instance, ModelProfile, Plan, Prediction, assignments
 from primad.head.corrections import NOTHING_LEARNT, Corrections
 from primad.planning.batching import Batches
+from primad.planning.fitting import Served
+from primad.planning.plan import Planned
 from primad.ring.chunks import Pieces
 from primad.ring.drafting.drafter import Drafting
 from primad.ring.grouping import Batching
@@ -53,11 +55,36 @@ class Promise:
         """Whether each answer is what it is alone."""
         return self.batches is None or self.batches.is_exact
 
+    @property
+    def served(self) -> Served:
+        """What the next plan may take over of it."""
+        return Served(context_tokens=self.context_tokens, sequences=self.sequences, flash=self.flash)
+
     def drafting_with(self, keep_rows: int | None) -> Drafting | None:
         """How drafts are computed: as trees only where one sequence has all cells, and none of them is kept elsewhere."""
         if self.drafting is None or (self.sequences == 1 and keep_rows is None):
             return self.drafting
         return replace(self.drafting, branches=0)
+
+    @classmethod
+    def of_planned(cls, planned: Planned, corrections: Corrections, *, by_hand: bool) -> Self:
+        """What ``planned`` promises; nothing is predicted for a plan that was set ``by_hand``."""
+        work = planned.question.workload
+        return cls.of(
+            planned.plan,
+            planned.question.model,
+            None if by_hand else planned.prediction,
+            context_tokens=work.context_tokens,
+            sequences=work.sequences,
+            corrections=NOTHING_LEARNT if by_hand else corrections,
+            why_context=planned.why_context,
+            why_sequences=planned.why_sequences,
+            flash=work.flash,
+            batches=planned.batches,
+            question=None if by_hand else planned.question,
+            drafting=planned.drafting,
+            guesser=planned.draft_device,
+        )
 
     @classmethod
     def of(

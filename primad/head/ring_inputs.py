@@ -106,4 +106,4 @@ class RingInputs:
     def rows(self) -> int:
         """Rows of a prompt that are computed at a time: as the plan has it, where it was solved."""
         prediction = self.promise.prediction
-        return self.service.options.rows if prediction is None else prediction.chunk_rows
+        return self.service.options.run.chunk_rows if prediction is None else prediction.chunk_rows

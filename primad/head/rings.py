@@ -409,7 +409,7 @@ class Rings:
             f"{self._model.id} is served at {self._service.options.url}/v1 with {promise.context_tokens} tokens of context"
             + (f" ({promise.why_context})" if promise.why_context else "")
         )
-        is_default = self._service.options.context_tokens is None
+        is_default = self._service.options.run.context_tokens is None
         if is_default and (small := too_small_for(promise.context_tokens, self._model.profile)):
             self._reporter.say(small)
         self._reporter.say(at_once_line(promise))
@@ -447,7 +447,7 @@ class Rings:
         return left_out_line(left.device, left.reason, slowdown)
 
     def _objective_s(self, prediction: Prediction) -> float:
-        return prediction.objective_s(self._service.options.objective, self._service.workload.answer_tokens)
+        return prediction.objective_s(self._service.options.run.objective, self._service.workload.answer_tokens)
 
     async def _served(self, promise: Promise) -> ServedModel:
         return ServedModel(

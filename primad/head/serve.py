@@ -27,7 +27,7 @@ from primad.daemon.reporter import Reporter
 from primad.daemon.run import own_station, run
 from primad.embedding.service import EmbeddingService
 from primad.errors import ConfigError
-from primad.gguf.architectures import ADVICE, SUPPORTED, NotCutError, cuttable, why_whole
+from primad.gguf.architectures import ADVICE, NotCutError, cuttable, why_whole
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
@@ -36,7 +36,7 @@ from primad.head.backend import RingBackend
 from primad.head.daemon import HeadDaemon
 from primad.head.desk import HeadDesk
 from primad.head.facts import facts_of
-from primad.head.options import ServeOptions, bind_http, is_for_several, model_id, plan_by_hand, workload_of
+from primad.head.options import ServeOptions, bind_http, is_for_several, model_id
 from primad.head.service import service_of
 from primad.head.text_service import TextService
 from primad.head.vocabulary import chat_template_of
@@ -45,6 +45,7 @@ from primad.network.own_places import own_names
 from primad.network.sockets import raise_descriptor_limit
 from primad.planning.adapters import check_adapters, open_adapters, with_adapters
 from primad.planning.angles import with_rope
+from primad.planning.check_run import check_run
 from primad.planning.draft_choice import AUTO, choose_draft, models_here
 from primad.planning.draft_model import MOST_CONTEXT, draft_model, no_room_here
 from primad.ring.drafting.messages import DraftModel
@@ -63,12 +64,7 @@ OWN_COMMANDS: Final = "--own-commands"
 
 def check_options(options: ServeOptions, config: Config, header: Header, model: ModelProfile) -> None:
     """Judge all that can be judged before the network is touched. Raises ``ConfigError``, ``PlanError``, ``ModelError``."""
-    workload_of(options, model)
-    check_speculate(options, model)
-    check_sequences(options, model)
-    windows = options.windows
-    if windows is not None:
-        plan_by_hand([f"device {i}" for i in range(len(windows))], windows, options.rounds, model)
+    check_run(options.run, model, options.draft)
     if is_for_several(options, config):
         cuttable(header)
 
@@ -91,33 +87,6 @@ def as_it_can_be(
     return options
 
 
-def check_sequences(options: ServeOptions, model: ModelProfile) -> None:
-    """Raises ``ConfigError`` for more answers at once than llama.cpp has room for in the graph of ``model``."""
-    entry = SUPPORTED.get(model.architecture)
-    most = 0 if entry is None else entry.most_sequences
-    if most and (options.sequences or 1) > most:
-        raise ConfigError(
-            f"--sequences {options.sequences}: of a model of '{model.architecture}' llama.cpp computes at most {most} "
-            "answers at once; give fewer"
-        )
-
-
-def check_speculate(options: ServeOptions, model: ModelProfile) -> None:
-    """Raises ``ConfigError`` where drafts were asked for and ``model`` cannot take back what was computed of them."""
-    mode = options.speculate
-    if mode == "draft" and options.draft is None:
-        raise ConfigError(
-            "--speculate draft: needs a model that guesses; give it with --draft FILE.gguf, or --draft auto"
-        )
-    if mode in ("off", "lookup") and options.draft is not None:
-        raise ConfigError(f"--draft {options.draft}: contradicts --speculate {mode}; leave one of them out")
-    if model.is_recurrent and (mode not in ("auto", "off") or options.draft is not None):
-        asked = f"--speculate {mode}" if options.draft is None else f"--draft {options.draft}"
-        raise ConfigError(
-            f"{asked}: layers of {model.name} keep a state that cannot be cut back to the tokens that held; leave it out"
-        )
-
-
 def draft_of(
     options: ServeOptions, config: Config, header: Header, reporter: Reporter, free_bytes: int
 ) -> tuple[DraftModel | None, bool]:
@@ -125,7 +94,7 @@ def draft_of(
 
     Raises ``ConfigError`` where it cannot guess, or must here and has no room.
     """
-    path, is_here = options.draft, options.alone or options.draft_on == config.name
+    path, is_here = options.draft, options.alone or options.run.draft_on == config.name
     if path == AUTO:
         paths = models_here(header, models_folder(config.home))
         found = choose_draft(header, paths, context=MOST_CONTEXT, free_bytes=free_bytes)

@@ -24,9 +24,10 @@ from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.gguf.windows import ModelCutter
-from primad.head.options import ServeOptions, model_id, workload_of
+from primad.head.options import ServeOptions, model_id
 from primad.layers.server import LayerSource
 from primad.planning.experts import with_expert_use
+from primad.planning.question import PlannedDraft, workload_of
 from primad.ring.drafting.messages import DraftModel
 from primad.settings.config import digests_file
 
@@ -140,6 +141,20 @@ class Service:
     draft_source: ModelSource | None = None
     head_has_room: bool = True
 
+    @property
+    def planned_draft(self) -> PlannedDraft | None:
+        """The model that guesses, as plans take it."""
+        draft, source = self.draft, self.draft_source
+        if draft is None:
+            return None
+        return PlannedDraft(
+            path=draft.path,
+            model=self.model.profile if source is None else source.profile,
+            memory_bytes=draft.memory_bytes,
+            head_has_room=self.head_has_room,
+            may_move=source is not None,
+        )
+
 
 def service_of(
     station: Station,
@@ -158,7 +173,7 @@ def service_of(
     return Service(
         model=source,
         options=options,
-        workload=workload_of(options, model),
+        workload=workload_of(options.run, model),
         draft=draft,
         draft_source=None if draft is None else _source_of(draft, station, again_s),
         head_has_room=head_has_room,

@@ -18,6 +18,7 @@ from primad.daemon.run import profile, run
 from primad.engine.build import build_id
 from primad.errors import ClusterError
 from primad.head.learning import read_corrections
+from primad.head.lending import Lending
 from primad.head.link_book import LinkBook
 from primad.head.sight import Sight, Sighted
 from primad.head.worker_link import Caller, WorkerLink, greet, greet_named, probe
@@ -40,7 +41,8 @@ class Survey:
 def survey(config: Config, seconds: float, reporter: Reporter) -> Survey:
     """The profiles of this device (measured if it never was) and of the others that are free, and the links between them.
 
-    They are as a head of this home takes them: corrected by what its answers took.
+    They are as a head of this home takes them: corrected by what its answers took, without those that it paused, and with no
+    more memory than it may use of them.
 
     ``seconds`` is how long to look for devices that are not named in ``config.devices``; 0 does not look. Raises
     ``ClusterError`` for a named device that does not answer, ``ConfigError`` when the home folder cannot be used.
@@ -62,8 +64,14 @@ def survey(config: Config, seconds: float, reporter: Reporter) -> Survey:
 
     if seconds > 0 or config.devices:
         run(main())
-    known = read_corrections(config.home)
-    return Survey(devices=tuple(map(known.apply, devices)), links=tuple(map(known.apply_link, links)))
+    known, lending = read_corrections(config.home), Lending(config.home)
+    usable = lending.unpaused(device.device for device in devices) | {own.device}
+    for name in sorted({device.device for device in devices} - usable):
+        reporter.say(f"{name} is left out: this head does not use it while it is paused on the page")
+    return Survey(
+        devices=tuple(lending.apply(known.apply(device)) for device in devices if device.device in usable),
+        links=tuple(known.apply_link(link) for link in links if {link.source, link.target} <= usable),
+    )
 
 
 class _Visit:

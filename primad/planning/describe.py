@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 import msgspec
 
@@ -15,6 +16,7 @@ from primad.planning.batching import Batches
 from primad.planning.bottleneck import bottleneck
 from primad.planning.default_context import too_small_for
 from primad.planning.keepers import holders, keepers, token_bytes, why_not_kept
+from primad.planning.plan import Planned
 from primad.planning.question import Question
 from primad.planning.schema import (
     DeviceJson,
@@ -32,21 +34,18 @@ from primad.planning.schema import (
 
 @dataclass(frozen=True, slots=True)
 class DescribedPlan:
-    """One plan; ``solution`` is how Halda found it, None for the paper's plan.
-
-    ``why_context``: why the context is not more, where nobody said how much; ``solved_tokens`` is that of the search (0: the
-    same). ``batches`` is how several answers at once are computed, None for one and for the paper's plan. ``extra_buffers``:
-    why a device has extra buffers or none, where its profile has both.
-    """
+    """One plan, what it answers and what is forecast of it. ``extra_buffers``: why a device has extra buffers or none, where
+    its profile has both."""
 
     plan: Plan
     prediction: Prediction
     instance: Instance
-    solution: Solution | None = None
-    why_context: str = ""
-    solved_tokens: int = 0
-    batches: Batches | None = None
     extra_buffers: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, planned: Planned, extra_buffers: Mapping[str, str] | None = None) -> Self:
+        """``planned`` as it is run."""
+        return cls(planned.plan, planned.prediction, planned.question, extra_buffers or {})
 
 
 def ring_part(answer: DescribedPlan) -> RingJson:
@@ -54,7 +53,6 @@ def ring_part(answer: DescribedPlan) -> RingJson:
     plan, prediction = answer.plan, answer.prediction
     kept = assignments(plan, answer.instance.model)
     return RingJson(
-        solver="paper" if answer.solution is None else "halda",
         head=plan.head,
         rounds=plan.rounds,
         output_on_gpu=plan.output_on_gpu,
@@ -74,9 +72,11 @@ def _one_disk(answer: DescribedPlan) -> list[list[str]]:
     return [names for names in found if len(names) > 1]
 
 
-def load_part(batches: Batches) -> LoadJson:
-    """What is expected of several answers at once."""
+def load_part(batches: Batches) -> LoadJson | None:
+    """What is expected of several answers at once; None for one."""
     load = batches.load
+    if load.sequences == 1:
+        return None
     return LoadJson(
         sequences=load.sequences,
         tokens_per_s=load.tokens_per_s,
@@ -88,10 +88,9 @@ def load_part(batches: Batches) -> LoadJson:
     )
 
 
-def kept_part(answer: DescribedPlan) -> list[KeptJson]:
+def kept_part(planned: Planned) -> list[KeptJson]:
     """Where the KV cells of the workers are kept a second time."""
-    plan, asked = answer.plan, answer.instance
-    tokens_per_s = answer.prediction.tokens_per_s if answer.batches is None else answer.batches.load.tokens_per_s
+    plan, asked, tokens_per_s = planned.plan, planned.question, planned.batches.load.tokens_per_s
     bytes_of = token_bytes(plan, asked.model.layers, asked.workload.kv_type)
     devices = holders({each.device: each for each in asked.devices if each.device in bytes_of}, bytes_of)
     links = {pair: link.bytes_per_s for pair, link in asked.links.items()}
@@ -167,13 +166,13 @@ def predicted_part(answer: DescribedPlan) -> Predicted:
     )
 
 
-def proof_part(question: Question, answer: DescribedPlan) -> Proof:
+def proof_part(question: Question, found: Solution) -> Proof:
     """How good it is known to be."""
-    found = answer.solution
-    if found is None:
-        return Proof(objective=question.objective, objective_ms=None, bound_ms=None, gap=None, proven=False)
+    objective = question.run.objective
+    if question.run.windows is not None:
+        return Proof(objective=objective, objective_ms=found.objective_s * 1e3, bound_ms=None, gap=None, proven=False)
     return Proof(
-        objective=question.objective,
+        objective=objective,
         objective_ms=found.objective_s * 1e3,
         bound_ms=found.bound_s * 1e3,
         gap=found.gap,
@@ -181,15 +180,17 @@ def proof_part(question: Question, answer: DescribedPlan) -> Proof:
     )
 
 
-def workload_part(answer: DescribedPlan) -> WorkloadJson:
+def workload_part(planned: Planned) -> WorkloadJson:
     """What the plan is for."""
-    work = answer.instance.workload
+    work, why = planned.question.workload, planned.why_context
     return WorkloadJson(
         context_tokens=work.context_tokens,
-        why_context=answer.why_context,
-        too_small_for=too_small_for(work.context_tokens, answer.instance.model) if answer.why_context else "",
+        why_context=why,
+        too_small_for=too_small_for(work.context_tokens, planned.question.model) if why else "",
         kv_type=work.kv_type,
         sequences=work.sequences,
+        why_sequences=planned.why_sequences,
+        flash=work.flash,
         prompt_tokens=work.prompt_tokens,
         answer_tokens=work.answer_tokens,
     )

@@ -16,7 +16,7 @@ from halda.cost import message_s
 from halda.instance import Instance
 from primad.planning.batching import batches_of
 from primad.planning.drafting import drafting_of
-from primad.planning.question import Question, default_workload
+from primad.planning.question import PlannedDraft, Question, default_workload
 from primad.planning.schema import DraftJson, GainJson
 from primad.ring.drafting.drafter import Drafting
 from primad.ring.drafting.waiting import best_wait, rate_without_waiting
@@ -105,6 +105,21 @@ def best_gain(
     return best
 
 
+def draft_place(
+    draft: PlannedDraft | None, wish: str | None, drafting: Drafting | None, plan: Plan, question: Instance
+) -> str | None:
+    """The device on which ``draft`` guesses, if one has room: the one that was wished for, or where it wins most."""
+    if draft is None or drafting is None:
+        return None
+    head = plan.head if draft.head_has_room else None
+    if not draft.may_move:
+        return head
+    if wish is not None:
+        return wish if left_bytes(plan, question).get(wish, 0) >= draft.memory_bytes else head
+    found = best_gain(drafting, plan, question, draft.model, draft.memory_bytes, head_has_room=draft.head_has_room)
+    return None if found is None else found.device
+
+
 def left_bytes(plan: Plan, question: Instance) -> dict[str, int]:
     """What ``plan`` leaves of the memory of each device but the head."""
     taken = {each.device: each.ram_bytes for each in evaluate(plan, question).devices}
@@ -136,20 +151,16 @@ def no_room(memory_bytes: int) -> str:
     return f"no device has {show_bytes(memory_bytes)} of memory for it beside its layers; choose a smaller model"
 
 
-def draft_part(question: Question, plan: Plan, asked: Instance) -> DraftJson | None:
-    """What the model that guesses takes and would win under ``plan``, as ``primad serve --draft`` would use it."""
-    draft = question.draft
+def draft_part(
+    draft: PlannedDraft | None, drafting: Drafting | None, place: str | None, plan: Plan, asked: Instance
+) -> DraftJson | None:
+    """What the model that guesses takes in ``place`` and would win under ``plan``, where drafts are as ``drafting`` says."""
     if draft is None:
         return None
-    batches = batches_of("auto", plan, asked, asked.workload.sequences)
-    drafting = drafting_of("auto", "auto", plan, asked, batches)
-    size = draft.memory_bytes
-    if drafting is None:
-        gain = draft_gain(None, plan, asked, draft.model)
+    if drafting is None or place is not None:
+        gain = draft_gain(drafting, plan, asked, draft.model, place)
     else:
-        gain = best_gain(drafting, plan, asked, draft.model, size, head_has_room=draft.head_has_room) or DraftGain(
-            device="", kind="none", rows=0, token_s=0.0, times=(), why=no_room(size)
-        )
+        gain = DraftGain(device="", kind="none", rows=0, token_s=0.0, times=(), why=no_room(draft.memory_bytes))
     return DraftJson(
         name=draft.model.name,
         path=draft.path,

@@ -14,8 +14,8 @@ import msgspec
 from halda import DeviceProfile, Infeasible
 from primad.gguf.published import published_file
 from primad.planning.bottleneck import bottleneck
-from primad.planning.describe import DescribedPlan
 from primad.planning.explain import best_plan
+from primad.planning.plan import Planned
 from primad.planning.question import Question
 from primad.planning.whatif import change
 from primad.profiler.store import load_profiles
@@ -116,23 +116,23 @@ def _fit(asked: tuple[str, Question]) -> Fit:
         model=model.name,
         bytes=model.size_bytes,
         runs="disk" if streamed else "memory",
-        why=bottleneck(answer.plan, found, answer.instance),
+        why=bottleneck(answer.plan, found, answer.question),
         tokens_per_s=1 / found.tpot_s,
         ttft_ms=found.ttft_s * 1e3,
-        context_tokens=answer.instance.workload.context_tokens,
+        context_tokens=answer.question.workload.context_tokens,
         streamed_bytes=streamed,
         devices=list(answer.plan.devices),
         hub=hub,
     )
 
 
-def _best_plan(question: Question) -> DescribedPlan:
+def _best_plan(question: Question) -> Planned:
     """The best plan with one of two heads: the device that is best by itself, and the one with most memory.
 
     Raises ``Infeasible``.
     """
     heads = [question.head] if question.head is not None else _good_heads(question)
-    plans, failures = list[DescribedPlan](), list[Infeasible]()
+    plans, failures = list[Planned](), list[Infeasible]()
     for head in heads:
         try:
             plans.append(best_plan(replace(question, head=head, time_limit_s=question.time_limit_s / len(heads))))
@@ -140,8 +140,7 @@ def _best_plan(question: Question) -> DescribedPlan:
             failures.append(exc)
     if not plans:
         raise min(failures, key=lambda failure: failure.short_bytes)
-    answer_tokens = question.workload.answer_tokens
-    return min(plans, key=lambda each: each.prediction.objective_s(question.objective, answer_tokens))
+    return min(plans, key=lambda each: each.objective_s)
 
 
 def _good_heads(question: Question) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final
 
-from halda import Objective, Prediction, Solution, Workload, evaluate
+from halda import Prediction, Solution, Workload, evaluate
 from halda.instance import Instance
-from primad.planning.batching import Batches, BatchingMode, batches_of, multiple_of_pieces, rows_of_chunks
+from primad.planning.batching import Batches, batches_of, multiple_of_pieces, rows_of_chunks
 from primad.planning.context import AtOnce, answers_at_once, attends_plainly, widened_context
+from primad.planning.run_config import RunConfig
 
 UNKNOWN: Final = AtOnce(sequences=1, why="more are not known to be exact with such a model; --sequences sets it")
 
@@ -28,12 +29,13 @@ class Fitted:
     why_context: str
 
 
-class Served(Protocol):
-    """What was served before."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What was served before: so many ``sequences`` of ``context_tokens``, with ``flash`` attention or not."""
 
-    @property
-    def sequences(self) -> int:
-        """Answers at once."""
+    context_tokens: int
+    sequences: int
+    flash: bool
 
 
 def fitted(
@@ -41,9 +43,7 @@ def fitted(
     question: Instance,
     served: Served | None = None,
     *,
-    objective: Objective,
-    sequences: int | None,
-    batching: BatchingMode = "auto",
+    run: RunConfig,
     widens: bool,
     keeps_attention: bool = False,
     why_context: str = "",
@@ -51,13 +51,13 @@ def fitted(
 ) -> Fitted:
     """The plan of ``solution`` with what it has room for besides, where nobody asked for it; more context if it ``widens``.
 
-    So many ``sequences``, or where that is None as many as there is room for: those that were ``served`` need no more than
-    to fit, and it is one where it is not known that they ``may_be_several``. With ``keeps_attention`` that is as in
-    ``question``. ``why_context`` says why the context that was solved for is not what agents need, if so.
+    It has the sequences of ``run``, or where these are None as many as there is room for: those that were ``served`` need
+    no more than to fit, and it is one where it is not known that they ``may_be_several``. With ``keeps_attention`` that is
+    as in ``question``. ``why_context`` says why the context that was solved for is not what agents need, if so.
     """
     plan, question = solution.plan, question.with_rows(solution.prediction.chunk_rows)
     work, why_sequences = question.workload, ""
-    if sequences is None:
+    if run.sequences is None:
         count = 1 if served is None else served.sequences
         found = answers_at_once(plan, question, served=count) if may_be_several else UNKNOWN
         work, why_sequences = replace(work, sequences=found.sequences), found.why
@@ -67,7 +67,7 @@ def fitted(
 
     work = attending(work)
     if not multiple_of_pieces(plan, replace(question, workload=work), work.sequences):
-        rows = rows_of_chunks(plan, question, work.sequences, asked=sequences is not None)
+        rows = rows_of_chunks(plan, question, work.sequences, asked=run.sequences is not None)
         work = attending(replace(work, chunk_rows=rows))
     if widens:
         wider = widened_context(plan, question, work)
@@ -77,8 +77,8 @@ def fitted(
     return Fitted(
         question=question,
         prediction=prediction,
-        objective_s=prediction.objective_s(objective, work.answer_tokens),
-        batches=batches_of(batching, plan, question, work.sequences),
+        objective_s=prediction.objective_s(run.objective, work.answer_tokens),
+        batches=batches_of(run.batching, plan, question, work.sequences),
         why_sequences=why_sequences,
         why_context=why_context,
     )

@@ -1,26 +1,24 @@
 """What the solver is asked: devices, links, model, workload, wishes. Every doubt about it is settled here.
 
-``Wishes`` are what the command line says, as text; ``Question`` is what they mean. Nothing here opens a file.
+``Wishes`` are what the command line says; ``Question`` is what they mean. Nothing here opens a file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final
 
-from halda import KV_BLOCK, KV_TYPES, CacheType, DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
+from halda import KV_BLOCK, CacheType, DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
 from halda.cost import WITHOUT_FLASH
-from halda.evaluate import OBJECTIVES, Objective
-from halda.instance import DEFAULT_LINK_BYTES_PER_S, DEFAULT_ROUND_TRIP_S, EXPERT_PLACES, ExpertPlace
+from halda.instance import DEFAULT_LINK_BYTES_PER_S, DEFAULT_ROUND_TRIP_S
 from primad.errors import ConfigError
 from primad.planning.default_context import first_context
-from primad.settings.quantities import parse_bytes, parse_choice, parse_rate, parse_seconds
+from primad.planning.run_config import DEFAULT_RUN, RunConfig
+from primad.settings.quantities import parse_bytes, parse_rate, parse_seconds
 
-Solver = Literal["halda", "paper"]
-SOLVERS: Final[tuple[Solver, ...]] = get_args(Solver)
-CHUNK_ROWS: Final = 512
-"""Rows of a chunk of the prompt, as ``primad serve`` computes them."""
+SOLVE_S: Final = 5.0
+"""Processor time of the solver; a plan that it cannot prove by then says how far off it may be."""
 DEFAULT_PROMPT_TOKENS: Final = 512
 DEFAULT_ANSWER_TOKENS: Final = 256
 
@@ -42,69 +40,64 @@ SAME_MACHINE: Final = LinkSpeed(bytes_per_s=2e9, round_trip_s=0.0004)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What was asked for besides devices and model, as given; None and empty where nothing was."""
+    """What was asked for besides devices and model; what is about devices as given, None and empty where nothing was."""
 
-    solver: str = "halda"
-    objective: str = "balanced"
-    experts: str = "auto"
-    context: int | None = None
-    kv_type: str = "f16"
-    sequences: int = 1
-    prompt: int | None = None
-    answer: int | None = None
+    run: RunConfig = DEFAULT_RUN
     head: str | None = None
     links: tuple[str, ...] = ()
     max_ram: tuple[str, ...] = ()
     max_vram: tuple[str, ...] = ()
     max_disk: tuple[str, ...] = ()
-    time_limit_s: float = 10.0
+    time_limit_s: float = SOLVE_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDraft:
-    """The model file ``path``, which is to guess, and the RAM that its process takes: of the head, where that has room."""
+    """The model file ``path``, which is to guess, and the RAM that its process takes: of the head, where that has room.
+
+    Unless it ``may_move`` no other device can have it.
+    """
 
     path: str
     model: ModelProfile
     memory_bytes: int
     head_has_room: bool = True
+    may_move: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """What is to be planned. ``head`` is None where the best device is looked for.
 
-    ``links`` are known ones; what they do not cover goes by ``default_link``. ``widens``: nobody said how much context, so
-    the plan's has as much as it has room for. ``draft`` is the model that guesses, if there is one.
+    ``links`` are known ones; what they do not cover goes by ``default_link``. ``draft`` is the model that guesses, if there
+    is one. Models that are not known to be exact for several requests have one at a time (``may_be_several``).
     """
 
     devices: tuple[DeviceProfile, ...]
     links: tuple[LinkProfile, ...]
     default_link: LinkSpeed
     model: ModelProfile
-    workload: Workload
+    run: RunConfig
     limits: Mapping[str, Limits]
     head: str | None
-    solver: Solver
-    objective: Objective
     time_limit_s: float
-    experts: ExpertPlace = "auto"
-    widens: bool = False
     draft: PlannedDraft | None = None
+    may_be_several: bool = True
+
+    @property
+    def workload(self) -> Workload:
+        """The work that is solved for first."""
+        return workload_of(self.run, self.model)
+
+    @property
+    def heads(self) -> list[str]:
+        """The devices that may be head."""
+        return [device.device for device in self.devices] if self.head is None else [self.head]
 
     @property
     def all_links(self) -> tuple[LinkProfile, ...]:
         """A link for every ordered pair of devices."""
-        known = {(link.source, link.target): link for link in self.links}
-        return tuple(
-            known.get((a.device, b.device)) or _link(a.device, b.device, self._unknown(a, b))
-            for a in self.devices
-            for b in self.devices
-            if a is not b
-        )
-
-    def _unknown(self, a: DeviceProfile, b: DeviceProfile) -> LinkSpeed:
-        return SAME_MACHINE if a.host == b.host else self.default_link
+        return with_default_links(self.devices, self.links, self.default_link)
 
 
 def ask(
@@ -113,28 +106,21 @@ def ask(
     """The question behind ``wishes``. Raises ``ConfigError`` naming the flag that is wrong."""
     names = unique_names(devices)
     default_link, known = _links(wishes.links, links, names)
+    workload_of(wishes.run, model)
     return Question(
         devices=tuple(devices),
         links=known,
         default_link=default_link,
         model=model,
-        workload=workload(wishes, model),
+        run=wishes.run,
         limits=_limits(wishes, names),
         head=None if wishes.head is None else check_name(wishes.head, names, "--head"),
-        solver=parse_choice(wishes.solver, SOLVERS, "--solver"),
-        objective=parse_choice(wishes.objective, OBJECTIVES, "--objective"),
-        experts=parse_choice(wishes.experts, EXPERT_PLACES, "--experts"),
         time_limit_s=wishes.time_limit_s,
-        widens=wishes.context is None,
     )
 
 
-def check(wishes: Wishes, model: ModelProfile) -> None:
+def check(wishes: Wishes) -> None:
     """Judge what can be judged before devices are looked for. Raises ``ConfigError``."""
-    parse_choice(wishes.solver, SOLVERS, "--solver")
-    parse_choice(wishes.objective, OBJECTIVES, "--objective")
-    parse_choice(wishes.experts, EXPERT_PLACES, "--experts")
-    workload(wishes, model)
     for text in wishes.links:
         _split_link(text)
 
@@ -157,17 +143,19 @@ def check_name(name: str, names: Sequence[str], source: str) -> str:
     return name
 
 
-def workload(wishes: Wishes, model: ModelProfile) -> Workload:
-    """The work to plan for. Raises ``ConfigError`` where prompt and answer, or the KV cache, do not suit the model."""
-    kv_type = parse_choice(wishes.kv_type, KV_TYPES, "--kv-type")
-    check_kv_type(kv_type, model)
+def workload_of(run: RunConfig, model: ModelProfile) -> Workload:
+    """The work to plan for first: one sequence where nobody said how many, and the small context.
+
+    Raises ``ConfigError`` where prompt and answer, or the KV cache, do not suit the model.
+    """
+    check_kv_type(run.kv_type, model)
     return default_workload(
-        first_context(wishes.context, model),
-        CHUNK_ROWS,
-        kv_type,
-        sequences=wishes.sequences,
-        prompt_tokens=wishes.prompt,
-        answer_tokens=wishes.answer,
+        first_context(run.context_tokens, model),
+        run.chunk_rows,
+        run.kv_type,
+        sequences=run.sequences or 1,
+        prompt_tokens=run.prompt_tokens,
+        answer_tokens=run.answer_tokens,
     )
 
 
@@ -184,8 +172,8 @@ def default_workload(
 
     Raises ``ConfigError`` when they do not fit it.
     """
-    prompt = prompt_tokens or min(DEFAULT_PROMPT_TOKENS, max(1, context_tokens // 2))
-    answer = answer_tokens or min(DEFAULT_ANSWER_TOKENS, max(1, context_tokens - prompt))
+    prompt = min(DEFAULT_PROMPT_TOKENS, max(1, context_tokens // 2)) if prompt_tokens is None else prompt_tokens
+    answer = min(DEFAULT_ANSWER_TOKENS, max(1, context_tokens - prompt)) if answer_tokens is None else answer_tokens
     if prompt >= context_tokens:
         raise ConfigError(
             f"--prompt {prompt}: leaves no room for an answer in a context of {context_tokens} tokens; "
@@ -229,6 +217,19 @@ def with_links(links: Iterable[LinkProfile], chosen: Iterable[LinkProfile]) -> t
     """``links`` with those of ``chosen`` in place of what was there between the same devices."""
     by_pair = {(link.source, link.target): link for link in (*links, *chosen)}
     return tuple(by_pair.values())
+
+
+def with_default_links(
+    devices: Sequence[DeviceProfile], links: Iterable[LinkProfile], default: LinkSpeed = DEFAULT_LINK
+) -> tuple[LinkProfile, ...]:
+    """A link for every ordered pair of ``devices``: that of ``links``, or where nothing was measured ``default``."""
+    known = {(link.source, link.target): link for link in links}
+    return tuple(
+        known.get((a.device, b.device)) or _link(a.device, b.device, SAME_MACHINE if a.host == b.host else default)
+        for a in devices
+        for b in devices
+        if a is not b
+    )
 
 
 def _link(source: str, target: str, speed: LinkSpeed) -> LinkProfile:

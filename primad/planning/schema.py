@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-SCHEMA: Final = 3
+SCHEMA: Final = 4
 
 
 class WindowJson(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,12 +153,11 @@ class ShortJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RingJson(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan and what it costs. ``solver`` is halda or paper; ``short`` is empty for a plan that fits.
+    """A plan and what it costs; ``short`` is empty for a plan that fits.
 
     Prompts are computed ``chunk_rows`` rows at a time. ``one_disk`` has the devices of each disk that several share.
     """
 
-    solver: str
     head: str
     rounds: int
     output_on_gpu: bool
@@ -192,7 +191,7 @@ class AloneJson(msgspec.Struct, frozen=True, kw_only=True):
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
     """How good the plan is known to be: what it makes small, its value, and a value that no plan can beat.
 
-    ``gap`` is the share that could at most be missing, 0 when ``proven``. All null for the paper's solver, which has none.
+    ``gap`` is the share that could at most be missing, 0 when ``proven``. It and the bound are null for a plan by hand.
     """
 
     objective: str
@@ -224,7 +223,8 @@ class WorkloadJson(msgspec.Struct, frozen=True, kw_only=True):
     """What the plan is for; ``kv_type`` is what the KV cache holds its values in.
 
     ``why_context`` says why the context is not more where nobody said how much, and ``too_small_for`` which clients' first
-    request does not fit into it; else they are empty.
+    request does not fit into it; ``why_sequences`` why they are not more, where nobody said how many; else they are empty.
+    Attention is ``flash`` attention or not.
     """
 
     context_tokens: int
@@ -232,6 +232,8 @@ class WorkloadJson(msgspec.Struct, frozen=True, kw_only=True):
     too_small_for: str
     kv_type: str
     sequences: int
+    why_sequences: str
+    flash: bool
     prompt_tokens: int
     answer_tokens: int
 
@@ -239,11 +241,9 @@ class WorkloadJson(msgspec.Struct, frozen=True, kw_only=True):
 class Explanation(RingJson, frozen=True, kw_only=True):
     """The whole answer; ``schema`` is ``SCHEMA``, ``primad`` the version that answered.
 
-    ``load`` is there for several sequences and a plan of Halda's. ``checked`` says whether windows of the model were
+    ``load`` is there for several sequences. ``checked`` says whether windows of the model were
     found to be exact; null for a shape, and where one device has it whole. ``draft`` is the model that guesses, null without
     one. ``tail`` says what it costs that the last window has some layers at the least, null where it costs nothing.
-    ``compared`` is Halda's plan beside that of the paper's solver under the same evaluation; null where the plan is
-    Halda's.
     """
 
     schema: int
@@ -255,7 +255,6 @@ class Explanation(RingJson, frozen=True, kw_only=True):
     alone: list[AloneJson]
     load: LoadJson | None
     kept: list[KeptJson]
-    compared: RingJson | None
     what_if: WhatIf | None
     checked: str | None = None
     draft: DraftJson | None = None

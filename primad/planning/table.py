@@ -67,10 +67,9 @@ def render(answer: Explanation, width: int) -> RenderableType:
 
 def _title(answer: Explanation) -> str:
     model, count = answer.model, len(answer.devices)
-    by = " by the paper's solver" if answer.solver == "paper" else ""
     return (
         f"{model.name} ({model.layers} layers, {show_bytes(model.bytes)}) on {_count(count, 'device')}, head {answer.head}, "
-        f"{_count(answer.rounds, 'round')} a token{by}"
+        f"{_count(answer.rounds, 'round')} a token"
     )
 
 
@@ -118,7 +117,10 @@ def _facts(answer: Explanation) -> Table:
     table.add_row("first token", f"{show_ms(found.ttft_ms)} for {prompt}")
     table.add_row("a request", f"{show_ms(found.exchange_ms)} with an answer of {_count(work.answer_tokens, 'token')}")
     if answer.load is not None:
-        table.add_row("at once", _load(answer.load))
+        why = f" ({work.why_sequences})" if work.why_sequences else ""
+        table.add_row("at once", f"{_load(answer.load)}{why}")
+    elif work.why_sequences:
+        table.add_row("at once", f"one answer ({work.why_sequences})")
     why = f" ({work.why_context})" if work.why_context else ""
     table.add_row("context", f"{_count(work.context_tokens, 'token')}{why}")
     if work.too_small_for:
@@ -151,8 +153,6 @@ def _facts(answer: Explanation) -> Table:
     for i, left in enumerate(answer.left_out):
         table.add_row("left out" if i == 0 else "", f"{left.name}: {left.reason}")
     table.add_row("best alone", _alone(answer))
-    if answer.compared is not None:
-        table.add_row("Halda's plan", _compared(answer.compared, answer.predicted))
     return table
 
 
@@ -214,7 +214,7 @@ def _short(ring: RingJson) -> str:
 def _proof(proof: Proof) -> str:
     goal = _GOALS[proof.objective]
     if proof.gap is None:
-        return "the paper's solver does not say"
+        return "set by hand; without --windows the best one is found"
     if proof.proven:
         return f"proven best for {goal}"
     return f"within {100 * proof.gap:.3g} % of the best possible for {goal}; more --time-limit may find better"
@@ -227,21 +227,6 @@ def _alone(answer: Explanation) -> str:
     times = best.predicted.tpot_ms / answer.predicted.tpot_ms
     how = "" if len(answer.devices) == 1 and answer.head == best.name else f" ({times:.3g} times as long)"
     return f"{best.name}: {show_ms(best.predicted.tpot_ms)} a token{how}, first token {show_ms(best.predicted.ttft_ms)}"
-
-
-def _compared(halda: RingJson, shown: Predicted) -> str:
-    found = halda.predicted
-    change = 100 * (found.tpot_ms / shown.tpot_ms - 1)
-    return (
-        f"{show_ms(found.tpot_ms)} a token ({change:+.3g} %), first token {show_ms(found.ttft_ms)}, "
-        f"{_count(halda.rounds, 'round')}: " + ", ".join(_share(device) for device in halda.devices)
-    )
-
-
-def _share(device: DeviceJson) -> str:
-    notes = [f"{device.gpu_layers} on the GPU"] * bool(device.gpu_layers)
-    notes += [f"{device.streamed_layers} streamed"] * bool(device.streamed_layers)
-    return f"{device.name} {device.layers}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _change(what_if: WhatIf, after: Explanation) -> RenderableType:

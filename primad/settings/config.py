@@ -22,6 +22,8 @@ devices that were paired gets anything out of them; ``host = "127.0.0.1"`` keeps
     heartbeat_interval    how often devices tell each other that they are there: 0.5 (seconds)
     suspect_after         a device that is silent so long is suspected: 1.5
     gone_after            a device that is silent so long is gone, and the ring goes on without it: 4
+
+Options of ``serve`` and ``plan`` stand below these keys, in tables ``[serve]`` and ``[plan]``: ``context = 16384``.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ LOOPBACK: Final = "127.0.0.1"
 _VARIABLE: Final = "PRIMAD_"
 _NEARLY: Final = 0.8
 """So like a key, from 0 to 1, is a slip of it."""
-_KEYS: Final = (
+KEYS: Final = (
     *(
         "name",
         "cluster",
@@ -80,6 +82,8 @@ _KEYS: Final = (
     *("pause_on_battery", "transfer_limit", "keep_loaded", "replan_gain", "heartbeat_interval", "suspect_after"),
     "gone_after",
 )
+TABLES: Final = ("serve", "plan")
+"""Commands whose options may stand in the file too, each in a table of its own (``tables.py``)."""
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
 """Names of devices and clusters, our own and those that others announce."""
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[A-Za-z0-9._-]+)?\]|[^:\s\[\]]+)(?::(\d{1,5}))?")
@@ -200,7 +204,7 @@ class _Sources:
 def load_config(flags: Flags, environ: Mapping[str, str] = os.environ) -> Config:
     """The configuration. Raises ``ConfigError`` naming the flag, variable or key that is wrong."""
     _check_variables(environ)
-    home = _home(flags, environ)
+    home = home_of(flags, environ)
     file = home / "config.toml"
     sources = _Sources(flags, environ, _read_file(file), file)
 
@@ -243,7 +247,7 @@ def _check_variables(environ: Mapping[str, str]) -> None:
     """One that is nearly named as a key is a slip; others may be anybody's."""
     for variable in sorted(name for name in environ if name.startswith(_VARIABLE)):
         key = variable.removeprefix(_VARIABLE).lower()
-        close = () if key in _KEYS else difflib.get_close_matches(key, _KEYS, n=1, cutoff=_NEARLY)
+        close = () if key in KEYS else difflib.get_close_matches(key, KEYS, n=1, cutoff=_NEARLY)
         if close:
             raise ConfigError(f"{variable}: no such variable; did you mean {_VARIABLE}{close[0].upper()}?")
 
@@ -286,7 +290,8 @@ def _check_patience(config: Config, sources: _Sources) -> None:
             raise ConfigError(f"{source}: {seconds:g} s is less than {others}, {least:g} s; give at least that")
 
 
-def _home(flags: Flags, environ: Mapping[str, str]) -> Path:
+def home_of(flags: Flags, environ: Mapping[str, str]) -> Path:
+    """The home folder. Raises ``ConfigError``."""
     source = "--home" if flags.get("home") else "PRIMAD_HOME"
     chosen = flags.get("home") or environ.get("PRIMAD_HOME") or default_home()
     try:
@@ -364,9 +369,10 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """What the file says, nothing where there is none. Raises ``ConfigError``."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except NotADirectoryError as exc:
@@ -375,11 +381,15 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror or exc}; check who may read it") from exc
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
         raise ConfigError(f"{path}: cannot be read as TOML: {exc}") from exc
-    unknown = sorted(set(content) - set(_KEYS))
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    content = {key: value for key, value in read_toml(path).items() if key not in TABLES}
+    unknown = sorted(set(content) - set(KEYS))
     if unknown:
-        close = difflib.get_close_matches(unknown[0], _KEYS, n=1)
+        close = difflib.get_close_matches(unknown[0], KEYS, n=1)
         meant = f"; did you mean '{close[0]}'?" if close else ""
-        raise ConfigError(f"{path}: unknown key '{printable(unknown[0], 80)}'; known are {', '.join(_KEYS)}{meant}")
+        raise ConfigError(f"{path}: unknown key '{printable(unknown[0], 80)}'; known are {', '.join(KEYS)}{meant}")
     return content
 
 

@@ -23,11 +23,11 @@ from primad.planning.batching import (
 )
 from primad.planning.explain import explain
 from primad.planning.fitting import fitted
-from primad.planning.question import Wishes, ask, default_workload
+from primad.planning.question import ask, default_workload
 from primad.planning.table import render
 from primad.ring.grouping import Batching
 from primad.settings.quantities import show_speed
-from tests.fakes.planning import GB, device, model
+from tests.fakes.planning import GB, device, model, wishes
 from tests.solver.test_simulate import ring
 
 PLAN = ring(("a", 9), ("b", 10), ("a", 1))
@@ -163,20 +163,20 @@ def replaying(rows: int, profile: DeviceProfile) -> DeviceProfile:
 
 def test_what_is_planned_for_several_sequences_is_what_is_served():
     devices = exactly(8, device("a")), exactly(8, device("b"))
-    wishes = Wishes(links=("1Gbit/s,1ms",), sequences=8, context=4096, time_limit_s=600)
-    asked = ask(wishes, devices, (), model())
+    asked_for = wishes(links=("1Gbit/s,1ms",), sequences=8, context_tokens=4096, time_limit_s=600)
+    asked = ask(asked_for, devices, (), model())
     answer = explain(asked)
     solution = solve(
         devices, asked.all_links, asked.model, asked.workload, chunks=CHUNKS, time_limit_s=asked.time_limit_s
     )
     question = instance(devices, asked.all_links, asked.model, asked.workload, {}, solution.plan.head)
-    served = fitted(solution, question, objective="balanced", sequences=8, widens=False)
+    served = fitted(solution, question, run=asked.run, widens=False)
     load = served.batches.load
     assert answer.load is not None
     assert (answer.load.sequences, answer.load.rows, answer.load.is_exact) == (8, load.rows, served.batches.is_exact)
     assert answer.load.tokens_per_s == pytest.approx(load.tokens_per_s)
     assert (answer.load.tbt_ms, answer.load.ttft_ms) == pytest.approx((1e3 * load.tbt_s, 1e3 * load.ttft_s))
-    assert explain(ask(replace(wishes, sequences=1), devices, (), model())).load is None
+    assert explain(ask(replace(asked_for, run=replace(asked_for.run, sequences=1)), devices, (), model())).load is None
     console = Console(width=200)
     with console.capture() as shown:
         console.print(render(answer, 200))

@@ -7,7 +7,7 @@ import pytest
 from halda import evaluate, instance, residency
 from halda.streaming import RESERVE_BYTES
 from primad.errors import PlanError
-from primad.head.options import plan_by_hand, stream_by_hand
+from primad.planning.by_hand import plan_by_hand, stream_by_hand
 from primad.planning.question import default_workload
 from tests.fakes.planning import GB, device, model
 
@@ -17,9 +17,10 @@ WORK = default_workload(4096, 512, "f16")
 def by_hand(*rams: int, windows: tuple[int, ...], rounds: int = 1):
     devices = [device(f"d{i}", ram=ram) for i, ram in enumerate(rams)]
     plan = plan_by_hand([each.device for each in devices], windows, rounds, model())
-    found = stream_by_hand(plan, devices, model(), WORK)
+    question = instance(devices, [], model(), WORK, {})
+    found = stream_by_hand(plan, question)
     assert found.route == plan.route
-    return found, evaluate(found, instance(devices, [], model(), WORK, {}))
+    return found, evaluate(found, question)
 
 
 def test_nothing_streams_where_all_fits():

@@ -160,7 +160,7 @@ def test_patience_that_contradicts_itself_is_refused(home, values, named):
         {},
         optional={
             key: st.one_of(st.text(max_size=12), st.floats(), st.integers(), st.booleans(), st.lists(st.text()))
-            for key in config_module._KEYS
+            for key in config_module.KEYS
             if key != "host"  # a name would be looked up
         },
     )

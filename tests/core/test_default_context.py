@@ -3,41 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from halda import DeviceProfile
+from halda import DeviceProfile, search
 from primad.gguf.shapes import shape
-from primad.planning import explain as explain_module
 from primad.planning.default_context import SMALL_CONTEXT_TOKENS, too_small_for
 from primad.planning.explain import best_plan, explain
 from primad.planning.fit import _fit
-from primad.planning.question import Question, Wishes, ask
+from primad.planning.question import Question, ask
 from primad.planning.table import render
 from primad.planning.whatif import change
 from primad.profiler.fleets import read_fleet
 from tests.core.test_planned_sequences import House
-from tests.fakes.planning import GB, device, model
+from tests.fakes.planning import GB, device, model, wishes
 
 STREAMS = "16384 would have layers read from a disk for every token; --context sets it"
 SMALL_GPU = device("desk", ram=64 * GB, vram=int(7.5 * GB))
 
 
-def question(*devices: DeviceProfile, trained: int = 1 << 15, **wishes: object) -> Question:
-    return ask(Wishes(objective="latency", **wishes), devices, (), model(context_tokens=trained))
+def question(*devices: DeviceProfile, trained: int = 1 << 15, **changes: Any) -> Question:
+    return ask(wishes(**{"objective": "latency", "sequences": 1} | changes), devices, (), model(context_tokens=trained))
 
 
 @pytest.fixture
 def solves(monkeypatch) -> list[int]:
     """The context of each plan that was solved for."""
-    asked, solve = list[int](), explain_module.solve
+    asked, solve = list[int](), search.solve
 
     def counted(devices, links, model, work, **more):
         asked.append(work.context_tokens)
         return solve(devices, links, model, work, **more)
 
-    monkeypatch.setattr(explain_module, "solve", counted)
+    monkeypatch.setattr(search, "solve", counted)
     return asked
 
 
@@ -46,7 +46,7 @@ def solves(monkeypatch) -> list[int]:
     [
         pytest.param(question(device("desk", ram=64 * GB)), 1 << 15, "all that", [16384], id="has room"),
         pytest.param(question(device("desk", ram=64 * GB), trained=8192), 8192, "all", [8192], id="model has less"),
-        pytest.param(question(device("desk", ram=64 * GB), context=512), 512, "", [512], id="asked for"),
+        pytest.param(question(device("desk", ram=64 * GB), context_tokens=512), 512, "", [512], id="asked for"),
         pytest.param(question(device("desk", ram=7 * GB)), 16384, "32768 would", [16384], id="takes what is free"),
         pytest.param(question(device("desk", ram=6 * GB)), 4096, STREAMS, [4096], id="would stream"),
         pytest.param(question(device("desk", ram=4 * GB)), 16384, "32768 would", [16384], id="streams anyway"),
@@ -60,10 +60,10 @@ def test_the_default_is_what_agents_need_unless_it_costs_streaming_or_half_of_th
     solves, asked, tokens, why, solved
 ):
     found = best_plan(asked)
-    assert (found.instance.workload.context_tokens, solves) == (tokens, solved)
+    assert (found.question.workload.context_tokens, solves) == (tokens, solved)
     assert found.why_context.startswith(why)
     assert not found.prediction.short
-    small = best_plan(replace(asked, workload=replace(asked.workload, context_tokens=min(tokens, 4096)), widens=False))
+    small = best_plan(replace(asked, run=replace(asked.run, context_tokens=min(tokens, 4096))))
     assert bool(found.plan.streaming) == bool(small.plan.streaming)
     assert found.prediction.tpot_s <= 2 * small.prediction.tpot_s
 
@@ -73,8 +73,8 @@ def test_the_default_is_what_agents_need_unless_it_costs_streaming_or_half_of_th
 )
 def test_of_the_models_that_a_house_runs_all_have_the_context_that_agents_need(name):
     fleet, profile = read_fleet("mixed-home"), shape(f"{name}-q4k")
-    wishes = Wishes(objective="latency", time_limit_s=0.5, head=fleet.devices[0].device)
-    assert _fit((name, ask(wishes, fleet.devices, fleet.links, profile))).context_tokens >= min(
+    asked_for = wishes(objective="latency", time_limit_s=0.5, head=fleet.devices[0].device)
+    assert _fit((name, ask(asked_for, fleet.devices, fleet.links, profile))).context_tokens >= min(
         16384, profile.context_tokens
     )
 
@@ -140,4 +140,4 @@ def test_plan_names_them_where_nobody_said_how_much_context():
 
     desk = device("desk", ram=6 * GB)
     assert "type --context 32768" in shown(question(desk))
-    assert "do not fit" not in shown(question(desk, context=4096))
+    assert "do not fit" not in shown(question(desk, context_tokens=4096))

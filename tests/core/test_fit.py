@@ -6,7 +6,7 @@ from typing import Any
 
 from primad.cli.fit import next_commands
 from primad.planning.fit import BEST, SCHEMA, Fit, FitAnswer, fit_all, ranked
-from primad.planning.question import Wishes, ask
+from primad.planning.question import ask
 from tests.fakes import planning
 from tests.fakes.planning import GB
 
@@ -50,6 +50,6 @@ def test_the_best_rows_end_with_the_commands_to_type_the_best_one_last():
 
 def test_the_fastest_device_is_head_where_another_has_more_memory():
     roomy, fast = planning.device("roomy", ram=64 * GB), planning.device("fast", ram=16 * GB, vram=12 * GB)
-    wishes = Wishes(objective="latency", time_limit_s=0.3)
-    answer = fit_all([("toy", ask(wishes, [roomy, fast], [], planning.model()))], processes=1)
+    asked_for = planning.wishes(objective="latency", time_limit_s=0.3)
+    answer = fit_all([("toy", ask(asked_for, [roomy, fast], [], planning.model()))], processes=1)
     assert answer.models[0].devices[0] == "fast"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,33 @@ def test_help_shows_what_its_text_says_and_no_type_behind_a_flag():
         texts = [command.help or "", *(param.help or "" for param in command.get_params(context))]
         assert [text for text in texts if Emoji.replace(text) != text] == []
         assert {param.metavar for param in command.get_params(context) if getattr(param, "is_flag", False)} <= {""}
+
+
+def help_of(name: str, option: str, capsys: Any) -> str:
+    with pytest.raises(SystemExit):
+        get_command(cli.app)([name, option], prog_name="primad")
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "most"), [("serve", 15), ("join", 11), ("plan", 14)])
+def test_help_shows_the_options_that_a_home_needs_and_help_all_every_one(name, most, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    (command,) = [each for each in all_commands() if each.name == name]
+    every = {param.opts[0] for param in command.params if param.opts[0].startswith("--")}
+    brief, full = help_of(name, "--help", capsys), help_of(name, "--help-all", capsys)
+    listed = "".join(line for line in brief.splitlines(keepends=True) if re.match(r"\W+--", line))
+    shown = {option for option in every if re.search(f"{option}[ ,]", listed)}
+    assert command.shown <= {param.name for param in command.params}
+    assert "--help-all" in shown
+    assert len(shown) <= most < len(every)
+    assert {option for option in every if not re.search(f"{option}[ ,]", full)} == set()
+    assert command.table <= {param.name for param in command.params}
+
+
+def test_tab_offers_what_help_does_not_show():
+    command = get_command(cli.app).commands["serve"]
+    context = command.make_context("primad", [], resilient_parsing=True)
+    assert "--tool-parser" in {item.value for item in command.shell_complete(context, "--tool")}
 
 
 def test_an_option_of_prune_says_what_prune_does_with_it():

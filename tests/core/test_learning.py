@@ -46,6 +46,7 @@ from primad.head.lending import Lending
 from primad.head.planner import Planner
 from primad.head.promise import Promise
 from primad.planning.question import default_workload
+from primad.planning.run_config import RunConfig
 from primad.ring.messages import DecodeStatus, MemoryStatus, PromptStatus, Status
 from tests.fakes.planning import device, link, model
 
@@ -423,7 +424,9 @@ def test_what_a_plan_takes_is_told_with_what_was_learnt_since(tmp_path):
 
     work = Workload(context_tokens=512, kv_type="f16", sequences=1, prompt_tokens=16, answer_tokens=100, chunk_rows=16)
     service = SimpleNamespace(
-        model=SimpleNamespace(planned=planned), workload=work, options=SimpleNamespace(objective="latency")
+        model=SimpleNamespace(planned=planned),
+        workload=work,
+        options=SimpleNamespace(run=RunConfig(objective="latency")),
     )
     book = SimpleNamespace(
         all_between=lambda names: [link("desk", "lap"), link("lap", "desk")], why_cut=lambda *_: None

@@ -10,6 +10,7 @@ from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
 from primad.head.options import ServeOptions
 from primad.head.serve import as_it_can_be, check_options
+from primad.planning.run_config import RunConfig
 from tests.fakes.gguf import toy_arrays, write_gguf
 from tools import synth
 
@@ -22,24 +23,15 @@ class Told(list):
     say = list.append
 
 
-def options(**changed):
-    given = {
-        "wait": None,
-        "wait_timeout_s": None,
-        "windows": None,
-        "rounds": None,
-        "extra_buffers": "off",
-        "context_tokens": 64,
-        "prompt_tokens": None,
-        "rows": 16,
-        "kv_type": "f16",
-        "step_timeout_s": 5.0,
-        "http_port": 0,
-        "alone": False,
-        "objective": "balanced",
-        "use_all": False,
-    }
-    return ServeOptions(**{**given, **changed})
+def options(*, wait=None, alone=False, **run):
+    return ServeOptions(
+        wait=wait,
+        wait_timeout_s=None,
+        step_timeout_s=5.0,
+        http_port=0,
+        alone=alone,
+        run=RunConfig(extra_buffers="off", context_tokens=64, chunk_rows=16, **run),
+    )
 
 
 @pytest.fixture

@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
-from halda import DeviceProfile, ModelProfile, Solution, Workload, solve
+from halda import DeviceProfile, ModelProfile
 from primad.head import planner as planner_module
 from primad.head.learning import Learning
 from primad.head.lending import Lending
 from primad.head.planner import Planner, PlanResult
 from primad.head.promise import Promise
-from primad.head.solver_process import SolverRequest, settled
 from primad.head.status import attention_line
-from primad.planning.question import default_workload
+from primad.planning.plan import FoundPlan, PlanRequest, search
+from primad.planning.question import PlannedDraft, workload_of
+from primad.planning.run_config import RunConfig
 from primad.system.tasks import Tasks
 from tests.fakes.planning import GB, device, helping, link, model
 
 LAP = frozenset({"lap"})
 
 
-async def solve_here(asked: SolverRequest, *, background: bool = False) -> tuple[Solution, SolverRequest]:
-    def planned(devices: list[DeviceProfile], work: Workload, time_limit_s: float) -> Solution:
-        return solve(
-            devices,
-            asked.links,
-            asked.model,
-            work,
-            objective=asked.objective,
-            heads=["desk"],
-            require=asked.require,
-            time_limit_s=max(time_limit_s, 60),
-            helps=asked.helps,
-        )
-
-    found = settled(asked, planned)
-    settled_to = {"devices": found.devices, "workload": found.workload, "why_context": found.why}
-    return found.solution, msgspec.structs.replace(asked, **settled_to)
+async def solve_here(asked: PlanRequest, *, background: bool = False) -> FoundPlan:
+    return search(msgspec.structs.replace(asked, time_limit_s=60))
 
 
 class Served:
@@ -68,31 +55,25 @@ class House:
         lap: float = 8 * GB,
         vram: int = 0,
         trained: int = 4096,
-        **wishes: object,
+        profiles: Sequence[DeviceProfile] = (),
+        toy: ModelProfile | None = None,
+        draft: PlannedDraft | None = None,
+        **wishes: Any,
     ) -> None:
         monkeypatch.setattr(planner_module, "solve_apart", solve_here)
         desk = device("desk", ram=int(ram), vram=vram)
-        self._profiles = [helping(desk) if vram else desk, device("lap", ram=int(lap))]
-        wished = {"sequences": None, "context_tokens": None, "windows": None, "rounds": None} | wishes
-        options = SimpleNamespace(
-            **{
-                "objective": "balanced",
-                "use_all": False,
-                "batching": "auto",
-                "extra_buffers": "auto",
-                "speculate": "auto",
-                "experts": "auto",
-                "draft_on": None,
-            }
-            | wished
-        )
-        toy = model(context_tokens=trained)
-        work = default_workload(4096, 512, "f16", sequences=options.sequences or 1)
+        self._profiles = list(profiles) or [helping(desk) if vram else desk, device("lap", ram=int(lap))]
+        run = RunConfig(**wishes)
+        toy = model(context_tokens=trained) if toy is None else toy
         service = SimpleNamespace(
-            model=Served(toy), workload=work, options=options, draft=None, draft_source=None, head_has_room=True
+            model=Served(toy),
+            workload=workload_of(run, toy),
+            options=SimpleNamespace(run=run),
+            planned_draft=draft,
         )
         book = SimpleNamespace(
-            all_between=lambda names: [link("desk", "lap"), link("lap", "desk")], why_cut=lambda *_: None
+            all_between=lambda names: [] if profiles else [link("desk", "lap"), link("lap", "desk")],
+            why_cut=lambda *_: None,
         )
         monkeypatch.setattr(planner_module, "cuttable", lambda header: None)
         monkeypatch.setattr(planner_module, "why_whole", lambda header: "")

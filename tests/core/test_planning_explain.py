@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,14 +12,14 @@ import pytest
 from rich.console import Console
 
 from halda import CHUNKS, Infeasible, Limits, arrange, evaluate, instance, solve
-from primad.errors import ConfigError, PlanError
+from primad.errors import PlanError
 from primad.planning.describe import DescribedPlan, ring_part
 from primad.planning.explain import best_plan, explain
-from primad.planning.question import Question, Wishes, ask
+from primad.planning.question import Question, ask
 from primad.planning.schema import SCHEMA, Explanation, RingJson, encode
 from primad.planning.table import show
 from primad.planning.whatif import change
-from tests.fakes.planning import GB, device, model
+from tests.fakes.planning import GB, device, model, wishes
 
 DESK = device("desk", ram=3 * GB, vram=2 * GB, disk=2e9)
 LAPTOP = device("laptop", ram=2 * GB, rate=10e9)
@@ -28,8 +27,8 @@ PI = device("pi", ram=GB, rate=1e9, disk=0.1e9)
 NOTHING: list = []
 
 
-def question(*devices, links=("1Gbit/s,1ms",), **wishes) -> Question:
-    return ask(Wishes(links=links, **wishes), devices or (DESK, LAPTOP, PI), (), model())
+def question(*devices, links=("1Gbit/s,1ms",), **changes) -> Question:
+    return ask(wishes(links=links, **changes), devices or (DESK, LAPTOP, PI), (), model())
 
 
 def no_file(path):
@@ -111,25 +110,6 @@ def test_the_best_alone_comes_first_and_the_ring_is_not_slower(answer):
     assert answer.predicted.exchange_ms <= times[0] * (1 + 1e-6)
 
 
-def test_the_papers_plan_stands_next_to_haldas_which_is_not_slower(answer):
-    paper = explain(question(solver="paper"))
-    assert answer.proof.proven
-    assert answer.compared is None
-    assert paper.compared is not None
-    assert (paper.solver, paper.compared.solver) == ("paper", "halda")
-    assert paper.proof.gap is None
-    assert paper.compared.predicted == answer.predicted
-    if not paper.short:
-        assert paper.compared.predicted.exchange_ms <= paper.predicted.exchange_ms * (1 + 1e-6)
-
-
-def test_an_installed_primad_has_halda_alone(monkeypatch):
-    monkeypatch.setitem(sys.modules, "halda_research.published", None)
-    assert explain(question()).solver == "halda"
-    with pytest.raises(ConfigError, match="--solver paper: needs a source checkout"):
-        explain(question(solver="paper"))
-
-
 @pytest.mark.parametrize("objective", ["latency", "ttft", "throughput", "balanced"])
 def test_every_objective_is_answered(objective):
     answer = explain(question(DESK, LAPTOP, objective=objective, sequences=2))
@@ -195,15 +175,16 @@ def test_a_change_that_makes_a_plan_possible():
 def test_more_memory_is_never_slower(what):
     times = []
     for size in ("1GB", "2GB", "3GB", "5GB", "9GB"):
-        solution = best_plan(change(question(objective="latency", context=4096), [f"{what}={size}"], no_file)).solution
-        assert solution is not None
+        solution = best_plan(
+            change(question(objective="latency", context_tokens=4096), [f"{what}={size}"], no_file)
+        ).solved.solution
         assert solution.proven
         times.append(solution.objective_s)
     assert all(after <= before * (1 + 1e-6) for before, after in pairwise(times))
 
 
 def test_another_device_is_never_slower():
-    asked = question(DESK, LAPTOP, context=4096)
+    asked = question(DESK, LAPTOP, context_tokens=4096)
     with_pi = replace(asked, devices=(*asked.devices, PI))
     tokens = asked.workload.answer_tokens
     more, fewer = (best_plan(each).prediction.exchange_s(tokens) for each in (with_pi, asked))

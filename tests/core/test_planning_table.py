@@ -13,7 +13,7 @@ from primad.planning.plot import check_plot, plot
 from primad.planning.question import Wishes, ask
 from primad.planning.table import show
 from primad.planning.whatif import change
-from tests.fakes.planning import GB, device, helping, model
+from tests.fakes.planning import GB, device, helping, model, wishes
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +64,6 @@ def test_nothing_is_cut_on_a_narrow_terminal(answer, width):
     assert max(map(len, text.splitlines())) <= width
 
 
-def test_the_papers_plan_is_shown_with_haldas_beside_it(answer):
-    asked = ask(Wishes(solver="paper"), (device("desk", ram=3 * GB), device("laptop", ram=9 * GB)), (), model())
-    text = shown(explain(asked))
-    for words in ("by the paper's solver", "the paper's solver does not say", "Halda's plan"):
-        assert words in text, words
-    assert "Halda's plan" not in shown(answer)
-
-
 def test_a_picture_is_written(answer, tmp_path):
     path = tmp_path / "plan.png"
     check_plot(path)
@@ -97,7 +89,7 @@ def test_what_is_read_from_disk_is_shown_where_something_is():
     text = shown(slow)
     for words in ("ahead", "disk", "stall", "layers: ", "read a token", "by the slowest disk, of which it waits"):
         assert words in text, words
-    fast = shown(explain(ask(Wishes(), (device("desk", ram=20 * GB),), (), model())))
+    fast = shown(explain(ask(wishes(sequences=1), (device("desk", ram=20 * GB),), (), model())))
     for words in ("ahead", "disk", "stall"):
         assert words not in fast, words
     least = explain(ask(Wishes(), (device("desk", ram=9 * GB // 8),), (), model()))

@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 
 from primad.errors import ConfigError
-from primad.planning.question import Wishes, ask
+from primad.planning.question import ask
 from primad.planning.whatif import change
-from tests.fakes.planning import GB, device, link, model
+from tests.fakes.planning import GB, device, link, model, wishes
 
 DESK = device("desk", ram=8 * GB, vram=8 * GB)
 MAC = device("mac", ram=8 * GB, vram=6 * GB, unified=True)
 
 
-def question(**wishes):
+def question(**changes):
     links = (link("desk", "mac", bytes_per_s=5e6), link("mac", "desk", bytes_per_s=5e6))
-    return ask(Wishes(**wishes), (DESK, MAC), links, model())
+    return ask(wishes(**changes), (DESK, MAC), links, model())
 
 
-def changed(*changes, read=lambda path: [device(path.stem)], **wishes):
-    return change(question(**wishes), changes, read)
+def changed(*changes, read=lambda path: [device(path.stem)], **more):
+    return change(question(**more), changes, read)
 
 
 def of(asked, name):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from halda import (
     CpuProfile,
@@ -15,6 +16,8 @@ from halda import (
     ModelProfile,
     TypeSpeed,
 )
+from primad.planning.question import Wishes
+from primad.planning.run_config import RunConfig
 
 GB = 1_000_000_000
 
@@ -111,3 +114,10 @@ def model(*, layers: int = 20, layer_bytes: int = GB // 4, context_tokens: int =
         kv_head_width=64,
         cut_multiple=1,
     )
+
+
+def wishes(**given: Any) -> Wishes:
+    """Wishes in which what a ``RunConfig`` has is in one."""
+    names = {field.name for field in fields(RunConfig)}
+    run = RunConfig(**{name: value for name, value in given.items() if name in names})
+    return Wishes(run=run, **{name: value for name, value in given.items() if name not in names})

@@ -13,10 +13,10 @@ from primad.api.status import AnswerFigures
 from primad.errors import PrimadError, RingError
 from primad.head.blame import Blame
 from primad.head.ring import RingInputs
-from primad.head.solver_process import SolverRequest
 from primad.kv.keys import KvBlock
 from primad.network.contacts import Contact
 from primad.network.peer import Peer
+from primad.planning.plan import PlanRequest
 from primad.ring.messages import Cancel, Finished, Generate, KvForgotten, KvKept, RingCommand, Sampled, Status
 from primad.settings.timings import DiscoveryTimings
 from tests.fakes.control import HEAD, HOST, FakeDevice
@@ -50,9 +50,7 @@ class FakeSolver:
         async with self._news:
             await self._news.wait_for(condition)
 
-    async def __call__(
-        self, question: SolverRequest, *, background: bool = False
-    ) -> tuple[SimpleNamespace, SolverRequest]:
+    async def __call__(self, question: PlanRequest, *, background: bool = False) -> SimpleNamespace:
         names = [device.device for device in question.devices]
         (self.foreseen if background else self.asked).append(tuple(names))
         if not background:
@@ -67,9 +65,12 @@ class FakeSolver:
                 raise CutOff("links that do not work")
             left = tuple(LeftOut(device=name, reason="the others are faster without it") for name in names[1:])
             plan = replace(plan_of(names[:1]), left_out=left)
-            return SimpleNamespace(plan=plan, prediction=self.prediction, objective_s=10.0), question
-        plan, value = plan_of(names, self.layers), self.value(len(names))
-        return SimpleNamespace(plan=plan, prediction=self.prediction, objective_s=value), question
+            return self._solved(question, plan, 10.0)
+        return self._solved(question, plan_of(names, self.layers), self.value(len(names)))
+
+    def _solved(self, question: PlanRequest, plan: Plan, value: float) -> SimpleNamespace:
+        solution = SimpleNamespace(plan=plan, prediction=self.prediction, objective_s=value)
+        return SimpleNamespace(solution=solution, devices=question.devices, workload=question.workloads[0])
 
 
 def plan_of(names: list[str], layers: Mapping[str, int] = MappingProxyType({})) -> Plan:

@@ -15,9 +15,11 @@ from primad.gguf.header import Value, scalar_value
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.head.options import ServeOptions
-from primad.head.serve import check_sequences, check_speculate, draft_of
+from primad.head.serve import draft_of
+from primad.planning.check_run import check_sequences, check_speculate
 from primad.planning.draft_choice import choose_draft, models_here
 from primad.planning.draft_model import MOST_CONTEXT, draft_model
+from primad.planning.run_config import RunConfig
 from tools.synth import write_model
 
 
@@ -66,7 +68,8 @@ def test_padding_of_a_vocabulary_is_no_difference(tmp_path, served):
 
 
 def options(**given: Any) -> ServeOptions:
-    return cast("ServeOptions", SimpleNamespace(**({"speculate": "auto", "draft": None} | given)))
+    run = RunConfig(draft_on=given.pop("draft_on", None))
+    return cast("ServeOptions", SimpleNamespace(run=run, **({"draft": None} | given)))
 
 
 def test_a_model_that_has_no_room_here_guesses_elsewhere_unless_it_must_here(tmp_path, served):
@@ -77,7 +80,7 @@ def test_a_model_that_has_no_room_here_guesses_elsewhere_unless_it_must_here(tmp
     config, reporter = SimpleNamespace(home=tmp_path, name="desk", threads=1), SimpleNamespace(say=said.append)
 
     def found(free_bytes: int, **given: Any) -> tuple[bool, bool]:
-        asked = options(**({"draft": path, "draft_on": None, "alone": False} | given))
+        asked = options(**({"draft": path, "alone": False} | given))
         model, has_room = draft_of(asked, cast("Any", config), served, cast("Any", reporter), free_bytes)
         return model is not None, has_room
 
@@ -94,32 +97,32 @@ def test_a_model_that_has_no_room_here_guesses_elsewhere_unless_it_must_here(tmp
 def test_what_contradicts_itself_is_refused(tmp_path, served):
     profile = model_profile(served)
     path = tmp_path / "small.gguf"
-    check_speculate(options(), profile)
-    check_speculate(options(draft=path), profile)
-    check_speculate(options(draft=path, speculate="draft"), profile)
+    check_speculate(RunConfig(), profile, None)
+    check_speculate(RunConfig(), profile, path)
+    check_speculate(RunConfig(speculate="draft"), profile, path)
     with pytest.raises(ConfigError, match=r"^--speculate draft: needs a model that guesses; give it with --draft FILE"):
-        check_speculate(options(speculate="draft"), profile)
+        check_speculate(RunConfig(speculate="draft"), profile, None)
     for mode in ("off", "lookup"):
         with pytest.raises(ConfigError, match=f"^--draft {path}: contradicts --speculate {mode}; leave one"):
-            check_speculate(options(draft=path, speculate=mode), profile)
+            check_speculate(RunConfig(speculate=mode), profile, path)
 
 
 def test_more_answers_at_once_than_llama_cpp_has_room_for_are_refused(served):
     profile = replace(model_profile(served), architecture="minimax-m3")
-    check_sequences(options(sequences=None), profile)
-    check_sequences(options(sequences=8), profile)
-    check_sequences(options(sequences=9), model_profile(served))
+    check_sequences(RunConfig(sequences=None), profile)
+    check_sequences(RunConfig(sequences=8), profile)
+    check_sequences(RunConfig(sequences=9), model_profile(served))
     with pytest.raises(ConfigError, match=r"^--sequences 9: of a model of 'minimax-m3' llama.cpp computes at most 8"):
-        check_sequences(options(sequences=9), profile)
+        check_sequences(RunConfig(sequences=9), profile)
 
 
 def test_a_state_that_cannot_be_cut_back_is_refused_by_name(served):
     profile = model_profile(served)
     recurrent = replace(profile, layers=tuple(replace(layer, state_bytes=9) for layer in profile.layers))
     for mode in ("auto", "off"):
-        check_speculate(options(speculate=mode), recurrent)
+        check_speculate(RunConfig(speculate=mode), recurrent, None)
     with pytest.raises(ConfigError, match=f"^--speculate lookup: layers of {profile.name} keep a state that cannot"):
-        check_speculate(options(speculate="lookup"), recurrent)
+        check_speculate(RunConfig(speculate="lookup"), recurrent, None)
 
 
 # ---- auto ------------------------------------------------------------------------------------------------------------

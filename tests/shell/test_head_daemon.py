@@ -15,7 +15,6 @@ import pytest
 import zmq.asyncio
 
 from halda import DevicePrediction, Prediction
-from halda.instance import Instance
 from primad.api.page.desk import Loan, OtherCluster, ShownCode
 from primad.daemon import memory_watch as memory_watch
 from primad.daemon.layer_files import Workspace
@@ -44,6 +43,8 @@ from primad.membership.transitions import GREET_S
 from primad.membership.types import DeviceRefused, Effect, Event, State
 from primad.network.discovery import MulticastError
 from primad.network.messages import Dismiss, Introduce, Leaving, MemoryLow, MemoryRecovered, Revoked
+from primad.planning.plan import PlanRequest
+from primad.planning.run_config import RunConfig
 from primad.ring.messages import DecodeStatus, Finished, Sampled, Status
 from primad.settings.config import load_config, open_home
 from primad.settings.timings import HeadTimings, MembershipTimings, NetworkTimings, Timings
@@ -125,15 +126,19 @@ def prediction(*, desk_s: float, nas_s: float) -> Prediction:
     )
 
 
-def as_solved(solution: SimpleNamespace, question: Instance, *_: object, **__: object) -> SimpleNamespace:
-    """In place of ``fitted``: nothing besides what was asked for."""
+def as_solved(asked: PlanRequest, solved: SimpleNamespace, flash: bool | None = None) -> SimpleNamespace:
+    """In place of ``complete``: nothing besides what was asked for, with other attention if that is said."""
+    work = solved.workload if flash is None else replace(solved.workload, flash=flash)
     return SimpleNamespace(
-        question=question,
-        prediction=solution.prediction,
-        objective_s=solution.objective_s,
+        plan=solved.solution.plan,
+        question=asked.instance(work),
+        prediction=solved.solution.prediction,
+        objective_s=solved.solution.objective_s,
         batches=None,
         why_sequences="",
         why_context="",
+        drafting=None,
+        draft_device=None,
     )
 
 
@@ -174,20 +179,17 @@ class Lab:
         options = ServeOptions(
             wait=wait,
             wait_timeout_s=1.0,
-            windows=None,
-            rounds=None,
-            extra_buffers="off",
-            context_tokens=64,
-            prompt_tokens=None,
-            kv_type="f16",
-            rows=16,
             step_timeout_s=5.0,
             http_port=8080,
             alone=False,
-            objective="balanced",
-            use_all=use_all,
-            sequences=1,
-            speculate="off",
+            run=RunConfig(
+                extra_buffers="off",
+                context_tokens=64,
+                chunk_rows=16,
+                use_all=use_all,
+                sequences=1,
+                speculate="off",
+            ),
             **self.more_options,
         )
         place = Workspace(
@@ -268,7 +270,7 @@ def lab(monkeypatch, tmp_path, header) -> Callable[[], AbstractAsyncContextManag
         async with gated(patience_s=PATIENCE_S) as context:
             made = Lab(tmp_path, context, header)
             monkeypatch.setattr(planner_module, "solve_apart", made.solver)
-            monkeypatch.setattr(planner_module, "fitted", as_solved)
+            monkeypatch.setattr(planner_module, "complete", as_solved)
             monkeypatch.setattr(rings_module, "HeadRing", made.rings)
             monkeypatch.setattr(devices_module, "Discovery", made.discovery)
             try:
@@ -837,13 +839,12 @@ def test_answers_that_began_while_a_ring_was_formed_that_attends_otherwise_go_on
 ):
     """The ring was planned for while nothing was answered; now another one is, which keeps the attention if any can."""
 
-    def attends(solution: SimpleNamespace, question: Instance, *_: object, keeps_attention: bool, **__: object):
-        flash = question.workload.flash if keeps_attention and may_keep else len(solution.plan.devices) == 2
-        work = replace(question.workload, flash=flash)
-        return as_solved(solution, replace(question, workload=work))
+    def attends(asked: PlanRequest, solved: SimpleNamespace) -> SimpleNamespace:
+        keeps = asked.keeps_attention and may_keep
+        return as_solved(asked, solved, solved.workload.flash if keeps else len(solved.solution.plan.devices) == 2)
 
     async def test(here: Lab) -> None:
-        monkeypatch.setattr(planner_module, "fitted", attends)
+        monkeypatch.setattr(planner_module, "complete", attends)
         here.solver.value = lambda count: 10.0 / count
         here.device("nas")
         here.start()

@@ -149,7 +149,6 @@ def test_a_picture_is_drawn(plan, tmp_path):
         ((*MODEL, *FLEET, "--what-if", "magic"), "link:A:B=300Mbit/s"),
         ((*MODEL, *FLEET, "--link", "fast"), "--link: 'fast' is no rate"),
         ((*MODEL, *FLEET, "--objective", "fast"), "--objective fast: choose"),
-        ((*MODEL, *FLEET, "--solver", "fast"), "--solver fast: choose"),
         ((*MODEL, *FLEET, "--context", "100000"), "was trained for 8192 tokens"),
         ((*MODEL, *FLEET, "--context", "some"), "--context"),
         ((*MODEL, *FLEET, "--sequences", "0"), "--sequences"),

@@ -17,8 +17,9 @@ import pytest
 from halda import CHUNKS, Infeasible, solve
 from primad.errors import PlanError
 from primad.head import solver_process as solving
-from primad.head.solver_process import SolverRequest, solve_apart
-from primad.planning.question import default_workload
+from primad.head.solver_process import solve_apart
+from primad.planning.plan import PlanRequest
+from primad.planning.run_config import RunConfig
 from primad.system.stop_flag import StopFlag
 from tests.fakes.planning import GB, device, link, model
 
@@ -26,15 +27,14 @@ PATIENCE_S = 180
 """Half of what a solver that is waited for may take."""
 
 
-def question(count: int, *, ram: int = 3 * GB, require: frozenset[str] = frozenset()) -> SolverRequest:
+def question(count: int, *, ram: int = 3 * GB, require: frozenset[str] = frozenset()) -> PlanRequest:
     names = [f"d{i}" for i in range(count)]
     toy = model()
-    return SolverRequest(
+    return PlanRequest(
         devices=[device(name, ram=ram, rate=(10 + i) * 1e9) for i, name in enumerate(names)],
         links=[link(a, b) for a in names for b in names if a != b],
         model=toy,
-        workload=default_workload(toy.context_tokens, 512, "f16"),
-        objective="balanced",
+        run=RunConfig(context_tokens=toy.context_tokens),
         require=require,
         time_limit_s=20.0,
     )
@@ -53,14 +53,13 @@ def children() -> set[int]:
 @pytest.mark.parametrize("require", [frozenset(), frozenset({"d1"})])
 def test_the_answer_is_the_solvers(require):
     asked = question(2, ram=8 * GB, require=require)
-    answer, settled = asyncio.run(solve_apart(asked))
-    expected = solve(
-        asked.devices, asked.links, asked.model, asked.workload, objective="balanced", require=asked.require
-    )
-    assert answer.plan == expected.plan
-    assert answer.prediction == expected.prediction
-    assert settled == asked
-    assert require <= set(answer.plan.devices)
+    answer = asyncio.run(solve_apart(asked))
+    (work,) = asked.workloads
+    expected = solve(asked.devices, asked.links, asked.model, work, objective="balanced", require=asked.require)
+    assert answer.solution.plan == expected.plan
+    assert answer.solution.prediction == expected.prediction
+    assert (answer.devices, answer.workload, answer.why_context) == (asked.devices, work, "")
+    assert require <= set(answer.solution.plan.devices)
 
 
 def test_what_a_library_writes_to_standard_output_is_no_part_of_the_answer(tmp_path, monkeypatch):
@@ -68,20 +67,20 @@ def test_what_a_library_writes_to_standard_output_is_no_part_of_the_answer(tmp_p
         "import atexit\natexit.register(print, 'Running a library', flush=True)\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    assert asyncio.run(solve_apart(question(2, ram=8 * GB)))[0].plan.devices
+    assert asyncio.run(solve_apart(question(2, ram=8 * GB))).solution.plan.devices
 
 
 def test_where_layers_stream_it_may_take_larger_chunks():
-    work = replace(default_workload(8192, 512, "f16", prompt_tokens=4096), answer_tokens=16)
+    run = RunConfig(context_tokens=8192, prompt_tokens=4096, answer_tokens=16)
     quick = device("d0", ram=3 * GB, rate=100e9, disk=0.2e9)
-    asked = msgspec.structs.replace(question(1), devices=[quick], workload=work, model=replace(model(), width=8192))
-    assert asyncio.run(solve_apart(asked))[0].prediction.chunk_rows > 512
+    asked = msgspec.structs.replace(question(1), devices=[quick], run=run, model=replace(model(), width=8192))
+    assert asyncio.run(solve_apart(asked)).solution.prediction.chunk_rows > 512
 
 
 def test_what_is_short_is_said_as_the_solver_says_it():
     asked = question(1, ram=GB // 8)
     with pytest.raises(Infeasible) as expected:
-        solve(asked.devices, asked.links, asked.model, asked.workload, chunks=CHUNKS)
+        solve(asked.devices, asked.links, asked.model, *asked.workloads, chunks=CHUNKS)
     with pytest.raises(Infeasible) as said:
         asyncio.run(solve_apart(asked))
     assert (str(said.value), said.value.short_bytes) == (str(expected.value), expected.value.short_bytes)

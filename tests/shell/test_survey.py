@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from primad.api.page.desk import Loan
 from primad.errors import ClusterError
 from primad.head import survey as survey_module
 from primad.head import worker_link as worker_link_module
 from primad.head.corrections import Corrections, DeviceFactors, stamp_of
+from primad.head.lending import Lending
 from primad.head.survey import survey
 from primad.network.peer import Peer
 from primad.settings.config import load_config
@@ -149,6 +151,19 @@ def test_what_the_answers_of_a_head_here_taught_is_planned_with(around, tmp_path
     assert found.links == (known.apply_link(link("me", "a")),)
     assert found.links[0] != link("me", "a")
     assert found.devices[1] != device("a")
+
+
+def test_what_the_owner_of_this_head_paused_or_limited_is_planned_so(around, tmp_path):
+    lending = Lending(tmp_path)
+    lending.put(Loan(device="a", is_paused=True))
+    lending.put(Loan(device="b", ram_bytes=1 << 30))
+    around.sight += [peer("a", 1), peer("b", 2)]
+    around.answers.update({1: "a", 2: "b"})
+    lines = Lines()
+    found = survey(config(tmp_path), 0.1, lines)
+    assert [(one.device, one.ram_available_bytes) for one in found.devices[1:]] == [("b", 1 << 30)]
+    assert [(one.source, one.target) for one in found.links] == [("me", "b")]
+    assert lines.said == ["a is left out: this head does not use it while it is paused on the page"]
 
 
 def test_a_device_that_is_not_paired_is_left_out_and_not_spoken_to(around, tmp_path):

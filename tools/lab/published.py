@@ -15,13 +15,14 @@ from typing import Final
 
 import msgspec
 
-from halda import DeviceProfile, Infeasible, ModelProfile, Workload
+from halda import DeviceProfile, Infeasible, ModelProfile
 from halda.evaluate import Objective, evaluate
 from primad.errors import ConfigError
 from primad.gguf.shapes import shape, shape_names
-from primad.planning.describe import DescribedPlan
 from primad.planning.explain import best_plan
-from primad.planning.question import CHUNK_ROWS, LinkSpeed, Question
+from primad.planning.plan import Planned
+from primad.planning.question import LinkSpeed, Question
+from primad.planning.run_config import RunConfig
 from tools.lab.data_sheets import SHEETS, Sheets, read_sheets
 from tools.lab.named_devices import count_of, is_second_gpu, named_device
 
@@ -189,24 +190,21 @@ def _joined(name: str) -> str:
 
 def _question(figure: Figure, devices: Sequence[DeviceProfile], model: ModelProfile) -> Question:
     prompt = figure.prompt
-    work = Workload(
-        context_tokens=prompt.depth + max(prompt.prefill_tokens, prompt.generated) + 1,
-        kv_type="f16",
+    run = RunConfig(
+        objective=_objective(figure),
+        context_tokens=prompt.depth + prompt.prefill_tokens + prompt.generated + 1,
         sequences=1,
         prompt_tokens=prompt.depth + prompt.prefill_tokens,
         answer_tokens=prompt.generated,
-        chunk_rows=CHUNK_ROWS,
     )
     return Question(
         devices=tuple(devices),
         links=(),
         default_link=link_speed(figure.link),
         model=model,
-        workload=work,
+        run=run,
         limits={},
         head=None,
-        solver="halda",
-        objective=_objective(figure),
         time_limit_s=TIME_LIMIT_S,
     )
 
@@ -232,9 +230,10 @@ def link_speed(text: str | None) -> LinkSpeed:
     )
 
 
-def _rates(figure: Figure, found: DescribedPlan) -> tuple[float, float]:
-    """Tokens a second of the plan: generated behind ``depth`` tokens, and of a prompt behind as many."""
-    prompt, asked = figure.prompt, found.instance
+def _rates(figure: Figure, found: Planned) -> tuple[float, float]:
+    """Tokens a second with flash attention: generated behind ``depth`` tokens, and of a prompt behind as many."""
+    prompt, asked = figure.prompt, found.question
+    asked = replace(asked, workload=replace(asked.workload, flash=True))
 
     def ttft_s(tokens: int) -> float:
         work = replace(asked.workload, prompt_tokens=tokens)

@@ -1,0 +1,157 @@
+"""How a model is to be run: options that ``serve`` and ``plan`` have alike, so that a plan is of what is served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import typer
+
+from primad.cli.completion import device_names, objectives, one_of
+from primad.cli.options import Context, Experts, KvCacheType
+from primad.errors import ConfigError
+from primad.settings.quantities import parse_choice, parse_count
+
+if TYPE_CHECKING:
+    from primad.planning.run_config import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What the plan is for, or the plan itself."""
+
+    PANEL: ClassVar[str] = "Plan"
+
+    objective: Annotated[
+        str,
+        typer.Option(
+            help="What the plan makes small: latency, ttft, throughput (of all sequences) or balanced.",
+            autocompletion=objectives,
+        ),
+    ] = "balanced"
+    experts: Experts = "auto"
+    use_all: Annotated[
+        bool,
+        typer.Option("--use-all", help="Every device found gets layers, even where fewer devices would be faster."),
+    ] = False
+    context: Context = None
+    sequences: Annotated[
+        str,
+        typer.Option(
+            help="Answers at once, each with its own KV cache of --context tokens. auto: 1, 2 or 4, as memory is left.",
+            autocompletion=one_of("auto", "1", "2", "4", "8"),
+        ),
+    ] = "auto"
+    batching: Annotated[
+        str,
+        typer.Option(
+            help="What several answers compute together: exact (each is what it is alone), fast (as many tokens a second as "
+            "can be), or auto: exact where that keeps nine tenths of them.",
+            autocompletion=one_of("auto", "exact", "fast"),
+        ),
+    ] = "auto"
+    prompt: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a typical prompt, for which the plan is made [default: 512].",
+            min=1,
+            max=1 << 24,
+            show_default=False,
+        ),
+    ] = None
+    answer: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a typical answer [default: 256].", min=1, max=1 << 24, show_default=False),
+    ] = None
+    kv_type: KvCacheType = "f16"
+    windows: Annotated[
+        str | None,
+        typer.Option(
+            help="Set the plan by hand: layers a round for this device and each other one, as in 10,12,7. "
+            "This device also computes the layers that are left at the end.",
+            show_default=False,
+        ),
+    ] = None
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds a token makes, with --windows.", min=1, max=1000, show_default=False)
+    ] = None
+    extra_buffers: Annotated[
+        str,
+        typer.Option(
+            help="Repacked or AMX copies of weights: auto (try and time them), on or off.",
+            autocompletion=one_of("auto", "on", "off"),
+        ),
+    ] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftOptions:
+    """Which next tokens are guessed, and by what."""
+
+    PANEL: ClassVar[str] = "Tokens that are guessed"
+
+    speculate: Annotated[
+        str,
+        typer.Option(
+            help="Guess the next tokens from prompt and answer, and compute them ahead where the ring is idle: auto (if it "
+            "has room for that), lookup (anyway), draft (with --draft, anyway) or off.",
+            autocompletion=one_of("auto", "lookup", "draft", "off"),
+        ),
+    ] = "auto"
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            help="A small GGUF file of the same family, or one by name, that guesses the next tokens. "
+            "auto: one of those that are here.",
+            metavar="FILE|auto",
+            show_default=False,
+        ),
+    ] = None
+    draft_on: Annotated[
+        str,
+        typer.Option(
+            help="The device on which the model of --draft guesses; auto: where it wins most.",
+            metavar="NAME|auto",
+            autocompletion=device_names,
+        ),
+    ] = "auto"
+
+
+def run_config(run: RunOptions, draft: DraftOptions) -> RunConfig:
+    """What ``run`` and ``draft`` mean. Raises ``ConfigError`` naming the option that is wrong."""
+    from halda import EXPERT_PLACES, KV_TYPES, OBJECTIVES
+    from primad.planning.batching import BATCHING_MODES
+    from primad.planning.drafting import SPECULATE_MODES
+    from primad.planning.run_config import EXTRA_BUFFERS, MAX_SEQUENCES, RunConfig
+
+    if run.rounds is not None and run.windows is None:
+        raise ConfigError(f"--rounds {run.rounds}: goes with --windows; give both or neither")
+    if run.use_all and run.windows is not None:
+        raise ConfigError("--use-all: contradicts --alone and --windows; leave one of them out")
+    return RunConfig(
+        objective=parse_choice(run.objective, OBJECTIVES, "--objective"),
+        use_all=run.use_all,
+        experts=parse_choice(run.experts, EXPERT_PLACES, "--experts"),
+        context_tokens=run.context,
+        kv_type=parse_choice(run.kv_type, KV_TYPES, "--kv-type"),
+        sequences=parse_count(run.sequences, MAX_SEQUENCES, "--sequences"),
+        batching=parse_choice(run.batching, BATCHING_MODES, "--batching"),
+        prompt_tokens=run.prompt,
+        answer_tokens=run.answer,
+        extra_buffers=parse_choice(run.extra_buffers, EXTRA_BUFFERS, "--extra-buffers"),
+        speculate=parse_choice(draft.speculate, SPECULATE_MODES, "--speculate"),
+        draft_on=None if draft.draft_on == "auto" else draft.draft_on,
+        windows=None if run.windows is None else _windows(run.windows),
+        rounds=run.rounds,
+    )
+
+
+def _windows(text: str) -> tuple[int, ...]:
+    try:
+        windows = tuple(int(part) for part in text.split(","))
+    except ValueError as exc:
+        raise ConfigError(f"--windows {text}: give whole numbers with commas between, as in 10,12,7") from exc
+    if not 1 <= len(windows) <= 1000 or min(windows) < 1:
+        raise ConfigError(f"--windows {text}: every window needs at least one layer")
+    return windows

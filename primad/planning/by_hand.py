@@ -1,0 +1,65 @@
+"""Plans that ``--windows`` sets by hand: the layers are given, what streams of them and how much context is found. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from halda import Infeasible, ModelProfile, Objective, Plan, Solution, Workload, arrange, evaluate, residency
+from halda.instance import Instance
+from primad.errors import PlanError
+from primad.planning.default_context import SolvedPlan, WithContext, with_wanted_context
+from primad.settings.quantities import show_bytes
+
+
+def plan_by_hand(names: Sequence[str], windows: tuple[int, ...], rounds: int | None, model: ModelProfile) -> Plan:
+    """The plan in which the first of the devices ``names`` have these layers a round.
+
+    Raises ``PlanError`` naming the flag.
+    """
+    flag = f"--windows {','.join(map(str, windows))}"
+    if len(windows) > len(names):
+        raise PlanError(
+            f"{flag} is for {len(windows)} devices; found {len(names)}, this one among them; start 'primad join' on more "
+            "or give fewer windows"
+        )
+    try:
+        return arrange(names[: len(windows)], windows, rounds=rounds or 1, model=model)
+    except Infeasible as exc:
+        raise PlanError(f"{flag}: {exc}; choose other windows") from exc
+
+
+def stream_by_hand(plan: Plan, question: Instance) -> Plan:
+    """``plan``, set by hand, with as little streaming as the memory of its devices needs.
+
+    Raises ``PlanError`` where a device does not have memory enough even so.
+    """
+    plan, work = residency(plan, question), question.workload
+    for short in evaluate(plan, question).short:
+        if short.what == "RAM" and short.where in plan.devices:
+            raise PlanError(
+                f"--windows: {short.where} is short of {show_bytes(short.short_bytes)} of RAM for its "
+                f"{plan.layers_of(short.where)} layers, streaming included; give it fewer layers, or choose a smaller "
+                f"--context than {work.context_tokens} or another --kv-type than {work.kv_type}"
+            )
+    return plan
+
+
+def with_context_by_hand(plan: Plan, question: Instance, wanted_tokens: int, objective: Objective) -> WithContext:
+    """``plan``, set by hand, with ``wanted_tokens`` of context if they cost little. Raises ``PlanError``."""
+
+    def asked(work: Workload) -> Instance:
+        return replace(question, workload=work)
+
+    def placed(work: Workload, hurries: bool) -> SolvedPlan:
+        found = residency(plan, asked(work))
+        prediction = evaluate(found, asked(work))
+        if work != question.workload and prediction.short:
+            raise Infeasible("the windows do not fit", short_bytes=0)
+        value_s = prediction.objective_s(objective, work.answer_tokens)
+        return Solution(
+            plan=found, prediction=prediction, objective=objective, objective_s=value_s, bound_s=0.0, proven=False
+        ), [*question.devices]
+
+    stream_by_hand(plan, question)
+    return with_wanted_context(question.workload, wanted_tokens, placed, asked)

@@ -1,0 +1,48 @@
+"""What can be judged of a ``RunConfig`` before any device is looked for, by ``serve`` and ``plan`` alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from halda import ModelProfile
+from primad.errors import ConfigError
+from primad.gguf.architectures import SUPPORTED
+from primad.planning.by_hand import plan_by_hand
+from primad.planning.question import workload_of
+from primad.planning.run_config import RunConfig
+
+
+def check_run(run: RunConfig, model: ModelProfile, draft: Path | None = None) -> None:
+    """Raises ``ConfigError`` or ``PlanError`` naming the option that does not suit ``model``; ``draft`` guesses for it."""
+    workload_of(run, model)
+    check_speculate(run, model, draft)
+    check_sequences(run, model)
+    if run.windows is not None:
+        plan_by_hand([f"device {i}" for i in range(len(run.windows))], run.windows, run.rounds, model)
+
+
+def check_sequences(run: RunConfig, model: ModelProfile) -> None:
+    """Raises ``ConfigError`` for more answers at once than llama.cpp has room for in the graph of ``model``."""
+    entry = SUPPORTED.get(model.architecture)
+    most = 0 if entry is None else entry.most_sequences
+    if most and (run.sequences or 1) > most:
+        raise ConfigError(
+            f"--sequences {run.sequences}: of a model of '{model.architecture}' llama.cpp computes at most {most} "
+            "answers at once; give fewer"
+        )
+
+
+def check_speculate(run: RunConfig, model: ModelProfile, draft: Path | None) -> None:
+    """Raises ``ConfigError`` where drafts were asked for and ``model`` cannot take back what was computed of them."""
+    mode = run.speculate
+    if mode == "draft" and draft is None:
+        raise ConfigError(
+            "--speculate draft: needs a model that guesses; give it with --draft FILE.gguf, or --draft auto"
+        )
+    if mode in ("off", "lookup") and draft is not None:
+        raise ConfigError(f"--draft {draft}: contradicts --speculate {mode}; leave one of them out")
+    if model.is_recurrent and (mode not in ("auto", "off") or draft is not None):
+        asked = f"--speculate {mode}" if draft is None else f"--draft {draft}"
+        raise ConfigError(
+            f"{asked}: layers of {model.name} keep a state that cannot be cut back to the tokens that held; leave it out"
+        )

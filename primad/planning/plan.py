@@ -1,0 +1,256 @@
+"""The one planner: ``serve``, ``plan``, ``fit``, what-if and the page ask it, and get the same answer to the same question.
+
+``search`` solves, which takes seconds of processor time; a daemon runs it in a process of its own. ``complete`` finds what
+the plan has room for besides: requests at once, context, attention, chunks, drafts. ``plan`` is one after the other. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from halda import (
+    CutOff,
+    DeviceProfile,
+    Infeasible,
+    Limits,
+    LinkProfile,
+    ModelProfile,
+    Plan,
+    Prediction,
+    Solution,
+    Workload,
+    evaluate,
+    instance,
+)
+from primad.planning.batching import Batches, batches_of
+from primad.planning.by_hand import plan_by_hand, with_context_by_hand
+from primad.planning.context import attends_plainly
+from primad.planning.default_context import HURRIED_S, WithContext, wanted_context, with_wanted_context
+from primad.planning.draft_gain import draft_place
+from primad.planning.drafting import drafting_of
+from primad.planning.extra_buffers import solved_as_planned, suited
+from primad.planning.fitting import Served, fitted
+from primad.planning.question import SOLVE_S, PlannedDraft, workload_of
+from primad.planning.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from halda.instance import Instance
+    from primad.ring.drafting.drafter import Drafting
+
+
+class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan is made from: ``devices`` as they were measured, ``links`` between them, and how ``model`` is to ``run``.
+
+    One of ``heads`` is the head (none: the first device), devices of ``require`` have layers, and no device uses more than
+    its ``limits``. The plan that ``served`` before hands its sequences on, if they fit, and its context; with
+    ``keeps_attention`` its attention too, and with ``keeps_context`` its context stays as it is. A model has one request at
+    a time unless it ``may_be_several``. ``draft`` is the model that guesses; the head's memory is without its part.
+    """
+
+    devices: list[DeviceProfile]
+    links: list[LinkProfile]
+    model: ModelProfile
+    run: RunConfig
+    heads: list[str] = []
+    limits: dict[str, Limits] = {}
+    require: frozenset[str] = frozenset()
+    draft: PlannedDraft | None = None
+    served: Served | None = None
+    keeps_attention: bool = False
+    keeps_context: bool = False
+    may_be_several: bool = True
+    time_limit_s: float = SOLVE_S
+
+    @property
+    def workloads(self) -> list[Workload]:
+        """What is solved for, in order, until there is a plan.
+
+        The context and attention of what was served go first; then flash attention, which takes less memory; where nobody
+        asked for the context, the small one comes last.
+        """
+        first, served = workload_of(self.run, self.model), self.served
+        work = first
+        if served is not None:
+            flash = served.flash if self.keeps_attention else first.flash
+            work = replace(first, context_tokens=served.context_tokens, flash=flash)
+        tried = [work] if work.flash else [work, replace(work, flash=True)]
+        if self.run.context_tokens is None:
+            tried += [replace(each, context_tokens=first.context_tokens) for each in tried]
+        return list(dict.fromkeys(tried))
+
+    @property
+    def wanted_tokens(self) -> int:
+        """The context that a plan is to have if it costs little; 0: what its workload says."""
+        is_set = self.run.context_tokens is not None or (self.served is not None and self.keeps_context)
+        return 0 if is_set else wanted_context(self.model)
+
+    def instance(self, work: Workload, head: str | None = None) -> Instance:
+        """The solver's question for ``work``."""
+        return instance(self.devices, self.links, self.model, work, self.limits, head)
+
+
+class FoundPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """``solution`` for ``devices`` as they are in its plan, with the context of ``workload``, and why that is small."""
+
+    solution: Solution
+    devices: list[DeviceProfile]
+    workload: Workload
+    why_context: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan and how it is run: ``solved`` is how it was found, ``question`` what it answers, ``prediction`` the forecast.
+
+    ``why_sequences`` and ``why_context`` say why they are not more, where nobody said how many. Drafts are computed as
+    ``drafting`` says, by the draft model on ``draft_device``, if one drafts.
+    """
+
+    solved: FoundPlan
+    question: Instance
+    prediction: Prediction
+    objective_s: float
+    batches: Batches
+    why_sequences: str
+    why_context: str
+    drafting: Drafting | None = None
+    draft_device: str | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """Who computes what."""
+        return self.solved.solution.plan
+
+
+def plan(request: PlanRequest) -> Planned:
+    """The best plan, or the one that was set by hand.
+
+    Raises ``Infeasible``, ``CutOff`` where a link that does not work would be needed, and ``PlanError`` for one by hand.
+    """
+    return complete(request, search(request))
+
+
+def search(request: PlanRequest) -> FoundPlan:
+    """The best plan for the first workload that has one. Raises as ``plan``."""
+    if request.run.windows is not None:
+        return _search_by_hand(request)
+    works = request.workloads
+    everyone = frozenset(device.device for device in request.devices)
+    for work in works:
+        try:
+            if not request.run.use_all or request.require == everyone:
+                return _search(request, work, request.require)
+            try:
+                return _search(request, work, everyone)
+            except CutOff:  # not all devices can be in one ring
+                return _search(request, work, request.require)
+        except CutOff:
+            raise
+        except Infeasible:
+            if work is works[-1]:
+                raise
+    raise AssertionError("there is a workload")
+
+
+def _search(request: PlanRequest, work: Workload, require: frozenset[str]) -> FoundPlan:
+    from halda import CHUNKS, solve  # only a process that solves loads the solver
+
+    run, devices = request.run, request.devices
+    if run.extra_buffers != "on":
+        devices = [suited(device, work, run.objective) for device in devices]
+
+    def planned(work: Workload, hurries: bool) -> tuple[Solution, list[DeviceProfile]]:
+        def of(devices: list[DeviceProfile]) -> Solution:
+            return solve(
+                devices,
+                request.links,
+                request.model,
+                work,
+                objective=run.objective,
+                heads=request.heads,
+                limits=request.limits,
+                require=require,
+                chunks=CHUNKS,
+                time_limit_s=min(HURRIED_S, request.time_limit_s) if hurries else request.time_limit_s,
+                helps=run.may_help,
+                experts=run.experts,
+            )
+
+        return solved_as_planned(of, devices, request.model, run.extra_buffers)
+
+    return _settled(with_wanted_context(work, request.wanted_tokens, planned, request.instance))
+
+
+def _settled(found: WithContext) -> FoundPlan:
+    return FoundPlan(solution=found.solution, devices=found.devices, workload=found.workload, why_context=found.why)
+
+
+def _search_by_hand(request: PlanRequest) -> FoundPlan:
+    run = request.run
+    assert run.windows is not None
+    names = [device.device for device in request.devices]
+    plan = plan_by_hand(names, run.windows, run.rounds, request.model)
+    there = msgspec.structs.replace(request, devices=request.devices[: len(run.windows)])
+    asked = there.instance(workload_of(run, request.model), plan.head)
+    wanted = 0 if run.context_tokens is not None else wanted_context(request.model)
+    return _settled(with_context_by_hand(plan, asked, wanted, run.objective))
+
+
+def complete(request: PlanRequest, solved: FoundPlan) -> Planned:
+    """The plan of ``solved`` as it is run."""
+    if request.run.windows is not None:
+        return _complete_by_hand(request, solved)
+    run, served, solution = request.run, request.served, solved.solution
+    plan = solution.plan
+    there = msgspec.structs.replace(request, devices=solved.devices)
+    widens = run.context_tokens is None and (served is None or solved.workload.context_tokens < served.context_tokens)
+    found = fitted(
+        solution,
+        there.instance(solved.workload, plan.head),
+        served,
+        run=run,
+        widens=widens,
+        keeps_attention=request.keeps_attention,
+        why_context=solved.why_context,
+        may_be_several=request.may_be_several,
+    )
+    drafting = drafting_of(run.speculate, run.batching, plan, found.question, found.batches)
+    return Planned(
+        solved=solved,
+        question=found.question,
+        prediction=found.prediction,
+        objective_s=found.objective_s,
+        batches=found.batches,
+        why_sequences=found.why_sequences,
+        why_context=found.why_context,
+        drafting=drafting,
+        draft_device=draft_place(request.draft, run.draft_on, drafting, plan, found.question),
+    )
+
+
+def _complete_by_hand(request: PlanRequest, solved: FoundPlan) -> Planned:
+    """Attention is chosen as for other plans; sequences and context are as they were asked for."""
+    run, plan, work = request.run, solved.solution.plan, solved.workload
+    there = msgspec.structs.replace(request, devices=solved.devices)
+    kept = request.served if request.keeps_attention else None
+    flash = not attends_plainly(plan, there.instance(work, plan.head), work) if kept is None else kept.flash
+    work = replace(work, flash=flash)
+    question = there.instance(work, plan.head)
+    batches = batches_of(run.batching, plan, question, work.sequences)
+    drafting = drafting_of(run.speculate, run.batching, plan, question, batches)
+    prediction = evaluate(plan, question)
+    everyone = request.instance(work, plan.head)
+    return Planned(
+        solved=solved,
+        question=question,
+        prediction=prediction,
+        objective_s=prediction.objective_s(run.objective, work.answer_tokens),
+        batches=batches,
+        why_sequences="--sequences sets it" if run.sequences is None else "",
+        why_context=solved.why_context,
+        drafting=drafting,
+        draft_device=draft_place(request.draft, run.draft_on, drafting, plan, everyone),
+    )

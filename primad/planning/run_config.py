@@ -1,0 +1,53 @@
+"""How a model is to be run, as far as a plan depends on it: the command line makes it, planner and ring read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from halda import CacheType, ExpertPlace, Objective
+from primad.planning.batching import BatchingMode
+from primad.planning.drafting import SpeculateMode
+
+ExtraBuffers = Literal["auto", "on", "off"]
+EXTRA_BUFFERS: Final[tuple[ExtraBuffers, ...]] = get_args(ExtraBuffers)
+CHUNK_ROWS: Final = 512
+"""Tokens of a prompt that are computed at a time, unless a plan that streams is better with more."""
+MAX_SEQUENCES: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """What ``primad serve`` runs and ``primad plan`` plans for; None stands for ``auto``.
+
+    The plan minimises ``objective``, with every device in it if ``use_all``; ``windows`` and ``rounds`` set it by hand.
+    Each of ``sequences`` concurrent requests has a KV cache of ``context_tokens``, in ``kv_type``. ``batching`` says
+    whether what they compute together must be exact. A typical request has ``prompt_tokens`` and ``answer_tokens``.
+    ``experts`` says where those of layers on a GPU are. Drafts come as ``speculate`` says, those of a draft model from
+    the device ``draft_on``.
+    """
+
+    objective: Objective = "balanced"
+    use_all: bool = False
+    experts: ExpertPlace = "auto"
+    context_tokens: int | None = None
+    kv_type: CacheType = "f16"
+    sequences: int | None = None
+    batching: BatchingMode = "auto"
+    prompt_tokens: int | None = None
+    answer_tokens: int | None = None
+    chunk_rows: int = CHUNK_ROWS
+    extra_buffers: ExtraBuffers = "auto"
+    speculate: SpeculateMode = "auto"
+    draft_on: str | None = None
+    windows: tuple[int, ...] | None = None
+    rounds: int | None = None
+
+    @property
+    def may_help(self) -> bool:
+        """Whether GPUs may help with prompts: not where bits must not change, nor with copies that no GPU can read."""
+        return self.batching != "exact" and self.extra_buffers != "on"
+
+
+DEFAULT_RUN: Final = RunConfig()
+"""Where nothing was asked for."""

@@ -1,0 +1,53 @@
+"""Options of a command in the configuration file: a table with its name, and keys as the options are called.
+
+    [serve]
+    model = "hf:Qwen/Qwen3-8B-GGUF:Q4_K_M"
+    context = 16384
+    any_model = true
+
+What is typed wins over the table. Keys of the device itself stand above all tables (``settings/config.py``).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from primad.errors import ConfigError, printable
+from primad.settings.config import KEYS, home_of, read_toml
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionTable:
+    """The ``values`` of the table ``name`` in ``file``."""
+
+    name: str
+    file: Path
+    values: Mapping[str, Any]
+
+    def error(self, key: str, what: str) -> ConfigError:
+        """``key`` cannot be as it is."""
+        return ConfigError(f"'{key}' in [{self.name}] of {self.file}: {printable(what)}")
+
+
+def option_table(
+    name: str, known: Collection[str], home: str | None, environ: Mapping[str, str] = os.environ
+) -> OptionTable:
+    """The table of command ``name``, whose options are ``known``, in the file of ``home``. Raises ``ConfigError``."""
+    file = home_of({"home": home}, environ) / "config.toml"
+    values = read_toml(file).get(name, {})
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: '{name}' is the table of that command; write [{name}] above its options")
+    table = OptionTable(name=name, file=file, values=values)
+    for key in values:
+        if key in known:
+            continue
+        if key in KEYS:
+            raise table.error(key, "is a key of this device; it stands above all tables")
+        close = difflib.get_close_matches(key, known, n=1)
+        raise table.error(key, f"no option of primad {name}" + (f"; did you mean '{close[0]}'?" if close else ""))
+    return table
