@@ -33,12 +33,12 @@ _ROW: Final = re.compile(r"^\| \[([\w.-]+)\]", re.MULTILINE)
 """The names in the table."""
 _HEAD: Final = """# Licences
 
-primad has the [MIT licence](../LICENSE). It needs these packages, and has none of their code in its own; packages that carry
-them along (`.deb`, container) have their licence files too. Made by `packaging/licences.py`; `packaging/sbom` makes a
-list with versions in the form of CycloneDX.
+primad has the [MIT licence](../LICENSE). It depends on these packages and copies none of their code; the `.deb` and the
+container include them with their licence files. `packaging/licences.py` writes this page, `packaging/sbom` a CycloneDX
+list with versions.
 
-llama-cpp-python carries [llama.cpp](https://github.com/ggml-org/llama.cpp) with ggml (MIT), which computes. The page in the
-browser carries two libraries, whose licences lie beside them: %s.
+llama-cpp-python includes [llama.cpp](https://github.com/ggml-org/llama.cpp) with ggml (MIT). The web page includes two
+libraries with their licence files: %s.
 
 """
 VENDORED: Final = {

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tools.lab.published import FIGURES, Row, Summary, read_figures, rows, summary
 
-PAGE: Final = Path(__file__).parent.parent / "docs" / "plan.md"
+PAGE: Final = Path(__file__).parent.parent / "docs" / "benchmarks" / "published.md"
 BEGIN: Final = "<!-- published -->"
 END: Final = "<!-- end of published -->"
 _COLUMNS: Final = "{:<26} {:<17} {:>8} {:>8} {:>6}  {:>8} {:>8} {:>6}  {}"
@@ -50,7 +50,7 @@ def _shown(figure: float | None) -> str:
 
 
 def markdown(found: Sequence[Row]) -> str:
-    """Ratios by kind, as ``docs/plan.md`` shows them."""
+    """Ratios by kind, as ``docs/benchmarks/published.md`` shows them."""
     kinds: dict[str, list[Row]] = defaultdict(list)
     for row in found:
         kinds[row.kind].append(row)
@@ -79,6 +79,6 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> a
     one.add_argument(
         "--figures", type=Path, default=FIGURES, help="published figures (default: profiles/published.json)"
     )
-    one.add_argument("--write", action="store_true", help="also write the medians into docs/plan.md")
+    one.add_argument("--write", action="store_true", help="also write the medians into docs/benchmarks/published.md")
     one.add_argument("--json", help="also write the figures to this file")
     return one

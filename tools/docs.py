@@ -1,4 +1,4 @@
-"""Write what the code knows into the documents: requests, ``/status``, metrics, architectures, messages.
+"""Write what the code knows into the documents: architectures, models, messages, the fields of ``primad plan --json``.
 
 Each table lies between two marks of its page; what stands around them is written by hand. ``tools/docs --check`` writes
 nothing and fails where a page is not current, as a test asks for it.
@@ -6,7 +6,6 @@ nothing and fails where a page is not current, as a test asks for it.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,31 +16,27 @@ import msgspec
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pydantic import ValidationError  # noqa: E402
-
-from primad.api import status  # noqa: E402
-from primad.api.metrics import Metrics  # noqa: E402
-from primad.api.openai.schema import ChatRequest, CompletionRequest, SamplingRequest  # noqa: E402
 from primad.gguf.architectures import SUPPORTED, Recurrent, Sliding  # noqa: E402
 from primad.gguf.published import published_models, published_profile  # noqa: E402
 from primad.network import layer_messages, messages  # noqa: E402
+from primad.planning import schema  # noqa: E402
 from primad.ring import messages as ring_messages  # noqa: E402
 from primad.settings.quantities import show_bytes  # noqa: E402
 from primad.trust import pairing  # noqa: E402
+from tools.lab import matrix  # noqa: E402
 
-_UNBOUNDED = 2**31 - 1
 _FIRST_CONTEXT = 8192
-_METRIC = re.compile(r"^# HELP (\S+) (.*)\n# TYPE \S+ (\S+)$", re.MULTILINE)
 
 
 def pages() -> dict[Path, dict[str, str]]:
     """What belongs into which page, by the name of the place."""
-    http = {"requests": _requests(), "status": _status(), "metrics": _metrics()}
     return {
-        ROOT / "docs" / "http.md": http,
         ROOT / "docs" / "models.md": {"": _architectures()},
         ROOT / "docs" / "first-models.md": {"": _published()},
-        ROOT / "docs" / "protocol.md": _protocol(),
+        ROOT / "docs" / "protocol.md": {"versions": _versions()},
+        ROOT / "docs" / "reference" / "messages.md": _all_messages(),
+        ROOT / "docs" / "reference" / "faults.md": {"": matrix.meanings()},
+        ROOT / "docs" / "reference" / "plan-json.md": {"": _messages(list(_structs(schema.Explanation))) + "\n"},
     }
 
 
@@ -71,106 +66,7 @@ def _published() -> str:
     return "\n".join(lines) + "\n"
 
 
-# ---- requests -------------------------------------------------------------------------------------------------------
-
-
-def _requests() -> str:
-    shared = [name for name in SamplingRequest.model_fields if name in ChatRequest.model_fields]
-    parts = [
-        "### Both\n\n" + _fields(SamplingRequest, shared),
-        "### `/v1/chat/completions`\n\n" + _fields(ChatRequest, _own(ChatRequest)),
-        "### `/v1/completions`\n\n" + _fields(CompletionRequest, _own(CompletionRequest)),
-    ]
-    return "\n".join(parts)
-
-
-def _own(model: type[SamplingRequest]) -> list[str]:
-    return [name for name in model.model_fields if name not in SamplingRequest.model_fields]
-
-
-def _fields(model: type[SamplingRequest], names: list[str]) -> str:
-    schema = model.model_json_schema()
-    lines = ["| field | value |", "|---|---|"]
-    for name in sorted(names, key=lambda name: (name not in schema.get("required", ()), names.index(name))):
-        field = model.model_fields[name]
-        properties = schema["properties"]
-        shown = properties.get(name) or properties[field.validation_alias.choices[0]]  # type: ignore[union-attr]
-        value = _refusal(model, name) or _value(shown, schema.get("$defs", {}))
-        required = " (required)" if name in schema.get("required", ()) else ""
-        lines.append(f"| `{name}`{required} | {value} |")
-    return "\n".join(lines) + "\n"
-
-
-def _refusal(model: type[SamplingRequest], name: str) -> str | None:
-    """Why a field that is known is not served; None for one that is."""
-    field = model.model_fields[name]
-    if field.annotation is not Any:
-        return None
-    try:
-        model.__pydantic_validator__.validate_assignment(model.model_construct(), name, object())
-    except ValidationError as exc:
-        reasons = [error["msg"] for error in exc.errors() if error["loc"][:1] == (name,)]
-        return reasons[0] if reasons else None
-    return None
-
-
-def _value(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
-    """A JSON schema in words."""
-    if "$ref" in schema:
-        return _object(defs[schema["$ref"].rsplit("/", 1)[-1]], defs)
-    if "anyOf" in schema:
-        kinds = [kind for kind in schema["anyOf"] if kind.get("type") != "null"]
-        return ", or ".join(_value(kind, defs) for kind in kinds)
-    if "enum" in schema or "const" in schema:
-        values = schema.get("enum", [schema.get("const")])
-        return ", ".join(f"`{str(value).lower() if isinstance(value, bool) else value}`" for value in values)
-    match schema.get("type"):
-        case "array":
-            return f"list{_count(schema)} of: {_value(schema['items'], defs)}"
-        case "object":
-            inner = schema.get("additionalProperties")
-            return f"object with values: {_value(inner, defs)}" if isinstance(inner, dict) else "object"
-        case "boolean":
-            return "`true` or `false`"
-        case "string" if "maxLength" in schema:
-            return f"string of {schema.get('minLength', 0)} to {schema['maxLength']} characters"
-        case "integer" | "number" as kind:
-            return f"{kind}{_bounds(schema)}"
-        case kind:
-            return str(kind or "anything")
-
-
-def _object(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
-    served = {name: value for name, value in schema["properties"].items() if value.keys() & {"anyOf", "type", "$ref"}}
-    return "object: " + "; ".join(f"`{name}` {_value(value, defs)}" for name, value in served.items())
-
-
-def _count(schema: Mapping[str, Any]) -> str:
-    least, most = schema.get("minItems"), schema.get("maxItems")
-    if most is not None:
-        return f" of {least or 0} to {most}"
-    return " of at least 1" if least else ""
-
-
-def _bounds(schema: Mapping[str, Any]) -> str:
-    least, most = schema.get("minimum"), schema.get("maximum", schema.get("exclusiveMaximum"))
-    above = schema.get("exclusiveMinimum")
-    if most is not None and most < _UNBOUNDED:
-        return f" above {above:g}, at most {most:g}" if above is not None else f" from {least:g} to {most:g}"
-    return f", at least {least:g}" if least is not None and least > -_UNBOUNDED else ""
-
-
-# ---- status and metrics ---------------------------------------------------------------------------------------------
-
-
-def _status() -> str:
-    """Every object of ``StatusBody``, the outermost first."""
-    parts = []
-    for kind in _structs(status.StatusBody):
-        lines = [f"### {kind.__name__}", "", _told(kind), "", "| field | value |", "|---|---|"]
-        lines += [f"| `{field.name}` | {_kind(field.type)} |" for field in msgspec.inspect.type_info(kind).fields]  # type: ignore[attr-defined]
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
+# ---- structs --------------------------------------------------------------------------------------------------------
 
 
 def _told(kind: type[msgspec.Struct]) -> str:
@@ -200,55 +96,7 @@ def _inner(kind: msgspec.inspect.Type) -> Iterator[type[msgspec.Struct]]:
             yield from _inner(item)
 
 
-def _kind(kind: msgspec.inspect.Type) -> str:
-    match kind:
-        case msgspec.inspect.StructType(cls=cls):
-            return cls.__name__
-        case msgspec.inspect.UnionType(types=types):
-            return " or ".join(_kind(one) for one in types)
-        case msgspec.inspect.ListType(item_type=item):
-            return f"list of {_kind(item)}"
-        case msgspec.inspect.TupleType(item_types=items):
-            return "[" + ", ".join(_kind(item) for item in items) + "]"
-    plain = {"IntType": "integer", "FloatType": "number", "StrType": "string", "BoolType": "true or false"}
-    return plain.get(type(kind).__name__, "null")
-
-
-def _metrics() -> str:
-    """What ``/metrics`` says of a ring of one device."""
-    device = status.DeviceStatus(
-        name="desk",
-        role="head",
-        windows=[],
-        layers=0,
-        gpu_layers=0,
-        daemon_rss_bytes=0,
-        ring=status.RingFigures(
-            steps=0,
-            rows=0,
-            compute_s=0.0,
-            hops=0,
-            hop_median_s=None,
-            hop_p99_s=None,
-            rss_bytes=0,
-            private_bytes=0,
-            refused_messages=0,
-        ),
-        memory=status.MemoryFigures(),
-        predicted=status.PlannedFigures(),
-    )
-    kv = status.KvStatus(copies=[], **dict.fromkeys(status.KvStatus.__struct_fields__[1:], 1))
-    embedding = status.EmbeddingStatus(
-        model="", alive=True, rss_bytes=0, starts=1, requests=0, errors=0, tokens=0, waiting=0, compute_s=0.0
-    )
-    body = status.StatusBody(
-        serving=True, detail="", model="model", epoch=1, rounds=1, devices=[device], embedding=embedding, kv=kv
-    )
-    lines = ["| metric | kind | |", "|---|---|---|"]
-    for name, told, kind in _METRIC.findall(Metrics().render(body).decode()):
-        if not name.endswith("_created"):
-            lines.append(f"| `{name}` | {kind} | {told} |")
-    return "\n".join(lines) + "\n"
+# ---- architectures --------------------------------------------------------------------------------------------------
 
 
 def _architectures() -> str:
@@ -278,7 +126,7 @@ def _architectures() -> str:
 # ---- messages -------------------------------------------------------------------------------------------------------
 
 
-def _protocol() -> dict[str, str]:
+def _versions() -> str:
     versions = {
         "control and layers": (messages.PROTOCOL, messages.OLDEST),
         "ring": (ring_messages.PROTOCOL, ring_messages.PROTOCOL),
@@ -286,9 +134,12 @@ def _protocol() -> dict[str, str]:
     }
     lines = ["| conversation | speaks | down to |", "|---|---|---|"]
     lines += [f"| {name} | {protocol} | {oldest} |" for name, (protocol, oldest) in versions.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _all_messages() -> dict[str, str]:
     to_inviter, to_joiner = pairing.Start | pairing.Prove, pairing.Answer | pairing.Accept | pairing.Refuse
     return {
-        "versions": "\n".join(lines) + "\n",
         "pairing": _heard(("The joiner says:", to_inviter), ("The inviter says:", to_joiner)),
         "control": _heard(("The head says:", messages.HeadMessage), ("The worker says:", messages.WorkerMessage)),
         "layers": _heard(("Requests:", layer_messages.TransferRequest), ("Replies:", layer_messages.TransferReply)),
@@ -312,7 +163,7 @@ def _heard(*groups: tuple[str, Any]) -> str:
 
 
 def _messages(kinds: list[type[msgspec.Struct]]) -> str:
-    lines = ["| message | fields | |", "|---|---|---|"]
+    lines = ["| name | fields | |", "|---|---|---|"]
     for kind in kinds:
         info: Any = msgspec.inspect.type_info(kind)
         name = kind.__name__ + (f" `{info.tag}`" if info.tag is not None else "")

@@ -16,6 +16,9 @@ KEPT_PIECES: Final = 4096
 """Of so many tokens the bytes are kept, most of a text's among them: asking llama.cpp takes a tenth of the head's processor
 time for a token."""
 
+PIECE_BYTES: Final = 64
+"""Room for the bytes of nearly every token."""
+
 
 class LlamaVocabulary:
     """The tokenizer of a model file, loaded without its weights."""
@@ -27,6 +30,7 @@ class LlamaVocabulary:
         if not self._model:
             raise EngineError(f"llama.cpp cannot read the vocabulary of {path}: {why('it does not say why')}")
         self._vocab = llama.llama_model_get_vocab(self._model)
+        self._longest_name: int | None = None
         self._piece = lru_cache(KEPT_PIECES)(self._read_piece)
         self.size = int(llama.llama_vocab_n_tokens(self._vocab))
         self.bos = self._special(llama.llama_vocab_bos(self._vocab))
@@ -52,7 +56,9 @@ class LlamaVocabulary:
             return None
         if not self._tokenize("  ", False, False):  # blanks are dropped
             return None
-        return max(len(name) for name, _, _ in self.all_tokens())
+        return (
+            self._longest_name if self._longest_name is not None else max(len(name) for name, _, _ in self.all_tokens())
+        )
 
     @property
     def fill_in_ids(self) -> tuple[int, int, int, int]:
@@ -121,18 +127,23 @@ class LlamaVocabulary:
 
     def all_tokens(self) -> Iterator[tuple[bytes, bool, bool]]:
         """Each token in order: the bytes of its name, whether it is a control token, and whether it ends a generation."""
+        buffer, longest = ctypes.create_string_buffer(PIECE_BYTES), 0
         for token in range(self.size):
-            piece = self._read_piece(token, False)
-            yield piece or self._read_piece(token, True), not piece, token in self.ends
+            piece = self._read_piece(token, False, buffer)
+            name = piece or self._read_piece(token, True, buffer)
+            longest = max(longest, len(name))
+            yield name, not piece, token in self.ends
+        self._longest_name = longest
 
-    def _read_piece(self, token: int, special: bool) -> bytes:
-        room = 64
+    def _read_piece(self, token: int, special: bool, buffer: ctypes.Array[ctypes.c_char] | None = None) -> bytes:
+        room = PIECE_BYTES
         while True:
-            buffer = ctypes.create_string_buffer(room)
+            if buffer is None:
+                buffer = ctypes.create_string_buffer(room)
             count = llama.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
             if count >= 0:
-                return buffer.raw[:count]
-            room = -count
+                return ctypes.string_at(buffer, count)
+            room, buffer = -count, None
 
     def release(self) -> None:
         """Give back its memory; it must not be used again."""

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ import psutil
 
 from primad.settings.config import LOOPBACK
 from primad.trust.local_trust import VARIABLE as LOCAL_TRUST
+from tests.e2e.forks import Forked
 
 PRIMAD = Path(sys.executable).with_name("primad")
 PATIENCE_S = 180.0
@@ -88,29 +89,38 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
+def executed(
+    arguments: Sequence[object], variables: Mapping[str, str], out: int, errors: int
+) -> subprocess.Popen[bytes]:
+    """Start ``primad`` as a shell does: a file that judges starts or arguments sets it as ``Primad.start``."""
+    return subprocess.Popen(
+        [PRIMAD, *map(str, arguments)],
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=errors,
+        start_new_session=True,
+    )
+
+
 class Primad:
     """One running ``primad`` command; ``lines`` is what it printed so far, both streams together."""
+
+    start: Callable[..., subprocess.Popen[bytes] | Forked] = Forked
 
     def __init__(self, *arguments: object, temporary: Path | None = None, **more: str) -> None:
         self.mark = secrets.token_hex(8)
         self.lines: list[str] = []
         self._news = threading.Condition()
-        self.process = subprocess.Popen(
-            [PRIMAD, *map(str, arguments)],
-            env=environment(self.mark, temporary, **more),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            text=True,
-            errors="replace",
-        )
+        printed, out = os.pipe()
+        self.process = self.start(arguments, environment(self.mark, temporary, **more), out, out)
+        os.close(out)
+        self._printed = os.fdopen(printed, errors="replace")
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self._printed:
             with self._news:
                 self.lines.append(line.rstrip("\n"))
                 self._news.notify_all()
@@ -137,7 +147,8 @@ class Primad:
 
     def processes(self) -> list[psutil.Process]:
         """Its running processes: itself and everything that it started."""
-        return marked(self.mark)
+        started = [process for process in marked(self.mark) if process.pid != self.process.pid]
+        return started if self.process.poll() is not None else [psutil.Process(self.process.pid), *started]
 
     def send_signal(self, number: int) -> None:
         """SIGINT as a terminal sends it, to its children as well; any other signal to itself only."""
@@ -176,8 +187,7 @@ class Primad:
         # Its children are not ours: whoever inherits them lets their entries stand for seconds.
         wait_until(lambda: all(map(has_ended, left)), f"the end of {left}")
         self._reader.join(PATIENCE_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self._printed.close()
 
 
 def has_ended(process: psutil.Process) -> bool:

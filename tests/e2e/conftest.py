@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-_NETWORK = 0x40000000
-"""CLONE_NEWNET."""
+from tests.e2e.cluster import Primad, executed
+from tests.e2e.forks import NETWORK as _NETWORK
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,3 +45,9 @@ def _network_of_its_own() -> Iterator[None]:
             assert library.setns(before, _NETWORK) == 0, os.strerror(ctypes.get_errno())
     finally:
         os.close(before)
+
+
+@pytest.fixture
+def started_by_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands start with all that a start takes, and have their own arguments."""
+    monkeypatch.setattr(Primad, "start", staticmethod(executed))

@@ -34,7 +34,7 @@ from tests.e2e.cluster import (
 from tests.figures import note
 from tools.synth import write_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("started_by_a_shell")]
 
 interrupted = pytest.mark.parametrize("number", [signal.SIGINT], ids=["SIGINT"])
 terminated = pytest.mark.parametrize("number", [signal.SIGTERM], ids=["SIGTERM"])

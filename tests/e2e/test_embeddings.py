@@ -12,12 +12,14 @@ from collections.abc import Iterator
 
 import httpx
 import numpy as np
-import ollama
-import openai
 import pytest
 
 from tests.e2e.cluster import PATIENCE_S, Head, command_of, serving, wait_until
+from tests.lazily import Lazily
 from tests.shell.test_embedding_process import PLAIN
+
+ollama = Lazily("ollama")
+openai = Lazily("openai")
 
 pytestmark = pytest.mark.slow
 

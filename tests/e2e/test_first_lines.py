@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.e2e.cluster import heading, joined, primad
 
 
+@pytest.mark.usefixtures("started_by_a_shell")
 def test_who_is_awaited_and_what_serves_is_read_through_a_pipe_while_they_run(smollm2, new_home, cluster):
     home = new_home("head")
     with heading(smollm2, home, cluster, "--wait", 1, "--use-all") as head:

@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import anthropic
 import httpx
-import ollama
-import openai
 import pydantic
 import pytest
 
 from tests.e2e.cluster import PATIENCE_S, Head, serving
+from tests.lazily import Lazily
+
+anthropic = Lazily("anthropic")
+ollama = Lazily("ollama")
+openai = Lazily("openai")
 
 pytestmark = pytest.mark.slow
 

@@ -12,13 +12,15 @@ from unittest.mock import ANY
 import msgspec
 import numpy as np
 import pytest
-from scipy.stats import chisquare
 
 from primad.engine.protocol import Sampling
 from primad.ring.messages import Sampled
 from tests.e2e.reference import Plain
+from tests.lazily import Lazily
 from tools.lab.local_ring import GREEDY, LocalRing
 from tools.synth import write_model
+
+stats = Lazily("scipy.stats")
 
 pytestmark = pytest.mark.slow
 
@@ -179,7 +181,7 @@ def test_draws_fit_the_distribution_of_the_model(tmp_path):
     observed = [sampled[int(token) if token < len(expected) - 1 else -1] for token in common]
     observed.append(DRAWS - sum(observed))
     wanted = [*expected[common], DRAWS - expected[common].sum()]
-    assert chisquare(observed, wanted).pvalue > 1e-4
+    assert stats.chisquare(observed, wanted).pvalue > 1e-4
 
 
 def test_a_bias_bans_and_forces(one, model):

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import httpx
-import openai
 import pydantic
 import pytest
 
@@ -34,6 +33,9 @@ from tests.e2e.cluster import (
     serving,
     wait_until,
 )
+from tests.lazily import Lazily
+
+openai = Lazily("openai")
 
 pytestmark = pytest.mark.slow
 

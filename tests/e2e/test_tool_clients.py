@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import ollama
-import openai
 import pytest
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
 from primad.engine.vocabulary import LlamaVocabulary
 from tests.e2e.cluster import PATIENCE_S, Head, serving
+from tests.lazily import Lazily
+
+anthropic = Lazily("anthropic")
+ollama = Lazily("ollama")
+openai = Lazily("openai")
+langchain_openai = Lazily("langchain_openai")
 
 pytestmark = pytest.mark.slow
 
@@ -118,7 +120,7 @@ class GetWeather(BaseModel):
 
 
 def test_langchain(head):
-    model = ChatOpenAI(
+    model = langchain_openai.ChatOpenAI(
         base_url=f"{head.url}/v1", api_key="none", model=MODEL, temperature=0, timeout=PATIENCE_S, max_retries=0
     )
     bound = model.bind_tools([GetWeather], tool_choice="GetWeather")

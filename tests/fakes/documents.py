@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/*.md", "examples/*.md", "profiles/*.md")
+    for pattern in ("*.md", "docs/*.md", "docs/*/*.md", "solver/*/*.md", "examples/*.md", "profiles/*.md")
     for path in ROOT.glob(pattern)
     if path.is_file()
 )

@@ -7,7 +7,6 @@ import dataclasses
 import json
 from typing import Any
 
-import anthropic
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,6 +15,9 @@ from primad.api.backend import Health
 from primad.errors import RequestError, RingError
 from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, says
 from tests.fakes.http import call, post, served
+from tests.lazily import Lazily
+
+anthropic = Lazily("anthropic")
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HELLO = [{"role": "user", "content": "Hi"}]

@@ -8,13 +8,15 @@ import json
 import time
 from typing import Any
 
-import ollama
 import pytest
 
 from primad.api.backend import Health, ModelNames
 from primad.errors import RingError
 from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, says
 from tests.fakes.http import call, post, served
+from tests.lazily import Lazily
+
+ollama = Lazily("ollama")
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 HELLO = [{"role": "user", "content": "Hi"}]

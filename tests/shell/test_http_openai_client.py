@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-import openai
 import pytest
 
 from primad.api.backend import Health
 from primad.errors import RequestError, RingError
 from tests.fakes.backend import FakeBackend, says
 from tests.fakes.http import served
+from tests.lazily import Lazily
+
+openai = Lazily("openai")
 
 HELLO = [{"role": "user", "content": "Hi"}]
 

@@ -6,12 +6,14 @@ import asyncio
 import json
 from typing import Any
 
-import openai
 import pytest
 
 from primad.errors import RingError
 from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, says
 from tests.fakes.http import post, served
+from tests.lazily import Lazily
+
+openai = Lazily("openai")
 
 PATH = "/v1/responses"
 VOCABULARY = ByteVocabulary(chat_template="{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}>")

@@ -8,10 +8,7 @@ import json
 from contextlib import aclosing
 from typing import Any
 
-import anthropic
 import msgspec
-import ollama
-import openai
 import pydantic_core
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -26,6 +23,11 @@ from primad.api.reading import AnswerReading
 from primad.cli.conversation import Received
 from tests.fakes.backend import IM_END, IM_START, ByteVocabulary, FakeBackend, says
 from tests.fakes.http import events, post, served
+from tests.lazily import Lazily
+
+anthropic = Lazily("anthropic")
+ollama = Lazily("ollama")
+openai = Lazily("openai")
 
 HELLO = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

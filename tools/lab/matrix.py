@@ -24,13 +24,13 @@ FAULTS: Final = (
 )
 PHASES: Final = {
     "pairing": "the device proves that it knows the code",
-    "profiling": "it said welcome, and its links are being measured",
+    "profiling": "its links are being measured",
     "transfer": "its layers are on their way to it",
     "loading": "its ring process loads the layers",
-    "prefill": "a prompt of some 1,500 tokens is being read",
-    "decode": "an answer is being written",
-    "long answer": "800 tokens of an answer are written",
-    "idle": "it serves, and nobody asks for anything",
+    "prefill": "of a prompt of some 1,500 tokens",
+    "decode": "of a response",
+    "long answer": "after 800 tokens",
+    "idle": "serving, without requests",
 }
 """When a fault happens to a worker. Up to loading, the ring of the other devices serves meanwhile."""
 
@@ -72,13 +72,13 @@ _Promise = tuple[Outcome, str, str]
 _GONE = "^{device} is gone: "
 _NO_LAYER = "a device that is not paired has no layers"
 _NO_RING = "the device runs no ring process yet"
-_BACK = "it is greeted again as soon as it answers"
+_BACK = "the head connects again as soon as it replies"
 
 _PAIRING: Mapping[str, _Promise] = {
     "kill -9": (Outcome.LATER, "neither side trusts the other; the same code pairs them at the next try", ""),
     "SIGSTOP": (
         Outcome.LATER,
-        "it pairs when it goes on, or says that its patience is over, and the next try pairs them",
+        "it pairs when it resumes, or reports a timeout, and the next try pairs them",
         "^(paired with|primad: error: .*(no answer within|nobody waits))",
     ),
     "ring process aborts": (Outcome.NONE, _NO_RING, ""),
@@ -94,64 +94,68 @@ _PAIRING: Mapping[str, _Promise] = {
     ),
     "disk full": (
         Outcome.ERROR,
-        "its trust cannot be kept, and it says so; with room the next try pairs them",
+        "it reports that it cannot save its keys; with disk space the next try pairs them",
         "^primad: error: ",
     ),
     "layer file corrupted": (Outcome.NONE, _NO_LAYER, ""),
     "slow device": (Outcome.GOES_ON, "they pair, slower", "^paired with "),
 }
 _PROFILING: Mapping[str, _Promise] = {
-    "kill -9": (Outcome.LATER, "its links are measured when it was started again", _GONE),
-    "SIGSTOP": (Outcome.LATER, f"its links are measured when it goes on: {_BACK}", _GONE),
+    "kill -9": (Outcome.LATER, "its links are measured after a restart", _GONE),
+    "SIGSTOP": (Outcome.LATER, f"its links are measured when it resumes: {_BACK}", _GONE),
     "ring process aborts": (Outcome.NONE, _NO_RING, ""),
-    "link cut": (Outcome.LATER, f"its links are measured when the cable is in again: {_BACK}", _GONE),
+    "link cut": (Outcome.LATER, f"its links are measured when the cable is back: {_BACK}", _GONE),
     "half-open TCP": (Outcome.LATER, f"its links are measured when packets pass again: {_BACK}", _GONE),
-    "disk full": (Outcome.GOES_ON, "nothing is written; a ring that needs room there is formed when there is some", ""),
-    "layer file corrupted": (Outcome.GOES_ON, "its digest shows it before it is loaded; it is fetched again", ""),
+    "disk full": (
+        Outcome.GOES_ON,
+        "nothing is written; a ring that needs disk space there is formed when there is some",
+        "",
+    ),
+    "layer file corrupted": (Outcome.GOES_ON, "the digest shows it before loading; the layer is fetched again", ""),
     "slow device": (Outcome.GOES_ON, "it is measured, slower", ""),
 }
 _TRANSFER: Mapping[str, _Promise] = {
-    "kill -9": (Outcome.LATER, "what arrived is not sent again when it was started again", _GONE),
+    "kill -9": (Outcome.LATER, "what arrived is not sent again after a restart", _GONE),
     "SIGSTOP": (Outcome.LATER, f"what arrived is not sent again: {_BACK}", _GONE),
     "ring process aborts": (Outcome.NONE, _NO_RING, ""),
     "link cut": (Outcome.LATER, f"what arrived is not sent again: {_BACK}", _GONE),
     "half-open TCP": (Outcome.LATER, f"what arrived is not sent again: {_BACK}", _GONE),
     "disk full": (
         Outcome.ERROR,
-        "the head says whose disk is full, nothing half-written stays, and plans go without the device",
+        "the head names the device; nothing half-written stays, and plans leave it out",
         "^{device}: .*(cannot be written|do not fit).*make room",
     ),
-    "layer file corrupted": (Outcome.GOES_ON, "its digest shows it before it is loaded; it is fetched again", ""),
+    "layer file corrupted": (Outcome.GOES_ON, "the digest shows it before loading; the layer is fetched again", ""),
     "slow device": (Outcome.GOES_ON, "its layers arrive later", ""),
 }
 _LOADING: Mapping[str, _Promise] = {
-    "kill -9": (Outcome.LATER, "the attempt is given up; it joins when it was started again", _GONE),
-    "SIGSTOP": (Outcome.LATER, f"the attempt is given up: {_BACK}", _GONE),
+    "kill -9": (Outcome.LATER, "the attempt is abandoned; it joins after a restart", _GONE),
+    "SIGSTOP": (Outcome.LATER, f"the attempt is abandoned: {_BACK}", _GONE),
     "ring process aborts": (
         Outcome.LATER,
-        "the attempt is given up, and made again a few seconds later",
+        "the attempt is abandoned, and repeated a few seconds later",
         "^{device}: the ring process was ended by SIGABRT",
     ),
-    "link cut": (Outcome.LATER, f"the attempt is given up: {_BACK}", _GONE),
-    "half-open TCP": (Outcome.LATER, f"the attempt is given up: {_BACK}", _GONE),
-    "disk full": (Outcome.GOES_ON, "all that loading needs is written before; it joins", ""),
-    "layer file corrupted": (Outcome.GOES_ON, "found before the ring serves with it; it is fetched again", ""),
+    "link cut": (Outcome.LATER, f"the attempt is abandoned: {_BACK}", _GONE),
+    "half-open TCP": (Outcome.LATER, f"the attempt is abandoned: {_BACK}", _GONE),
+    "disk full": (Outcome.GOES_ON, "everything is written before loading; it joins", ""),
+    "layer file corrupted": (Outcome.GOES_ON, "found before the ring serves; the layer is fetched again", ""),
     "slow device": (Outcome.GOES_ON, "it joins later", ""),
 }
 _ASKED: Mapping[str, _Promise] = {
-    "kill -9": (Outcome.NEW_RING, "the connections that end tell it at once", _GONE),
+    "kill -9": (Outcome.NEW_RING, "noticed at once, as connections end", _GONE),
     "SIGSTOP": (Outcome.NEW_RING, "suspected after 1.5 s of silence, gone after 4 s", _GONE),
     "ring process aborts": (
         Outcome.NEW_RING,
-        "its daemon tells it at once, and lives on",
+        "its daemon reports it at once, and stays up",
         "^{device}: the ring process was ended by SIGABRT",
     ),
     "link cut": (Outcome.NEW_RING, "suspected after 1.5 s of silence, gone after 4 s", _GONE),
     "half-open TCP": (Outcome.NEW_RING, "suspected after 1.5 s of silence, gone after 4 s", _GONE),
-    "disk full": (Outcome.GOES_ON, "KV cells are kept no more; they are computed again if they are needed", ""),
+    "disk full": (Outcome.GOES_ON, "the KV cache is no longer saved; it is recomputed if needed", ""),
     "layer file corrupted": (
         Outcome.GOES_ON,
-        "what rots on the disk is in memory; the next start finds it by its digest and fetches it again",
+        "the layer in memory is intact; the next start finds the damage by digest and fetches the layer again",
         "",
     ),
     "slow device": (Outcome.GOES_ON, "slower; its daemon still answers", ""),
@@ -221,15 +225,24 @@ def pages_seconds(page: str) -> dict[str, float]:
 
 
 def table(seconds: Seconds) -> str:
-    """The matrix in Markdown: a row a fault, a column a phase, then what the words mean where it needs saying."""
+    """The matrix in Markdown: a row a fault, a column a phase."""
     lines = [f"| | {' | '.join(PHASES)} |", f"|---|{'---|' * len(PHASES)}"]
     for fault in FAULTS:
         row = [_entry(cell, seconds) for cell in CELLS if cell.fault == fault]
         lines.append(f"| **{fault}** | {' | '.join(row)} |")
-    for phase, when in PHASES.items():
-        lines += ["", f"**{phase}** ({when})", ""]
-        lines += [f"* {cell.fault}: {_word(cell)}{cell.what}" for cell in CELLS if cell.phase == phase]
     return "\n".join(lines) + "\n"
+
+
+def meanings() -> str:
+    """What each cell means in Markdown; phases of which all cells mean the same stand together."""
+    lines: list[str] = []
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for phase in PHASES:
+        cells = tuple(f"* {cell.fault}: {_word(cell)}{cell.what}" for cell in CELLS if cell.phase == phase)
+        alike.setdefault(cells, []).append(phase)
+    for cells, phases in alike.items():
+        lines += ["; ".join(f"**{phase}** ({PHASES[phase]})" for phase in phases), "", *cells, ""]
+    return "\n".join(lines)
 
 
 def _word(cell: Cell) -> str:

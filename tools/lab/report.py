@@ -3,7 +3,7 @@
     tools/bench all [--quick] [--only BENCH ...] [--folder FOLDER] [--report]
 
 Each bench runs by itself and writes its figures as JSON and what it prints as text to ``--folder`` (docs/benchmarks). With
-``--report`` they become the first section of docs/benchmarks.md, with a picture of the ratios: every figure with its
+``--report`` they become docs/benchmarks/report.md, with a picture of the ratios: every figure with its
 spread, what is wanted of it, and what it was measured on. A bench whose figures are there already is not run again with
 ``--keep``. One that fails is named in the report, and the command fails.
 """
@@ -36,7 +36,7 @@ from tools.lab.served import by_round
 ROOT: Final = Path(__file__).parent.parent.parent
 SMALL: Final = ROOT / ".models" / "smollm2-135m-q4_1.gguf"
 FOLDER: Final = ROOT / "docs" / "benchmarks"
-PAGE: Final = ROOT / "docs" / "benchmarks.md"
+PAGE: Final = FOLDER / "report.md"
 BEGIN: Final = "<!-- the figures of tools/bench all: made by --report, replaced up to the end mark -->"
 END: Final = "<!-- end of the figures of tools/bench all -->"
 
@@ -192,7 +192,7 @@ def run_all(options: argparse.Namespace) -> int:
     if options.report:
         made = report(folder, failed)
         PAGE.write_text(into_page(PAGE.read_text(), made))
-        out.print("docs/benchmarks.md has the report")
+        out.print("docs/benchmarks/report.md has the report")
     return int(bool(failed))
 
 
@@ -213,7 +213,7 @@ def report(folder: Path, failed: Sequence[str]) -> str:
         lines += [
             f"{run['day']}, commit {run['commit']}, primad {run['primad']}, llama-cpp-python {run['llama_cpp']}, Python "
             f"{run['python']}, {run['system']}, {run['cpu']} with {run['cores']} cores{beside}. "
-            f"[Figures](benchmarks/{name}.json), [what it printed](benchmarks/{name}.txt).",
+            f"[Figures]({name}.json), [what it printed]({name}.txt).",
             "",
             "| figure | median | from | to | wanted |",
             "|---|---|---|---|---|",
@@ -224,7 +224,7 @@ def report(folder: Path, failed: Sequence[str]) -> str:
         lines += [f"Failed: {', '.join(failed)}.", ""]
     if ratios:
         draw(ratios, folder / "ratios.svg")
-        lines = ["![Each ratio and what is wanted of it](benchmarks/ratios.svg)", "", *lines]
+        lines = ["![Each ratio and what is wanted of it](ratios.svg)", "", *lines]
     return "\n".join(lines).rstrip()
 
 
@@ -233,7 +233,7 @@ def into_page(page: str, made: str) -> str:
     head, _, rest = page.partition(BEGIN)
     _, _, tail = rest.partition(END)
     if not rest or not tail:
-        raise EngineError("docs/benchmarks.md: has no marks for the report")
+        raise EngineError("docs/benchmarks/report.md: has no marks for the report")
     return f"{head}{BEGIN}\n\n{made}\n\n{END}{tail}"
 
 
@@ -300,5 +300,5 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     one.add_argument(
         "--keep", action="store_true", help="figures that are in the folder already are not measured again"
     )
-    one.add_argument("--report", action="store_true", help="write docs/benchmarks.md")
+    one.add_argument("--report", action="store_true", help="write docs/benchmarks/report.md")
     one.set_defaults(run=run_all)

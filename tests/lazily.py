@@ -1,0 +1,18 @@
+"""Modules that take seconds to import, only where a test uses them: each process of a run collects all tests."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+class Lazily:
+    """The module ``name``, imported when something of it is first asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith(("_", "pytest")):  # which pytest looks for in all that a test file has
+            raise AttributeError(attribute)
+        return getattr(import_module(self._name), attribute)
