@@ -115,6 +115,15 @@ def gemma3() -> Path:
     return _model("gemma3-270m-q4_k_m.gguf")
 
 
+@pytest.fixture(scope="session")
+def templates() -> dict[str, str]:
+    """The chat templates of real models that llama.cpp ships, by name."""
+    found = {path.stem: path.read_text("utf-8") for path in (MODELS / "templates").glob("*.jinja")}
+    if not found:
+        pytest.fail(f"{MODELS / 'templates'}: no templates; run tools/setup --tests", pytrace=False)
+    return found
+
+
 @pytest.fixture
 def cluster() -> str:
     """A cluster name that nobody else on this network uses."""

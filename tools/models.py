@@ -1,16 +1,21 @@
-"""Put the test models into .models: taken out of packages of the Python registry, checked by their digests."""
+"""Put what tests need into .models: models and chat templates, out of packages of the registry, checked by digests."""
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 MODELS = Path(__file__).parent.parent / ".models"
+LOCKED = Path(__file__).parent / "locked"
+IN_SOURCES = "/vendor/llama.cpp/models/templates/"
+"""Where the sources of llama-cpp-python have chat templates of real models. They have licences of their own."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,33 @@ def fetch(source: Source) -> None:
         partial.unlink(missing_ok=True)
 
 
+def fetch_templates() -> None:
+    """Take the templates out of the sources that ``tools/constraints.txt`` names, with their hash."""
+    target = MODELS / "templates"
+    if target.exists():
+        return
+    print("setup: fetching the chat templates of llama.cpp", file=sys.stderr)
+    MODELS.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=MODELS) as name:
+        folder = Path(name)
+        locked = subprocess.run([LOCKED, "llama"], check=True, capture_output=True, text=True).stdout
+        (folder / "llama.txt").write_text(locked)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command += ["--no-binary", "llama-cpp-python", "--require-hashes", "--requirement", str(folder / "llama.txt")]
+        if subprocess.run([*command, "--dest", str(folder)], check=False).returncode:
+            raise SystemExit(
+                "setup: error: the sources of llama-cpp-python could not be downloaded; see the lines above"
+            )
+        (folder / "templates").mkdir()
+        with tarfile.open(next(folder.glob("*.tar.gz"))) as sources:
+            for member in sources:
+                if IN_SOURCES in member.name and member.name.endswith(".jinja"):
+                    content = sources.extractfile(member)
+                    assert content is not None
+                    (folder / "templates" / Path(member.name).name).write_bytes(content.read())
+        shutil.move(folder / "templates", target)
+
+
 def _download(requirement: str, folder: Path) -> Path:
     name = requirement.split("==")[0].replace("-", "_")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
@@ -74,3 +106,4 @@ if __name__ == "__main__":
     fetch(EMBEDDED)
     if "--tests" in sys.argv[1:]:
         fetch(FOR_TESTS)
+        fetch_templates()

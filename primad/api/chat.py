@@ -55,7 +55,7 @@ _RUNTIME_ERRORS = (
 """What Jinja lets through when a template trips over the messages."""
 
 
-MAX_TRIES: Final = 12
+MAX_TRIES: Final = 24
 """Prompts that leave something out, behind which no other one is looked for."""
 _MARK: Final = "qzmark"
 """In place of a text, to see where a template writes it."""
@@ -198,7 +198,8 @@ class _Template:
         asked = []
         for number, message in enumerate(messages):
             calls = message.get("tool_calls") or []
-            if len(calls) > 1 or (calls and message["content"]):  # which some templates write without each other
+            is_at_an_end = number + 1 == len(messages) or all(each["role"] == "system" for each in messages[:number])
+            if calls and (len(calls) > 1 or message["content"] or is_at_an_end):  # where some templates leave calls out
                 message = message | {"tool_calls": [with_argument(call, word()) for call in calls]}
             if _is_doubted(number, message, text):
                 message = message | {"content": word()}
@@ -233,7 +234,7 @@ def _closed(thinking: Thinking) -> re.Pattern[str]:
 def _is_doubted(number: int, message: Mapping[str, Any], text: str) -> bool:
     """Whether ``text`` may not say ``message``: it has not its beginning, or that is too short to tell."""
     content = text_of(message).strip()
-    if message["role"] == "assistant" or not content:
+    if not content:
         return False
     words = _WORDS.search(content)
     probes = [words[0]] if words else [content, json.dumps(content, ensure_ascii=False)[1:-1]]

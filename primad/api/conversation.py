@@ -23,8 +23,8 @@ _CHANNELS: Final = re.compile(r"\s*<\|channel\|>.*<\|message\|>", re.DOTALL)
 def shapes(messages: Messages) -> Iterator[Messages]:
     """``messages``, then with all that is needed for a template that is stricter, each shape once."""
     joined = _joined(_with_one_system(messages))
-    begun = _begun_by_user(joined)
-    without_system = _system_in_user(joined)
+    begun = _ended_by_user(_begun_by_user(joined))
+    without_system = _ended_by_user(_system_in_user(joined))
     found: list[Messages] = []
     for shape in (messages, joined, begun, _in_results(begun), without_system, _in_results(without_system)):
         if shape and shape not in found:
@@ -109,6 +109,12 @@ def _begun_by_user(messages: Messages) -> Messages:
     if len(messages) > at and messages[at]["role"] == "user":
         return messages
     return [*messages[:at], {"role": "user", "content": ""}, *messages[at:]]
+
+
+def _ended_by_user(messages: Messages) -> Messages:
+    """The user has the last turn where a call has no result yet, and says nothing."""
+    is_open = bool(messages) and bool(messages[-1].get("tool_calls"))
+    return [*messages, {"role": "user", "content": ""}] if is_open else messages
 
 
 def _system_in_user(messages: Messages) -> Messages:

@@ -20,6 +20,8 @@ from primad.api.grammar import CallForm
 from primad.api.tool_schemas import described, simplified
 
 _NULL_CONTENT: Final = re.compile(r"(?<!_)content['\"]?\]? is (?:not )?none")
+_THOUGHTS: Final = re.compile(r"""message(?:\.|\[['"])(reasoning|thinking|thought)\b""")
+"""What templates call ``reasoning_content`` otherwise."""
 _SHORT_IDS: Final = re.compile(r"length\s*!=\s*9\b")
 """Mistral's templates refuse ids of calls that are not nine letters and digits."""
 
@@ -50,7 +52,7 @@ def for_template(
 
     The next one is for a template that refuses the one before. A call in ``messages`` has its arguments as text.
     """
-    said = [_developer_as_system(message) for message in messages]
+    said = [_named_thoughts(template, _developer_as_system(message)) for message in messages]
     told = bool(tools) and not mentions(template, "tools")
     native = {"tools": list(tools) if tools and not told else None}
     known: list[dict[str, Any]] = [native, {}]  # some templates go through tools where there are none
@@ -68,8 +70,8 @@ def for_template(
 def _given(
     template: str, messages: Messages, form: CallForm, known: Sequence[dict[str, Any]]
 ) -> Iterator[tuple[Messages, dict[str, Any]]]:
-    for variants in _variants(template, messages, form):
-        for variables in known:
+    for variables in known:
+        for variants in _variants(template, messages, form):
             for together in zip_longest(*map(shapes, variants)):
                 yield from ((shape, variables) for shape in together if shape is not None)
 
@@ -82,13 +84,24 @@ def _variants(template: str, messages: Messages, form: CallForm) -> Iterator[lis
         return
     if mentions(template, "tool_calls"):
         without = (None, "") if _NULL_CONTENT.search(template) else ("",)
-        for each in (messages, _call_by_call(messages), _call_by_call(messages, beside_text=False)):
-            yield [_as_wanted(template, each, content) for content in without]
+        apart, in_turns = _text_before_calls(messages), _text_before_calls(messages, is_own_turn=True)
+        for each in (messages, apart, in_turns):
+            for shape in (each, _call_by_call(each)):
+                yield [_as_wanted(template, shape, content) for content in without]
     yield [_as_text(messages, form)]
 
 
 def _developer_as_system(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "role": "system" if message["role"] == "developer" else message["role"]}
+
+
+def _named_thoughts(template: str, message: dict[str, Any]) -> dict[str, Any]:
+    """``message`` with its thoughts under the name by which ``template`` looks for them too. One refuses them beside a text
+    and calls, so there they are left out."""
+    thought = message.get("reasoning_content")
+    if not thought or mentions(template, "reasoning_content") or (message["content"] and message.get("tool_calls")):
+        return message
+    return message | dict.fromkeys(set(_THOUGHTS.findall(template)), thought)
 
 
 def announcement(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str:
@@ -116,9 +129,7 @@ def _as_wanted(template: str, messages: Messages, without: str | None) -> Messag
         if calls:
             names |= {call["id"]: call["function"]["name"] for call in calls}
             content = message["content"] or without
-            thought = message.get("reasoning_content")
-            thinking = {"thinking": thought} if thought and not content and "message.thinking" in template else {}
-            message = message | thinking | {"content": content, "tool_calls": [_call(template, call) for call in calls]}
+            message = message | {"content": content, "tool_calls": [_call(template, call) for call in calls]}
         elif "tool_call_id" in message:
             known = {"name": names[message["tool_call_id"]]} if message["tool_call_id"] in names else {}
             message = known | message | {"tool_call_id": _id(template, message["tool_call_id"])}
@@ -126,9 +137,22 @@ def _as_wanted(template: str, messages: Messages, without: str | None) -> Messag
     return found
 
 
-def _call_by_call(messages: Messages, *, beside_text: bool = True) -> Messages:
-    """``messages`` with each call in one of its own, its result behind it: some models make one call at a time. What was
-    said with the calls is ``beside_text`` of the first, or in a message before it."""
+def _text_before_calls(messages: Messages, *, is_own_turn: bool = False) -> Messages:
+    """``messages`` with what was said beside calls in a message before them, since some templates show either. Where roles
+    have to alternate it is a turn of its own: a user who says nothing has one behind it."""
+    found: Messages = []
+    for message in messages:
+        if not message.get("tool_calls") or not message["content"]:
+            found.append(message)
+            continue
+        found.append({key: value for key, value in message.items() if key != "tool_calls"})
+        found += [{"role": "user", "content": ""}] if is_own_turn else []
+        found.append({key: message[key] for key in ("role", "tool_calls")} | {"content": ""})
+    return found
+
+
+def _call_by_call(messages: Messages) -> Messages:
+    """``messages`` with each call in one of its own, its result behind it: some models make one call at a time."""
     found: Messages = []
     last: dict[str, int] = {}
     """By id of a call: behind which message its result stands."""
@@ -143,15 +167,9 @@ def _call_by_call(messages: Messages, *, beside_text: bool = True) -> Messages:
         if not calls:
             found.append(message)
             continue
-        rest = {
-            key: value for key, value in message.items() if key not in ("tool_calls", "content", "reasoning_content")
-        }
-        if message["content"] and not beside_text:
-            found.append({key: value for key, value in message.items() if key != "tool_calls"})
         for number, call in enumerate(calls):
-            is_first = not number and (beside_text or not message["content"])
             last[call["id"]] = len(found)
-            found.append((message if is_first else rest | {"content": ""}) | {"tool_calls": [call]})
+            found.append(({"role": message["role"], "content": ""} if number else message) | {"tool_calls": [call]})
     return found
 
 

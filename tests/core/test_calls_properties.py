@@ -235,6 +235,25 @@ def test_calls_come_back_as_they_were_written(name, data):
         assert read(name, pieces, like=arguments) == ("", "", [("f", arguments)])
 
 
+CUT_ARGUMENTS: Arguments = {"to_a": 'a "b"\n<c> é😀', "n_b": [1, None, -2.5], "in_c": {"x_d": True, "y_e": "}"}}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_calls_cut_in_two_anywhere_are_read_as_the_whole(name):
+    arguments: Arguments = CUT_ARGUMENTS | ({"n_b": ["x", "y"]} if name == "minimax-m3" else {})
+    one = WRITERS[name]("f", arguments)
+    between = "\n>>>" if name == "functionary-v3-2" else "\n"
+    for text, expected in (
+        (f"{one}{between}{one}", ("", "", [("f", arguments)] * 2)),
+        (f"<think>\nHm.\n</think>\n\nWell.\n{one}\nDone.", None),
+    ):
+        whole = read(name, [text], thinking=THINK, like=arguments)
+        assert expected in (None, whole)
+        for at in range(len(text) + 1):
+            assert read(name, [text[:at], text[at:]], thinking=THINK, like=arguments) == whole, text[:at]
+        assert read(name, list(text), thinking=THINK, like=arguments) == whole
+
+
 @pytest.mark.parametrize("said", ["</tool_call>", "\x1f</tool_call>", 'a "</tool_call>', "\\</tool_call>"])
 def test_an_argument_may_contain_the_end_of_a_call(said):
     text = hermes("f", {"a": said})

@@ -21,35 +21,9 @@ from primad.api.responses.schema import ResponsesRequest
 from primad.errors import ModelError, RequestError
 from primad.head.vocabulary import chat_template_in
 from tests.fakes.backend import ByteVocabulary
+from tests.fakes.histories import HISTORIES, Message, assistant, call, result, system, user
 
 NOW = datetime(2025, 2, 3)
-Message = dict[str, Any]
-
-
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str | None, **more: Any) -> Message:
-    return {"role": "assistant", "content": text, **more}
-
-
-def system(text: str) -> Message:
-    return {"role": "system", "content": text}
-
-
-def call(*ids: str) -> Message:
-    calls = [
-        {"id": each, "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-        for each in ids
-    ]
-    return assistant("", tool_calls=calls)
-
-
-def result(text: str, call_id: str = "a") -> Message:
-    return {"role": "tool", "content": text, "tool_call_id": call_id}
-
-
 EACH = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
     "{% for c in m.tool_calls or [] %}({{ c.function.name }}){% endfor %}{% endfor %}"
@@ -67,6 +41,7 @@ ALTERNATE = (
     "{% if (m.role == 'user') != (ns.i % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "{% set ns.i = ns.i + 1 %}{% endif %}{% endfor %}"
 )
+CALLS_OR_TEXT = EACH.replace("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}")
 TEMPLATES = {
     "takes all": EACH,
     "alternate": ALTERNATE + EACH,
@@ -100,6 +75,10 @@ TEMPLATES = {
     "{% if m.content | length > 0 %}{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}({{ c.function.name }})"
     "{% endfor %}{% endfor %}",
     "one call at a time": refusing("m.tool_calls and m.tool_calls | length > 1", "single tool-calls") + EACH,
+    "calls or text": CALLS_OR_TEXT,
+    "calls or text, alternate": ALTERNATE + CALLS_OR_TEXT,
+    "the last answer goes on": EACH.replace("m.tool_calls or []", "([] if loop.last else m.tool_calls) or []"),
+    "a call that begins is dropped": EACH.replace("m.tool_calls or []", "([] if loop.first else m.tool_calls) or []"),
     "no tools": EACH.partition("{% for c")[0] + "{% endfor %}",
     "results need their call": "{% for m in messages %}{% if m.role == 'tool' and messages[loop.index0 - 1].role not in "
     "['assistant', 'tool'] %}{{ raise_exception('no previous call') }}{% endif %}{% endfor %}" + EACH,
@@ -112,31 +91,6 @@ TEMPLATES = {
     "goes through no tools": "{% for tool in tools %}{{ tool }}{% endfor %}" + EACH,
     "written as JSON": "{% for m in messages %}{{ m.role }}: {{ m.content | tojson }}\n"
     "{% for c in m.tool_calls or [] %}({{ c.function.name }}){% endfor %}{% endfor %}",
-}
-HISTORIES = {
-    "one": [user("user-one")],
-    "usual": [system("system-one"), user("user-one"), assistant("answer-one"), user("user-two")],
-    "two system messages": [system("system-one"), system("system-two"), user("user-one")],
-    "a later one": [system("system-one"), user("user-one"), assistant("answer-one"), system("B"), user("user-two")],
-    "the last one": [system("system-one"), user("user-one"), system("C")],
-    "developer": [
-        {"role": "developer", "content": "system-one"},
-        user("user-one"),
-        {"role": "developer", "content": "D"},
-    ],
-    "only system": [system("system-one")],
-    "empty system": [system(""), user("user-one"), system("")],
-    "two users": [user("user-one"), user("user-two")],
-    "two assistants": [user("user-one"), assistant("answer-one"), assistant("answer-two"), user("user-two")],
-    "greeting": [system("system-one"), assistant("answer-one"), user("user-one")],
-    "empty answer": [user("user-one"), assistant(""), user("user-two")],
-    "call": [system("system-one"), user("user-one"), call("a"), result("result-one")],
-    "two calls": [user("user-one"), call("a", "b"), result("result-one"), result("result-two", "b")],
-    "user behind a result": [user("user-one"), call("a"), result("result-one"), user("user-two")],
-    "system behind a result": [system("system-one"), user("user-one"), call("a"), result("result-one"), system("E")],
-    "open call": [user("user-one"), call("a"), user("user-two")],
-    "result of nothing": [user("user-one"), result("result-one"), user("user-two")],
-    "marker": [user("user-one"), assistant("<|channel|>final<|message|>answer-one"), user("user-two")],
 }
 
 

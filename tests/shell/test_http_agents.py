@@ -193,3 +193,192 @@ def test_what_an_editor_completes_while_somebody_types_stops_where_it_says():
     made = FakeBackend(says("a + b\ndef more"))
     told = events(call(made, "POST", "/v1/completions", json=CONTINUE_TYPING))
     assert "".join(event["choices"][0]["text"] for event in told[:-1]) == "a + b"
+
+
+USER = {"role": "user", "content": "What is in a.txt?"}
+USER_IN_PARTS = {"role": "user", "content": [{"type": "text", "text": "What is in a.txt?"}]}
+TYPED = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "What is in a.txt?"}]}
+SHIP = {
+    "type": "object",
+    "properties": {"masts": {"type": "integer"}},
+    "required": ["masts"],
+    "additionalProperties": False,
+}
+RECORDED: dict[str, tuple[str, dict[str, Any]]] = {
+    # 2.1.197; a system turn behind the user's
+    "Claude Code": (
+        "/v1/messages?beta=true",
+        {
+            "model": "claude-opus-4-8",
+            "max_tokens": 64_000,
+            "stream": True,
+            "metadata": {"user_id": '{"device_id":"1","account_uuid":"","session_id":"2"}'},
+            "thinking": {"type": "adaptive"},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            "output_config": {"effort": "high"},
+            "system": [{"type": "text", "text": "You are an agent.", **CACHED}],
+            "messages": [USER_IN_PARTS, {"role": "system", "content": "Available agent types: Explore"}],
+            "tools": CLAUDE_CODE["tools"],
+        },
+    ),
+    # 0.171; ids of items, tools in a namespace, a result behind a text and its call
+    "Codex": (
+        "/v1/responses",
+        {
+            "model": "toy",
+            "stream": True,
+            "store": False,
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
+            "reasoning": {"summary": "auto"},
+            "include": ["reasoning.encrypted_content"],
+            "prompt_cache_key": "01a2",
+            "client_metadata": {"session_id": "01a2"},
+            "input": [
+                {"id": "msg_1", **CODEX["input"][0]},
+                {"id": "msg_2", **CODEX["input"][0]},
+                {"id": "msg_3", **TYPED},
+                {
+                    "type": "message",
+                    "status": "completed",
+                    "id": "msg_4",
+                    "role": "assistant",
+                    "content": [{"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}],
+                },
+                {"id": "fc_5", "status": "completed", **CODEX["input"][3]},
+                {"id": "fco_6", **CODEX["input"][4]},
+            ],
+            "tools": [
+                {"type": "function", "strict": False, **FUNCTION},
+                {"type": "namespace", "name": "agents", "tools": [{"type": "function", **FUNCTION}]},
+                {"type": "web_search"},
+            ],
+        },
+    ),
+    # 1.18; its title, for which two users speak
+    "opencode": (
+        "/v1/chat/completions",
+        {
+            "model": "toy",
+            "max_tokens": 512,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "messages": [
+                {"role": "system", "content": "You are a title generator."},
+                {"role": "user", "content": "Generate a title for this conversation:"},
+                USER,
+            ],
+        },
+    ),
+    # 1.26, ToolCallingAgent
+    "smolagents": (
+        "/v1/chat/completions",
+        {
+            "model": "toy",
+            "max_tokens": 80,
+            "stop": ["Observation:", "Calling tools:"],
+            "tool_choice": "required",
+            "messages": [{"role": "system", "content": [{"type": "text", "text": "You are an agent."}]}, USER_IN_PARTS],
+            "tools": [{"type": "function", "function": FUNCTION}],
+        },
+    ),
+    # 1.110, without Content-Type
+    "LiteLLM's Ollama": (
+        "/api/chat",
+        {
+            "model": "toy",
+            "messages": [
+                {"role": "system", "content": "a", "images": []},
+                {"role": "system", "content": "b", "images": []},
+                {**USER, "images": []},
+            ],
+            "options": {"num_predict": 5},
+            "stream": False,
+            "think": True,
+        },
+    ),
+    "LiteLLM's Anthropic": (
+        "/v1/messages",
+        {
+            "model": "claude-x",
+            "max_tokens": 60,
+            "messages": [USER_IN_PARTS],
+            "tools": [{"name": "read_file", "input_schema": PARAMETERS, "type": "custom", "description": "Reads."}],
+            "output_format": {"type": "json_schema", "schema": SHIP},
+        },
+    ),
+    # 2.14 of its client; its tool runner
+    "Anthropic": (
+        "/v1/messages",
+        {
+            "model": "claude-x",
+            "max_tokens": 60,
+            "messages": [USER],
+            "thread": {"type": "create"},
+            "tools": [{"name": "read_file", "description": "Reads.", "input_schema": PARAMETERS}],
+        },
+    ),
+    # 2.31, a model of OpenAI's Responses with an output type
+    "pydantic-ai": (
+        "/v1/responses",
+        {
+            "model": "toy",
+            "stream": False,
+            "temperature": 0,
+            "instructions": "Be brief.",
+            "input": [USER],
+            "tool_choice": "required",
+            "tools": [
+                {"name": "final_result", "type": "function", "parameters": SHIP, "description": "It.", "strict": True}
+            ],
+        },
+    ),
+    # 6.0 of ai, generateObject
+    "AI SDK": (
+        "/v1/responses",
+        {
+            "model": "toy",
+            "input": [{"role": "user", "content": [{"type": "input_text", "text": "What is in a.txt?"}]}],
+            "max_output_tokens": 100,
+            "text": {
+                "format": {
+                    "type": "json_schema",
+                    "strict": True,
+                    "name": "response",
+                    "schema": {"$schema": "http://json-schema.org/draft-07/schema#", **SHIP},
+                }
+            },
+        },
+    ),
+    # 2.54 of its client, with all that it offers beside
+    "OpenAI": (
+        "/v1/chat/completions",
+        {
+            "model": "toy",
+            "messages": [USER],
+            "max_completion_tokens": 20,
+            "prediction": {"type": "content", "content": "red"},
+            "prompt_cache_key": "k",
+            "reasoning_effort": "low",
+            "safety_identifier": "x",
+            "service_tier": "auto",
+            "store": False,
+            "verbosity": "low",
+        },
+    ),
+}
+"""What clients sent in November 2026, shortened."""
+
+
+@pytest.mark.parametrize("client", RECORDED)
+def test_what_clients_send_is_answered(client):
+    path, body = RECORDED[client]
+    made = FakeBackend(says("Seven."), vocabulary=ByteVocabulary(chat_template=TEMPLATE))
+    response = call(made, "POST", path, content=json.dumps(body).encode())
+    assert response.status_code == 200, response.text
+    prompt = bytes(made.calls[0].prompt[1:]).decode()
+    assert USER["content"] in prompt
+    texts = [
+        each["content"] for each in body.get("messages") or body["input"] if each.get("role") in ("system", "developer")
+    ]
+    assert [each for each in texts if isinstance(each, str) and each not in prompt] == []

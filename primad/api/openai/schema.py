@@ -47,6 +47,7 @@ _HARMLESS: Final = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "prediction",
         "verbosity",
     }
 )
@@ -116,7 +117,6 @@ class ChatRequest(ChatFields, SamplingRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     modalities: Annotated[Any, only(None, ["text"], why="this server answers with text only")] = None
     audio: Annotated[Any, NO_AUDIO] = None
-    prediction: Annotated[Any, only(None, why="this server takes no predicted output")] = None
     web_search_options: Annotated[Any, only(None, why="this server does not search the web")] = None
 
     @field_validator("top_logprobs")
