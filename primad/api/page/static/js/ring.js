@@ -41,7 +41,7 @@ export function startRing(panel) {
         h(
           "div",
           { class: "ring-side" },
-          h("div", { class: "card" }, h("h2", {}, "Now"), parts.line, parts.facts, parts.wrong),
+          h("div", { class: "card" }, h("h2", {}, "Now"), parts.line, h("p", { class: "muted" }, "tokens/s of all requests, the last two minutes"), parts.facts, parts.wrong),
           h("div", { class: "card grows" }, h("h2", {}, "Events"), parts.events),
         ),
       ),
@@ -137,9 +137,9 @@ function facts(status, now) {
   if (status.tokens) add("all requests now", perSecond(now ?? 0));
   if (status.tokens) add("requests open", `${status.tokens.answers_open}${status.sequences ? ` of ${status.sequences} at once` : ""}`);
   if (status.tokens) add("written", count(status.tokens.completion, "token"));
-  if (status.drafts?.drafted) add("guessed right", `${Math.round((100 * status.drafts.accepted) / status.drafts.drafted)} %`);
-  if (status.epoch) add("plan", `epoch ${status.epoch}, ${count(status.rounds ?? 1, "round")}`);
-  if (status.kv?.twice_bytes) add("KV cells kept twice", bytes(status.kv.twice_bytes));
+  if (status.drafts?.drafted) add("draft tokens accepted", `${Math.round((100 * status.drafts.accepted) / status.drafts.drafted)} %`);
+  if (status.epoch) add("plan", `ring ${status.epoch}, ${count(status.rounds ?? 1, "round")} a token`);
+  if (status.kv?.twice_bytes) add("KV cache replicated", bytes(status.kv.twice_bytes));
   return rows;
 }
 
@@ -147,8 +147,8 @@ function showWrong(status) {
   const wrong = status.measured?.wrong;
   parts.wrong.hidden = !wrong;
   if (!wrong) return;
-  const terms = { compute: `computing on ${wrong.device}`, disk: `waiting for the disk of ${wrong.device}`, hops: "the hops between devices" };
-  parts.wrong.textContent = `Most off: ${terms[wrong.term] ?? wrong.term}, ${ms(wrong.measured_ms)} where ${ms(wrong.predicted_ms)} were planned.`;
+  const terms = { compute: `computing on ${wrong.device}`, disk: `the disk of ${wrong.device}`, hops: "the hops between devices" };
+  parts.wrong.textContent = `Furthest from the forecast: ${terms[wrong.term] ?? wrong.term}, ${ms(wrong.measured_ms)} a token instead of ${ms(wrong.predicted_ms)}.`;
 }
 
 function card(device, news) {
@@ -159,11 +159,11 @@ function card(device, news) {
   const rows = [
     row("resident layers", number(memory.resident), number(planned.resident)),
     row("streamed layers", number(memory.streamed) + (memory.streams_output ? " + output" : ""), number(planned.streamed)),
-    row("computing, a token", ms(ring?.compute_ms_per_token), ms(planned.compute_ms_per_token), ratio(ring?.compute_ms_per_token, planned.compute_ms_per_token)),
-    row("waiting for disk", ms(memory.stall_ms_per_token), ms(planned.stall_ms_per_token), memory.stall_ms_per_token > 1 ? ratio(memory.stall_ms_per_token, planned.stall_ms_per_token) : null),
+    row("compute, a token", ms(ring?.compute_ms_per_token), ms(planned.compute_ms_per_token), ratio(ring?.compute_ms_per_token, planned.compute_ms_per_token)),
+    row("wait for disk, a token", ms(memory.stall_ms_per_token), ms(planned.stall_ms_per_token), memory.stall_ms_per_token > 1 ? ratio(memory.stall_ms_per_token, planned.stall_ms_per_token) : null),
     row("read, a token", bytes(memory.bytes_read_per_token), bytes(planned.bytes_read_per_token)),
     row("read now", reads === null ? "?" : `${bytes(reads)}/s`, ""),
-    row("hop, software", ring?.hop_median_s == null ? "?" : ms(ring.hop_median_s * 1000), ms(planned.hop_ms)),
+    row("hop overhead", ring?.hop_median_s == null ? "?" : ms(ring.hop_median_s * 1000), ms(planned.hop_ms)),
     row("memory", bytes(ring?.rss_bytes), bytes(planned.ram_bytes), ratio(ring?.rss_bytes, planned.ram_bytes)),
   ];
   return h(
