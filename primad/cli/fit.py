@@ -120,9 +120,18 @@ def _show(answer: FitAnswer) -> None:
     tables.print(table)
     if answer.help:
         tables.print(f"What would help most: {answer.help}.")
-    tables.print("* the largest that write at least 5 tokens/s; each name is a --model-shape of primad plan")
+    tables.print(what_is_marked(answer))
     for line in next_commands(answer):
         out.print(line)
+
+
+def what_is_marked(answer: FitAnswer) -> str:
+    """What the star says; where no row has one, that none is fast enough, and what else than the models may be the reason."""
+    names = "each name is a --model-shape of primad plan"
+    if any(each.is_best for each in answer.models):
+        return f"* the largest that write at least 5 tokens/s; {names}"
+    slow = "none of them writes 5 tokens/s here; if a device was busy when it was measured: primad profile --remeasure"
+    return f"{slow}; {names}"
 
 
 def next_commands(answer: FitAnswer) -> list[str]:

@@ -20,7 +20,7 @@ const speeds = [];
 
 export function startRing(panel) {
   parts = {
-    picture: h("figure", { class: "card ring-card" }),
+    picture: h("figure", { class: "card ring-card" }, h("figcaption", { class: "detail" }, "Asking the devices…")),
     detail: h("figcaption", { class: "detail" }),
     facts: h("dl", { class: "facts" }),
     line: h("div", { class: "spark" }),
@@ -97,7 +97,7 @@ function writeCentre(status, now, isForming, isConnected) {
   const figure = decodeNow(status, now) || decodeMeasured(status);
   big.textContent = isShown && figure ? speed(figure) : isForming ? "…" : "–";
   under.textContent = isShown ? "tokens/s decode" : "";
-  second.textContent = !isShown ? "" : now ? "now" : figure ? "latest request" : "nothing asked yet";
+  second.textContent = !isShown ? "" : now ? "now" : figure ? "latest request" : status.tokens?.answers_open ? "no token yet" : "nothing asked yet";
   parts.detail.textContent = isShown ? "" : isConnected ? status.detail : "The head does not answer.";
   const pulse = parts.picture.querySelector(".pulse");
   pulse.classList.toggle("moves", Boolean(now) && isConnected);
@@ -156,6 +156,7 @@ function card(device, news) {
   const find = (status) => status.devices.find((each) => each.name === device.name);
   const reads = rate(news, (status) => find(status)?.memory.read_bytes);
   const next = news.status.links.find((link) => link.source === device.name && link.target === following(device, news.status));
+  const isPlanned = planned.resident !== null; // windows given by hand have no forecast
   const rows = [
     row("resident layers", number(memory.resident), number(planned.resident)),
     row("streamed layers", number(memory.streamed) + (memory.streams_output ? " + output" : ""), number(planned.streamed)),
@@ -178,7 +179,7 @@ function card(device, news) {
       ring === null ? silent(device) : pressure(memory.pressure),
     ),
     h("p", { class: "muted" }, `${count(device.layers, "layer")}: ${ranges(device.windows)}${device.gpu_layers ? `, ${device.gpu_layers} on the GPU` : ""}`),
-    h("table", {}, h("thead", {}, h("tr", {}, h("td", {}), h("th", { scope: "col" }, "now"), h("th", { scope: "col" }, "plan"))), h("tbody", {}, rows)),
+    h("table", { class: isPlanned ? null : "unplanned" }, h("thead", {}, h("tr", {}, h("td", {}), h("th", { scope: "col" }, "now"), h("th", { scope: "col" }, "plan"))), h("tbody", {}, rows)),
     next ? h("p", { class: "muted" }, `→ ${next.target}: ${ms(next.round_trip_ms)} there and back, ${speed(next.mbit_per_s)} Mbit/s`) : null,
   );
 }
