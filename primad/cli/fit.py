@@ -91,7 +91,7 @@ def _questions(
     names = [name for name in popular_shapes() if (models.only or "").lower() in name]
     if not names:
         raise ConfigError(
-            f"--only {models.only}: no model has that in its name; there are {', '.join(popular_shapes())}"
+            f"--only {models.only}: no model has that in its name; without --only 'primad fit' names them all"
         )
     found = found_devices(fleet, files, live)
     wishes = Wishes(objective="latency", kv_type=models.kv_type, time_limit_s=models.time_limit, **wishes_of(fleet))

@@ -53,9 +53,9 @@ def _hops(plan: Plan, prediction: Prediction, instance: Instance) -> str:
 def _where(device: DevicePrediction) -> str:
     on_cpu = device.layers - device.gpu_layers
     parts = [f"{show_count(on_cpu, 'layer')} on the CPU"] if on_cpu else []
-    parts += [f"{device.gpu_layers} on the GPU" if on_cpu else f"{show_count(device.gpu_layers, 'layer')} on the GPU"] * bool(
-        device.gpu_layers
-    )
+    parts += [
+        f"{device.gpu_layers} on the GPU" if on_cpu else f"{show_count(device.gpu_layers, 'layer')} on the GPU"
+    ] * bool(device.gpu_layers)
     parts += [f"the experts of {device.cpu_experts} of these on the CPU"] * bool(device.cpu_experts)
     return ", ".join(parts)
 

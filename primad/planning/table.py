@@ -116,7 +116,9 @@ def _facts(answer: Explanation) -> Table:
     chunks = f", {answer.chunk_rows} at a time" if work.prompt_tokens > answer.chunk_rows else ""
     prompt = f"a prompt of {show_count(work.prompt_tokens, 'token')}{chunks}"
     table.add_row("first token", f"{show_ms(found.ttft_ms)} for {prompt}")
-    table.add_row("a request", f"{show_ms(found.exchange_ms)} with an answer of {show_count(work.answer_tokens, 'token')}")
+    table.add_row(
+        "a request", f"{show_ms(found.exchange_ms)} with an answer of {show_count(work.answer_tokens, 'token')}"
+    )
     if answer.load is not None:
         table.add_row("at once", _load(answer.load))
     why = f" ({work.why_context})" if work.why_context else ""
@@ -133,7 +135,9 @@ def _facts(answer: Explanation) -> Table:
     for device in answer.devices:
         if device.extra_buffers:
             table.add_row("copies", f"{device.name} {device.extra_buffers}")
-    apart = [f"{show_count(device.cpu_experts, 'layer')} of {device.name}" for device in answer.devices if device.cpu_experts]
+    apart = [
+        f"{show_count(device.cpu_experts, 'layer')} of {device.name}" for device in answer.devices if device.cpu_experts
+    ]
     if apart:
         table.add_row("experts", f"in RAM, computed by the processor, of {', '.join(apart)} on the GPU")
     for i, kept in enumerate(answer.kept):

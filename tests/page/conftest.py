@@ -37,7 +37,7 @@ def browser(_network_of_its_own: None) -> Iterator[Browser]:  # noqa: F811
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Opens pages, each in a browser profile of its own; fails where one complained on its console, or shows what is none."""
+    """Opens pages, each in a browser profile of its own; fails where one complained on its console or shows a "null"."""
     pages, complaints = list[Page](), list[str]()
 
     def heard(message: ConsoleMessage) -> None:
