@@ -126,7 +126,7 @@ def _show(answer: FitAnswer) -> None:
 
 
 def what_is_marked(answer: FitAnswer) -> str:
-    """What the star says; where no row has one, that none is fast enough, and what else than the models may be the reason."""
+    """What the star says; where no row has one, that none is fast enough, and what else may be the reason."""
     names = "each name is a --model-shape of primad plan"
     if any(each.is_best for each in answer.models):
         return f"* the largest that write at least 5 tokens/s; {names}"

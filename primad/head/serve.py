@@ -66,8 +66,8 @@ NO_TEMPLATE: Final = (
 
 
 def template_of(given: str | None, header: Header, reporter: Reporter) -> str | None:
-    """The chat template: the ``given`` one, the file's, or None, which is ChatML. The owner is told of that: a model that does
-    not know it answers in its marks, which would look like a fault of the server."""
+    """The chat template: the ``given`` one, the file's, or None, which is ChatML. The owner is told of that: a model that
+    does not know it answers in its marks, which would look like a fault of the server."""
     template = given or chat_template_of(header)
     if template is None:
         reporter.say(NO_TEMPLATE)

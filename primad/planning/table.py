@@ -69,8 +69,8 @@ def _title(answer: Explanation) -> str:
     model, count = answer.model, len(answer.devices)
     by = " by the paper's solver" if answer.solver == "paper" else ""
     return (
-        f"{model.name} ({model.layers} layers, {show_bytes(model.bytes)}) on {show_count(count, 'device')}, head {answer.head}, "
-        f"{show_count(answer.rounds, 'round')} a token{by}"
+        f"{model.name} ({model.layers} layers, {show_bytes(model.bytes)}) on {show_count(count, 'device')}, "
+        f"head {answer.head}, {show_count(answer.rounds, 'round')} a token{by}"
     )
 
 

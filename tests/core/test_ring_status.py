@@ -351,7 +351,7 @@ def test_one_layer_is_not_one_layers():
         for name, first, last in (("desk", 0, 23), ("lap", 23, 24), ("desk", 24, 25))
     )
     plan = dataclasses.replace(PLAN, rounds=1, route=route)
-    assert plan_lines(plan, assignments(plan, MODEL))[1] == "lap: 1 layer (23)"
+    assert plan_lines(plan, assignments(plan, MODEL))[1].startswith("lap: 1 layer (23)")
 
 
 @pytest.mark.parametrize(
