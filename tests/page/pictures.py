@@ -40,6 +40,7 @@ def answered(head, open_page) -> Page:
 
 def test_chat(answered):
     answered.mouse.move(0, 0)
+    expect(answered.locator("#pill-text")).to_have_text("ready")
     answered.screenshot(path=str(DOCS / "page-chat.png"))
 
 
@@ -47,5 +48,4 @@ def test_ring(answered):
     say(answered, "Write a long story about a lighthouse and its keeper.")
     answered.get_by_role("tab", name="Ring").click()
     expect(answered.locator(".spark polyline")).to_have_attribute("points", re.compile(r"(\S+ ){8}"))
-    expect(answered.locator("#pill-text")).to_have_text("ready")
     answered.screenshot(path=str(DOCS / "page-ring.png"))

@@ -97,11 +97,16 @@ function writeCentre(status, now, isForming, isConnected) {
   const figure = decodeNow(status, now) || decodeMeasured(status);
   big.textContent = isShown && figure ? speed(figure) : isForming ? "…" : "–";
   under.textContent = isShown ? "tokens/s decode" : "";
-  second.textContent = !isShown ? "" : now ? "now" : figure ? "latest request" : status.tokens?.answers_open ? "no token yet" : "nothing asked yet";
+  second.textContent = !isShown ? "" : now ? "now" : figure ? "latest request" : idle(status.tokens);
   parts.detail.textContent = isShown ? "" : isConnected ? status.detail : "The head does not answer.";
   const pulse = parts.picture.querySelector(".pulse");
   pulse.classList.toggle("moves", Boolean(now) && isConnected);
   if (now) pulse.style.animationDuration = `${Math.max(0.5, Math.min(8, 1 / now)).toFixed(1)}s`;
+}
+
+/** Why there is no speed. */
+function idle(tokens) {
+  return tokens?.answers_open ? "no token yet" : tokens?.completion ? "nobody asks now" : "nothing asked yet";
 }
 
 /** The decode speed of a request while some are answered: their tokens are shared out among them. */
