@@ -16,6 +16,7 @@
 # as in CMAKE_ARGS="-DGGML_VULKAN=on".
 set -eu
 
+say() { printf 'install: %s\n' "$*" >&2; }
 die() { printf 'install: error: %s\n' "$*" >&2; exit 2; }
 have() { command -v "$1" >/dev/null 2>&1; }
 sha256() { if have sha256sum; then sha256sum "$1"; else shasum -a 256 "$1"; fi | cut -d ' ' -f 1; }
@@ -123,8 +124,8 @@ fi
 if [ -n "$wheel" ]; then
   echo "  - take llama.cpp from $wheel, whose SHA-256 is right"
 else
-  echo "  - build llama.cpp on this machine, which takes 4 to 16 minutes on two cores${CMAKE_ARGS:+, with CMAKE_ARGS=\"$CMAKE_ARGS\"}"
-  echo "  - keep its wheel in ${XDG_CACHE_HOME:-$HOME/.cache}/primad/wheels; what was built here before is taken from there"
+  echo "  - build llama.cpp on this machine${CMAKE_ARGS:+ with CMAKE_ARGS=\"$CMAKE_ARGS\"}: 4 to 16 minutes on two cores, once"
+  echo "  - keep its wheel in ${XDG_CACHE_HOME:-$HOME/.cache}/primad/wheels, and take it from there the next time"
 fi
 [ "$installer" != venv ] || echo "  - link $bin/primad to the program"
 echo "It changes nothing else. Packages come from the index that pip is set up for."
@@ -144,7 +145,8 @@ fi
 [ ! -e "$bin/primad" ] || [ -L "$bin/primad" ] || die "$bin/primad is there and not ours; move it away"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-environment() { # FOLDER: an environment there, with pip
+environment() { # FOLDER WHAT: an environment there, with pip
+  say "$2"
   if [ "$python" = 3.12 ]; then
     rm -rf "$1"
     uv venv --quiet --seed --python "$python" "$1" || die "uv could not make $1; see the lines above"
@@ -167,25 +169,28 @@ install_locked() { # FOLDER GROUP...
 mkdir "$work/wheels"
 case "$installer:$wheel:$from" in
   venv:?*:*.whl) ;; # nothing is built
-  *) environment "$work/build" ;;
+  *) environment "$work/build" "preparing the build" ;;
 esac
 case "$from" in
   *.whl) cp "$from" "$work/wheels/" ;;
   *)
     install_locked "$work/build" build
+    say "building primad"
     pip "$work/build" wheel --no-deps --no-build-isolation --wheel-dir "$work/wheels" "$from"
     ;;
 esac
 if [ -n "$wheel" ]; then
   built=""
 else
+  say "llama.cpp: taking the wheel of an earlier build, or building it"
   built=$("$root/tools/build-llama" --kept "$work/build/bin/python") || exit 2
 fi
 cp "${wheel:-$built}" "$work/wheels/"
 case "$installer" in
   venv)
-    environment "$lib"
+    environment "$lib" "making $lib"
     [ -z "$wheel" ] || fits "$lib/bin/python"
+    say "installing the packages, a minute or two"
     # shellcheck disable=SC2086  # names of groups have no blanks
     install_locked "$lib" base $groups
     pip "$lib" install --no-deps "$work"/wheels/*.whl
@@ -196,6 +201,7 @@ case "$installer" in
     ;;
   *) # it takes what was checked, and asks no index
     [ -z "$wheel" ] || fits "$work/build/bin/python"
+    say "fetching the packages, a minute or two"
     # shellcheck disable=SC2086
     "$root/tools/locked" base $groups >"$work/locked.txt"
     pip "$work/build" download --only-binary :all: --require-hashes --requirement "$work/locked.txt" --dest "$work/wheels"

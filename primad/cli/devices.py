@@ -194,7 +194,7 @@ def _table(found: Sequence[Row]) -> Table:
         table.add_column(column, overflow="fold", no_wrap=column == "fingerprint")
     for row in found:
         name = f"{row.device} (calls itself {row.calls_itself})" if row.calls_itself else row.device
-        address = "\n".join(row.places) + (" (to itself alone)" if _is_hidden(row) else "")
+        address = "\n".join(row.places) + (" (that device only)" if _is_hidden(row) else "")
         halves = f"{row.fingerprint[:_HALF]}\n{row.fingerprint[_HALF + 1 :]}".strip()
         state = row.state if row.version in ("", __version__) else f"{row.state}, has primad {row.version}"
         table.add_row(*map(Text, (name, row.role, row.cluster, row.trusted, halves, state, address)))

@@ -93,7 +93,7 @@ def _questions(
     names = [name for name in popular_shapes() if (models.only or "").lower() in name]
     if not names:
         raise ConfigError(
-            f"--only {models.only}: no model has that in its name; there are {', '.join(popular_shapes())}"
+            f"--only {models.only}: no model has that in its name; without --only 'primad fit' names them all"
         )
     found = found_devices(fleet, files, live)
     run = RunConfig(objective="latency", kv_type=parse_choice(models.kv_type, KV_TYPES, "--kv-type"))
@@ -123,9 +123,18 @@ def _show(answer: FitAnswer) -> None:
     tables.print(table)
     if answer.help:
         tables.print(f"What would help most: {answer.help}.")
-    tables.print("* the largest that write at least 5 tokens/s; each name is a --model-shape of primad plan")
+    tables.print(what_is_marked(answer))
     for line in next_commands(answer):
         out.print(line)
+
+
+def what_is_marked(answer: FitAnswer) -> str:
+    """What the star says; where no row has one, that none is fast enough, and what else may be the reason."""
+    names = "each name is a --model-shape of primad plan"
+    if any(each.is_best for each in answer.models):
+        return f"* the largest that write at least 5 tokens/s; {names}"
+    slow = "none of them writes 5 tokens/s here; if a device was busy when it was measured: primad profile --remeasure"
+    return f"{slow}; {names}"
 
 
 def next_commands(answer: FitAnswer) -> list[str]:

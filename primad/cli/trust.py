@@ -63,7 +63,7 @@ def revoke(
         device = parse_key(device)
     for each in store.revoke(device if store.is_known(device) else _key_of(device, store, home)):
         out.print(f"{each.device} is not trusted here any more ({fingerprint(each.key)})")
-    out.print("a head tells it, and the devices that work for it; one that was paired with it directly still trusts it")
+    out.print("a head tells it and its other devices; a device that was paired with it directly still trusts it")
 
 
 def _key_of(name: str, store: TrustStore, home: Path | None) -> str:

@@ -17,6 +17,7 @@ from primad.layers.cache import LayerCache
 from primad.layers.eviction import CachedLayer
 from primad.profiler.records import read_home
 from primad.settings.config import layer_folder
+from primad.settings.quantities import show_count
 from primad.system.disk import reserve_bytes
 from primad.system.memory import memory
 from primad.trust.identity import FILE_NAME
@@ -100,7 +101,7 @@ def _judge_room(facts: DiskFacts) -> Finding:
     held = sum(layer.size_bytes for layer in facts.layers if layer.held)
     text = f"{gib(facts.free_bytes)} are free under {facts.home}"
     if here:
-        text += f" beside {len(facts.layers)} layers ({gib(here)}) that are here"
+        text += f" beside {show_count(len(facts.layers), 'layer')} ({gib(here)}) that are here"
     spare = room + here - held
     if spare < _LAYER_BYTES:
         why = f"as large as those of an 8B model fits, as {gib(min(reserve, facts.free_bytes))} stay free"

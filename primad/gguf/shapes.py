@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Final, Literal
@@ -200,6 +201,12 @@ def popular_shapes() -> tuple[str, ...]:
     return tuple(name for name in shape_names() if read_shape(name).popular)
 
 
+def _near(name: str) -> str:
+    """What may be meant by ``name``: all names are a screen full, in which nobody finds the error."""
+    near = get_close_matches(name, shape_names(), n=4)
+    return f", but {', '.join(near)}" if near else ""
+
+
 def shape(name: str) -> ModelProfile:
     """The profile of a model by name, such as ``llama3-70b`` or ``llama3-70b-q8``. Raises ``ConfigError``."""
     model, suffix = name.lower(), _PLAIN
@@ -210,7 +217,8 @@ def shape(name: str) -> ModelProfile:
     if model not in shape_names():
         suffixes = ", ".join(f"-{known}" for known in _TYPES)
         raise ConfigError(
-            f"no built-in model shape '{name}'; there are {', '.join(shape_names())}, each also with {suffixes} behind it"
+            f"no built-in model shape '{name}'{_near(model)}; 'primad fit' names them, as in llama3-70b, each also with "
+            f"{suffixes} behind it"
         )
     found, types = read_shape(model), _TYPES[suffix]
     if found.file is not None and suffix != _UNQUANTISED:

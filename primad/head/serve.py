@@ -60,6 +60,19 @@ EMBEDDING_NICE: Final = 10
 """An answer's next token goes before embeddings."""
 OWN_COMMANDS: Final = "--own-commands"
 """The name of the key with which this user's commands ask; none of a file begins so."""
+NO_TEMPLATE: Final = (
+    "the model file has no chat template, so the model may not be made for chat; messages go to it as ChatML, "
+    "or as --chat-template FILE has them"
+)
+
+
+def template_of(given: str | None, header: Header, reporter: Reporter) -> str | None:
+    """The chat template: the ``given`` one, the file's, or None, which is ChatML. The owner is told of that: a model that
+    does not know it answers in its marks, which would look like a fault of the server."""
+    template = given or chat_template_of(header)
+    if template is None:
+        reporter.say(NO_TEMPLATE)
+    return template
 
 
 def check_options(options: ServeOptions, config: Config, header: Header, model: ModelProfile) -> None:
@@ -136,6 +149,7 @@ def serve(
     warned = "" if options.alone else warning(header, verdict)
     if warned:
         reporter.say(warned)
+    template = template_of(options.chat_template, header, reporter)
     model = with_adapters(with_verdict(model_profile(header), header, verdict), adapters)
     model = with_rope(model, header, options.rope)
     check_options(options, config, header, model)
@@ -155,7 +169,7 @@ def serve(
 
         async def main() -> None:
             service = service_of(station, header, model, options, ranged, draft, adapters, head_has_room=has_room)
-            texts = TextService(str(service.model.file), options.chat_template or chat_template_of(header))
+            texts = TextService(str(service.model.file), template)
             # A state cannot be cut back to what two prompts have in common.
             backend = RingBackend(texts=texts, max_wait_s=options.max_wait_s, reuses=not model.is_recurrent)
             embedding = _embedding_of(options, config)

@@ -15,6 +15,7 @@ from halda.load import UnderLoad
 from primad.api.status import DeviceStatus, LinkStatus, MemoryFigures, PlannedFigures, Promises, RingFigures
 from primad.head.promise import Promise
 from primad.ring.messages import Status
+from primad.settings.quantities import show_count
 
 WINDOW_S: Final = 10.0
 """The means are of the passes of so many seconds, however often somebody asks meanwhile."""
@@ -90,7 +91,7 @@ def plan_lines(plan: Plan, assignments: Mapping[str, Assignment]) -> list[str]:
         apart = sum(window.cpu_experts for window in kept.windows)
         on_gpu += f" (the experts of {apart} in RAM)" if apart else ""
         helped = ", prompts with the help of the GPU" if name in plan.helped else ""
-        lines.append(f"{name}: {kept.layers} layers ({windows}){on_gpu}{streams}{helped}")
+        lines.append(f"{name}: {show_count(kept.layers, 'layer')} ({windows}){on_gpu}{streams}{helped}")
     return lines
 
 

@@ -43,4 +43,6 @@ def _standing(name: str, device: Device) -> str:
         case DevicePhase.GONE:
             return f"{name} is gone" + (f" ({device.reason})" if device.reason else "")
         case _:
-            return f"{name} is paired" + (f", but {device.reason}" if device.reason else " and is greeted")
+            return f"{name} is paired" + (
+                f", but {device.reason}" if device.reason else ", and is asked what it measured"
+            )

@@ -7,7 +7,7 @@ from typing import Final
 from halda import Plan
 from halda.evaluate import DevicePrediction, Prediction
 from halda.instance import Instance
-from primad.settings.quantities import show_bytes, show_ms, show_rate
+from primad.settings.quantities import show_bytes, show_count, show_ms, show_rate
 
 _SAME: Final = 1e-6
 
@@ -52,10 +52,10 @@ def _hops(plan: Plan, prediction: Prediction, instance: Instance) -> str:
 
 def _where(device: DevicePrediction) -> str:
     on_cpu = device.layers - device.gpu_layers
-    parts = [f"{on_cpu} layers on the CPU"] if on_cpu else []
-    parts += [f"{device.gpu_layers} on the GPU" if on_cpu else f"{device.gpu_layers} layers on the GPU"] * bool(
-        device.gpu_layers
-    )
+    parts = [f"{show_count(on_cpu, 'layer')} on the CPU"] if on_cpu else []
+    parts += [
+        f"{device.gpu_layers} on the GPU" if on_cpu else f"{show_count(device.gpu_layers, 'layer')} on the GPU"
+    ] * bool(device.gpu_layers)
     parts += [f"the experts of {device.cpu_experts} of these on the CPU"] * bool(device.cpu_experts)
     return ", ".join(parts)
 

@@ -9,7 +9,7 @@ from halda import DeviceProfile, LinkProfile, ModelProfile
 from primad.errors import ConfigError
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from primad.gguf.shapes import shape, shape_names
+from primad.gguf.shapes import shape
 from primad.profiler.fleets import read_fleet
 from primad.profiler.store import load_profiles
 
@@ -23,8 +23,8 @@ def read_model(path: Path | None, shape_name: str | None) -> ModelProfile:
     if shape_name is not None:
         return shape(shape_name)
     raise ConfigError(
-        "which model? give --model FILE.gguf, or, if you have no file yet, --model-shape with one of "
-        + ", ".join(shape_names())
+        "which model? give --model FILE.gguf, or, if you have no file yet, --model-shape with a name of 'primad fit', "
+        "as in llama3-8b"
     )
 
 

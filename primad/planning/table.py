@@ -22,7 +22,7 @@ from primad.planning.schema import (
     RingJson,
     WhatIf,
 )
-from primad.settings.quantities import show_bytes, show_ms, show_rate, show_speed
+from primad.settings.quantities import show_bytes, show_count, show_ms, show_rate, show_speed
 
 _PLAIN_WIDTH: Final = 160
 """Columns where no terminal says how many there are."""
@@ -68,8 +68,8 @@ def render(answer: Explanation, width: int) -> RenderableType:
 def _title(answer: Explanation) -> str:
     model, count = answer.model, len(answer.devices)
     return (
-        f"{model.name} ({model.layers} layers, {show_bytes(model.bytes)}) on {_count(count, 'device')}, head {answer.head}, "
-        f"{_count(answer.rounds, 'round')} a token"
+        f"{model.name} ({model.layers} layers, {show_bytes(model.bytes)}) on {show_count(count, 'device')}, "
+        f"head {answer.head}, {show_count(answer.rounds, 'round')} a token"
     )
 
 
@@ -113,16 +113,18 @@ def _facts(answer: Explanation) -> Table:
     work, found = answer.workload, answer.predicted
     table.add_row("a token", f"{show_ms(found.tpot_ms)}, {_speed(answer)}")
     chunks = f", {answer.chunk_rows} at a time" if work.prompt_tokens > answer.chunk_rows else ""
-    prompt = f"a prompt of {_count(work.prompt_tokens, 'token')}{chunks}"
+    prompt = f"a prompt of {show_count(work.prompt_tokens, 'token')}{chunks}"
     table.add_row("first token", f"{show_ms(found.ttft_ms)} for {prompt}")
-    table.add_row("a request", f"{show_ms(found.exchange_ms)} with an answer of {_count(work.answer_tokens, 'token')}")
+    table.add_row(
+        "a request", f"{show_ms(found.exchange_ms)} with an answer of {show_count(work.answer_tokens, 'token')}"
+    )
     if answer.load is not None:
         why = f" ({work.why_sequences})" if work.why_sequences else ""
         table.add_row("at once", f"{_load(answer.load)}{why}")
     elif work.why_sequences:
         table.add_row("at once", f"one answer ({work.why_sequences})")
     why = f" ({work.why_context})" if work.why_context else ""
-    table.add_row("context", f"{_count(work.context_tokens, 'token')}{why}")
+    table.add_row("context", f"{show_count(work.context_tokens, 'token')}{why}")
     if work.too_small_for:
         table.add_row("", work.too_small_for)
     if _streams(answer):
@@ -135,7 +137,9 @@ def _facts(answer: Explanation) -> Table:
     for device in answer.devices:
         if device.extra_buffers:
             table.add_row("copies", f"{device.name} {device.extra_buffers}")
-    apart = [f"{device.cpu_experts} layers of {device.name}" for device in answer.devices if device.cpu_experts]
+    apart = [
+        f"{show_count(device.cpu_experts, 'layer')} of {device.name}" for device in answer.devices if device.cpu_experts
+    ]
     if apart:
         table.add_row("experts", f"in RAM, computed by the processor, of {', '.join(apart)} on the GPU")
     for i, kept in enumerate(answer.kept):
@@ -158,7 +162,7 @@ def _facts(answer: Explanation) -> Table:
 
 def _load(load: LoadJson) -> str:
     """What several answers at once are expected to give."""
-    rows, exact = _count(load.rows, "row"), "as each is alone" if load.is_exact else "not always as each is alone"
+    rows, exact = show_count(load.rows, "row"), "as each is alone" if load.is_exact else "not always as each is alone"
     return (
         f"{load.sequences} answers write {show_speed(load.tokens_per_s)}, each a token in {show_ms(load.tbt_ms)}, the first "
         f"after {show_ms(load.ttft_ms)} where others write; steps of {rows}, {exact}"
@@ -270,7 +274,3 @@ def _runs(counts: Iterable[int]) -> str:
     """``12 x 3, 2``: equal neighbours together."""
     runs = [(count, len(list(run))) for count, run in groupby(counts)]
     return ", ".join(str(count) if times == 1 else f"{count} x {times}" for count, times in runs)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

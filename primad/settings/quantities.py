@@ -162,6 +162,11 @@ def parse_list(value: Any, source: str) -> list[Any]:
     return list(value)
 
 
+def show_count(number: int, noun: str) -> str:
+    """``1 layer``, ``2 layers``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def show_bytes(count: float) -> str:
     """``1.2 GB``, ``340 MB`` (decimal); ``-`` for nothing."""
     if count == 0:

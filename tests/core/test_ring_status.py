@@ -345,6 +345,15 @@ def test_the_owner_is_told_who_streams():
     ]
 
 
+def test_one_layer_is_not_one_layers():
+    route = tuple(
+        Window(device=name, first=first, last=last, gpu_layers=0)
+        for name, first, last in (("desk", 0, 23), ("lap", 23, 24), ("desk", 24, 25))
+    )
+    plan = dataclasses.replace(PLAN, rounds=1, route=route)
+    assert plan_lines(plan, assignments(plan, MODEL))[1].startswith("lap: 1 layer (23)")
+
+
 @pytest.mark.parametrize(
     ("slowdown", "line"),
     [

@@ -170,6 +170,12 @@ def test_an_unknown_name_is_one_clear_error(name: str) -> None:
         shape(name)
     assert "llama3-70b" in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 240, "nobody finds an error in a list of all names"
+
+
+def test_a_slip_in_a_name_is_answered_with_the_names_that_are_near() -> None:
+    with pytest.raises(ConfigError, match="no built-in model shape 'qwen3-9b', but qwen3-"):
+        shape("qwen3-9b")
 
 
 @pytest.mark.parametrize("name", ACTIVE)

@@ -38,7 +38,7 @@ def test_each_device_is_named_with_what_it_waits_for():
 def test_a_device_that_refused_is_told_with_its_reason():
     shell = head(1)
     shell.tell(m.Seen("ada", True))
-    assert line(shell) == "waiting for 1 of 1 devices: ada is paired and is greeted"
+    assert line(shell) == "waiting for 1 of 1 devices: ada is paired, and is asked what it measured"
     shell.tell(m.DeviceRefused("ada", "it works for another head"))
     assert line(shell) == "waiting for 1 of 1 devices: ada is paired, but it works for another head"
 

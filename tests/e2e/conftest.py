@@ -25,6 +25,7 @@ def _network_of_its_own() -> Iterator[None]:
     if sys.platform != "linux" or os.geteuid() != 0:
         yield
         return
+    address = uuid.getnode().to_bytes(6, "big").hex(":")  # by which processes know that it is the same machine
     library = ctypes.CDLL(None, use_errno=True)
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
@@ -32,7 +33,6 @@ def _network_of_its_own() -> Iterator[None]:
             yield
             return
         try:
-            address = uuid.getnode().to_bytes(6, "big").hex(":")  # by which processes know that it is the same machine
             for words in (
                 "link set lo up",
                 f"link add same address {address} type bridge",

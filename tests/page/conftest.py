@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from tests.e2e.conftest import _network_of_its_own  # noqa: E402, F401
 
 PATIENCE_MS = 180_000
 expect.set_options(timeout=PATIENCE_MS)
+NO_WORDS = ("null", "undefined", "NaN")
 SERIOUS = ("serious", "critical")
-PICTURES = os.environ.get("PRIMAD_PAGE_PICTURES")
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +37,8 @@ def browser(_network_of_its_own: None) -> Iterator[Browser]:  # noqa: F811
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Opens pages, each in a browser profile of its own; fails where one complained on its console."""
-    contexts, complaints = [], list[str]()
+    """Opens pages, each in a browser profile of its own; fails where one complained on its console or shows a "null"."""
+    pages, complaints = list[Page](), list[str]()
 
     def heard(message: ConsoleMessage) -> None:
         expected = "Failed to load resource" in message.text  # that a request was refused, which tests provoke
@@ -46,17 +47,19 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
 
     def opened(url: str, **more: object) -> Page:
         context = browser.new_context(**({"viewport": {"width": 1180, "height": 800}} | more))
-        contexts.append(context)
         context.set_default_timeout(PATIENCE_MS)
         page = context.new_page()
+        pages.append(page)
         page.on("console", heard)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.goto(url)
         return page
 
     yield opened
-    for context in contexts:
-        context.close()
+    for page in pages:
+        shown = " ".join(page.locator("#ring, #devices").all_text_contents())
+        complaints += [f"a word of the page: {word}" for word in NO_WORDS if re.search(rf"\b{word}\b", shown)]
+        page.context.close()
     assert not complaints
 
 
@@ -77,14 +80,3 @@ def serious() -> Callable[[Page], list[str]]:
         ]
 
     return judge
-
-
-@pytest.fixture(scope="session")
-def picture() -> Callable[[Page, str], None]:
-    """Keeps what a page looks like under a name, where pictures are to be made."""
-
-    def keep(page: Page, name: str) -> None:
-        if PICTURES is not None:
-            page.screenshot(path=str(Path(PICTURES) / f"{name}.png"))
-
-    return keep

@@ -67,8 +67,8 @@ def test_calls_are_shown_and_answered_by_hand(open_page):
         say(page, "What is a ring?")
         expect(page.locator(".call")).to_contain_text("look_up")
         expect(page.locator(".call pre")).to_contain_text('"word": "ring"')
-        page.get_by_label("What look_up gave").fill("a circle")
-        page.get_by_role("button", name="Give this answer").click()
+        page.get_by_label("Result of look_up").fill("a circle")
+        page.get_by_role("button", name="Send result").click()
         expect(page.locator(".message.assistant")).to_have_count(2)
         expect(page.locator(".message.tool pre")).to_have_text("a circle")
 
@@ -217,7 +217,8 @@ def test_axe_finds_nothing_serious(open_page, serious, scheme, width):
         expect(page.locator(".if-answer")).to_contain_text("tokens/s")
         assert serious(page) == []
         page.get_by_role("tab", name="Devices").click()
-        expect(page.get_by_role("button", name="Show a pairing code")).to_be_visible()
+        page.get_by_role("button", name="Show a pairing code").click()
+        expect(page.locator(".code-words")).to_be_visible()
         assert serious(page) == []
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 

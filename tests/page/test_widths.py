@@ -253,7 +253,7 @@ def test_there_is_one_speed_and_it_has_a_name(open_page, screen):
         expect(page.locator(".stats")).to_contain_text("decode")
         page.get_by_role("tab", name="Ring").click()
         expect(page.locator(".picture .speed")).to_have_text("20.0")
-        assert page.locator(".picture .under").all_inner_texts() == ["tokens/s decode", "latest request"]
+        assert page.locator(".picture .under").all_text_contents() == ["tokens/s decode", "latest request"]
         assert facts(page) >= {("decode, latest request", "20.0 tokens/s"), ("decode, forecast", "25.0 tokens/s")}
 
 

@@ -386,7 +386,7 @@ def test_a_device_has_one_line_with_what_it_calls_itself_now(command, sight, hom
 def test_of_a_head_it_is_shown_where_its_http_server_listens(command, sight, http, places):
     sight.append(replace(PEER, role="head", port=8080, http=http))
     assert listed(command)["desk"]["places"] == places
-    assert ("to itself alone" in " ".join(command("devices")[1].split())) == (http == "127.0.0.1")
+    assert ("that device only" in " ".join(command("devices")[1].split())) == (http == "127.0.0.1")
 
 
 def test_a_head_is_asked_by_the_name_or_the_address_that_devices_shows(sight, home):

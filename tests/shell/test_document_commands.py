@@ -35,6 +35,7 @@ OTHERS = {
     "cd",
     "podman",
     "docker",
+    "open-webui",
     "claude",
     "aider",
     "llm",

@@ -14,7 +14,7 @@ const SAMPLING = [
   ["top_p", "Top p", "0 to 1"],
   ["top_k", "Top k", "0 takes all"],
   ["min_p", "Min p", "0 to 1"],
-  ["max_tokens", "Most tokens", "of an answer"],
+  ["max_tokens", "Max tokens", "of an answer"],
   ["seed", "Seed", "the same seed gives the same answer"],
 ];
 
@@ -25,7 +25,9 @@ let parts = {};
 const boxes = new WeakMap();
 
 export function startChat(panel) {
+  const served = h("span", {});
   parts = {
+    served,
     list: h("ul", { class: "chats" }),
     log: h("div", { class: "log", id: "log" }),
     input: h("textarea", {
@@ -43,7 +45,7 @@ export function startChat(panel) {
     }),
     send: h("button", { class: "send", type: "submit" }),
     failed: h("div", {}),
-    model: h("p", { class: "hint", id: "model-line" }, "Shift+Enter begins a new line"),
+    model: h("p", { class: "hint", id: "model-line" }, served, h("span", { class: "keys" }, "Shift+Enter begins a new line")),
   };
   const history = h(
     "aside",
@@ -84,8 +86,8 @@ export function startChat(panel) {
   showChat(latest ?? chat);
   onStatus(({ status }) => {
     if (!status?.model) return;
-    const line = `${status.model}${status.devices.length > 1 ? ` on ${status.devices.length} devices` : ""} · Shift+Enter begins a new line`;
-    if (parts.model.textContent !== line) parts.model.textContent = line;
+    const line = `${status.model}${status.devices.length > 1 ? ` on ${status.devices.length} devices` : ""} `;
+    if (parts.served.textContent !== line) parts.served.textContent = line;
   });
 }
 
@@ -132,7 +134,7 @@ function form() {
           name,
           inputmode: "decimal",
           autocomplete: "off",
-          placeholder: "model's",
+          placeholder: "default",
           title: hint,
           value: values[name],
           onchange: change,
@@ -140,7 +142,7 @@ function form() {
       ),
     ),
     area("tools", "Tools (JSON)", 5, '[{"type": "function", "function": {"name": …}}]'),
-    h("p", { class: "hint" }, "What is empty is as the model has it. Calls of tools are shown; you answer them by hand."),
+    h("p", { class: "hint" }, "Empty fields take the model's defaults. Tool calls are shown; you type their results."),
   );
 }
 
@@ -276,7 +278,7 @@ function drawn(message, place) {
   const box = boxes.get(message) ?? h("article", { class: `message ${message.role}`, "aria-label": NAMES[message.role] });
   boxes.set(message, box);
   if (message.role === "assistant") fill(box, message, stopping && place === chat.messages.length - 1);
-  else if (message.role === "tool") box.replaceChildren(h("p", { class: "who" }, "Tool's answer"), h("pre", { tabindex: 0 }, message.content));
+  else if (message.role === "tool") box.replaceChildren(h("p", { class: "who" }, "Result"), h("pre", { tabindex: 0 }, message.content));
   else box.replaceChildren(h("div", { class: "said" }, message.content), actionsOfQuestion(box, message, place));
   return box;
 }
@@ -369,14 +371,14 @@ function drawnCall(call, message) {
   const at = chat.messages.indexOf(message);
   const isAnswered = chat.messages.some((each) => each.call === call.id);
   if (stopping || isAnswered || at < 0 || !call.id) return box;
-  const input = h("textarea", { rows: 2, "aria-label": `What ${call.name} gave`, placeholder: "What it gave" });
+  const input = h("textarea", { rows: 2, "aria-label": `Result of ${call.name}`, placeholder: "Result" });
   const answered = () => {
     chat.messages.push({ role: "tool", call: call.id, content: input.value });
     const open = message.calls.filter((each) => !chat.messages.some((other) => other.call === each.id));
     if (open.length) draw();
     else answer();
   };
-  box.append(input, h("p", { class: "row end" }, h("button", { type: "button", class: "main", onclick: answered }, "Give this answer")));
+  box.append(input, h("p", { class: "row end" }, h("button", { type: "button", class: "main", onclick: answered }, "Send result")));
   return box;
 }
 

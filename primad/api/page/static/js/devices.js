@@ -1,6 +1,6 @@
 // Devices: pair, approve, revoke. Only the owner of the head may, whom 'primad page' lets in.
 
-import { announce, copy, h, iconButton } from "./dom.js";
+import { announce, copy, h, iconButton, replace } from "./dom.js";
 import { onStatus } from "./live.js";
 import { ask } from "./server.js";
 
@@ -99,7 +99,8 @@ async function change(path, body, done) {
 function showCode(code, own) {
   const button = h("button", { type: "button", class: "main", onclick: () => change("/ui/pair", {}, "A pairing code is shown.") }, "Show a pairing code");
   parts.left = h("span", { class: "muted", id: "code-left" });
-  parts.code.replaceChildren(
+  replace(
+    parts.code,
     h("h2", {}, "Add a device"),
     ...(code
       ? [
@@ -118,7 +119,7 @@ function showCode(code, own) {
 /** The other way round: a device that runs already shows a code, which is typed here. Either way both sides know each other. */
 function bringForm() {
   const code = h("input", { id: "bring-code", autocomplete: "off", spellcheck: "false", required: true, placeholder: "7-lamp-river" });
-  const at = h("input", { id: "bring-at", autocomplete: "off", spellcheck: "false", placeholder: "found by itself" });
+  const at = h("input", { id: "bring-at", autocomplete: "off", spellcheck: "false", placeholder: "optional" });
   const button = h("button", { type: "submit" }, "Pair");
   const bring = async (event) => {
     event.preventDefault();
@@ -135,10 +136,10 @@ function bringForm() {
     "form",
     { class: "card bring", onsubmit: bring },
     h("h2", {}, "Add a device that runs already"),
-    h("p", {}, "On that device type this, and here the code that it shows:"),
+    h("p", {}, "Type this on that device, then enter the code that it shows:"),
     command("primad pair"),
     h("p", { class: "row" }, h("label", { for: "bring-code" }, "Its code"), code, h("label", { for: "bring-at" }, "Its address"), at, button),
-    h("p", { class: "muted" }, "The address is for networks without multicast: one that ", h("code", {}, "primad pair"), " shows there, as in ", h("code", {}, "192.168.1.20:7770"), "."),
+    h("p", { class: "muted" }, "Only where multicast is blocked: an address that ", h("code", {}, "primad pair"), " shows there, as in ", h("code", {}, "192.168.1.20:7770"), "."),
   );
 }
 
@@ -186,9 +187,9 @@ function elsewhere(device, member, own) {
   if (device.trusted === "yes" && device.how === BY_HAND && !SPOKEN_TO.has(member?.phase))
     return [h("p", {}, `It has to trust this head, too. On ${device.device} type:`), command(`primad devices trust ${own.device} --key ${own.key} --head`)];
   if (device.trusted === "yes" && device.is_paused)
-    return [h("p", { class: "muted" }, "This head asks nothing of it. That it computes for nobody is said there: ", h("code", {}, "primad pause"), ".")];
+    return [h("p", { class: "muted" }, "This head gives it no work. To pause it for every head, type there: ", h("code", {}, "primad pause"))];
   if (device.trusted === "revoked")
-    return [h("p", { class: "muted" }, "This head and its devices listen to it no more. That it trusts this head no longer is said there: ", h("code", {}, `primad devices revoke ${own.device}`), ".")];
+    return [h("p", { class: "muted" }, "This head and its devices ignore it. So that it trusts this head no longer either, type there: ", h("code", {}, `primad devices revoke ${own.device}`))];
   return [];
 }
 

@@ -12,6 +12,12 @@ export function svg(tag, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
 
+/** Gives `element` these children alone, null ones left out, which replaceChildren would write as "null". */
+export function replace(element, ...children) {
+  element.replaceChildren();
+  filled(element, {}, children);
+}
+
 function filled(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;

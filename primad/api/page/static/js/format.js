@@ -11,7 +11,7 @@ export function bytes(value) {
 export function ms(value) {
   if (value === null || value === undefined) return "?";
   if (value >= 1000) return `${digits(value / 1000)} s`;
-  return `${value === 0 ? "0" : digits(value)} ms`;
+  return `${digits(value)} ms`;
 }
 
 export function speed(value) {
@@ -41,6 +41,7 @@ export function clock(seconds) {
 }
 
 function digits(value) {
+  if (value === 0) return "0";
   const size = Math.abs(value);
   return value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : size >= 0.1 ? 2 : 3);
 }

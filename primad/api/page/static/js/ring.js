@@ -20,7 +20,7 @@ const speeds = [];
 
 export function startRing(panel) {
   parts = {
-    picture: h("figure", { class: "card ring-card" }),
+    picture: h("figure", { class: "card ring-card" }, h("figcaption", { class: "detail" }, "Asking the devices…")),
     detail: h("figcaption", { class: "detail" }),
     facts: h("dl", { class: "facts" }),
     line: h("div", { class: "spark" }),
@@ -41,7 +41,7 @@ export function startRing(panel) {
         h(
           "div",
           { class: "ring-side" },
-          h("div", { class: "card" }, h("h2", {}, "Now"), parts.line, parts.facts, parts.wrong),
+          h("div", { class: "card" }, h("h2", {}, "Now"), parts.line, h("p", { class: "muted" }, "tokens/s of all requests, the last two minutes"), parts.facts, parts.wrong),
           h("div", { class: "card grows" }, h("h2", {}, "Events"), parts.events),
         ),
       ),
@@ -97,11 +97,16 @@ function writeCentre(status, now, isForming, isConnected) {
   const figure = decodeNow(status, now) || decodeMeasured(status);
   big.textContent = isShown && figure ? speed(figure) : isForming ? "…" : "–";
   under.textContent = isShown ? "tokens/s decode" : "";
-  second.textContent = !isShown ? "" : now ? "now" : figure ? "latest request" : "nothing asked yet";
+  second.textContent = !isShown ? "" : now ? "now" : figure ? "latest request" : idle(status.tokens);
   parts.detail.textContent = isShown ? "" : isConnected ? status.detail : "The head does not answer.";
   const pulse = parts.picture.querySelector(".pulse");
   pulse.classList.toggle("moves", Boolean(now) && isConnected);
   if (now) pulse.style.animationDuration = `${Math.max(0.5, Math.min(8, 1 / now)).toFixed(1)}s`;
+}
+
+/** Why there is no speed. */
+function idle(tokens) {
+  return tokens?.answers_open ? "no token yet" : tokens?.completion ? "nobody asks now" : "nothing asked yet";
 }
 
 /** The decode speed of a request while some are answered: their tokens are shared out among them. */
@@ -137,9 +142,9 @@ function facts(status, now) {
   if (status.tokens) add("all requests now", perSecond(now ?? 0));
   if (status.tokens) add("requests open", `${status.tokens.answers_open}${status.sequences ? ` of ${status.sequences} at once` : ""}`);
   if (status.tokens) add("written", count(status.tokens.completion, "token"));
-  if (status.drafts?.drafted) add("guessed right", `${Math.round((100 * status.drafts.accepted) / status.drafts.drafted)} %`);
-  if (status.epoch) add("plan", `epoch ${status.epoch}, ${count(status.rounds ?? 1, "round")}`);
-  if (status.kv?.twice_bytes) add("KV cells kept twice", bytes(status.kv.twice_bytes));
+  if (status.drafts?.drafted) add("draft tokens accepted", `${Math.round((100 * status.drafts.accepted) / status.drafts.drafted)} %`);
+  if (status.epoch) add("plan", `ring ${status.epoch}, ${count(status.rounds ?? 1, "round")} a token`);
+  if (status.kv?.twice_bytes) add("KV cache replicated", bytes(status.kv.twice_bytes));
   return rows;
 }
 
@@ -147,8 +152,8 @@ function showWrong(status) {
   const wrong = status.measured?.wrong;
   parts.wrong.hidden = !wrong;
   if (!wrong) return;
-  const terms = { compute: `computing on ${wrong.device}`, disk: `waiting for the disk of ${wrong.device}`, hops: "the hops between devices" };
-  parts.wrong.textContent = `Most off: ${terms[wrong.term] ?? wrong.term}, ${ms(wrong.measured_ms)} where ${ms(wrong.predicted_ms)} were planned.`;
+  const terms = { compute: `computing on ${wrong.device}`, disk: `the disk of ${wrong.device}`, hops: "the hops between devices" };
+  parts.wrong.textContent = `Furthest from the forecast: ${terms[wrong.term] ?? wrong.term}, ${ms(wrong.measured_ms)} a token instead of ${ms(wrong.predicted_ms)}.`;
 }
 
 function card(device, news) {
@@ -156,14 +161,15 @@ function card(device, news) {
   const find = (status) => status.devices.find((each) => each.name === device.name);
   const reads = rate(news, (status) => find(status)?.memory.read_bytes);
   const next = news.status.links.find((link) => link.source === device.name && link.target === following(device, news.status));
+  const isPlanned = planned.resident !== null; // windows given by hand have no forecast
   const rows = [
     row("resident layers", number(memory.resident), number(planned.resident)),
     row("streamed layers", number(memory.streamed) + (memory.streams_output ? " + output" : ""), number(planned.streamed)),
-    row("computing, a token", ms(ring?.compute_ms_per_token), ms(planned.compute_ms_per_token), ratio(ring?.compute_ms_per_token, planned.compute_ms_per_token)),
-    row("waiting for disk", ms(memory.stall_ms_per_token), ms(planned.stall_ms_per_token), memory.stall_ms_per_token > 1 ? ratio(memory.stall_ms_per_token, planned.stall_ms_per_token) : null),
+    row("compute, a token", ms(ring?.compute_ms_per_token), ms(planned.compute_ms_per_token), ratio(ring?.compute_ms_per_token, planned.compute_ms_per_token)),
+    row("wait for disk, a token", ms(memory.stall_ms_per_token), ms(planned.stall_ms_per_token), memory.stall_ms_per_token > 1 ? ratio(memory.stall_ms_per_token, planned.stall_ms_per_token) : null),
     row("read, a token", bytes(memory.bytes_read_per_token), bytes(planned.bytes_read_per_token)),
     row("read now", reads === null ? "?" : `${bytes(reads)}/s`, ""),
-    row("hop, software", ring?.hop_median_s == null ? "?" : ms(ring.hop_median_s * 1000), ms(planned.hop_ms)),
+    row("hop overhead", ring?.hop_median_s == null ? "?" : ms(ring.hop_median_s * 1000), ms(planned.hop_ms)),
     row("memory", bytes(ring?.rss_bytes), bytes(planned.ram_bytes), ratio(ring?.rss_bytes, planned.ram_bytes)),
   ];
   return h(
@@ -178,7 +184,7 @@ function card(device, news) {
       ring === null ? silent(device) : pressure(memory.pressure),
     ),
     h("p", { class: "muted" }, `${count(device.layers, "layer")}: ${ranges(device.windows)}${device.gpu_layers ? `, ${device.gpu_layers} on the GPU` : ""}`),
-    h("table", {}, h("thead", {}, h("tr", {}, h("td", {}), h("th", { scope: "col" }, "now"), h("th", { scope: "col" }, "plan"))), h("tbody", {}, rows)),
+    h("table", { class: isPlanned ? null : "unplanned" }, h("thead", {}, h("tr", {}, h("td", {}), h("th", { scope: "col" }, "now"), h("th", { scope: "col" }, "plan"))), h("tbody", {}, rows)),
     next ? h("p", { class: "muted" }, `→ ${next.target}: ${ms(next.round_trip_ms)} there and back, ${speed(next.mbit_per_s)} Mbit/s`) : null,
   );
 }
