@@ -16,8 +16,8 @@ from typing import Final
 
 import man
 
-from primad.supervisor.service import NAME, DaemonService
-from primad.supervisor.systemd import ENVIRONMENT_FILE, GPU_GROUPS, SYSTEM_HOME, SYSTEM_USER, unit, unit_name
+from primad.cli.service.service import NAME, DaemonService
+from primad.cli.service.systemd import ENVIRONMENT_FILE, GPU_GROUPS, SYSTEM_HOME, SYSTEM_USER, unit, unit_name
 
 COMPLETIONS: Final = {
     "bash": "share/bash-completion/completions/primad",

@@ -63,7 +63,7 @@ from primad.gguf.profile import model_profile  # noqa: E402
 from primad.profiler.effort import Effort  # noqa: E402
 from primad.profiler.gpus import list_gpus  # noqa: E402
 from primad.profiler.processors import measure_cpu  # noqa: E402
-from primad.ring.spawn import environment  # noqa: E402
+from primad.system.children.spawn import environment  # noqa: E402
 from tools import (  # noqa: E402
     bench_api,
     bench_copies,

@@ -24,13 +24,13 @@ from typing import Any, Final
 import msgspec
 from rich.console import Console
 
-from primad.api.backend import TextModel
-from primad.api.openai.schema import ChatRequest, parse
-from primad.api.openai.tool_use import chat_text
+from primad.api.answering.backend import TextModel
+from primad.api.dialects.openai.schema import ChatRequest, parse
+from primad.api.dialects.openai.tool_use import chat_text
 from primad.engine.protocol import GREEDY
 from primad.gguf.model import open_model
-from primad.head.tokenizer import ModelVocabulary
-from primad.head.vocabulary import chat_template_of
+from primad.head.model.tokenizer import ModelVocabulary
+from primad.head.model.vocabulary import chat_template_of
 from primad.ring.messages import Sampled
 from tools.demo import PRIMAD
 from tools.lab.http_servers import HttpServer, head_here

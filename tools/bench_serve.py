@@ -33,7 +33,7 @@ from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.ring.grouping import Batching
 from primad.ring.messages import Sampled
-from primad.ring.spawn import environment
+from primad.system.children.spawn import environment
 from tools.bench_together import CASES
 from tools.lab.local_ring import LocalRing, even_windows
 from tools.lab.memory import LimitedGroup

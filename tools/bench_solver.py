@@ -50,8 +50,6 @@ from halda import (  # noqa: E402
     instance,
     solve,
 )
-from halda_research.beside import SEEDS, beside_published  # noqa: E402
-from halda_research.random_fleets import Memory, random_instance  # noqa: E402
 from primad.gguf.model import open_model  # noqa: E402
 from primad.gguf.profile import model_profile  # noqa: E402
 from primad.gguf.shapes import shape  # noqa: E402
@@ -67,6 +65,8 @@ from primad.system.measuring_lock import measuring  # noqa: E402
 from primad.trust.identity import new_identity  # noqa: E402
 from tools.lab.local_ring import LocalRing, even_windows, types_of  # noqa: E402
 from tools.lab.plain_llama import PROMPT  # noqa: E402
+from tools.research.beside import SEEDS, beside_published  # noqa: E402
+from tools.research.random_fleets import Memory, random_instance  # noqa: E402
 
 PROMPT_TOKENS = 40
 ANSWER_TOKENS = 96

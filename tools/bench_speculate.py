@@ -49,9 +49,9 @@ from primad.planning.question import default_workload
 from primad.profiler.effort import Effort
 from primad.profiler.measure import measure_home, ram_read_bytes_per_s
 from primad.profiler.processors import measure_cpu
-from primad.ring.drafting.drafter import MOST_ROOM, Drafting
-from primad.ring.drafting.messages import DraftModel
 from primad.ring.messages import Sampled
+from primad.ring.speculation.drafter import MOST_ROOM, Drafting
+from primad.ring.speculation.messages import DraftModel
 from tools.bench_solver import device_here, links_between
 from tools.bench_together import NO_DISK
 from tools.lab import LabError

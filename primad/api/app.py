@@ -1,9 +1,9 @@
 """The HTTP API of the head: one application, several dialects of it.
 
 ``create_app`` makes the ASGI application; the daemon runs it under uvicorn in its own loop. It keeps no state of its own
-but what it counts (``metrics.py``): a dialect makes a ``Job`` (core) of a request, the backend writes its choices one after
-another, and the dialect shapes what was written. Every refusal has the dialect's shape; an unexpected exception, which is
-our mistake, is answered with 500 and logged with its traceback by the server (uvicorn).
+but what it counts (``api/http/metrics.py``): a dialect makes a ``Job`` (core) of a request, the backend writes its
+choices one after another, and the dialect shapes what was written. Every refusal has the dialect's shape; an
+unexpected exception, which is our mistake, is answered with 500 and logged with its traceback by the server (uvicorn).
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 
 from primad import __version__
-from primad.api.access import OPEN, Door
-from primad.api.anthropic import routes as anthropic
-from primad.api.backend import Backend, Embeddings, ModelNames
-from primad.api.connection import MAX_BODIES_BYTES, BodyGuard
-from primad.api.dialect import COMPONENT, EVENT_STREAM, Dialect, Route, schemas
-from primad.api.endpoint import Endpoint, json_response
-from primad.api.guard import HostGuard, KeyGuard
-from primad.api.llama_server import routes as llama_server
-from primad.api.metrics import MEDIA_TYPE, Counted, Metrics
-from primad.api.ollama import routes as ollama
-from primad.api.openai import routes as openai
-from primad.api.openai.errors import error_response
-from primad.api.openai.shapes import HealthBody
+from primad.api.answering.backend import Backend, Embeddings, ModelNames
+from primad.api.dialects.anthropic import routes as anthropic
+from primad.api.dialects.llama_server import routes as llama_server
+from primad.api.dialects.ollama import routes as ollama
+from primad.api.dialects.openai import routes as openai
+from primad.api.dialects.openai.shapes import HealthBody
+from primad.api.dialects.responses import routes as responses
+from primad.api.http.access import OPEN, Door
+from primad.api.http.connection import MAX_BODIES_BYTES, BodyGuard
+from primad.api.http.dialect import COMPONENT, EVENT_STREAM, Dialect, Route, schemas
+from primad.api.http.endpoint import Endpoint, json_response
+from primad.api.http.errors import error_response
+from primad.api.http.guard import HostGuard, KeyGuard
+from primad.api.http.metrics import MEDIA_TYPE, Counted, Metrics
+from primad.api.http.paths import TidyPaths
+from primad.api.http.status import StatusBody, status_body
 from primad.api.page import files
 from primad.api.page.desk import Desk
 from primad.api.page.owner import Owner
 from primad.api.page.routes import Page
-from primad.api.paths import TidyPaths
-from primad.api.responses import routes as responses
-from primad.api.status import StatusBody, status_body
 from primad.errors import PrimadError, RequestError
 from primad.settings.timings import ApiTimings
 

@@ -41,8 +41,8 @@ from primad.errors import DiskError, EngineError, ModelError, printable
 from primad.gguf.architectures import borders, cuttable, known, layer_count
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
-from primad.ring.spawn import environment
-from primad.ring.task_child import TaskChild
+from primad.system.children.spawn import environment
+from primad.system.children.task_child import TaskChild
 
 TIME_LIMIT_S: Final = 120.0
 KV_TYPES: Final[tuple[KvType, ...]] = ("f16", "q8_0", "q4_0")

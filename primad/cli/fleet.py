@@ -104,7 +104,7 @@ def found_devices(fleet: FleetOptions, files: list[Path] | None, live: LiveOptio
         devices, links = read_devices(paths, fleet.fleet)
         return FoundDevices(devices=devices, links=links)
     from primad.cli.progress import RichReporter
-    from primad.head.survey import survey
+    from primad.head.members.survey import survey
 
     own_flags = {
         "home": live.home,

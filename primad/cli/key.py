@@ -45,8 +45,8 @@ def add(
 
         primad key add guest --requests 20 --tokens 20000
     """
-    from primad.api.key_file import KEY_NAME, add_key
-    from primad.api.keys import ApiKey, digest_of, new_key
+    from primad.api.http.key_file import KEY_NAME, add_key
+    from primad.api.http.keys import ApiKey, digest_of, new_key
 
     if not KEY_NAME.fullmatch(name):
         raise ConfigError(
@@ -66,7 +66,7 @@ def show(file: File = None, home: Home = None) -> None:
 
         primad key list
     """
-    from primad.api.key_file import read_keys
+    from primad.api.http.key_file import read_keys
 
     path = _file(file, home)
     keys = read_keys(path)
@@ -86,7 +86,7 @@ def remove(name: KeyName, file: File = None, home: Home = None) -> None:
 
         primad key remove guest
     """
-    from primad.api.key_file import remove_key
+    from primad.api.http.key_file import remove_key
 
     path = _file(file, home)
     remove_key(path, name)

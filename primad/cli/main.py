@@ -31,12 +31,12 @@ from primad.cli.pair_pause_leave import leave, pair, pause, resume
 from primad.cli.plan import PLAN_SHOWN, PLAN_TABLE, plan
 from primad.cli.progress import RichReporter
 from primad.cli.serve import SERVE_SHOWN, SERVE_TABLE, serve
-from primad.cli.service import service_app
+from primad.cli.service.command import service_app
+from primad.cli.service.service import GIVE_UP_VARIABLE
 from primad.cli.status import status
 from primad.cli.trust import revoke, trust
 from primad.errors import ConfigError, NotNowError, PrimadError, Stopped
 from primad.settings.config import load_config
-from primad.supervisor.service import GIVE_UP_VARIABLE
 from primad.system.hidden_gpus import hide_gpus
 from primad.system.notify import MOST_STATUS_CHARS, notify
 from primad.system.terminal import start_logging
@@ -115,7 +115,7 @@ def profile(
         primad profile --remeasure --save desk.json
     """
     from primad.daemon.run import profile as run_profile
-    from primad.head.learning import correction_line
+    from primad.head.model.learning import correction_line
     from primad.profiler.device import how_measured
     from primad.profiler.effort import QUICK, Effort
     from primad.profiler.store import encode_profile, save_profile

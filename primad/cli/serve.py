@@ -31,7 +31,7 @@ from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK, Config, check_ho
 from primad.settings.quantities import parse_choice, parse_count
 
 if TYPE_CHECKING:
-    from primad.head.options import ServeOptions
+    from primad.head.model.options import ServeOptions
 
 MAX_NAME_CHARS: Final = 512
 """The longest name of a model that a client may say."""
@@ -226,7 +226,7 @@ def serve(
     check_interface(config)
     _check_together(others, run)
     _warn(endpoint, asking, config)
-    from primad.head.options import is_for_several
+    from primad.head.model.options import is_for_several
     from primad.head.serve import serve as run_serve
     from primad.planning.adapters import parse_lora
 
@@ -267,9 +267,9 @@ def _serve_options(
     kept: KeptOptions,
     config: Config,
 ) -> ServeOptions:
-    from primad.api.reading import PARSERS
-    from primad.head.options import ServeOptions
-    from primad.head.vocabulary import chat_template_in
+    from primad.api.answering.reading import PARSERS
+    from primad.head.model.options import ServeOptions
+    from primad.head.model.vocabulary import chat_template_in
 
     return ServeOptions(
         kv_backup=_backup(kept.kv_backup),

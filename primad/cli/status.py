@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from primad.api.status import (
+    from primad.api.http.status import (
         DeviceStatus,
         DraftFigures,
         EmbeddingStatus,
@@ -141,7 +141,7 @@ def _ask(client: httpx.Client, url: str) -> tuple[str, StatusBody]:
     """What the endpoint says, as it says it and as it is understood. Raises ``ClusterError`` when no head answers."""
     import msgspec
 
-    from primad.api.status import decoder
+    from primad.api.http.status import decoder
 
     response = client.get("/status")
     check_let_in(url, response.status_code)
@@ -184,7 +184,7 @@ def _title(status: StatusBody) -> str:
 
 def _notes(status: StatusBody) -> list[str]:
     """What the table does not say: who did not answer, who is not in the ring, and where the plan is wrong."""
-    from primad.api.status import wrong_line
+    from primad.api.http.status import wrong_line
 
     silent = [f"{printable(device.name)}: {_why_silent(device)}" for device in status.devices if device.ring is None]
     there = {device.name for device in status.devices}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from primad.api.status import DeviceStatus, StatusBody
+    from primad.api.http.status import DeviceStatus, StatusBody
 
 MOST_EVENTS: Final = 8
 _UNKNOWN: Final = "?"

@@ -15,8 +15,8 @@ from primad.engine.protocol import EngineOptions
 from primad.errors import LoadAgainError, PrimadError, RingError
 from primad.gguf.adapter import AdapterSpec
 from primad.ring.messages import GpuLoaded, GpuLow, Opened, RingCommand, RingEvent
-from primad.ring.spawn import RingProcess
-from primad.system.stopped import wait_stopped
+from primad.system.children.spawn import RingProcess
+from primad.system.children.stopped import wait_stopped
 
 logger = logging.getLogger(__name__)
 

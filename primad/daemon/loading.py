@@ -22,7 +22,7 @@ from primad.gguf.layers import LayerRef
 from primad.layers.fetch import in_thread, missing_layers
 from primad.network.messages import Load
 from primad.ring.messages import HeadPart, Open
-from primad.ring.spawn import RingProcess
+from primad.system.children.spawn import RingProcess
 
 GetLayers = Callable[[Sequence[LayerRef], Callable[[int], None]], Awaitable[None]]
 """Puts layers that are missing into the cache, and tells bytes as they arrive, together the size of those layers."""

@@ -20,10 +20,10 @@ from primad.errors import NotNowError
 from primad.profiler.device import is_disturbed, is_profiled, profile_device, unused_gpus
 from primad.profiler.effort import QUICK, Effort
 from primad.profiler.process import MeasureRequest, Measuring, Unmeasured
-from primad.ring.spawn import how_it_ended
 from primad.settings.config import Config
+from primad.system.children.spawn import how_it_ended
+from primad.system.children.stop_flag import StopFlag
 from primad.system.memory import memory
-from primad.system.stop_flag import StopFlag
 
 LOOK_S: Final = 10.0
 QUIET_LOOKS: Final = 6

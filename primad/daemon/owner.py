@@ -20,7 +20,7 @@ from typing import Final
 import psutil
 
 from primad.errors import ConfigError
-from primad.system.private_file import write_private
+from primad.system.files import write_private
 
 logger = logging.getLogger(__name__)
 

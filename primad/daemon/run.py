@@ -26,7 +26,7 @@ from primad.profiler.effort import QUICK, Effort
 from primad.settings.config import Config, open_home, open_kv_cache, usage_folder
 from primad.settings.quantities import show_bytes
 from primad.system.allocator import keep_little_freed
-from primad.system.private_file import locked
+from primad.system.files import locked
 from primad.trust.identity import load_identity
 from primad.trust.trust import TrustStore
 

@@ -11,7 +11,7 @@ import msgspec
 
 from primad.errors import EngineError
 from primad.system.allocator import without_top
-from primad.system.vram import free_vram
+from primad.system.gpus import free_vram
 
 CPU: Final = 0
 _GPU: Final = 1

@@ -1,8 +1,8 @@
 """``primad serve``: the shell around the membership core. It tells the core what happens and does what the core decides.
 
-Devices are found and greeted (``devices.py``), plans are solved (``planner.py``), rings are formed beside each other and
-handed over (``rings.py``); the HTTP endpoint stays up throughout. Before it serves for the first time, what cannot be cured
-ends the program with one clear line.
+Devices are found and greeted (``head/members/devices.py``), plans are solved (``head/rings/planner.py``), rings are
+formed beside each other and handed over (``head/rings/rings.py``); the HTTP endpoint stays up throughout. Before it
+serves for the first time, what cannot be cured ends the program with one clear line.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
 from primad.errors import ClusterError
-from primad.head.backend import RingBackend
 from primad.head.desk import HeadDesk
-from primad.head.devices import Devices
-from primad.head.kv_backup import KvBackup
-from primad.head.learning import Learning
-from primad.head.lending import Lending
+from primad.head.members.devices import Devices
+from primad.head.members.worker_link import Caller
+from primad.head.model.learning import Learning
+from primad.head.model.limits import Lending
+from primad.head.model.service import Service
 from primad.head.own_device import OwnDevice
-from primad.head.planner import Planner
-from primad.head.rings import Rings
-from primad.head.service import Service
-from primad.head.worker_link import Caller
+from primad.head.rings.backend import RingBackend
+from primad.head.rings.kv_backup import KvBackup
+from primad.head.rings.planner import Planner
+from primad.head.rings.rings import Rings
 from primad.layers.server import LayerServer
 from primad.membership import types
 from primad.membership.news import news

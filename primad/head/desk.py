@@ -26,14 +26,14 @@ from primad.daemon.pairing_service import PairingService
 from primad.daemon.station import Station
 from primad.errors import ClusterError, RequestError, printable
 from primad.gguf.shapes import profiles_directory
-from primad.head.core import Core
-from primad.head.devices import Devices
-from primad.head.lending import Lending
-from primad.head.planner import Planner
-from primad.head.promise import Promise
+from primad.head.members.core import Core
+from primad.head.members.devices import Devices
+from primad.head.model.limits import Lending
+from primad.head.rings.planner import Planner
 from primad.membership import types
 from primad.network.admin import PairingCode
 from primad.network.peer import Peer
+from primad.planning.forecast import Promise
 from primad.planning.question import parse_link
 from primad.profiler.store import load_profile
 from primad.settings.config import NAME, check_address

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from primad.errors import ModelError
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.head.blame import ParticipationError
-from primad.head.participation import Participation
+from primad.head.members.participation import Participation
 
 
 def learn_drawn(cutter: RangedCutter | None, workers: Mapping[str, Participation]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from primad.api.backend import ModelFacts
+from primad.api.answering.backend import ModelFacts
 from primad.errors import ModelError
 from primad.gguf.constants import LlamaFileType
 from primad.gguf.header import Header

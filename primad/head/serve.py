@@ -13,33 +13,33 @@ from typing import Final
 import uvicorn
 
 from halda import ModelProfile
-from primad.api.access import OF_THIS_MACHINE, OPEN, Door
+from primad.api.answering.backend import ModelNames
 from primad.api.app import create_app
-from primad.api.backend import ModelNames
-from primad.api.key_file import KeyFile
-from primad.api.keys import ApiKey, digest_of, new_key
-from primad.api.patience import MOST_CONNECTIONS, Patience
+from primad.api.http.access import OF_THIS_MACHINE, OPEN, Door
+from primad.api.http.key_file import KeyFile
+from primad.api.http.keys import ApiKey, digest_of, new_key
+from primad.api.http.patience import MOST_CONNECTIONS, Patience
 from primad.certify.first import certified, warning
 from primad.certify.verdict import load_verdict, with_verdict
+from primad.daemon.embedding import EmbeddingService
 from primad.daemon.measuring import OwnProfile
 from primad.daemon.owner import apply_nice
 from primad.daemon.reporter import Reporter
 from primad.daemon.run import own_station, run
-from primad.embedding.service import EmbeddingService
 from primad.errors import ConfigError
 from primad.gguf.architectures import ADVICE, NotCutError, cuttable, why_whole
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
-from primad.head.backend import RingBackend
 from primad.head.daemon import HeadDaemon
 from primad.head.desk import HeadDesk
 from primad.head.facts import facts_of
-from primad.head.options import ServeOptions, bind_http, is_for_several, model_id
-from primad.head.service import service_of
-from primad.head.text_service import TextService
-from primad.head.vocabulary import chat_template_of
+from primad.head.model.options import ServeOptions, bind_http, is_for_several, model_id
+from primad.head.model.service import service_of
+from primad.head.model.text_service import TextService
+from primad.head.model.vocabulary import chat_template_of
+from primad.head.rings.backend import RingBackend
 from primad.network.local_heads import announced_head
 from primad.network.own_places import own_names
 from primad.network.sockets import raise_descriptor_limit
@@ -48,7 +48,7 @@ from primad.planning.angles import with_rope
 from primad.planning.check_run import check_run
 from primad.planning.draft_choice import AUTO, choose_draft, models_here
 from primad.planning.draft_model import MOST_CONTEXT, draft_model, no_room_here
-from primad.ring.drafting.messages import DraftModel
+from primad.ring.speculation.messages import DraftModel
 from primad.settings.config import LOOPBACK, Config, models_folder
 from primad.settings.quantities import show_bytes
 from primad.settings.timings import ApiTimings

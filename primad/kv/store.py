@@ -39,7 +39,7 @@ from primad.kv.cells import (
 )
 from primad.kv.keys import KvBlock
 from primad.system.disk import lacking_room
-from primad.system.private_file import PRIVATE
+from primad.system.files import PRIVATE
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from primad.errors import ClusterError, ConfigError, PrimadError, ProtocolError
 from primad.network.gate import Gate
 from primad.network.sockets import endpoint, listen, open_socket
 from primad.settings.config import LOOPBACK
-from primad.system.private_file import read_private, write_private
+from primad.system.files import read_private, write_private
 from primad.system.process_start import start_of, still_runs
 from primad.trust.identity import Identity, load_identity
 

@@ -17,7 +17,7 @@ import msgspec
 
 from primad.errors import ClusterError, ConfigError
 from primad.settings.config import NAME
-from primad.system.private_file import is_ours, read_private, write_private
+from primad.system.files import is_ours, read_private, write_private
 from primad.system.process_start import start_of, still_runs
 from primad.trust.local_trust import default_folder
 

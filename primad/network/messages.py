@@ -41,11 +41,11 @@ from primad.kv.cells import is_key as is_block_key
 from primad.kv.keys import KvBlock
 from primad.network.contacts import Contact, DeviceName, TcpPort, check_contact, is_address
 from primad.network.unreached import Unreached
-from primad.profiles import Implausible, check_profile
-from primad.ring.drafting.drafter import MOST_ROOM
-from primad.ring.drafting.messages import MAX_TEXT_TOKENS, Drafted, TextTask
 from primad.ring.messages import MAX_ROWS, MAX_SEQUENCES, Status
+from primad.ring.speculation.drafter import MOST_ROOM
+from primad.ring.speculation.messages import MAX_TEXT_TOKENS, Drafted, TextTask
 from primad.settings.config import NAME
+from primad.settings.profiles import Implausible, check_profile
 from primad.trust.identity import is_key
 
 PROTOCOL: Final = 5

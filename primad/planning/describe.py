@@ -15,9 +15,9 @@ from halda.solution import Solution
 from primad.planning.batching import Batches
 from primad.planning.bottleneck import bottleneck
 from primad.planning.default_context import too_small_for
-from primad.planning.keepers import holders, keepers, token_bytes, why_not_kept
 from primad.planning.plan import Planned
 from primad.planning.question import Question
+from primad.planning.replicas import holders, keepers, token_bytes, why_not_kept
 from primad.planning.schema import (
     DeviceJson,
     KeptJson,

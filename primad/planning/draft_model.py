@@ -13,7 +13,7 @@ from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.vocabulary import vocabulary_difference
-from primad.ring.drafting.messages import DraftModel
+from primad.ring.speculation.messages import DraftModel
 from primad.settings.quantities import show_bytes
 from primad.system.processors import usable_cores
 

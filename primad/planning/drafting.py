@@ -14,7 +14,7 @@ from halda import Plan, evaluate
 from halda.instance import Instance
 from halda.load import under_load
 from primad.planning.batching import Batches, BatchingMode
-from primad.ring.drafting.drafter import MOST_ROOM, Drafting
+from primad.ring.speculation.drafter import MOST_ROOM, Drafting
 
 SpeculateMode = Literal["auto", "off", "lookup", "draft"]
 SPECULATE_MODES: Final[tuple[SpeculateMode, ...]] = get_args(SpeculateMode)

@@ -38,7 +38,7 @@ from primad.planning.run_config import RunConfig
 
 if TYPE_CHECKING:
     from halda.instance import Instance
-    from primad.ring.drafting.drafter import Drafting
+    from primad.ring.speculation.drafter import Drafting
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -57,11 +57,11 @@ def time_head(task: TimeHead) -> tuple[float, ...]:
     """In the child: seconds of tokens from one step's end to the next one's begin."""
     import numpy as np
 
-    from primad.ring.channel import frame
     from primad.ring.chunks import Chunking
     from primad.ring.head import Head, Tell
     from primad.ring.messages import Finished, Generate, StepLimits
     from primad.ring.scheduler import Scheduler
+    from primad.system.children.channel import frame
 
     tail = _Nothing(task, np.ones(task.vocabulary, np.float32), np.ones(task.sweep_bytes // 8, np.uint64))
     head = Head(

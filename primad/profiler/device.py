@@ -21,9 +21,9 @@ from primad.profiler.effort import Effort
 from primad.profiler.gpus import choose_gpu, gpu_now, list_gpus
 from primad.profiler.records import HomeRecord, MachineRecord, UnusedGpu, host_id, read_home, read_machine, write
 from primad.profiler.store import utc_now
-from primad.profiles import Implausible, check_profile
 from primad.settings.config import layer_folder
 from primad.settings.limits import NO_LIMITS, OwnerLimits
+from primad.settings.profiles import Implausible, check_profile
 from primad.system.measuring_lock import measuring
 from primad.system.memory import children, memory
 from primad.system.wireless import is_wireless

@@ -26,7 +26,7 @@ from halda import DiskProfile
 from primad.engine.streaming.pages import FileRange, Pages
 from primad.errors import EngineError
 from primad.profiler.trial import SteppedOn
-from primad.profiles import with_bounded_rates
+from primad.settings.profiles import with_bounded_rates
 
 if sys.platform == "darwin":
     import fcntl

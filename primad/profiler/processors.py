@@ -34,7 +34,7 @@ from primad.profiler.speeds import (
 from primad.profiler.synthetic import BIG
 from primad.profiler.trial import HeadTimes, TimeHead
 from primad.profiler.trials import child_trials
-from primad.profiles import Implausible, check_gpu, with_bounded_costs
+from primad.settings.profiles import Implausible, check_gpu, with_bounded_costs
 from primad.system.others import Others
 from primad.system.processors import usable_cores
 

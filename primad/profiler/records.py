@@ -24,7 +24,7 @@ import psutil
 from halda import CpuProfile, DiskProfile, GpuProfile
 from primad.engine.build import build_id
 from primad.errors import ConfigError
-from primad.profiles import Implausible, check_cpu, check_disk, check_gpu
+from primad.settings.profiles import Implausible, check_cpu, check_disk, check_gpu
 from primad.system.processors import usable_cpus
 from primad.system.whole_file import write_whole
 

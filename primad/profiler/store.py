@@ -20,7 +20,7 @@ import msgspec
 
 from halda import DeviceProfile
 from primad.errors import ConfigError, printable
-from primad.profiles import Implausible, check_profile, shown
+from primad.settings.profiles import Implausible, check_profile, shown
 
 VERSION: Final = 2
 MAX_FILE_BYTES: Final = 1 << 20

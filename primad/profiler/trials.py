@@ -26,8 +26,8 @@ from primad.profiler.trial import (
     TimeWindow,
     TrialTimes,
 )
-from primad.ring.spawn import environment
-from primad.ring.task_child import TaskChild
+from primad.system.children.spawn import environment
+from primad.system.children.task_child import TaskChild
 
 TIMEOUT_S: Final = 90.0
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from primad.engine.protocol import GREEDY, Hidden, HiddenWindow, LogitsRow, LogitsWindow, Sampler, Tokens
 from primad.errors import AlteredStepError, GrammarError, LateStepError, NotFiniteError, SenderError
-from primad.ring.drafting.tree import child
 from primad.ring.lateness import Lateness
 from primad.ring.logprobs import log_softmax, most_likely
 from primad.ring.messages import (
@@ -40,6 +39,7 @@ from primad.ring.messages import (
     StepLimits,
 )
 from primad.ring.scheduler import Draw, PlannedStep, Scheduler
+from primad.ring.speculation.tree import child
 from primad.ring.worker import Shelf, apply, check_sent, not_finite, rows_of, skipped, visit
 
 MASKS_WAIT_S: Final = 0.005

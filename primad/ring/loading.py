@@ -23,12 +23,12 @@ from primad.gguf.windows import control_tokens
 from primad.kv.shelf import KvShelf
 from primad.kv.store import KvStore
 from primad.ring.chunks import Chunking
-from primad.ring.drafting.lookup import PromptLookup
-from primad.ring.drafting.speculation import BeginsDrafter
 from primad.ring.gpu_room import load_what_fits
 from primad.ring.head import Head
 from primad.ring.messages import GpuLoaded, HeadPart, Open, StepLimits
 from primad.ring.scheduler import Scheduler
+from primad.ring.speculation.lookup import PromptLookup
+from primad.ring.speculation.speculation import BeginsDrafter
 
 OnLoaded = Callable[[int], None]
 """Hears how many windows are loaded."""

@@ -39,9 +39,9 @@ from primad.errors import (
 from primad.kv.cells import CellShape, is_block, is_key
 from primad.kv.keys import KvBlock
 from primad.ring.chunks import Pieces
-from primad.ring.drafting.drafter import Drafting
-from primad.ring.drafting.messages import Drafted, DraftModel, TextTask
 from primad.ring.grouping import Batching
+from primad.ring.speculation.drafter import Drafting
+from primad.ring.speculation.messages import Drafted, DraftModel, TextTask
 
 PROTOCOL: Final = 5
 """The version of every message in this file. It grows when an older peer could misread a newer one."""

@@ -1,4 +1,4 @@
-"""The ring process: receives steps, computes, sends. Started by the daemon (``ring/spawn.py``), one a device.
+"""The ring process: receives steps, computes, sends. Started by the daemon (``system/children/spawn.py``), one a device.
 
 It is synchronous and has one thread of its own. It waits for everything at once, the daemon's commands, the steps of the
 ring and a next device that is slow to take one, and for nothing longer than the next deadline. It ends when the daemon does.
@@ -18,12 +18,12 @@ from typing import Final
 import zmq
 
 from primad.errors import PrimadError, RingError
-from primad.ring.channel import RingChannel
-from primad.ring.child import inherited
 from primad.ring.gpu_watch import GpuWatch, watch_gpu
 from primad.ring.messages import Open, RingBroken, RingCommand, broken_by, command_decoder
 from primad.ring.roles import Role, open_role
 from primad.settings.timings import RingTimings, Timings
+from primad.system.children.channel import RingChannel
+from primad.system.children.child import inherited
 from primad.system.terminal import start_logging
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,7 @@ import zmq
 from primad.engine.protocol import EngineOptions, Hidden, HiddenWindow
 from primad.engine.streaming.streams import Streamable, Streams
 from primad.errors import NextDeviceError, PrimadError, RingError
-from primad.ring.channel import RingChannel
-from primad.ring.drafting.lookup import PromptLookup
-from primad.ring.guesses import GuessPlace
+from primad.ring.draft_place import GuessPlace
 from primad.ring.head import HeadEvent, Send, Tell
 from primad.ring.links import HIGH_WATER_STEPS, Links
 from primad.ring.loading import limits_of, limits_of_open, open_head, open_shelf, open_worker
@@ -43,8 +41,10 @@ from primad.ring.messages import (
     Step,
 )
 from primad.ring.meter import Meter
+from primad.ring.speculation.lookup import PromptLookup
 from primad.ring.worker import Shelf, Worker
 from primad.settings.timings import RingTimings
+from primad.system.children.channel import RingChannel
 
 TAIL: Final = -1
 """The visit of a step to the head that ends it, whatever the number of windows."""

@@ -49,12 +49,6 @@ import msgspec
 from primad.engine.protocol import LogitsRow
 from primad.errors import RingError
 from primad.ring.chunks import Chunking
-from primad.ring.drafting.drafter import Drafting, Guess
-from primad.ring.drafting.lookup import PromptLookup
-from primad.ring.drafting.pace import Losses
-from primad.ring.drafting.speculation import BeginsDrafter, Speculation
-from primad.ring.drafting.tally import Tally
-from primad.ring.drafting.tree import NO_TREE, TreeNode, TreeRows, child, depth, placed
 from primad.ring.grouping import Batching, Candidate
 from primad.ring.messages import (
     Cancel,
@@ -70,6 +64,12 @@ from primad.ring.messages import (
     Sampled,
 )
 from primad.ring.slots import KvSequence, Running, Slots
+from primad.ring.speculation.drafter import Drafting, Guess
+from primad.ring.speculation.lookup import PromptLookup
+from primad.ring.speculation.pace import Losses
+from primad.ring.speculation.speculation import BeginsDrafter, Speculation
+from primad.ring.speculation.tally import Tally
+from primad.ring.speculation.tree import NO_TREE, TreeNode, TreeRows, child, depth, placed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,9 @@ from typing import Final
 from primad.engine.protocol import LogitsRow
 from primad.kv.keys import KvBlock
 from primad.ring.chunks import Chunking, Computed
-from primad.ring.drafting.speculation import Speculation
 from primad.ring.keeping import Chain, Keeping, Usable, usable
 from primad.ring.messages import Generate, KvCopy, KvForgotten, KvKept, KvLoad, KvOp, KvRemove
+from primad.ring.speculation.speculation import Speculation
 
 COPIED_CELLS: Final = 128
 """As many cells of context are copied in less time than a token of a prompt takes, on what was measured."""

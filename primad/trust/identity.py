@@ -19,7 +19,7 @@ import zmq
 from zmq.utils import z85
 
 from primad.errors import ConfigError
-from primad.system.private_file import alone_with, read_private, write_private
+from primad.system.files import alone_with, read_private, write_private
 
 FILE_NAME: Final = "identity.json"
 _KEY: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")

@@ -21,7 +21,7 @@ import platformdirs
 
 from primad.errors import ConfigError
 from primad.settings.config import NAME
-from primad.system.private_file import is_ours, read_private, write_private
+from primad.system.files import is_ours, read_private, write_private
 from primad.system.process_start import start_of, still_runs
 from primad.trust.identity import is_key, key_hex
 

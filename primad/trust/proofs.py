@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from primad.errors import ClusterError, ConfigError
-from primad.system.private_file import alone_with, read_private, write_private
+from primad.system.files import alone_with, read_private, write_private
 from primad.trust.identity import Identity
 from primad.trust.pairing import MAX_TRIES
 from primad.trust.words import Code

@@ -30,7 +30,7 @@ import msgspec
 
 from primad.errors import ConfigError, printable
 from primad.settings.config import NAME
-from primad.system.private_file import alone_with, read_private, write_private
+from primad.system.files import alone_with, read_private, write_private
 from primad.trust.identity import Identity, is_key
 from primad.trust.labels import free_name
 from primad.trust.local_trust import LocalTrust, default_folder

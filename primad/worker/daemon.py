@@ -78,12 +78,12 @@ from primad.network.messages import (
 )
 from primad.network.scopes import bare
 from primad.network.versions import OURS, Versions, build_gap, version_gap
-from primad.profiles import with_speeds
 from primad.settings.config import DEFAULT_CONTROL_PORT, is_loopback
+from primad.settings.profiles import with_speeds
 from primad.system.notify import report
 from primad.system.tasks import Tasks
 from primad.trust.trust import HEAD
-from primad.worker.guessing import Guessing
+from primad.worker.drafting import Guessing
 from primad.worker.participations import Participations
 
 logger = logging.getLogger(__name__)

@@ -8,18 +8,18 @@ import msgspec
 import pytest
 
 from halda import cost
-from halda_research.random_fleets import random_instance
 from primad.errors import ConfigError, ModelError, ProtocolError
 from primad.gguf.adapter import check_adapter, open_adapter
 from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter
-from primad.head.loads import adapted
-from primad.head.service import ModelSource
+from primad.head.model.service import ModelSource
+from primad.head.rings.loads import adapted
 from primad.planning.adapters import check_adapters, open_adapters, parse_lora, whole_line, with_adapters
 from primad.planning.question import default_workload
 from tests.fakes.gguf import write_adapter
 from tools import synth
+from tools.research.random_fleets import random_instance
 
 QUERY = "blk.{}.attn_q.weight"
 

@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from primad.api.chat import render, tokenize_prompt
+from primad.api.answering.chat import render, tokenize_prompt
 from primad.errors import ModelError, RequestError
 from tests.fakes.backend import BOS, IM_END, IM_START, ByteVocabulary
 

@@ -8,7 +8,15 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from primad.api.grammar import MAX_GRAMMAR_CHARS, MAX_NESTING, CallForm, behind_thoughts, of_calls, of_schema, of_text
+from primad.api.answering.grammar import (
+    MAX_GRAMMAR_CHARS,
+    MAX_NESTING,
+    CallForm,
+    behind_thoughts,
+    of_calls,
+    of_schema,
+    of_text,
+)
 from primad.errors import RequestError
 
 BYTES = LLTokenizer("byte")

@@ -10,12 +10,12 @@ from datetime import datetime
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from primad.api.backend import SamplingDefaults, TextModel
-from primad.api.openai import job
-from primad.api.openai.job import Job, chat_job, completion_job
-from primad.api.openai.logprobs import IMPOSSIBLE, chat_logprobs, completion_logprobs, token_text
-from primad.api.openai.schema import ChatRequest, CompletionRequest, parse
-from primad.api.text import Placed
+from primad.api.answering.backend import SamplingDefaults, TextModel
+from primad.api.answering.text import Placed
+from primad.api.dialects.openai import job
+from primad.api.dialects.openai.job import Job, chat_job, completion_job
+from primad.api.dialects.openai.logprobs import IMPOSSIBLE, chat_logprobs, completion_logprobs, token_text
+from primad.api.dialects.openai.schema import ChatRequest, CompletionRequest, parse
 from primad.errors import RequestError
 from primad.ring.messages import Sampled, Sampling
 from tests.fakes.backend import BOS, EOS, ByteVocabulary

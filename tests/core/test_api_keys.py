@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.api.access import OPEN, Door, TooOftenError
-from primad.api.key_file import parse_keys, written_keys
-from primad.api.keys import Allowance, ApiKey, digest_of, key_like, new_key
+from primad.api.http.access import OPEN, Door, TooOftenError
+from primad.api.http.key_file import parse_keys, written_keys
+from primad.api.http.keys import Allowance, ApiKey, digest_of, key_like, new_key
 from primad.errors import ConfigError, RequestError
 
 FILE = Path("keys")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from primad.api.openai.schema import ChatRequest, CompletionRequest, parse
+from primad.api.dialects.openai.schema import ChatRequest, CompletionRequest, parse
 from primad.errors import RequestError
 
 HELLO = [{"role": "user", "content": "Hi"}]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.api.text import MOST_WAITING, Placed, Transcript
+from primad.api.answering.text import MOST_WAITING, Placed, Transcript
 
 ALPHABET = "ab€😀\n"
 texts = st.text(alphabet=ALPHABET, max_size=24)

@@ -27,11 +27,11 @@ from halda import (
 from halda.assignment import layers_worth
 from halda.cost import RUNTIME_BYTES
 from halda.streaming import LEAST_AHEAD_BYTES, smallest_ahead_bytes
-from halda_research.random_fleets import random_instance, random_plan
 from primad.engine.streaming.residency import Residency, Spread, by_expert
-from primad.head.status import Costs, device_status, plan_lines
+from primad.head.rings.status import Costs, device_status, plan_lines
 from primad.planning.describe import DescribedPlan, ring_part
 from tests.fakes import planning
+from tools.research.random_fleets import random_instance, random_plan
 
 MB = 10**6
 LAYER = 50 * MB

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primad.api.backend import ServedModel
+from primad.api.answering.backend import ServedModel
 from primad.errors import PromptTooLongError, RequestError, RingError
-from primad.head.backend import A_MOMENT_S, MAX_UNREAD, MOST_RINGS, GoOn, RingBackend
+from primad.head.rings.backend import A_MOMENT_S, MAX_UNREAD, MOST_RINGS, GoOn, RingBackend
 from primad.kv import keys
 from primad.kv.keys import KvBlock
 from primad.ring.messages import (

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primad.api.calls.choose import Thinking
-from primad.api.calls.forms import FORMS
-from primad.api.calls.reader import MAX_FAILED, MAX_PREFIX_CHARS
-from primad.api.reading import AnswerReading
+from primad.api.answering.calls.choose import Thinking
+from primad.api.answering.calls.forms import FORMS
+from primad.api.answering.calls.reader import MAX_FAILED, MAX_PREFIX_CHARS
+from primad.api.answering.reading import AnswerReading
 from tests.fakes.told import CUT, calls_in
 
 THINK = Thinking(begin="<think>", end="</think>")

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.api.calls.choose import Thinking, form_of, thinks
-from primad.api.calls.events import Told
-from primad.api.calls.forms import FORMS
-from primad.api.calls.reader import Reader
-from primad.api.reading import AUTO, AnswerReading, manner_of
-from primad.api.tool_prompt import written_call
+from primad.api.answering.calls.choose import Thinking, form_of, thinks
+from primad.api.answering.calls.events import Told
+from primad.api.answering.calls.forms import FORMS
+from primad.api.answering.calls.reader import Reader
+from primad.api.answering.reading import AUTO, AnswerReading, manner_of
+from primad.api.answering.tool_prompt import written_call
 from tests.fakes.told import CUT, calls_in
 
 FUNCTIONS: dict[str, dict[str, Any] | None] = {

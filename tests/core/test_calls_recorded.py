@@ -11,8 +11,8 @@ from canitoolcall.fixtures import Fixture, load_fixtures
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.api.calls.choose import Thinking, thinks
-from primad.api.reading import AnswerReading
+from primad.api.answering.calls.choose import Thinking, thinks
+from primad.api.answering.reading import AnswerReading
 from tests.fakes.told import calls_in
 
 NAMES = {

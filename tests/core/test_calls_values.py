@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from primad.api.calls.forms import FORMS
-from primad.api.calls.values import ArgumentPlace
-from primad.api.reading import AnswerReading
+from primad.api.answering.calls.forms import FORMS
+from primad.api.answering.calls.values import ArgumentPlace
+from primad.api.answering.reading import AnswerReading
 from tests.fakes.told import calls_in
 
 TEXT, NULL, INTEGER = {"type": "string"}, {"type": "null"}, {"type": "integer"}

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from primad.api.choices import together
+from primad.api.answering.choices import together
 from primad.errors import RingError
 
 

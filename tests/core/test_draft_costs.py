@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from primad.ring.drafting.drafter import Drafting, Guess
-from primad.ring.drafting.lookup import PromptLookup
 from primad.ring.grouping import Batching
 from primad.ring.messages import Sampled
+from primad.ring.speculation.drafter import Drafting, Guess
+from primad.ring.speculation.lookup import PromptLookup
 from tests.core.test_speculation import Oracle, prompt
 from tests.fakes.drafter import Nothing
 from tests.fakes.engine import FakeModel

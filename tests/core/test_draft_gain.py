@@ -13,7 +13,7 @@ from primad.planning.draft_gain import SHARES, best_gain, draft_gain
 from primad.planning.explain import explain
 from primad.planning.question import PlannedDraft, Wishes, ask
 from primad.planning.table import show
-from primad.ring.drafting.drafter import Drafting
+from primad.ring.speculation.drafter import Drafting
 from tests.core.test_planned_drafts import ALONE, FOUR, TWO, asked
 from tests.core.test_planned_drafts import drafting as drafting_for
 from tests.fakes.planning import GB, device, model

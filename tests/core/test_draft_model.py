@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from primad.engine.protocol import EngineOptions
 from primad.errors import ProtocolError
-from primad.ring.drafting.branches import PART_ROWS, POOL, DraftBranches
-from primad.ring.drafting.drafter import MOST_ROOM, Guess
-from primad.ring.drafting.messages import Drafted, DraftTask, DraftText, DraftTokens, check_drafted
-from primad.ring.drafting.model import ModelDrafter, ModelDrafters
-from primad.ring.drafting.tree import OPENS_AT, TreeNode, behind, first_path
+from primad.ring.speculation.branches import PART_ROWS, POOL, DraftBranches
+from primad.ring.speculation.draft_model import ModelDrafter, ModelDrafters
+from primad.ring.speculation.drafter import MOST_ROOM, Guess
+from primad.ring.speculation.messages import Drafted, DraftTask, DraftText, DraftTokens, check_drafted
+from primad.ring.speculation.tree import OPENS_AT, TreeNode, behind, first_path
 from tests.fakes.engine import VOCABULARY, FakeModel
 from tests.fakes.ring import GREEDY
 

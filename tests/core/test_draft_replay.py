@@ -16,8 +16,8 @@ from typing import Final
 
 import pytest
 
-from primad.ring.drafting.drafter import Drafting
 from primad.ring.messages import Finished
+from primad.ring.speculation.drafter import Drafting
 from tests.fakes.engine import follow, history_of
 from tests.fakes.ring import generate
 from tests.fakes.timed_ring import TimedRing

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from primad.engine.protocol import Sampling
 from primad.ring import scheduler as scheduler_module
-from primad.ring.drafting.drafter import Drafting, Guess
-from primad.ring.drafting.tree import NO_TREE, OPENS_AT, TreeNode, best_tree, child, depth, placed
 from primad.ring.messages import KvCopy, KvRemove
+from primad.ring.speculation.drafter import Drafting, Guess
+from primad.ring.speculation.tree import NO_TREE, OPENS_AT, TreeNode, best_tree, child, depth, placed
 from tests.core.test_speculation import (
     TOKENS,
     WILD,

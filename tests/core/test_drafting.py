@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.ring.drafting.drafter import Drafting, Guess
-from primad.ring.drafting.lookup import PromptLookup
-from primad.ring.drafting.pace import BEGINS_AFTER, HOPELESS_AFTER, JUDGED_AFTER, MOST_LOST, PAUSES, Losses, Pace
-from primad.ring.drafting.speculation import Speculation
+from primad.ring.speculation.drafter import Drafting, Guess
+from primad.ring.speculation.lookup import PromptLookup
+from primad.ring.speculation.pace import BEGINS_AFTER, HOPELESS_AFTER, JUDGED_AFTER, MOST_LOST, PAUSES, Losses, Pace
+from primad.ring.speculation.speculation import Speculation
 from tests.fakes.drafter import Nothing
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.api.backend import FillInTokens
-from primad.api.fill_in import Gap, fill_in_prompt
+from primad.api.answering.backend import FillInTokens
+from primad.api.answering.fill_in import Gap, fill_in_prompt
 from primad.errors import RequestError
 from tests.fakes.backend import BOS, ByteVocabulary
 

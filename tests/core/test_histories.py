@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from primad.api.anthropic.job import chat_request as of_anthropic
-from primad.api.anthropic.schema import MessagesRequest
-from primad.api.backend import TextModel
-from primad.api.chat import render
-from primad.api.ollama.job import chat_request as of_ollama
-from primad.api.ollama.schema import OllamaChatRequest
-from primad.api.openai.job import chat_job
-from primad.api.openai.schema import ChatRequest, parse
-from primad.api.responses.job import chat_request as of_responses
-from primad.api.responses.schema import ResponsesRequest
+from primad.api.answering.backend import TextModel
+from primad.api.answering.chat import render
+from primad.api.dialects.anthropic.job import chat_request as of_anthropic
+from primad.api.dialects.anthropic.schema import MessagesRequest
+from primad.api.dialects.ollama.job import chat_request as of_ollama
+from primad.api.dialects.ollama.schema import OllamaChatRequest
+from primad.api.dialects.openai.job import chat_job
+from primad.api.dialects.openai.schema import ChatRequest, parse
+from primad.api.dialects.responses.job import chat_request as of_responses
+from primad.api.dialects.responses.schema import ResponsesRequest
 from primad.errors import ModelError, RequestError
-from primad.head.vocabulary import chat_template_in
+from primad.head.model.vocabulary import chat_template_in
 from tests.fakes.backend import ByteVocabulary
 from tests.fakes.histories import HISTORIES, Message, assistant, call, result, system, user
 

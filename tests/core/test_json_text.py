@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.api.calls.json_text import MAX_DEPTH, JsonText
+from primad.api.answering.calls.json_text import MAX_DEPTH, JsonText
 
 TEXTS = st.lists(
     st.one_of(st.text(max_size=4), st.sampled_from(["\\", '"', "\n", "\x00", "😀", "{", "</a>"])), max_size=4

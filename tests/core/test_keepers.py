@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halda import LayerProfile, Plan, Window
-from primad.planning.keepers import LINK_SHARE, Holder, keepers, token_bytes
+from primad.planning.replicas import LINK_SHARE, Holder, keepers, token_bytes
 
 FAST = 1e9
 

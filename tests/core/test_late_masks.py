@@ -15,10 +15,10 @@ import pytest
 from primad.engine import masks
 from primad.engine.masks import GrammarMask, Words
 from primad.errors import GrammarError
-from primad.ring.drafting.drafter import Drafting
 from primad.ring.grouping import Batching
 from primad.ring.head import MASKS_LOOK_S
 from primad.ring.messages import Drained, Sampled
+from primad.ring.speculation.drafter import Drafting
 from tests.core.test_masks import ByteTokens
 from tests.core.test_speculation import knowing
 from tests.fakes.ring import GREEDY, FakeRing, generate

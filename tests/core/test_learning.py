@@ -26,8 +26,11 @@ from halda import (
     instance,
     prompt_row_s,
 )
-from primad.api.status import AnswerFigures, wrong_line
-from primad.head.corrections import (
+from primad.api.http.status import AnswerFigures, wrong_line
+from primad.head.model.learning import Learning, correction_line, corrections_file, read_corrections
+from primad.head.model.limits import Lending
+from primad.head.rings.planner import Planner
+from primad.planning.corrections import (
     LEAST,
     LEAST_TOKENS,
     MOST,
@@ -41,10 +44,7 @@ from primad.head.corrections import (
     stamp_of,
     verdict_of,
 )
-from primad.head.learning import Learning, correction_line, corrections_file, read_corrections
-from primad.head.lending import Lending
-from primad.head.planner import Planner
-from primad.head.promise import Promise
+from primad.planning.forecast import Promise
 from primad.planning.question import default_workload
 from primad.planning.run_config import RunConfig
 from primad.ring.messages import DecodeStatus, MemoryStatus, PromptStatus, Status

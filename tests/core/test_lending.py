@@ -8,7 +8,7 @@ import pytest
 
 from primad.api.page.desk import Loan
 from primad.errors import ConfigError
-from primad.head.lending import FILE_NAME, Lending
+from primad.head.model.limits import FILE_NAME, Lending
 from tests.fakes.planning import device
 
 GB = 10**9

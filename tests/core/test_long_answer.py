@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.api.long_answer import PIECE_BYTES, LongAnswer
+from primad.api.http.long_answer import PIECE_BYTES, LongAnswer
 
 LISTS = st.lists(st.lists(st.integers() | st.text(max_size=3), max_size=5), max_size=3)
 

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from primad.profiler.device import cached_bytes, profile_device, within
-from primad.profiles import check_profile
 from primad.settings.limits import NO_LIMITS, OwnerLimits
+from primad.settings.profiles import check_profile
 from primad.settings.quantities import Share
 from primad.system.memory import Memory, children, groups, held_bytes, memory
 from tests.fakes.profile import GPU, PROFILE, seed

@@ -8,7 +8,7 @@ from primad.errors import ModelError
 from primad.gguf.architectures import ADVICE, cuttable
 from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
-from primad.head.options import ServeOptions
+from primad.head.model.options import ServeOptions
 from primad.head.serve import as_it_can_be, check_options
 from primad.planning.run_config import RunConfig
 from tests.fakes.gguf import toy_arrays, write_gguf

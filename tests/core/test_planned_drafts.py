@@ -11,7 +11,7 @@ from halda.instance import Instance
 from primad.planning.batching import BatchingMode, batches_of
 from primad.planning.drafting import MOST_ROWS, SpeculateMode, drafting_of
 from primad.planning.question import default_workload
-from primad.ring.drafting.drafter import MOST_ROOM, Drafting
+from primad.ring.speculation.drafter import MOST_ROOM, Drafting
 from tests.core.test_batches import exactly
 from tests.fakes.planning import GB, device, link, model
 from tests.solver.test_simulate import ring

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from halda import DeviceProfile, ModelProfile
-from primad.head import planner as planner_module
-from primad.head.learning import Learning
-from primad.head.lending import Lending
-from primad.head.planner import Planner, PlanResult
-from primad.head.promise import Promise
-from primad.head.status import attention_line
+from primad.head.model.learning import Learning
+from primad.head.model.limits import Lending
+from primad.head.rings import planner as planner_module
+from primad.head.rings.planner import Planner, PlanResult
+from primad.head.rings.status import attention_line
+from primad.planning.forecast import Promise
 from primad.planning.plan import FoundPlan, PlanRequest, search
 from primad.planning.question import PlannedDraft, workload_of
 from primad.planning.run_config import RunConfig

@@ -9,11 +9,11 @@ import pytest
 
 from halda import DeviceProfile, ModelProfile, Plan, evaluate, instance, residency
 from halda.instance import Instance
-from halda_research.random_fleets import random_instance, random_plan
 from primad.planning.context import LITTLE_OF_FREE, MOST_AT_ONCE, MOST_OF_FREE, answers_at_once, widened_context
 from primad.planning.question import default_workload
 from tests.fakes.planning import GB, device, model
 from tests.solver.test_simulate import ring
+from tools.research.random_fleets import random_instance, random_plan
 
 MODEL = model(context_tokens=1 << 20)
 """5 GB of layers; 82 kB of KV cache for a token."""

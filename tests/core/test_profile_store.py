@@ -19,7 +19,7 @@ from halda import DeviceProfile, HelpedSpeed, RoutingCost
 from primad.errors import ConfigError
 from primad.profiler import records
 from primad.profiler.store import MAX_FILE_BYTES, load_profile, load_profiles, save_profile
-from primad.profiles import Implausible, check_profile, with_bounded_costs
+from primad.settings.profiles import Implausible, check_profile, with_bounded_costs
 from tests.fakes.profile import CPU, DISK, GPU, PROFILE, speeds
 
 Raw = dict[str, Any]

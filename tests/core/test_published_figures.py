@@ -8,7 +8,7 @@ import pytest
 
 from primad.errors import ConfigError
 from primad.profiler.store import load_profile
-from primad.profiles import check_profile
+from primad.settings.profiles import check_profile
 from tools.lab.data_sheets import SHEETS, Sheets, profiles, read_sheets
 from tools.lab.named_devices import named_device
 from tools.lab.published import FIGURES, Figure, Prompt, link_speed, read_figures, row

@@ -10,11 +10,10 @@ import pytest
 
 from halda import DevicePrediction, LinkProfile, Plan, Prediction, Streaming, Window, assignments
 from halda.assignment import in_memory
-from primad.api.backend import Health
-from primad.api.status import MemoryFigures, PlannedFigures, Promises, status_body
+from primad.api.answering.backend import Health
+from primad.api.http.status import MemoryFigures, PlannedFigures, Promises, status_body
 from primad.engine.streaming.streams import StreamedWindow, Streams
-from primad.head.promise import Promise
-from primad.head.status import (
+from primad.head.rings.status import (
     WINDOW_S,
     Costs,
     chains_line,
@@ -24,9 +23,10 @@ from primad.head.status import (
     plan_lines,
     promises,
 )
-from primad.ring.drafting.drafter import Drafting
+from primad.planning.forecast import Promise
 from primad.ring.messages import DecodeStatus, MemoryStatus, PromptStatus, Status
 from primad.ring.meter import TOKENS_KEPT, Meter
+from primad.ring.speculation.drafter import Drafting
 from tests.fakes.planning import model
 
 PLAN = Plan(

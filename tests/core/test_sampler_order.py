@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from primad.api.openai.sampler_order import in_order
+from primad.api.dialects.openai.sampler_order import in_order
 from primad.errors import RequestError
 from primad.ring.messages import GREEDY, Sampling
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.head.sight import Sight
+from primad.head.members.sight import Sight
 from primad.network.peer import MOST_OF_ONE, Peer
 from primad.trust.identity import new_identity
 from primad.trust.labels import Labels

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from primad.engine.protocol import Sampling
 from primad.errors import AlteredStepError
 from primad.ring import scheduler as scheduler_module
-from primad.ring.drafting.drafter import Drafting, Guess
-from primad.ring.drafting.pace import BEGINS_AFTER
-from primad.ring.drafting.speculation import BeginsDrafter
 from primad.ring.grouping import Batching
 from primad.ring.head import Send
 from primad.ring.messages import Cancel, Drained, KvRemove, Sampled
 from primad.ring.scheduler import Draw, PlannedStep, Scheduler
+from primad.ring.speculation.drafter import Drafting, Guess
+from primad.ring.speculation.pace import BEGINS_AFTER
+from primad.ring.speculation.speculation import BeginsDrafter
 from tests.fakes.drafter import Nothing
 from tests.fakes.engine import VOCABULARY, FakeModel
 from tests.fakes.ring import GREEDY, FakeRing, chunks_of, generate

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from typer.main import get_command
 
 from primad.cli.main import app
+from primad.cli.service import launchd, systemd, task_scheduler
+from primad.cli.service.service import GIVE_UP_VARIABLE, MEMORY_MARGIN_BYTES, DaemonService
 from primad.settings.quantities import parse_bytes
-from primad.supervisor import launchd, systemd, task_scheduler
-from primad.supervisor.service import GIVE_UP_VARIABLE, MEMORY_MARGIN_BYTES, DaemonService
 
 WORKER = DaemonService(
     role="join",

@@ -6,8 +6,8 @@ from datetime import datetime
 
 import pytest
 
-from primad.api.chat import render
-from primad.api.openai.thinking_fields import thinking_variables, with_word
+from primad.api.answering.chat import render
+from primad.api.dialects.openai.thinking_fields import thinking_variables, with_word
 from tests.fakes.backend import ByteVocabulary
 
 HELLO = [{"role": "user", "content": "Hi"}]

@@ -13,11 +13,11 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from typer.main import get_command
 
-from primad.api.backend import TextModel
-from primad.api.openai.job import Job, chat_job
-from primad.api.openai.schema import ChatRequest, parse
-from primad.api.openai.tool_fields import MAX_TOOLS, MAX_TOOLS_CHARS
-from primad.api.reading import PARSERS
+from primad.api.answering.backend import TextModel
+from primad.api.answering.reading import PARSERS
+from primad.api.dialects.openai.job import Job, chat_job
+from primad.api.dialects.openai.schema import ChatRequest, parse
+from primad.api.dialects.openai.tool_fields import MAX_TOOLS, MAX_TOOLS_CHARS
 from primad.cli.main import app
 from primad.errors import RequestError
 from tests.fakes.backend import ByteVocabulary

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from primad.api.chat import render
-from primad.api.tool_schemas import simplified
+from primad.api.answering.chat import render
+from primad.api.answering.tool_schemas import simplified
 from tests.fakes.backend import ByteVocabulary
 
 NOW = datetime(2025, 2, 3)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from primad.errors import ConfigError
-from primad.system.private_file import MAX_FILE_BYTES
+from primad.system.files import MAX_FILE_BYTES
 from primad.trust.identity import Identity, fingerprint, is_key, key_hex, load_identity, new_identity, parse_key
 from primad.trust.local_trust import LocalTrust, default_folder
 from primad.trust.trust import BY_HAND, HEAD, LOCAL, MAX_DEVICES, PAIRED, WORKER, TrustStore, trusted_now

@@ -210,7 +210,7 @@ def trust(home: Path, device: Identity, role: TrustRole) -> None:
 
 def steady(run: Primad) -> list[psutil.Process]:
     """The processes of a daemon that live as long as it serves."""
-    return [each for each in run.processes() if "primad.head.solver_process" not in command_of(each)]
+    return [each for each in run.processes() if "primad.planning.solver_process" not in command_of(each)]
 
 
 def listening(run: Primad) -> set[int]:

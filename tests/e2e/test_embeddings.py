@@ -53,7 +53,7 @@ def near(vectors, plain) -> None:
 
 
 def embedding_process(head: Head) -> int:
-    (process,) = [each for each in head.run.processes() if "primad.embedding.process" in command_of(each)]
+    (process,) = [each for each in head.run.processes() if "primad.engine.embedding_process" in command_of(each)]
     return process.pid
 
 

@@ -17,10 +17,10 @@ import pytest
 from primad.engine.protocol import Sampling
 from primad.gguf.model import open_model
 from primad.planning.draft_model import draft_model
-from primad.ring.drafting.drafter import Drafting
-from primad.ring.drafting.messages import DraftModel
 from primad.ring.grouping import Batching
 from primad.ring.messages import Finished, Sampled
+from primad.ring.speculation.drafter import Drafting
+from primad.ring.speculation.messages import DraftModel
 from tests.e2e.cluster import Head, all_joined, heading, wait_until
 from tests.e2e.reference import Plain
 from tests.e2e.streams import STORY, ask

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from primad.api.grammar import of_schema, of_text
+from primad.api.answering.grammar import of_schema, of_text
 from primad.engine.vocabulary import LlamaVocabulary
 from tools.lab.local_ring import GREEDY, LocalRing
 from tools.synth import write_model

@@ -14,9 +14,9 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from primad.api.backend import FillInTokens, Health, ModelSettings, Preparation, Prepared, ServedModel
-from primad.head.text_messages import Failed, Prepare, PreparedRequest, RequestRefused
-from primad.head.text_process import prepared
+from primad.api.answering.backend import FillInTokens, Health, ModelSettings, Preparation, Prepared, ServedModel
+from primad.head.model.text_messages import Failed, Prepare, PreparedRequest, RequestRefused
+from primad.head.model.text_process import prepared
 from primad.ring.messages import Finished, GenerationEvent, PromptProgress, Sampled, Sampling
 
 BOS, EOS, IM_START, IM_END = 256, 257, 258, 259
@@ -129,7 +129,7 @@ class FakeBackend:
         match msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=PreparedRequest | RequestRefused | Failed):
             case PreparedRequest(made=made, lines=lines):
                 for line in lines:
-                    logging.getLogger("primad.head.text_service").info("%s", line)
+                    logging.getLogger("primad.head.model.text_service").info("%s", line)
                 return msgspec.msgpack.decode(made, type=get_type_hints(preparation)["return"])
             case RequestRefused() as refused:
                 raise refused.error()

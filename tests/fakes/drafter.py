@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from primad.ring.drafting.drafter import Guess
+from primad.ring.speculation.drafter import Guess
 
 
 class Nothing:

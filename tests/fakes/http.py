@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import uvicorn
 
+from primad.api.answering.backend import Backend, Embeddings, ModelNames
 from primad.api.app import create_app
-from primad.api.backend import Backend, Embeddings, ModelNames
 
 PATIENCE_S = 180
 

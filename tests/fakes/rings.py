@@ -9,10 +9,10 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from halda import CutOff, DeviceProfile, Infeasible, LeftOut, Plan, Prediction, Window
-from primad.api.status import AnswerFigures
+from primad.api.http.status import AnswerFigures
 from primad.errors import PrimadError, RingError
 from primad.head.blame import Blame
-from primad.head.ring import RingInputs
+from primad.head.rings.ring import RingInputs
 from primad.kv.keys import KvBlock
 from primad.network.contacts import Contact
 from primad.network.peer import Peer

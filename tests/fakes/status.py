@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from primad.api.status import (
+from primad.api.http.status import (
     ClusterMember,
     CopyStatus,
     DeviceStatus,

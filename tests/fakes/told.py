@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from primad.api.calls.events import Told
+from primad.api.answering.calls.events import Told
 
 CUT = "..."
 """Behind the arguments of a call that is not whole; those are text."""

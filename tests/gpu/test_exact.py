@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from primad.ring.spawn import environment, how_it_ended
+from primad.system.children.spawn import environment, how_it_ended
 from tests.shell.test_cut_exact import EVERY_KIND, HYBRIDS
 from tools import synth
 

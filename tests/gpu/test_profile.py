@@ -13,7 +13,7 @@ import pytest
 from primad.profiler.effort import TYPES, Effort
 from primad.profiler.processors import measure_gpu
 from primad.profiler.store import load_profiles
-from primad.profiles import check_gpu
+from primad.settings.profiles import check_gpu
 from tests.e2e.cluster import heading, joined, primad
 from tests.e2e.streams import ask
 from tests.gpu.drivers import FAULTS, broken_driver

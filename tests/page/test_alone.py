@@ -9,8 +9,8 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
-from primad.api.access import Door
-from primad.api.keys import ApiKey, digest_of
+from primad.api.http.access import Door
+from primad.api.http.keys import ApiKey, digest_of
 from tests.fakes.desk import FakeDesk, known
 from tests.page.head import GUEST, OWNER, PLAIN, answering, say, served
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from primad.api.access import Door
-from primad.api.keys import ApiKey, digest_of
-from primad.api.status import AnswerFigures, LinkStatus, Promises
+from primad.api.http.access import Door
+from primad.api.http.keys import ApiKey, digest_of
+from primad.api.http.status import AnswerFigures, LinkStatus, Promises
 from primad.errors import RingError
 from primad.ring.messages import PromptProgress
 from primad.settings.timings import ApiTimings

@@ -10,8 +10,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from primad.api.answering.backend import ModelNames
 from primad.api.app import create_app
-from primad.api.backend import ModelNames
 from tests.fakes.backend import ByteVocabulary, FakeBackend, says
 from tests.fakes.embeddings import FakeEmbeddings
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from primad.ring.spawn import environment
+from primad.system.children.spawn import environment
 from tools.lab.names import LabError
 from tools.lab.plain_child import PlainChild
 from tools.lab.rpc_server import RpcServers

@@ -20,8 +20,8 @@ from primad.gguf.architectures import SUPPORTED
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.profiler.store import save_profile
-from primad.ring.spawn import environment
-from primad.ring.task_child import TaskChild
+from primad.system.children.spawn import environment
+from primad.system.children.task_child import TaskChild
 from tests.fakes.planning import GB, device
 from tools import synth
 from tools.lab import zoo

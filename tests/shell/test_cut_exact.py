@@ -27,7 +27,7 @@ from primad.gguf.header import array_value, read_header, scalar_value
 from primad.gguf.layers import layer_header
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter, vocabulary_size
-from primad.head.loads import adapted
+from primad.head.rings.loads import adapted
 from tools import synth
 from tools.lab import zoo
 

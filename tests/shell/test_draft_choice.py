@@ -14,7 +14,7 @@ from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Value, scalar_value
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from primad.head.options import ServeOptions
+from primad.head.model.options import ServeOptions
 from primad.head.serve import draft_of
 from primad.planning.check_run import check_sequences, check_speculate
 from primad.planning.draft_choice import choose_draft, models_here

@@ -14,7 +14,8 @@ import numpy as np
 import psutil
 import pytest
 
-from primad.embedding.messages import (
+from primad.daemon.embedding import CHECKED_CHARS, MAX_WAITING, EmbeddingService
+from primad.engine.embedding_messages import (
     CheckTexts,
     EmbeddedText,
     EmbedderReady,
@@ -22,7 +23,6 @@ from primad.embedding.messages import (
     TextRefused,
     TextsChecked,
 )
-from primad.embedding.service import CHECKED_CHARS, MAX_WAITING, EmbeddingService
 from primad.errors import ConfigError, EngineError, RequestError, RingError
 from primad.gguf.model import open_model
 from primad.gguf.windows import vocabulary_size
@@ -138,7 +138,7 @@ def test_its_memory_is_not_a_plans_to_have_and_it_ends_with_who_asks(smollm2):
 
     assert not psutil.pid_exists(with_service(smollm2, work))
     process = subprocess.Popen(
-        [sys.executable, "-m", "primad.embedding.process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", "primad.engine.embedding_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     with process:
         process.stdin.write(msgspec.json.encode(LoadEmbedder(path=str(smollm2), threads=1)) + b"\n")

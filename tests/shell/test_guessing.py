@@ -13,12 +13,13 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
+from primad.daemon.draft_process import DraftingProcess
 from primad.daemon.layer_files import Workspace, copy_layers
 from primad.daemon.station import Station
 from primad.errors import ProtocolError
 from primad.gguf.model import open_model
 from primad.gguf.windows import ModelCutter, vocabulary_size
-from primad.head.guesses import GuessesElsewhere
+from primad.head.rings.drafting import GuessesElsewhere
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.network.messages import (
@@ -31,16 +32,15 @@ from primad.network.messages import (
     decode_from_head,
 )
 from primad.planning.draft_model import draft_model
-from primad.ring.drafting.drafter import Guess
-from primad.ring.drafting.messages import Drafted, DraftText
-from primad.ring.drafting.tree import TreeNode, first_path
-from primad.ring.drafting_spawn import DraftingProcess
 from primad.ring.messages import GuessAt, GuessesHeard, RingCommand, encode
+from primad.ring.speculation.drafter import Guess
+from primad.ring.speculation.messages import Drafted, DraftText
+from primad.ring.speculation.tree import TreeNode, first_path
 from primad.settings.config import load_config, open_home
 from primad.trust.identity import new_identity
 from primad.trust.local_trust import LocalTrust
 from primad.trust.trust import TrustStore
-from primad.worker.guessing import Guessing
+from primad.worker.drafting import Guessing
 from tools.synth import write_model
 
 TEXT = [5, 9, 40, 5, 9]
@@ -187,7 +187,7 @@ def test_a_device_without_memory_for_a_model_fetches_none_of_it(tmp_path, monkey
     load = a_load(ModelCutter(open_model(path)), 1)
     weights = sum(each.size_bytes for each in load.window.layers)
     free = SimpleNamespace(available_bytes=weights, total_bytes=0)
-    monkeypatch.setattr("primad.worker.guessing.memory", lambda: free)
+    monkeypatch.setattr("primad.worker.drafting.memory", lambda: free)
 
     async def once() -> None:
         worker = Worker(tmp_path / "home")
@@ -286,7 +286,7 @@ class Elsewhere:
 
 
 def test_a_head_passes_guesses_on_that_are_some_and_guesses_itself_while_the_device_is_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr("primad.head.guesses.LOOK_S", 0.0)
+    monkeypatch.setattr("primad.head.rings.drafting.LOOK_S", 0.0)
 
     async def once() -> None:
         head = Elsewhere(tmp_path / "small.gguf")
@@ -314,7 +314,7 @@ def test_a_head_passes_guesses_on_that_are_some_and_guesses_itself_while_the_dev
 
 
 def test_a_device_that_the_owner_of_the_head_pauses_guesses_no_more_until_it_may_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("primad.head.guesses.LOOK_S", 0.0)
+    monkeypatch.setattr("primad.head.rings.drafting.LOOK_S", 0.0)
 
     async def once() -> None:
         head = Elsewhere(tmp_path / "small.gguf", head_has_room=False)

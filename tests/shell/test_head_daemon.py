@@ -24,25 +24,25 @@ from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.head import daemon as daemon_module
-from primad.head import devices as devices_module
-from primad.head import planner as planner_module
-from primad.head import rings as rings_module
-from primad.head.backend import RingBackend
 from primad.head.blame import ParticipationError
-from primad.head.corrections import LEAST_TOKENS
 from primad.head.daemon import HeadDaemon
-from primad.head.link_book import LinkBook
-from primad.head.options import ServeOptions
-from primad.head.planner import Planner
-from primad.head.promise import Promise
-from primad.head.rings import ATTENTION_CHANGES
-from primad.head.service import service_of
+from primad.head.members import devices as devices_module
+from primad.head.members.link_book import LinkBook
+from primad.head.model.options import ServeOptions
+from primad.head.model.service import service_of
+from primad.head.rings import planner as planner_module
+from primad.head.rings import rings as rings_module
+from primad.head.rings.backend import RingBackend
+from primad.head.rings.planner import Planner
+from primad.head.rings.rings import ATTENTION_CHANGES
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.membership.transitions import GREET_S
 from primad.membership.types import DeviceRefused, Effect, Event, State
 from primad.network.discovery import MulticastError
 from primad.network.messages import Dismiss, Introduce, Leaving, MemoryLow, MemoryRecovered, Revoked
+from primad.planning.corrections import LEAST_TOKENS
+from primad.planning.forecast import Promise
 from primad.planning.plan import PlanRequest
 from primad.planning.run_config import RunConfig
 from primad.ring.messages import DecodeStatus, Finished, Sampled, Status

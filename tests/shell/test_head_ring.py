@@ -20,8 +20,6 @@ from primad.errors import (
     RingError,
     SenderError,
 )
-from primad.head import ring as head_ring
-from primad.head import ways as head_ways
 from primad.head.blame import (
     AGAIN,
     SENT,
@@ -32,8 +30,10 @@ from primad.head.blame import (
     blamed,
     loads_again,
 )
-from primad.head.participation import Participation
-from primad.head.ring import HeadRing
+from primad.head.members.participation import Participation
+from primad.head.rings import ring as head_ring
+from primad.head.rings import routes as head_ways
+from primad.head.rings.ring import HeadRing
 from primad.ring.messages import (
     Drained,
     Opened,

@@ -9,8 +9,8 @@ from typing import NoReturn
 
 from halda import Plan, Window
 from primad.errors import ClusterError
-from primad.head.promise import Promise
-from primad.head.ring import HeadRing
+from primad.head.rings.ring import HeadRing
+from primad.planning.forecast import Promise
 from primad.ring.messages import Finished, MemoryStatus, Report, RingCommand, RingEvent, Status
 from primad.settings.timings import HeadTimings, Timings
 from tests.fakes.planning import model

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from primad.api.page.desk import Loan
-from primad.head import devices as devices_module
 from primad.head.desk import MOST_SHOWN, known_devices
-from primad.head.devices import MOST_TOLD
-from primad.head.lending import Lending
+from primad.head.members import devices as devices_module
+from primad.head.members.devices import MOST_TOLD
+from primad.head.model.limits import Lending
 from primad.network.messages import Introduce
 from primad.network.peer import Peer
 from primad.trust.identity import key_hex, new_identity

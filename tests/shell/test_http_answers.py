@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from primad.api import endpoint
+from primad.api.answering.backend import ModelNames
 from primad.api.app import create_app
-from primad.api.backend import ModelNames
+from primad.api.http import endpoint
 from primad.ring.messages import PromptProgress
 from tests.fakes.backend import BOS, EOS, ByteVocabulary, FakeBackend, says
 from tests.fakes.http import PATIENCE_S, BareClient, call, events, post

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from primad.api.backend import ModelNames
+from primad.api.answering.backend import ModelNames
 from tests.fakes.backend import ByteVocabulary, FakeBackend, says
 from tests.fakes.embeddings import FakeEmbeddings
 from tests.fakes.http import call, events, post

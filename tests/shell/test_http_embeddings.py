@@ -7,7 +7,7 @@ import base64
 import numpy as np
 import pytest
 
-from primad.api.backend import ModelNames
+from primad.api.answering.backend import ModelNames
 from tests.fakes.backend import FakeBackend, says
 from tests.fakes.embeddings import FakeEmbeddings
 from tests.fakes.http import call

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from primad.api.app import create_app
-from primad.head.text_service import TextService
+from primad.head.model.text_service import TextService
 from primad.ring.messages import GenerationEvent
 from tests.fakes.backend import Call, FakeBackend, says
 from tests.fakes.embeddings import FakeEmbeddings

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from starlette.types import Message
 
-from primad.api.connection import MessageStream
-from primad.api.openai.routes import EVENTS
+from primad.api.dialects.openai.routes import EVENTS
+from primad.api.http.connection import MessageStream
 from primad.errors import RingError
 from primad.settings.timings import ApiTimings
 from tests.fakes.http import PATIENCE_S

@@ -7,12 +7,12 @@ import asyncio
 import httpx
 import pytest
 
-from primad.api.access import OF_THIS_MACHINE, OPEN, Door
 from primad.api.app import create_app
-from primad.api.guard import KeyGuard
-from primad.api.key_file import KeyFile, add_key, remove_key
-from primad.api.keys import ApiKey, digest_of
-from primad.api.openai.errors import error_response
+from primad.api.http.access import OF_THIS_MACHINE, OPEN, Door
+from primad.api.http.errors import error_response
+from primad.api.http.guard import KeyGuard
+from primad.api.http.key_file import KeyFile, add_key, remove_key
+from primad.api.http.keys import ApiKey, digest_of
 from primad.errors import ConfigError
 from tests.fakes.backend import FakeBackend, says
 

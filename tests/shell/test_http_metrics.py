@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from primad.api.backend import Health
-from primad.api.generation import Written
-from primad.api.metrics import MEDIA_TYPE, Metrics
-from primad.api.status import MemoryFigures, StatusBody
+from primad.api.answering.backend import Health
+from primad.api.answering.generation import Written
+from primad.api.http.metrics import MEDIA_TYPE, Metrics
+from primad.api.http.status import MemoryFigures, StatusBody
 from primad.errors import RequestError, RingError
 from tests.fakes.backend import FakeBackend, says
 from tests.fakes.http import PATIENCE_S, BareClient, call, in_memory

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from primad.api.app import create_app
-from primad.api.dialect import COMPONENT
+from primad.api.http.dialect import COMPONENT
 from tests.fakes.backend import ByteVocabulary, FakeBackend, says
 from tests.fakes.embeddings import FakeEmbeddings
 from tests.fakes.http import call

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
+from primad.api.answering.backend import FillInTokens, SamplingDefaults
 from primad.api.app import create_app
-from primad.api.backend import FillInTokens, SamplingDefaults
-from primad.api.dialect import COMPONENT
-from primad.api.ollama.job import NAMES
+from primad.api.dialects.ollama.job import NAMES
+from primad.api.http.dialect import COMPONENT
 from primad.api.page.desk import Loan
 from primad.api.page.routes import decoded
 from primad.errors import RequestError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from primad.api.backend import Health, ModelNames
+from primad.api.answering.backend import Health, ModelNames
 from primad.errors import RingError
 from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, says
 from tests.fakes.http import call, post, served

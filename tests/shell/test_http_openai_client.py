@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from primad.api.backend import Health
+from primad.api.answering.backend import Health
 from primad.errors import RequestError, RingError
 from tests.fakes.backend import FakeBackend, says
 from tests.fakes.http import served

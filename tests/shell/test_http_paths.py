@@ -6,8 +6,8 @@ import asyncio
 
 import httpx
 
-from primad.api.access import Door
 from primad.api.app import create_app
+from primad.api.http.access import Door
 from tests.fakes.backend import FakeBackend, says
 from tests.fakes.http import call
 

@@ -15,9 +15,9 @@ import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from primad.api import patience as http_patience
 from primad.api.app import create_app
-from primad.api.patience import Patience
+from primad.api.http import patience as http_patience
+from primad.api.http.patience import Patience
 from primad.settings.timings import ApiTimings
 from tests.fakes.backend import FakeBackend, says
 from tests.fakes.http import PATIENCE_S

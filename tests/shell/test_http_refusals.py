@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from primad.api.answering.backend import Health
 from primad.api.app import create_app
-from primad.api.backend import Health
-from primad.api.connection import MAX_BODY_BYTES
-from primad.api.guard import is_allowed
-from primad.api.openai.schema import ChatRequest, CompletionRequest
+from primad.api.dialects.openai.schema import ChatRequest, CompletionRequest
+from primad.api.http.connection import MAX_BODY_BYTES
+from primad.api.http.guard import is_allowed
 from primad.errors import RequestError, RingError
 from primad.network.own_places import own_names
 from tests.fakes.backend import ByteVocabulary, FakeBackend, says

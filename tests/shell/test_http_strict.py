@@ -9,7 +9,7 @@ import re
 import h11
 import pytest
 
-from primad.api.strict import MOST_HEAD_BYTES, StrictConnection
+from primad.api.http.strict import MOST_HEAD_BYTES, StrictConnection
 from tests.fakes.backend import FakeBackend, says
 from tests.shell.gated import raw, until_closed
 from tests.shell.test_http_patience import patient

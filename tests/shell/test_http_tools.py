@@ -14,12 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from primad.api.calls.form import Markers
-from primad.api.calls.forms import FORMS
-from primad.api.generation import Answered, write
-from primad.api.openai.job import completion_job
-from primad.api.openai.schema import CompletionRequest, parse
-from primad.api.reading import AnswerReading
+from primad.api.answering.calls.form import Markers
+from primad.api.answering.calls.forms import FORMS
+from primad.api.answering.generation import Answered, write
+from primad.api.answering.reading import AnswerReading
+from primad.api.dialects.openai.job import completion_job
+from primad.api.dialects.openai.schema import CompletionRequest, parse
 from primad.cli.conversation import Received
 from tests.fakes.backend import IM_END, IM_START, ByteVocabulary, FakeBackend, says
 from tests.fakes.http import events, post, served

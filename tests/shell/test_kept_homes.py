@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from primad.api.key_file import KeyFile
-from primad.api.keys import digest_of
+from primad.api.http.key_file import KeyFile
+from primad.api.http.keys import digest_of
 from primad.daemon.owner import BY_HAND as PAUSED
 from primad.daemon.owner import OwnerPause
 from primad.engine.streaming.expert_usage import UsageFolder
 from primad.gguf.layers import LayerRef, LayerTensor
-from primad.head.learning import read_corrections
+from primad.head.model.learning import read_corrections
 from primad.kv import keys
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache

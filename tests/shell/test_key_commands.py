@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from primad.api.key_file import read_keys
-from primad.api.keys import key_like
+from primad.api.http.key_file import read_keys
+from primad.api.http.keys import key_like
 
 
 @pytest.fixture(autouse=True)

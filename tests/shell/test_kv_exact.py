@@ -25,7 +25,7 @@ from primad.gguf.windows import vocabulary_size
 from primad.kv import keys
 from primad.kv.cells import pack, unpack
 from primad.kv.store import KvStore
-from primad.planning.keepers import why_not_kept
+from primad.planning.replicas import why_not_kept
 from tests.shell.test_cut_exact import EVERY_KIND, HYBRIDS, OPTIONS, PROMPT, Route, cuts_of, files_of, rows, synth
 from tests.shell.test_streams_exact import EVERYTHING, streaming
 

@@ -11,10 +11,10 @@ import pytest
 import zmq.asyncio
 
 from halda import LinkProfile
-from primad.head import link_book as links_module
 from primad.head.blame import DeviceLostError
-from primad.head.link_book import ANSWER_S, LinkBook
-from primad.head.worker_link import Caller, WorkerLink, greet
+from primad.head.members import link_book as links_module
+from primad.head.members.link_book import ANSWER_S, LinkBook
+from primad.head.members.worker_link import Caller, WorkerLink, greet
 from primad.membership import types
 from primad.network import linkprobe
 from primad.network.contacts import MAX_ADDRESSES, Contact

@@ -11,14 +11,14 @@ from urllib.parse import urljoin
 import httpx
 import pytest
 
-from primad.api.access import Door
 from primad.api.app import create_app
-from primad.api.keys import ApiKey, digest_of
+from primad.api.http.access import Door
+from primad.api.http.keys import ApiKey, digest_of
+from primad.api.http.status import StatusBody, decoder
 from primad.api.page import files
 from primad.api.page.owner import TICKET_S, Owner
 from primad.api.page.routes import MAX_ASKED_BYTES
 from primad.api.page.watch import MOST_LISTENERS, Snapshot, Watch
-from primad.api.status import StatusBody, decoder
 from primad.errors import RequestError, RingError
 from primad.settings.timings import ApiTimings
 from tests.fakes.backend import FakeBackend, says

@@ -18,7 +18,6 @@ import pytest
 from typer.testing import CliRunner
 
 from halda import RATE_WIDTH, GpuProfile
-from primad import profiles
 from primad.cli import main as cli
 from primad.engine import devices
 from primad.engine.devices import GpuDevice, find_gpu, list_gpus, own_memory_of, reserve_bytes
@@ -41,9 +40,10 @@ from primad.profiler.store import load_profiles
 from primad.profiler.synthetic import BIG, MIDDLE, NARROW, SMALL, WIDE, LayerShape, write_window
 from primad.profiler.trial import SteppedOn, TimeWindow, TrialTimes, affordable_rows
 from primad.profiler.trials import child_trials
-from primad.profiles import check_disk, check_profile
+from primad.settings import profiles
 from primad.settings.limits import NO_LIMITS
-from primad.system import vram
+from primad.settings.profiles import check_disk, check_profile
+from primad.system import gpus as vram
 from primad.system.memory import Memory
 from primad.system.others import Others
 from primad.system.processors import usable_cpus

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primad.errors import ProtocolError
-from primad.ring.channel import LENGTH, MAX_FRAME_BYTES, Frames, frame
 from primad.ring.messages import Loading, RingBroken, RingEvent, event_decoder
-from primad.ring.spawn import MOST_ARRIVED, _Events
+from primad.system.children.channel import LENGTH, MAX_FRAME_BYTES, Frames, frame
+from primad.system.children.spawn import MOST_ARRIVED, _Events
 
 SAID = [Loading(number) for number in range(5)]
 

@@ -19,7 +19,6 @@ from primad.engine.protocol import EngineOptions, Rows, WindowSource
 from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.errors import NextDeviceError, RingError
 from primad.ring import roles as parts
-from primad.ring.channel import LENGTH, RingChannel, frame, frame_bytes
 from primad.ring.head import Head
 from primad.ring.links import Links
 from primad.ring.loading import limits_of_open
@@ -51,6 +50,7 @@ from primad.ring.process import _serve
 from primad.ring.scheduler import Scheduler
 from primad.ring.worker import Worker
 from primad.settings.timings import RingTimings
+from primad.system.children.channel import LENGTH, RingChannel, frame, frame_bytes
 from tests.fakes.engine import WIDTH, FakeHiddenWindow, FakeModel
 from tests.fakes.ring import GREEDY, chunks_of, generate
 

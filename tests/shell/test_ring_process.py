@@ -20,7 +20,6 @@ import zmq
 from halda.assignment import in_memory
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.errors import ProtocolError, RingError, WeightsError
-from primad.ring.channel import LENGTH, frame
 from primad.ring.messages import (
     FAULTS,
     Cancel,
@@ -35,7 +34,8 @@ from primad.ring.messages import (
     RingCommand,
     Status,
 )
-from primad.ring.spawn import CUT_SHORT, SPIN_COUNT, RingProcess, _last_line, environment
+from primad.system.children.channel import LENGTH, frame
+from primad.system.children.spawn import CUT_SHORT, SPIN_COUNT, RingProcess, _last_line, environment
 from primad.system.hidden_gpus import NO_GPU
 from tests.fakes.ring import generate
 

@@ -12,13 +12,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from primad.api.backend import SamplingDefaults
+from primad.api.answering.backend import SamplingDefaults
 from primad.engine import sampling as engine
 from primad.engine.masks import Allowed
 from primad.engine.protocol import GREEDY
 from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header, scalar_value
-from primad.head.vocabulary import _RECOMMENDED, sampling_defaults
+from primad.head.model.vocabulary import _RECOMMENDED, sampling_defaults
 
 SIZE, CONTEXT = 8, 64
 DRAWN = msgspec.structs.replace(GREEDY, temperature=0.8)

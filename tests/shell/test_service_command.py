@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from primad.cli import service as command_module
-from primad.supervisor import machine
-from primad.supervisor.machine import Account, Ran
-from primad.supervisor.steps import Manager
+from primad.cli.service import command as command_module
+from primad.cli.service import machine
+from primad.cli.service.machine import Account, Ran
+from primad.cli.service.steps import Manager
 from tests.core.test_supervisor import judged, words
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the folders are those of POSIX systems")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from primad.api.backend import TextModel
-from primad.api.openai.job import chat_text
-from primad.api.openai.schema import ChatRequest, parse
+from primad.api.answering.backend import TextModel
+from primad.api.dialects.openai.job import chat_text
+from primad.api.dialects.openai.schema import ChatRequest, parse
 from tests.fakes.backend import ByteVocabulary
 from tests.fakes.histories import HISTORIES, Message, assistant, call, result, system, user
 

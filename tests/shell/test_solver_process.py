@@ -16,11 +16,11 @@ import pytest
 
 from halda import CHUNKS, Infeasible, solve
 from primad.errors import PlanError
-from primad.head import solver_process as solving
-from primad.head.solver_process import solve_apart
+from primad.planning import solver_process as solving
 from primad.planning.plan import PlanRequest
 from primad.planning.run_config import RunConfig
-from primad.system.stop_flag import StopFlag
+from primad.planning.solver_process import solve_apart
+from primad.system.children.stop_flag import StopFlag
 from tests.fakes.planning import GB, device, link, model
 
 PATIENCE_S = 180
@@ -45,7 +45,7 @@ def children() -> set[int]:
     found = set()
     for child in psutil.Process().children():
         with suppress(psutil.Error):  # it ended meanwhile
-            if "primad.head.solver_process" in child.cmdline():
+            if "primad.planning.solver_process" in child.cmdline():
                 found.add(child.pid)
     return found
 

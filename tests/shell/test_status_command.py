@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import msgspec
 import pytest
 
-from primad.api.backend import Health
-from primad.api.status import (
+from primad.api.answering.backend import Health
+from primad.api.http.status import (
     AnswerFigures,
     LinkStatus,
     MemoryFigures,

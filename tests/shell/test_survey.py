@@ -8,12 +8,12 @@ import pytest
 
 from primad.api.page.desk import Loan
 from primad.errors import ClusterError
-from primad.head import survey as survey_module
-from primad.head import worker_link as worker_link_module
-from primad.head.corrections import Corrections, DeviceFactors, stamp_of
-from primad.head.lending import Lending
-from primad.head.survey import survey
+from primad.head.members import survey as survey_module
+from primad.head.members import worker_link as worker_link_module
+from primad.head.members.survey import survey
+from primad.head.model.limits import Lending
 from primad.network.peer import Peer
+from primad.planning.corrections import Corrections, DeviceFactors, stamp_of
 from primad.settings.config import load_config
 from primad.trust.identity import load_identity, new_identity
 from primad.trust.trust import PAIRED, TrustStore, trusted_now

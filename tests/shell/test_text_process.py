@@ -15,14 +15,14 @@ import msgspec
 import psutil
 import pytest
 
-from primad.api.backend import ModelSettings, TextModel
-from primad.api.llama_server import prepared as llama_server
-from primad.api.openai import prepared as openai
+from primad.api.answering.backend import ModelSettings, TextModel
+from primad.api.dialects.llama_server import prepared as llama_server
+from primad.api.dialects.openai import prepared as openai
 from primad.errors import EngineError, ModelError, PromptTooLongError, RequestError, RingError
-from primad.head.text_messages import LoadText, Prepare, PreparedRequest, TextAnswer, TextReady
-from primad.head.text_service import TextLimits, TextService
-from primad.head.tokenizer import ModelVocabulary
-from primad.ring.channel import LENGTH, frame
+from primad.head.model.text_messages import LoadText, Prepare, PreparedRequest, TextAnswer, TextReady
+from primad.head.model.text_service import TextLimits, TextService
+from primad.head.model.tokenizer import ModelVocabulary
+from primad.system.children.channel import LENGTH, frame
 from tests.fakes.vocabulary import write_vocabulary
 
 PATIENCE_S = 180
@@ -305,7 +305,7 @@ def test_long_runs_of_a_character_end_no_pre_tokenizer(tmp_path):
         load = LoadText(path=str(path), chat_template=None, tells_pieces=False, memory_bytes=4 << 30)
         sent += frame(load) + frame(task)
     with subprocess.Popen(
-        [sys.executable, "-m", "primad.head.text_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", "primad.head.model.text_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None

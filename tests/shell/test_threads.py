@@ -20,13 +20,13 @@ from primad.errors import RingError
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.head.blame import Blame
-from primad.head.link_book import LinkBook
-from primad.head.promise import Promise
-from primad.head.ring import HeadRing
-from primad.head.ring_inputs import RingDevices, RingInputs
-from primad.head.service import ModelSource, Service
+from primad.head.members.link_book import LinkBook
+from primad.head.model.service import ModelSource, Service
+from primad.head.rings.ring import HeadRing
+from primad.head.rings.ring_inputs import RingDevices, RingInputs
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
+from primad.planning.forecast import Promise
 from primad.planning.question import default_workload
 from primad.ring.messages import Open
 from primad.settings.config import load_config, open_home

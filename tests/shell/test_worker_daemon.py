@@ -24,8 +24,8 @@ from primad.engine.protocol import WindowSource
 from primad.errors import ClusterError
 from primad.gguf.layers import LayerRef
 from primad.head.blame import ParticipationError
-from primad.head.participation import Participation
-from primad.head.worker_link import Caller, WorkerLink, greet, probe
+from primad.head.members.participation import Participation
+from primad.head.members.worker_link import Caller, WorkerLink, greet, probe
 from primad.kv import keys
 from primad.kv.cells import LayerCells
 from primad.kv.keys import KvBlock

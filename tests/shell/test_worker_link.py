@@ -15,8 +15,8 @@ import zmq.asyncio
 
 from primad.errors import ClusterError
 from primad.head.blame import DeviceLostError, ParticipationError
-from primad.head.participation import MISSES, MOST_REPEATS, Participation
-from primad.head.worker_link import Caller, WorkerLink, greet, probe
+from primad.head.members.participation import MISSES, MOST_REPEATS, Participation
+from primad.head.members.worker_link import Caller, WorkerLink, greet, probe
 from primad.membership import types
 from primad.network.control import WorkerEnd
 from primad.network.messages import (

@@ -31,7 +31,7 @@ from primad.network.messages import (
     Release,
     Revoked,
 )
-from primad.ring.drafting.messages import DraftText
+from primad.ring.speculation.messages import DraftText
 from primad.settings.timings import Timings, WorkerTimings
 from primad.trust.identity import Identity, new_identity
 from primad.trust.trust import BY_HAND, HEAD, WORKER, trusted_now

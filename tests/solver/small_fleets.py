@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from halda import DiskProfile, Instance, Objective, Solution, Workload, solve
-from halda_research.random_fleets import log_uniform, random_instance
+from tools.research.random_fleets import log_uniform, random_instance
 
 SHAPES = [(2, 6), (2, 8), (2, 10), (2, 13), (2, 16), (3, 6), (3, 7), (3, 8), (3, 10), (3, 12), (4, 6), (4, 8), (4, 9)]
 

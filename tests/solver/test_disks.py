@@ -10,8 +10,8 @@ import pytest
 
 from halda import Infeasible, evaluate
 from halda.instance import Instance
-from halda_research.random_fleets import random_instance, random_plan
 from tests.solver.test_solve import CLOSE, solved
+from tools.research.random_fleets import random_instance, random_plan
 
 
 def named(question: Instance, *names: str) -> Instance:

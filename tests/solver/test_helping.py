@@ -23,12 +23,12 @@ from halda import (
 )
 from halda.cost import COPIED_SHARE, GPU_RUNTIME_BYTES, HELP_ROWS, helped_layer_s
 from halda.helping import able_to_help, others_to_try
-from halda_research.simulate import simulate, simulate_prefill
 from tests.fakes import planning
 from tests.fakes.planning import GB, helping
 from tests.solver import small_fleets
 from tests.solver.brute import Brute
 from tests.solver.small_fleets import small_instance
+from tools.research.simulate import simulate, simulate_prefill
 
 MB = 10**6
 CLOSE = 1e-6

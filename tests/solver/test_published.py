@@ -22,8 +22,8 @@ from halda import (
 )
 from halda.evaluate import evaluate
 from halda.instance import instance
-from halda_research.published import PublishedPlan, solve_published
-from halda_research.random_fleets import random_instance
+from tools.research.published import PublishedPlan, solve_published
+from tools.research.random_fleets import random_instance
 
 GB = 10**9
 WORK = Workload(context_tokens=64, kv_type="f16", sequences=1, prompt_tokens=16, answer_tokens=16, chunk_rows=1)

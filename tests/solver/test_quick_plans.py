@@ -29,8 +29,8 @@ from halda import (
 from halda.cuts import good_cuts
 from halda.orders import good_order
 from halda.streaming import RESERVE_BYTES
-from halda_research.random_fleets import random_instance
 from tests.solver.small_fleets import small_instance
+from tools.research.random_fleets import random_instance
 
 HURRIED_S = 0.5
 LAYERS = 64

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from halda import OBJECTIVES, Infeasible, Instance, Limits, Objective, Solution, evaluate, solve
-from halda_research.beside import SEEDS, beside_published
-from halda_research.random_fleets import random_instance, random_workload
 from tests.fakes import planning
 from tests.solver.brute import Brute
 from tests.solver.small_fleets import small_instance, solved
+from tools.research.beside import SEEDS, beside_published
+from tools.research.random_fleets import random_instance, random_workload
 
 CLOSE = 1e-6
 

@@ -9,9 +9,9 @@ import pytest
 from halda import Instance, LayerProfile, Plan, Workload, arrange, cost, evaluate, instance
 from halda.cost import GPU_RUNTIME_BYTES, RUNTIME_BYTES
 from halda.profile import ModelProfile
-from halda_research.published import solve_published
 from tests.fakes import planning
 from tests.solver.test_solve import check_against_brute_force
+from tools.research.published import solve_published
 
 MB = 10**6
 MIB = 1 << 20

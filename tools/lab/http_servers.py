@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import psutil
 
-from primad.head.options import model_id
+from primad.head.model.options import model_id
 from tools.demo import daemon
 from tools.lab.names import LabError
 from tools.lab.ports import free_port

@@ -28,8 +28,6 @@ from primad.layers.cache import LayerCache
 from primad.planning.extra_buffers import is_faster
 from primad.profiler.effort import TYPES
 from primad.ring.chunks import Pieces
-from primad.ring.drafting.drafter import Drafting
-from primad.ring.drafting.messages import DraftModel
 from primad.ring.grouping import Batching
 from primad.ring.messages import (
     Cancel,
@@ -48,7 +46,9 @@ from primad.ring.messages import (
     Serving,
     Status,
 )
-from primad.ring.spawn import RingProcess
+from primad.ring.speculation.drafter import Drafting
+from primad.ring.speculation.messages import DraftModel
+from primad.system.children.spawn import RingProcess
 from tools.lab import LabError, disk
 from tools.lab.delayed import DelayedLink
 from tools.lab.memory import LimitedGroup

@@ -21,10 +21,10 @@ from halda import (
     residency,
     solve,
 )
-from halda_research.apportion import apportion
-from halda_research.published import PublishedPlan, solve_published
 from primad.gguf.shapes import shape
 from primad.profiler.fleets import Fleet
+from tools.research.apportion import apportion
+from tools.research.published import PublishedPlan, solve_published
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAGE: Final = ROOT / "profiles" / "PAPER.md"

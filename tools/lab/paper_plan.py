@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from halda import Plan, Prediction, evaluate
-from halda_research.published import solve_published
 from primad.planning.explain import best_plan
 from primad.planning.question import Question
 from primad.settings.quantities import show_bytes, show_ms
+from tools.research.published import solve_published
 
 
 def compare(question: Question) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from primad.ring.spawn import environment
+from primad.system.children.spawn import environment
 from tools.lab.names import LabError
 from tools.lab.ports import free_port
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from primad.api.keys import ApiKey, digest_of, key_like
+from primad.api.http.keys import ApiKey, digest_of, key_like
 from primad.errors import RequestError
 
 TICKET_S: Final = 60.0

@@ -14,15 +14,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from primad.api.connection import MessageStream, read_json
-from primad.api.dialect import Route
-from primad.api.endpoint import json_response
-from primad.api.guard import said_key
+from primad.api.http.connection import MessageStream, read_json
+from primad.api.http.dialect import Route
+from primad.api.http.endpoint import json_response
+from primad.api.http.guard import said_key
+from primad.api.http.status import StatusBody
 from primad.api.page import files
 from primad.api.page.desk import Desk, Loan, OtherCluster, ProfileNames, ShownCode
 from primad.api.page.owner import Owner
 from primad.api.page.watch import SNAPSHOTS, Watch
-from primad.api.status import StatusBody
 from primad.errors import PrimadError, RequestError
 from primad.settings.timings import ApiTimings
 

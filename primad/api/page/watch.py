@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import msgspec
 
-from primad.api.dialect import EVENT_STREAM, Framing
-from primad.api.openai.errors import error_body
-from primad.api.status import StatusBody
+from primad.api.http.dialect import EVENT_STREAM, Framing
+from primad.api.http.errors import error_body
+from primad.api.http.status import StatusBody
 from primad.errors import PrimadError, RequestError
 
 MOST_LISTENERS: Final = 64

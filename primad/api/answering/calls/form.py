@@ -1,0 +1,133 @@
+"""A form in which models write that they call functions: what stands around a call, and how it is read. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from primad.api.answering.calls.events import Call
+from primad.api.answering.calls.steps import StepReader
+from primad.api.answering.calls.values import Functions, loaded
+from primad.api.answering.grammar import CallForm
+
+Parse = Callable[[str, Functions], Sequence[Call] | None]
+"""The calls in a body; None for what is no call of the functions. Raises ``UnfinishedCallError``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Markers:
+    """What stands around a body. Without ``end`` it ends where its JSON does, which may stand behind what ``prefix``
+    matches, with strings in ``quotes``; without ``begin`` only what begins an answer is one."""
+
+    begin: str
+    end: str
+    prefix: re.Pattern[str] = re.compile(r"\s*(?=[{\[])")
+    quotes: str = '"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolForm:
+    """How a model family calls: ``name`` is what ``--tool-parser`` takes.
+
+    ``call_form`` is the same for a grammar, None where arguments are not JSON. ``head`` is what stands in a body before
+    arguments that are a JSON object, with the function's name as its only group that matches: behind it a call is told as it
+    forms, while a body that does not begin so is read by ``parse`` when it is whole. ``noise`` are markers around calls that
+    mean nothing, ``frames`` those around whole answers, which are left out also where nothing may be called. Markers may be
+    control tokens if it ``uses_control_tokens``. An answer that is made of messages has a ``reader`` of its own instead of
+    markers (of functions, and whether thoughts are part of the text), which finds thoughts if it ``has_thoughts``.
+    """
+
+    name: str
+    parse: Parse
+    markers: tuple[Markers, ...] = ()
+    noise: tuple[str, ...] = ()
+    frames: tuple[str, ...] = ()
+    call_form: CallForm | None = None
+    head: re.Pattern[str] | None = None
+    uses_control_tokens: bool = True
+    reader: Callable[[Functions, bool, bool], StepReader] | None = None
+    has_thoughts: bool = False
+
+    def __str__(self) -> str:
+        """Its name, which is told in its place."""
+        return self.name
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether it is needed to read an answer in which nothing may be called."""
+        return self.reader is not None or bool(self.frames)
+
+
+ARGUMENTS: Final = r"""\s*(?=\{\s*["}])"""
+"""The place before a JSON object, in a pattern."""
+JSON_HEAD: Final = (
+    r"""\s*(?:\[\s*)?\{\s*(?:"(?:id|type|tool_call_id)"\s*:\s*"[^"\\<`]*"\s*,\s*)?"(?:name|function|tool_name)"\s*:\s*"([^"\\<`]+)"\s*,"""
+    rf"""\s*"(?:arguments|parameters|args)"\s*:{ARGUMENTS}"""
+)
+"""What stands before the arguments in what ``parse_json`` reads, as nearly all models write it."""
+_NAMES: Final = ("name", "function", "tool_name")
+_ARGUMENTS: Final = ("arguments", "parameters", "args")
+
+
+def parse_json(body: str, functions: Functions) -> Sequence[Call] | None:
+    """``{"name": ..., "arguments": {...}}``, or a list or lines of such; the names that models give to the two vary."""
+    return all_of(_call_of(item, functions) for item in _items(body))
+
+
+def parse_named(body: str, functions: Functions) -> Sequence[Call] | None:
+    """``{"f": {...}}``, or a list of such."""
+    return all_of(
+        call_of(name, arguments, functions)
+        for item in _items(body)
+        for name, arguments in (item.items() if isinstance(item, dict) else [("", None)])
+    )
+
+
+def _items(body: str) -> list[Any]:
+    """The values in a list, or one behind the other; none where ``body`` is no JSON."""
+    try:
+        value = loaded(body)
+    except ValueError:
+        lines = re.split(r"(?<=\})\s*\n\s*(?=\{)", body.strip())
+        try:
+            return [loaded(line) for line in lines] if len(lines) > 1 else []
+        except ValueError:
+            return []
+    return value if isinstance(value, list) else [value]
+
+
+def _call_of(item: Any, functions: Functions) -> Call | None:
+    if not isinstance(item, dict):
+        return None
+    item = item["function"] if isinstance(item.get("function"), dict) else item
+    name = next((item[key] for key in _NAMES if isinstance(item.get(key), str)), None)
+    arguments: Any = next((item[key] for key in _ARGUMENTS if key in item), {})
+    return None if name is None else call_of(name, arguments, functions)
+
+
+def all_of(calls: Iterable[Call | None]) -> Sequence[Call] | None:
+    """All ``calls``, or None where one is none, or there are none."""
+    found = list(calls)
+    return None if not found or None in found else [call for call in found if call is not None]
+
+
+def call_of(name: str, arguments: Any, functions: Functions) -> Call | None:
+    """A call with ``arguments``, an object or its text; None unless it is of ``functions``.
+
+    Raises ``UnfinishedCallError``.
+    """
+    if isinstance(arguments, str):
+        try:
+            arguments = loaded(arguments)
+        except ValueError:
+            return None
+    if name not in functions or not isinstance(arguments, dict | None):
+        return None
+    try:
+        text = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError):  # infinity is no JSON
+        return None
+    return Call(name=name, arguments=text.encode(errors="replace").decode())  # JSON can write halves of characters

@@ -1,0 +1,60 @@
+"""What all readers of answers have in common: text comes in pieces, and is read step by step. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from primad.api.answering.calls.events import CallPart, Told
+from primad.api.answering.calls.json_text import JsonText
+
+
+class StepReader:
+    """``feed`` it the text of an answer piece by piece, then ``finish``; together that says all of it.
+
+    A step reads from what is ``_held``, adds to texts, thoughts and calls, and says whether there is another one to take. It
+    is told whether the text has ended.
+    """
+
+    def __init__(self, first: Callable[[bool], bool]) -> None:
+        """``first`` is the step to begin with."""
+        self._step = first
+        self._held = ""
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[CallPart] = []
+        self._arguments = JsonText()
+
+    def feed(self, text: str) -> Told:
+        """What ``text`` adds."""
+        self._held += text
+        return self._read(is_last=False)
+
+    def finish(self) -> Told:
+        """What was held back."""
+        return self._read(is_last=True)
+
+    def _read(self, *, is_last: bool) -> Told:
+        while self._step(is_last):
+            pass
+        if is_last:
+            self._end()
+        told = Told(text="".join(self._texts), thought="".join(self._thoughts), calls=tuple(self._calls))
+        self._texts, self._thoughts, self._calls = [], [], []
+        return told
+
+    def _end(self) -> None:
+        """No step is left to take."""
+
+    def _open_call(self, name: str) -> None:
+        """A call begins, and its arguments with what is held."""
+        self._calls.append(CallPart(name=name, arguments="", is_whole=False))
+        self._arguments = JsonText()
+
+    def _add_arguments(self, is_last: bool) -> None:
+        """Move what is certain of the arguments from what is held to the call."""
+        added, count = self._arguments.take(self._held, is_last=is_last)
+        self._held = self._held[count:]
+        if added:
+            begun = self._calls.pop() if self._calls else CallPart(name=None, arguments="", is_whole=False)
+            is_whole = self._arguments.is_whole
+            self._calls.append(CallPart(name=begun.name, arguments=begun.arguments + added, is_whole=is_whole))

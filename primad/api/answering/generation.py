@@ -1,0 +1,342 @@
+"""One choice of a job, from the backend's tokens to text. No HTTP here; both kinds of request and of answer use it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, Final
+
+import msgspec
+import pydantic_core
+
+from primad.api.answering.backend import Backend, TokenPieces
+from primad.api.answering.calls.events import CallPart
+from primad.api.answering.reading import AnswerReading
+from primad.api.answering.text import Placed, Released, Transcript
+from primad.api.dialects.openai.job import Choice, Job
+from primad.api.dialects.openai.shapes import FinishReason
+from primad.errors import RequestError, RingError
+from primad.ring.messages import Finished, PromptProgress, Sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenCall:
+    """A call of a function that an answer makes, the ``index``-th from 0; ``arguments`` is a JSON object as text, whose end
+    is missing unless it ``is_whole``."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+    is_whole: bool
+
+    @property
+    def input(self) -> dict[str, Any]:
+        """The arguments as an object, with what is whole of them."""
+        try:
+            found: dict[str, Any] = pydantic_core.from_json(self.arguments, allow_partial=not self.is_whole)
+        except ValueError:  # the half of a character at the end
+            return {}
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenPart:
+    """What is added to the call ``index``, which may begin here and end here: more ``arguments``."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+    begins: bool
+    is_whole: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guessed:
+    """Of an answer so many tokens were guessed and computed ahead, and turned out right, or wrong."""
+
+    right: int = 0
+    wrong: int = 0
+
+    def __add__(self, other: Guessed) -> Guessed:
+        return Guessed(right=self.right + other.right, wrong=self.wrong + other.wrong)
+
+
+NOTHING_GUESSED: Final = Guessed()
+MAX_TOKENS_AT_ONCE: Final = 16
+"""Of one part: to tell a token with a hundred log-probabilities takes 0.3 ms. Behind so many others have their turn."""
+
+
+class Written(msgspec.Struct, frozen=True, kw_only=True):
+    """What one event of the backend adds to a choice: text, thoughts and calls that are certain, the tokens that begin in
+    the certain text, and how many tokens were sampled. ``finish`` is there in the last one only, with the stop string if
+    one ended the text."""
+
+    text: str
+    tokens: tuple[Placed[Sampled], ...]
+    sampled: int
+    finish: FinishReason | None
+    stopped_by: str | None = None
+    thought: str = ""
+    calls: tuple[GivenPart, ...] = ()
+    """A call that goes on does so before the text."""
+    read_tokens: int | None = None
+    """So many tokens of the prompt are computed; nothing else is added then."""
+    cached: int = 0
+    """So many of them were computed for a prompt before; known in the last one, and where ``read_tokens`` are."""
+    guessed: Guessed = NOTHING_GUESSED
+    """Known in the last one."""
+
+    @property
+    def says_something(self) -> bool:
+        """Whether it adds to what the client reads."""
+        return bool(self.text or self.thought or self.calls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """A choice that is written to its end; ``text`` is without the choice's echo."""
+
+    choice: Choice
+    text: str
+    tokens: tuple[Placed[Sampled], ...]
+    sampled: int
+    finish: FinishReason
+    stopped_by: str | None
+    thought: str
+    calls: tuple[GivenCall, ...]
+    cached: int
+    guessed: Guessed = NOTHING_GUESSED
+
+    @classmethod
+    def of(cls, choice: Choice, parts: Sequence[Written]) -> Answered:
+        """All ``parts`` of ``choice`` together."""
+        finish = parts[-1].finish
+        assert finish is not None, "the last part of a choice ends it"
+        return cls(
+            choice=choice,
+            text="".join(part.text for part in parts),
+            tokens=tuple(token for part in parts for token in part.tokens),
+            sampled=sum(part.sampled for part in parts),
+            finish=finish,
+            stopped_by=parts[-1].stopped_by,
+            thought="".join(part.thought for part in parts),
+            calls=tuple(whole_calls(part for written in parts for part in written.calls)),
+            cached=parts[-1].cached,
+            guessed=parts[-1].guessed,
+        )
+
+
+def cached_tokens(ended: Iterable[tuple[Choice, int]]) -> int:
+    """What choices that ended had ``cached``, each prompt counted once: with the choice for which most was computed."""
+    least: dict[int, int] = {}
+    for choice, cached in ended:
+        least[id(choice.source)] = min(cached, least.get(id(choice.source), cached))
+    return sum(least.values())
+
+
+def whole_calls(parts: Iterable[GivenPart]) -> Iterator[GivenCall]:
+    """The calls that ``parts``, which stand in order, make together."""
+    for index, group in groupby(parts, key=lambda part: part.index):
+        of_call = list(group)
+        yield GivenCall(
+            index=index,
+            id=of_call[0].id,
+            name=of_call[0].name,
+            arguments="".join(part.arguments for part in of_call),
+            is_whole=of_call[-1].is_whole,
+        )
+
+
+async def write(
+    backend: Backend,
+    vocabulary: TokenPieces,
+    job: Job,
+    choice: Choice,
+    *,
+    owner: str = "",
+    clock: Callable[[], float],
+) -> AsyncGenerator[Written, None]:
+    """What is written for ``choice`` of ``owner`` as it becomes certain; the last one has ``finish``. Of a choice without
+    tokens the prompt is computed, with the one that follows it, which nobody hears of.
+
+    The backend's generator is closed, and so the sequence freed, before the last one is handed out, and whenever this
+    generator is closed or cancelled.
+
+    Raises ``RingError`` when the ring breaks and ``RequestError`` when the backend cannot take the request.
+    """
+    transcript: Transcript[Sampled] = Transcript(job.stops)
+    written: Callable[..., Written] = _written if job.reading is None else _Read(job.reading)
+    shows_control = job.reading is not None and job.reading.shows_control
+    piece = vocabulary.piece_or_marker if shows_control else vocabulary.piece
+    last: Written | None = None
+    cached, guessed = 0, NOTHING_GUESSED
+    until_s: float | None = None
+    events = backend.generate(
+        choice.prompt,
+        max_tokens=max(1, choice.max_tokens),
+        sampling=choice.sampling,
+        logprobs=job.logprobs,
+        reuses=job.reuses,
+        owner=owner,
+        priority=job.priority,
+        speculates=job.speculates,
+        may_expire=choice.index == 0,  # one that waits behind others of its request is part of an answer that has begun
+    )
+    async with aclosing(events):
+        async for event in events:
+            match event:
+                case Sampled() if not choice.max_tokens:
+                    pass
+                case Sampled():
+                    released = transcript.feed(piece(event.token), event)
+                    end: FinishReason | None = "stop" if transcript.stopped else None
+                    if job.decode_limit_s is not None and end is None:
+                        until_s = clock() + job.decode_limit_s if until_s is None else until_s
+                        end = "length" if "\n" in released.text and clock() > until_s else None
+                    part = written(released, sampled=1, finish=end, stopped_by=transcript.stopped_by)
+                    if part.finish is not None:
+                        last = part
+                        break
+                    for few in _few_at_once(part):
+                        yield few
+                case PromptProgress():
+                    cached = max(cached, event.reused)
+                    if job.tells_progress:
+                        read = event.tokens
+                        yield Written(text="", tokens=(), sampled=0, finish=None, read_tokens=read, cached=cached)
+                case Finished(reason="error"):
+                    raise RingError(event.error or "the ring ended the answer")
+                case Finished(reason="refused"):
+                    raise RequestError(event.error or "the answer cannot be as it was asked for", code="invalid_value")
+                case Finished():
+                    released = transcript.finish()
+                    is_cut = event.reason == "length" or not choice.max_tokens
+                    finish: FinishReason = "length" if is_cut and not transcript.stopped else "stop"
+                    last = written(released, sampled=0, finish=finish, stopped_by=transcript.stopped_by)
+                    guessed = Guessed(right=event.accepted, wrong=event.drafted - event.accepted)
+                    break
+    assert last is not None, "the backend ended without Finished"
+    last = (
+        msgspec.structs.replace(last, cached=cached, guessed=guessed) if cached or guessed != NOTHING_GUESSED else last
+    )
+    for few in _few_at_once(last):
+        yield few
+
+
+def _few_at_once(part: Written) -> Iterator[Written]:
+    """``part``, before it those of its tokens that are too many for one."""
+    while len(part.tokens) > MAX_TOKENS_AT_ONCE:
+        yield Written(text="", tokens=part.tokens[:MAX_TOKENS_AT_ONCE], sampled=0, finish=None)
+        part = msgspec.structs.replace(part, tokens=part.tokens[MAX_TOKENS_AT_ONCE:])
+    yield part
+
+
+def _written(
+    released: Released[Sampled], *, sampled: int, finish: FinishReason | None, stopped_by: str | None
+) -> Written:
+    return Written(text=released.text, tokens=released.entries, sampled=sampled, finish=finish, stopped_by=stopped_by)
+
+
+class _Read:
+    """``_written`` for an answer in which calls and thoughts are looked for. The first whole call ends it if one is enough,
+    and so does one that is the call before it again. A call that is not whole makes ``length`` of ``stop``, unless it was a
+    stop string that cut it."""
+
+    def __init__(self, reading: AnswerReading) -> None:
+        self._reader, self._several = reading.reader(), reading.several
+        self._calls = _Calls()
+
+    def __call__(
+        self, released: Released[Sampled], *, sampled: int, finish: FinishReason | None, stopped_by: str | None
+    ) -> Written:
+        told = [self._reader.feed(released.text)]
+        if finish is not None:
+            told.append(self._reader.finish())
+        heard, calls = list[GivenPart](), self._calls
+        for each in told:
+            for part in each.calls:
+                if (self._several or not calls.whole) and not calls.repeats:
+                    heard += calls.hear(part)
+            if each.text.strip():
+                calls.forget()
+        if finish is not None:
+            heard += calls.rest()
+        is_enough = finish is None and (calls.repeats or (calls.whole and not self._several))
+        if calls.given and (finish == "stop" or is_enough):
+            is_cut = calls.whole < calls.given
+            finish = "tool_calls" if not is_cut else "length" if stopped_by is None else "stop"
+        return Written(
+            text="".join(each.text for each in told),
+            tokens=released.entries,
+            sampled=sampled,
+            finish=finish,
+            stopped_by=stopped_by,
+            thought="".join(each.thought for each in told),
+            calls=tuple(heard),
+        )
+
+
+class _Calls:
+    """The calls of an answer: so many ``given``, and of them ``whole``. As long as one may be the call before it again
+    nobody hears of it; once it is, it is none, and the answer ``repeats`` itself."""
+
+    def __init__(self) -> None:
+        self.given = self.whole = 0
+        self.repeats = False
+        self._id = self._name = self._arguments = ""
+        self._before: tuple[str, str] | None = None
+        self._held: list[GivenPart] = []
+
+    def hear(self, part: CallPart) -> list[GivenPart]:
+        """What of the calls is to be told, with ``part``."""
+        if part.name is not None:
+            self.given, self._id, self._name = self.given + 1, f"call_{secrets.token_hex(12)}", part.name
+            self._arguments, self._before = "", None if self._held else self._before
+        self.whole += part.is_whole
+        self._arguments += part.arguments
+        self._held.append(
+            GivenPart(
+                index=self.given - 1,
+                id=self._id,
+                name=self._name,
+                arguments=part.arguments,
+                begins=part.name is not None,
+                is_whole=part.is_whole,
+            )
+        )
+        said = (self._name, self._arguments)
+        if part.is_whole and said == self._before:
+            self.given, self.whole, self.repeats, self._held = self.given - 1, self.whole - 1, True, []
+        if self._may_repeat() and not part.is_whole:
+            return []
+        if part.is_whole:
+            self._before = said
+        return self.rest()
+
+    def rest(self) -> list[GivenPart]:
+        """What was held back, of each call in one part."""
+        held, self._held = self._held, []
+        by_call = [list(parts) for _, parts in groupby(held, key=lambda part: part.index)]
+        return [
+            replace(
+                parts[0],
+                arguments="".join(part.arguments for part in parts),
+                is_whole=parts[-1].is_whole,
+            )
+            for parts in by_call
+        ]
+
+    def forget(self) -> None:
+        """There is text behind the last call, so the next one is not right behind it."""
+        if not self._held:
+            self._before = None
+
+    def _may_repeat(self) -> bool:
+        return self._before is not None and (
+            self._name == self._before[0] and self._before[1].startswith(self._arguments)
+        )

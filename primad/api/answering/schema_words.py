@@ -1,0 +1,234 @@
+"""A JSON schema in the words that llguidance knows. Pure.
+
+What asks for nothing is left out: ``uniqueItems: false``, a format that is not known (JSON Schema has formats as
+annotations), ``propertyNames`` that every name fits. What can be said otherwise is: names of properties that are listed,
+look-aheads at the beginning of a pattern, ``not`` of everything. What is left stays as it is, and is refused by name where
+it cannot be guaranteed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import permutations
+from typing import Any, Final
+
+from primad.api.answering.pattern_words import MAX_LITERAL, anything_but, without_look_ahead
+
+FORMATS: Final = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
+)
+"""Those that llguidance guarantees."""
+MAX_UNIQUE: Final = 4
+"""Of so many listed values at most, lists without repetition are told one by one."""
+
+_ONE: Final = (
+    *("additionalProperties", "additionalItems", "items", "contains", "not", "if", "then", "else"),
+    *("propertyNames", "unevaluatedItems", "unevaluatedProperties"),
+)
+_SEVERAL: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_TYPES: Final = ("null", "boolean", "string", "number", "object", "array")
+_APPLIED: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas", "not"})
+_VALUES: Final = frozenset({"const", "default", "enum", "examples"})
+"""Words of which null may be the value."""
+_ANNOTATIONS: Final = frozenset({"title", "description", "examples", "default", "format", "$comment"})
+
+
+def in_known_words(schema: Any, root: Mapping[str, Any] | None = None) -> Any:
+    """``schema``, a part of ``root`` (itself, where nothing is said), as llguidance takes it: an object, a part also a truth
+    value."""
+    if not isinstance(schema, dict):
+        return schema
+    root = schema if root is None else root
+    said = dict(schema)
+    for word in _ONE:
+        if isinstance(said.get(word), dict):
+            said[word] = in_known_words(said[word], root)
+    for word in _SEVERAL:
+        if isinstance(said.get(word), list):
+            said[word] = [in_known_words(part, root) for part in said[word]]
+    for word in _NAMED:
+        if isinstance(said.get(word), dict):
+            said[word] = {name: in_known_words(part, root) for name, part in said[word].items()}
+    _leave_out_vacuous(said)
+    _close_unevaluated(said)
+    _name_properties(said, root)
+    _make_unique(said, root)
+    _rewrite_pattern(said)
+    fitting = _negated(said)
+    return (
+        schema if fitting is False and schema is root else fitting
+    )  # a whole of which nothing fits is refused by name
+
+
+def _leave_out_vacuous(said: dict[str, Any]) -> None:
+    """Without what every value fits."""
+    for word in [word for word, value in said.items() if value is None and word not in _VALUES]:
+        del said[word]
+    kinds = said.get("type")
+    if isinstance(kinds, str | list):  # Gemini's are in capitals
+        kinds = _in_lower_case(kinds) if isinstance(kinds, str) else [_in_lower_case(kind) for kind in kinds]
+        said["type"] = kinds
+    if kinds == "any" or (isinstance(kinds, list) and "any" in kinds):
+        del said["type"]
+    if said.get("minContains") == 0 and "maxContains" not in said:
+        said.pop("contains", None)
+    if "format" in said and said["format"] not in list(FORMATS):
+        del said["format"]
+    if not said.get("uniqueItems", True) or said.get("maxItems") in (0, 1):
+        said.pop("uniqueItems", None)
+    for word in ("dependentRequired", "dependentSchemas", "dependencies"):
+        if isinstance(said.get(word), dict) and not any(said[word].values()):
+            del said[word]
+    idle = ["then", "else"] if "if" not in said else [] if {"then", "else"} & said.keys() else ["if"]
+    for word in (*idle, *(("minContains", "maxContains") if "contains" not in said else ())):
+        said.pop(word, None)
+
+
+def _in_lower_case(kind: Any) -> Any:
+    lower = kind.lower() if isinstance(kind, str) else kind
+    return lower if lower in (*_TYPES, "integer", "any") else kind
+
+
+def _close_unevaluated(said: dict[str, Any]) -> None:
+    """``unevaluated...`` as ``additional...`` where nothing beside it could have looked at a value."""
+    for word, instead in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+        value = said.get(word)
+        if word not in said:
+            continue
+        if _fits_all(value) or instead in said:
+            del said[word]
+        elif not _APPLIED.intersection(said) and "contains" not in said:
+            said[instead] = said.pop(word)
+
+
+def _name_properties(said: dict[str, Any], root: Mapping[str, Any]) -> None:
+    """``propertyNames`` as properties, or as a pattern for all of them."""
+    names = resolved(said.get("propertyNames"), root)
+    if not isinstance(names, dict):
+        if names is True:
+            del said["propertyNames"]
+        return
+    asked = {word: value for word, value in names.items() if word not in _ANNOTATIONS}
+    if asked.get("type") == "string":
+        del asked["type"]
+    others = said.get("additionalProperties", True)
+    listed = _listed(asked)
+    if not asked:
+        del said["propertyNames"]
+    elif listed is not None and len(asked) == 1 and "patternProperties" not in said:
+        known = said.get("properties", {})
+        if set(said.get("required", ())) <= set(listed):
+            del said["propertyNames"]
+            allowed = [name for name in listed if isinstance(name, str) and (name in known or others is not False)]
+            said["properties"] = {name: known.get(name, others) for name in allowed}
+            said["additionalProperties"] = False
+    elif (
+        asked.keys() <= {"pattern", "minLength", "maxLength"} and not {"properties", "patternProperties"} & said.keys()
+    ):
+        patterns = [asked["pattern"]] if "pattern" in asked else []
+        if asked.keys() & {"minLength", "maxLength"}:
+            patterns.append(rf"^[\s\S]{{{asked.get('minLength', 0)},{asked.get('maxLength', '')}}}$")
+        if len(patterns) == 1:
+            del said["propertyNames"]
+            said["patternProperties"], said["additionalProperties"] = {patterns[0]: others}, False
+
+
+def _make_unique(said: dict[str, Any], root: Mapping[str, Any]) -> None:
+    """Lists of few listed values are told one by one. Of others ``uniqueItems`` says no more than how long they are."""
+    if said.get("uniqueItems") is not True:
+        return
+    del said["uniqueItems"]
+    items = resolved(said.get("items"), root)
+    listed = _listed(items) if isinstance(items, dict) and "prefixItems" not in said else None
+    if listed is None:
+        return
+    said["maxItems"] = min(len(listed), said.get("maxItems", len(listed)))
+    if len(listed) <= MAX_UNIQUE and not said.keys() & {"anyOf", "oneOf", "allOf", "contains"}:
+        del said["items"]
+        counts = range(said.pop("minItems", 0), said.pop("maxItems") + 1)
+        said["anyOf"] = [
+            {
+                "type": "array",
+                "prefixItems": [{"const": value} for value in values],
+                "minItems": count,
+                "maxItems": count,
+            }
+            for count in counts
+            for values in permutations(listed, count)
+        ]
+
+
+def _rewrite_pattern(said: dict[str, Any]) -> None:
+    patterns = without_look_ahead(said["pattern"]) if isinstance(said.get("pattern"), str) else None
+    if patterns is not None:
+        said["pattern"] = patterns[0]
+        said["allOf"] = [*said.get("allOf", ()), *({"pattern": pattern} for pattern in patterns[1:])]
+
+
+def _negated(said: dict[str, Any]) -> Any:
+    """Without ``not``, where it is of everything, of nothing, of types, or of values that are listed."""
+    if "not" not in said:
+        return said
+    no = said["not"]
+    if _fits_all(no):
+        return False
+    asked = {} if not isinstance(no, dict) else {word: no[word] for word in no if word not in _ANNOTATIONS}
+    if no is False:
+        del said["not"]
+    elif asked.keys() == {"type"} and asked["type"] != "integer" and "integer" not in asked["type"]:
+        unwanted = {asked["type"]} if isinstance(asked["type"], str) else set(asked["type"])
+        unwanted |= {"integer"} if "number" in unwanted else set()
+        kinds = said.get("type", list(_TYPES))
+        kinds = [kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind not in unwanted]
+        if not kinds:
+            return False
+        said["type"] = kinds
+        del said["not"]
+    elif asked.keys() in ({"enum"}, {"const"}) and _listed(asked) is not None and isinstance(said.get("enum"), list):
+        listed = [(type(value), value) for value in _listed(asked) or ()]
+        said["enum"] = [value for value in said["enum"] if (type(value), value) not in listed]
+        del said["not"]
+    elif said.get("type") == "string" and asked.keys() in ({"enum"}, {"const"}):
+        others = [_any_text_but(value) for value in _listed(asked) or () if isinstance(value, str)]
+        if None not in others:
+            said["allOf"] = [*said.get("allOf", ()), *({"pattern": pattern} for pattern in others)]
+            del said["not"]
+    return said
+
+
+def _any_text_but(text: str) -> str | None:
+    """A pattern of all texts but ``text``."""
+    return anything_but(f"{re.escape(text)}$") if text and len(text) <= MAX_LITERAL // 2 else None
+
+
+def _fits_all(schema: Any) -> bool:
+    return schema is True or (isinstance(schema, dict) and schema.keys() <= _ANNOTATIONS)
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values that ``schema`` lists."""
+    if "const" in schema:
+        return [schema["const"]]
+    for word in ("anyOf", "oneOf"):
+        parts = schema.get(word)
+        if isinstance(parts, list) and parts and all(isinstance(part, dict) for part in parts):
+            found = [_listed(part) for part in parts]
+            return None if None in found else [value for values in found for value in values or ()]
+    values = schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """What ``schema`` refers to in ``root``, where it does nothing else."""
+    for _ in range(8):
+        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+            break
+        if not schema["$ref"].startswith("#/") or schema.keys() - _ANNOTATIONS != {"$ref"}:
+            break
+        at: Any = root
+        for step in schema["$ref"][2:].split("/"):
+            at = at.get(re.sub("~1", "/", step).replace("~0", "~")) if isinstance(at, dict) else None
+        schema = at
+    return schema

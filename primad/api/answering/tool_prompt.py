@@ -1,0 +1,225 @@
+"""Tools, calls and their results in a chat template: as it wants them, or as plain text where it knows none. Pure.
+
+Templates differ. Most take the arguments of an earlier call as an object, some as text; ``Arguments`` is both. Where a
+template never speaks of ``tools``, the system message tells of them, with the form in which to call; calls and results of
+earlier turns are written into messages that every template knows. A template that refuses a conversation gets it in other
+``shapes``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, Final
+
+from primad.api.answering.conversation import Messages, in_parts, shapes, without_markers
+from primad.api.answering.grammar import CallForm
+from primad.api.answering.tool_schemas import described, simplified
+
+_NULL_CONTENT: Final = re.compile(r"(?<!_)content['\"]?\]? is (?:not )?none")
+_THOUGHTS: Final = re.compile(r"""message(?:\.|\[['"])(reasoning|thinking|thought)\b""")
+"""What templates call ``reasoning_content`` otherwise."""
+_SHORT_IDS: Final = re.compile(r"length\s*!=\s*9\b")
+"""Mistral's templates refuse ids of calls that are not nine letters and digits."""
+
+
+def mentions(template: str, name: str) -> bool:
+    """Whether ``template`` uses the variable or field ``name``."""
+    return re.search(rf"\b{name}\b", template) is not None
+
+
+class Arguments(dict[str, Any]):
+    """A call's arguments: an object to templates that look inside or write JSON, its text to those that print or add it."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: Any) -> str:
+        return str(self) + str(other)
+
+    def __radd__(self, other: Any) -> str:
+        return str(other) + str(self)
+
+
+def for_template(
+    template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: CallForm
+) -> Iterator[tuple[Messages, dict[str, Any]]]:
+    """What to give to ``template``, the best first: messages, and ``tools`` by that name, None for none where it knows of
+    them.
+
+    The next one is for a template that refuses the one before. A call in ``messages`` has its arguments as text.
+    """
+    said = [_named_thoughts(template, _developer_as_system(message)) for message in messages]
+    told = bool(tools) and not mentions(template, "tools")
+    native = {"tools": list(tools) if tools and not told else None}
+    known: list[dict[str, Any]] = [native, {}]  # some templates go through tools where there are none
+    if tools and not told:
+        known = [native, *[{"tools": list(map(each, tools))} for each in (described, simplified)]]
+    whole = _announced(said, announcement(tools, form)) if told else said
+    yield from _given(template, whole, form, known)
+    plain = without_markers(whole, template)
+    if plain != whole:
+        yield from _given(template, plain, form, known)
+    for shape, variables in _given(template, whole, form, known):
+        yield in_parts(shape), variables
+
+
+def _given(
+    template: str, messages: Messages, form: CallForm, known: Sequence[dict[str, Any]]
+) -> Iterator[tuple[Messages, dict[str, Any]]]:
+    for variables in known:
+        for variants in _variants(template, messages, form):
+            for together in zip_longest(*map(shapes, variants)):
+                yield from ((shape, variables) for shape in together if shape is not None)
+
+
+def _variants(template: str, messages: Messages, form: CallForm) -> Iterator[list[Messages]]:
+    """``messages`` with calls and results as ``template`` may know them, then call by call, at last as text; as good ones
+    together."""
+    if not any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
+        yield [messages]
+        return
+    if mentions(template, "tool_calls"):
+        without = (None, "") if _NULL_CONTENT.search(template) else ("",)
+        apart, in_turns = _text_before_calls(messages), _text_before_calls(messages, is_own_turn=True)
+        for each in (messages, apart, in_turns):
+            for shape in (each, _call_by_call(each)):
+                yield [_as_wanted(template, shape, content) for content in without]
+    yield [_as_text(messages, form)]
+
+
+def _developer_as_system(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {**message, "role": "system" if message["role"] == "developer" else message["role"]}
+
+
+def _named_thoughts(template: str, message: dict[str, Any]) -> dict[str, Any]:
+    """``message`` with its thoughts under the name by which ``template`` looks for them too. One refuses them beside a text
+    and calls, so there they are left out."""
+    thought = message.get("reasoning_content")
+    if not thought or mentions(template, "reasoning_content") or (message["content"] and message.get("tool_calls")):
+        return message
+    return message | dict.fromkeys(set(_THOUGHTS.findall(template)), thought)
+
+
+def announcement(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str:
+    """What a model is told whose template knows nothing of tools: the functions, and how to call one."""
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    example = written_call("NAME", "{ARGUMENTS}", form)
+    return (
+        f"You can call these functions, each given as JSON with the schema of its parameters:\n{listed}\n\n"
+        f"To call one, write this, with its name and its arguments as a JSON object, and nothing after it:\n{example}\n\n"
+        "Call a function only where it helps; otherwise answer as usual."
+    )
+
+
+def written_call(name: str, arguments: str, form: CallForm) -> str:
+    """A call as a model writes it in ``form``."""
+    return form.before + json.dumps(name, ensure_ascii=False)[1:-1] + form.middle + arguments + form.behind
+
+
+def _as_wanted(template: str, messages: Messages, without: str | None) -> Messages:
+    """``messages`` with what templates look for in calls and results; ``without`` is the content of a call without text."""
+    names: dict[str, str] = {}
+    found = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if calls:
+            names |= {call["id"]: call["function"]["name"] for call in calls}
+            content = message["content"] or without
+            message = message | {"content": content, "tool_calls": [_call(template, call) for call in calls]}
+        elif "tool_call_id" in message:
+            known = {"name": names[message["tool_call_id"]]} if message["tool_call_id"] in names else {}
+            message = known | message | {"tool_call_id": _id(template, message["tool_call_id"])}
+        found.append(message)
+    return found
+
+
+def _text_before_calls(messages: Messages, *, is_own_turn: bool = False) -> Messages:
+    """``messages`` with what was said beside calls in a message before them, since some templates show either. Where roles
+    have to alternate it is a turn of its own: a user who says nothing has one behind it."""
+    found: Messages = []
+    for message in messages:
+        if not message.get("tool_calls") or not message["content"]:
+            found.append(message)
+            continue
+        found.append({key: value for key, value in message.items() if key != "tool_calls"})
+        found += [{"role": "user", "content": ""}] if is_own_turn else []
+        found.append({key: message[key] for key in ("role", "tool_calls")} | {"content": ""})
+    return found
+
+
+def _call_by_call(messages: Messages) -> Messages:
+    """``messages`` with each call in one of its own, its result behind it: some models make one call at a time."""
+    found: Messages = []
+    last: dict[str, int] = {}
+    """By id of a call: behind which message its result stands."""
+    for message in messages:
+        calls = message.get("tool_calls") or []
+        at = last.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
+        if at is not None:
+            found.insert(at + 1, message)
+            last = {call: place + (place > at) for call, place in last.items()}
+            continue
+        last = {}
+        if not calls:
+            found.append(message)
+            continue
+        for number, call in enumerate(calls):
+            last[call["id"]] = len(found)
+            found.append(({"role": message["role"], "content": ""} if number else message) | {"tool_calls": [call]})
+    return found
+
+
+def with_argument(call: Mapping[str, Any], word: str) -> dict[str, Any]:
+    """``call``, as templates get it, with ``word`` as its only argument."""
+    return {**call, "function": {**call["function"], "arguments": Arguments({"word": word})}}
+
+
+def _call(template: str, call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = _parsed(function["arguments"])
+    return {**call, "id": _id(template, call["id"]), "function": {**function, "arguments": arguments}}
+
+
+def _parsed(text: str) -> Arguments | str:
+    """The arguments as an object; what is none stays text."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return Arguments(value) if isinstance(value, dict) else text
+
+
+def _id(template: str, call: str) -> str:
+    return hashlib.sha256(call.encode(errors="replace")).hexdigest()[:9] if _SHORT_IDS.search(template) else call
+
+
+def _as_text(messages: Messages, form: CallForm) -> Messages:
+    """``messages`` with calls written into the assistant's text, and results as what the user says."""
+    found: Messages = []
+    is_result = False
+    for message in messages:
+        role, content = message["role"], message["content"] or ""
+        rest = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
+        if message.get("tool_calls"):
+            functions = [call["function"] for call in message["tool_calls"]]
+            calls = [written_call(each["name"], each["arguments"] or "{}", form) for each in functions]
+            rest["content"] = "\n".join([content, *calls] if content else calls)
+        elif role == "tool":
+            rest = {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+        if is_result and rest["role"] == "user":  # many templates want the roles to alternate
+            found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n{rest['content']}"}
+        else:
+            found.append(rest)
+        is_result = role == "tool"
+    return found
+
+
+def _announced(messages: Messages, text: str) -> Messages:
+    """``messages`` with ``text`` in the system message, which is made where there is none."""
+    has_system = messages[0]["role"] == "system"
+    first = messages[0]["content"] + "\n\n" + text if has_system and messages[0]["content"] else text
+    return [{"role": "system", "content": first}, *messages[int(has_system) :]]

@@ -1,0 +1,56 @@
+"""Tools as chat templates can go through them: some trip over schemas in which a word is missing, or is not as they know it.
+Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from primad.api.answering.calls.values import ArgumentPlace
+from primad.api.answering.schema_words import resolved
+
+_KINDS: Final = ("object", "array", "string", "number", "integer", "boolean")
+MAX_DEPTH: Final = 6
+"""Schemas further inside of others are told as texts."""
+
+
+def described(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """``tool`` with a description of each parameter, which some templates go by."""
+    function = tool["function"]
+    parameters = function["parameters"]
+    properties = parameters.get("properties")
+    if not isinstance(properties, dict):
+        return dict(tool)
+    told = {
+        name: {"description": ""} | schema if isinstance(schema, dict) else schema
+        for name, schema in properties.items()
+    }
+    return {**tool, "function": {**function, "parameters": {**parameters, "properties": told}}}
+
+
+def simplified(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """``tool`` with one type and a description for each parameter, with ``items`` of lists and ``properties`` of objects."""
+    function, parameters = tool["function"], tool["function"]["parameters"]
+    told = _simple(parameters | {"type": "object"}, parameters, MAX_DEPTH)
+    return {**tool, "function": {**function, "description": function.get("description") or "", "parameters": told}}
+
+
+def _simple(schema: Any, root: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    place = ArgumentPlace([schema], root)
+    kind = next((kind for kind in _KINDS if depth and place.is_for(kind)), "string")
+    known = resolved(schema, root)
+    known = known if isinstance(known, dict) else {}
+    said = schema.get("description") if isinstance(schema, dict) else None
+    told: dict[str, Any] = {"type": kind, "description": str(said or known.get("description") or "")}
+    values = known.get("enum")
+    if kind == "string" and isinstance(values, list) and all(isinstance(value, str) for value in values):
+        told["enum"] = values
+    if kind == "array":
+        told["items"] = _simple(known.get("items"), root, depth - 1)
+    if kind == "object":
+        properties, required = known.get("properties"), known.get("required")
+        inner = properties if isinstance(properties, dict) else {}
+        told["properties"] = {name: _simple(each, root, depth - 1) for name, each in inner.items()}
+        told["required"] = [name for name in required if name in inner] if isinstance(required, list) else []
+        told["additionalProperties"] = {"type": "string", "description": ""}
+    return told

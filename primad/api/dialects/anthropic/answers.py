@@ -1,0 +1,179 @@
+"""What ``/v1/messages`` answers: a message of content blocks, whole or as named events; and its errors. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import msgspec
+
+from primad.api.answering.generation import Answered, GivenCall, GivenPart, Written
+from primad.api.dialects.anthropic.job import stop_reason
+from primad.api.http.dialect import NamedEvent
+from primad.api.http.errors import status_of
+from primad.errors import PrimadError, PromptTooLongError
+
+_KINDS: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class AnthropicErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong, in one line."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="error"):
+    """Anthropic's error object."""
+
+    error: AnthropicErrorDetail
+    request_id: None = None
+
+
+class AnthropicUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of a request; of the prompt ``input_tokens`` are what was not read from a cache."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+
+
+class AnthropicMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
+    """A whole answer."""
+
+    id: str
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+def anthropic_error(exc: PrimadError) -> AnthropicError:
+    """Anthropic's error object for ``exc``. Of a prompt that is too long clients know the first words, and shorten it."""
+    status = status_of(exc)
+    kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    message = str(exc)
+    if isinstance(exc, PromptTooLongError):
+        message = f"prompt is too long: {exc.prompt_tokens} tokens > {exc.context_tokens} maximum; {message}"
+    return AnthropicError(error=AnthropicErrorDetail(type=kind, message=message))
+
+
+def error_event(exc: PrimadError) -> NamedEvent:
+    """``exc`` as the last event of a stream."""
+    return NamedEvent("error", msgspec.to_builtins(anthropic_error(exc)))
+
+
+@dataclass(slots=True, kw_only=True)
+class MessageAnswer:
+    """One answer, with its thoughts if it ``shows_thoughts``. A stream is ``opening``, then ``events`` of what is written,
+    the last of which ends it."""
+
+    id: str
+    model: str
+    prompt_tokens: int
+    shows_thoughts: bool
+    sampled: int = 0
+    cached: int = 0
+    blocks: int = field(default=0, init=False)
+    open_kind: str | None = field(default=None, init=False)
+
+    def whole(self, answered: Answered) -> AnthropicMessage:
+        """All of it at once."""
+        content: list[dict[str, Any]] = []
+        if answered.thought and self.shows_thoughts:
+            content.append({"type": "thinking", "thinking": answered.thought, "signature": ""})
+        if answered.text:
+            content.append({"type": "text", "text": answered.text})
+        content += [_tool_use(call) | {"input": call.input} for call in answered.calls]
+        reason, self.cached = stop_reason(answered.finish, answered.stopped_by), answered.cached
+        return self._message(content, reason, answered.stopped_by, answered.sampled)
+
+    def opening(self) -> NamedEvent:
+        """The message that the rest fills."""
+        message = msgspec.to_builtins(self._message([], None, None, 0))
+        return NamedEvent("message_start", {"type": "message_start", "message": message})
+
+    def events(self, written: Written) -> Iterator[NamedEvent]:
+        """What ``written`` adds."""
+        self.sampled += written.sampled
+        for part in written.calls:
+            if not part.begins:  # of the block that is open
+                yield self._delta(type="input_json_delta", partial_json=part.arguments)
+        if written.thought and self.shows_thoughts:
+            yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            yield self._delta(type="thinking_delta", thinking=written.thought)
+        if written.text:
+            yield from self._open("text", {"type": "text", "text": ""})
+            yield self._delta(type="text_delta", text=written.text)
+        for part in written.calls:
+            if part.begins:
+                yield from self._open("tool_use", _tool_use(part))
+                yield self._delta(type="input_json_delta", partial_json=part.arguments)
+        if written.finish is not None:
+            self.cached = written.cached
+            yield from self._close()
+            ended = {
+                "stop_reason": stop_reason(written.finish, written.stopped_by),
+                "stop_sequence": written.stopped_by,
+            }
+            usage = msgspec.to_builtins(self._usage(self.sampled))
+            yield NamedEvent("message_delta", {"type": "message_delta", "delta": ended, "usage": usage})
+            yield NamedEvent("message_stop", {"type": "message_stop"})
+
+    def _open(self, kind: str, block: dict[str, Any]) -> Iterator[NamedEvent]:
+        """Make ``block`` the one that is written, unless one of its ``kind`` is; each call has its own."""
+        if self.open_kind == kind != "tool_use":
+            return
+        yield from self._close()
+        self.open_kind = kind
+        yield self._of_block("content_block_start", content_block=block)
+
+    def _close(self) -> Iterator[NamedEvent]:
+        if self.open_kind is None:
+            return
+        if self.open_kind == "thinking":
+            yield self._delta(
+                type="signature_delta", signature=""
+            )  # clients wait for one before they show the thoughts
+        yield self._of_block("content_block_stop")
+        self.open_kind, self.blocks = None, self.blocks + 1
+
+    def _delta(self, **delta: str) -> NamedEvent:
+        return self._of_block("content_block_delta", delta=delta)
+
+    def _of_block(self, name: str, **data: Any) -> NamedEvent:
+        return NamedEvent(name, {"type": name, "index": self.blocks, **data})
+
+    def _usage(self, sampled: int) -> AnthropicUsage:
+        return AnthropicUsage(
+            input_tokens=self.prompt_tokens - self.cached, output_tokens=sampled, cache_read_input_tokens=self.cached
+        )
+
+    def _message(
+        self, content: list[dict[str, Any]], reason: str | None, stopped_by: str | None, sampled: int
+    ) -> AnthropicMessage:
+        return AnthropicMessage(
+            id=self.id,
+            model=self.model,
+            content=content,
+            stop_reason=reason,
+            stop_sequence=stopped_by,
+            usage=self._usage(sampled),
+        )
+
+
+def _tool_use(call: GivenCall | GivenPart) -> dict[str, Any]:
+    """The block of a call, whose input is still to come."""
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}

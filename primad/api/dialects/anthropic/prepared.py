@@ -1,0 +1,51 @@
+"""What the text process makes of Anthropic's requests. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from primad.api.answering.backend import Asking
+from primad.api.answering.chat import tokenize_prompt
+from primad.api.dialects.anthropic.job import NAMES, chat_request
+from primad.api.dialects.anthropic.schema import CountRequest, MessagesRequest
+from primad.api.dialects.openai.job import Job, chat_job, check_model
+from primad.api.dialects.openai.schema import parse, said_as
+from primad.api.dialects.openai.tool_use import chat_text
+
+
+class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /v1/messages/count_tokens``."""
+
+    input_tokens: int
+
+
+class PreparedMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """A job, and how its answer is told."""
+
+    job: Job
+    model: str
+    stream: bool
+    shows_thoughts: bool
+
+
+def messages(body: bytes, asking: Asking) -> PreparedMessage:
+    """``POST /v1/messages``."""
+    ask = parse(MessagesRequest, body)
+    request = chat_request(ask, asking.served)
+    with said_as(NAMES):
+        job = chat_job(request, asking.served, seed=asking.seed, now=asking.now)
+    shows_thoughts = ask.thinking is not None and ask.thinking.type != "disabled"
+    return PreparedMessage(
+        job=job,
+        model=request.model or asking.served.id,
+        stream=bool(ask.stream),
+        shows_thoughts=shows_thoughts,
+    )
+
+
+def count(body: bytes, asking: Asking) -> TokenCount:
+    """``POST /v1/messages/count_tokens``: how many tokens a conversation has, also one that is too long."""
+    asked = chat_request(parse(CountRequest, body), asking.served)
+    check_model(asked.model, [asking.served])
+    text = chat_text(asked, asking.served, now=asking.now)
+    return TokenCount(input_tokens=len(tokenize_prompt(asking.served.vocabulary, text)))

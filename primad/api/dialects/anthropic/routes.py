@@ -1,0 +1,104 @@
+"""The routes of Anthropic's dialect (https://docs.anthropic.com/en/api/messages)."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from primad.api.answering.backend import ServedModel
+from primad.api.dialects.anthropic import prepared
+from primad.api.dialects.anthropic.answers import (
+    AnthropicError,
+    AnthropicMessage,
+    MessageAnswer,
+    anthropic_error,
+    error_event,
+)
+from primad.api.dialects.anthropic.prepared import TokenCount
+from primad.api.dialects.anthropic.schema import CountRequest, MessagesRequest
+from primad.api.dialects.openai.job import Job
+from primad.api.http.dialect import EVENT_STREAM, Dialect, Framing, NamedEvent, Route, named_event
+from primad.api.http.endpoint import Endpoint, json_response
+from primad.errors import PrimadError
+
+
+def _error(exc: PrimadError) -> bytes:
+    return named_event(error_event(exc))
+
+
+_EVENTS: Final = Framing(
+    media_type=EVENT_STREAM,
+    message=named_event,
+    error=_error,
+    end=b"",
+    waiting=named_event(NamedEvent("ping", {"type": "ping"})),
+)
+
+
+class _Routes:
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def hello(self, request: Request) -> Response:
+        """Whether somebody is here; some clients ask before anything else."""
+        return json_response({"message": "hello"})
+
+    async def count(self, request: Request) -> Response:
+        """How many tokens a conversation has, also one that is too long."""
+        served = self._endpoint.serving()
+        return json_response(await self._endpoint.prepare(request, prepared.count, served))
+
+    async def messages(self, request: Request) -> Response:
+        """Continue a conversation."""
+        served = self._endpoint.serving()
+        asked = await self._endpoint.prepare(request, prepared.messages, served)
+        answer = MessageAnswer(
+            id=f"msg_{secrets.token_hex(12)}",
+            model=asked.model,
+            prompt_tokens=asked.job.prompt_tokens,
+            shows_thoughts=asked.shows_thoughts,
+        )
+        if asked.stream:
+            return self._endpoint.stream(self._stream(served, asked.job, answer), _EVENTS)
+        answered = await self._endpoint.whole(request, served, asked.job)
+        return json_response(answer.whole(answered[0]))
+
+    async def _stream(self, served: ServedModel, job: Job, answer: MessageAnswer) -> AsyncGenerator[NamedEvent, None]:
+        begun = False
+        async with aclosing(self._endpoint.write(served, job, job.choices[0])) as written:
+            async for part in written:
+                if not begun:
+                    begun = True
+                    yield answer.opening()
+                for event in answer.events(part):
+                    yield event
+
+
+def _routes(endpoint: Endpoint) -> Sequence[Route]:
+    here = _Routes(endpoint)
+    return (
+        Route(path="/api/hello", handler=here.hello, methods=("GET", "HEAD")),
+        Route(
+            path="/v1/messages",
+            handler=here.messages,
+            asks="MessagesRequest",
+            answers="AnthropicMessage",
+            stream_type=EVENT_STREAM,
+        ),
+        Route(path="/v1/messages/count_tokens", handler=here.count, asks="CountRequest", answers="TokenCount"),
+    )
+
+
+DIALECT: Final = Dialect(
+    routes=_routes,
+    prefixes=("/v1/messages", "/api/hello"),
+    error_body=anthropic_error,
+    error_name="AnthropicError",
+    requests=(CountRequest, MessagesRequest),
+    answers=(AnthropicMessage, TokenCount, AnthropicError),
+)

@@ -1,0 +1,186 @@
+"""What ``/v1/messages`` is asked, as Anthropic's API reference has it. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from primad.api.dialects.openai.fields import Strict, expecting
+from primad.api.dialects.openai.samplers import MAX_TOKENS
+from primad.api.dialects.openai.schema import MAX_STOP_CHARS, MAX_STOPS
+
+_NOT_SERVED = {
+    "image": "this model reads text only",
+    "document": "this model reads text only; send the document's text",
+    "server_tool_use": "this server runs no tools of its own",
+    "container_upload": "this server has no containers",
+}
+
+
+class TextBlock(Strict):
+    """A part of a message that is text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Strict):
+    """What the model thought in an earlier turn."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedBlock(Strict):
+    """Thoughts that only another server can read."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(Strict):
+    """The model called a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any] | str | None = None
+
+
+class ToolResultBlock(Strict):
+    """What a tool gave back."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
+
+
+class Turn(Strict):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        str | Annotated[list[Block], Field(fail_fast=True)] | None,
+        expecting("a string or a list of text, thinking, tool_use and tool_result blocks"),
+    ]
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _served(cls, value: Any) -> Any:
+        return _check_blocks(_as_texts(value))
+
+
+class Tool(Strict):
+    """A tool that the model may call; those that Anthropic runs itself have a ``type`` and are skipped."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class ToolChoice(Strict):
+    """Whether tools are called: ``any`` of them, or the one of ``name``."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingChoice(Strict):
+    """Whether the model thinks first, where its template has a choice."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
+class OutputFormat(Strict):
+    """What the answer must be."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Strict):
+    """How the answer is to be."""
+
+    format: OutputFormat | None = None
+
+
+class CountRequest(Strict):
+    """``POST /v1/messages/count_tokens``."""
+
+    model: Annotated[str, Field(max_length=512)]
+    messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
+    system: str | list[TextBlock] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingChoice | None = None
+
+
+class MessagesRequest(CountRequest):
+    """``POST /v1/messages``."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    stop_sequences: (
+        Annotated[
+            list[Annotated[str, Field(max_length=MAX_STOP_CHARS)]],
+            Field(max_length=MAX_STOPS),
+        ]
+        | None
+    ) = None
+    stream: bool | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """What ``output_config.format`` was called before."""
+
+
+def _as_texts(value: Any) -> Any:
+    """Blocks that have a text as blocks of text: documents, what a search found, tools that a tool found."""
+    if not isinstance(value, list):
+        return value
+    found = []
+    for block in value:
+        if isinstance(block, dict) and block.get("type") == "tool_result":
+            block = block | {"content": _as_texts(block.get("content"))}
+        text = _text_in(block)
+        found.append(block if text is None else {"type": "text", "text": text})
+    return found
+
+
+def _text_in(block: Any) -> str | None:
+    """The text of ``block`` where it is another one than of text."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind == "tool_reference" and isinstance(block.get("tool_name"), str):
+        return str(block["tool_name"])
+    source = block.get("source") if kind == "document" else block if kind == "search_result" else None
+    if not isinstance(source, dict):
+        return None
+    inner = source.get("data") if source.get("type") == "text" else source.get("content")
+    parts = inner if isinstance(inner, list) else [{"text": inner}]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    texts = [block.get("title"), *texts] if isinstance(block.get("title"), str) else texts
+    return "\n".join(map(str, texts)) if texts and all(isinstance(text, str) for text in texts) else None
+
+
+def _check_blocks(value: Any) -> Any:
+    """Raise an error that names the block that is known and not served."""
+    for block in value if isinstance(value, list) else ():
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind in _NOT_SERVED:
+            raise PydanticCustomError(
+                "unsupported", "{kind} blocks are not supported: {why}", {"kind": kind, "why": _NOT_SERVED[kind]}
+            )
+        if kind == "tool_result":
+            _check_blocks(block.get("content"))
+    return value

@@ -1,0 +1,204 @@
+"""What llama-server's own paths answer, in its shapes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from primad import __version__
+from primad.api.answering.backend import ServedModel
+from primad.api.answering.chat import CHATML
+from primad.api.answering.generation import Answered, Written
+from primad.api.answering.text import Placed
+from primad.api.answering.timings import AnswerClock, AnswerTimings
+from primad.api.answering.tool_prompt import mentions
+from primad.api.dialects.llama_server.settings import GenerationSettings
+from primad.api.dialects.openai.job import Choice
+from primad.api.dialects.openai.logprobs import IMPOSSIBLE
+from primad.ring.messages import Sampled
+
+
+class CompletionPart(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a streamed ``/completion``, before the last."""
+
+    index: int = 0
+    content: str
+    tokens: list[int]
+    stop: Literal[False] = False
+    id_slot: int = 0
+    tokens_predicted: int
+    tokens_evaluated: int
+    completion_probabilities: list[Any] | UnsetType = UNSET
+    timings: AnswerTimings | UnsetType = UNSET
+
+
+class CompletionEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole ``/completion``, or the last event of a streamed one (``content`` is empty then)."""
+
+    index: int = 0
+    content: str
+    tokens: list[int]
+    stop: Literal[True] = True
+    id_slot: int = 0
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    tokens_cached: int
+    generation_settings: GenerationSettings
+    prompt: str
+    has_new_line: bool = False
+    truncated: bool = False
+    stop_type: Literal["eos", "limit", "word"]
+    stopping_word: str
+    completion_probabilities: list[Any] | UnsetType = UNSET
+    timings: AnswerTimings
+
+
+class TokenChance(msgspec.Struct, frozen=True, kw_only=True):
+    """A token that could have come."""
+
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class SampledChance(TokenChance, frozen=True, kw_only=True):
+    """A token that came, with the likeliest ones at its place, best first."""
+
+    top_logprobs: list[TokenChance]
+
+
+class Slot(msgspec.Struct, frozen=True, kw_only=True):
+    """A place where answers are written, one after another."""
+
+    id: int = 0
+    n_ctx: int
+    speculative: bool = False
+    is_processing: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class RawAnswer:
+    """A choice of ``/completion`` as it is written, for who calls the model ``model``, with the text of its ``prompt`` and
+    its ``settings``; times are those of the ``clock``. If it ``times_parts``, each part of a stream has its timings."""
+
+    model: str
+    prompt: str
+    settings: GenerationSettings
+    served: ServedModel
+    choice: Choice
+    clock: AnswerClock
+    with_probs: bool = False
+    times_parts: bool = False
+    has_new_line: bool = False
+
+    def part(self, written: Written, now_s: float) -> CompletionPart:
+        """What ``written`` adds."""
+        self.clock.count(written.sampled, written.cached, now_s)
+        self.has_new_line = self.has_new_line or "\n" in written.text
+        return CompletionPart(
+            index=self.choice.index,
+            content=written.text,
+            tokens=[placed.entry.token for placed in written.tokens],
+            tokens_predicted=self.clock.predicted,
+            tokens_evaluated=self.clock.prompt_tokens,
+            completion_probabilities=list(self.chances(written.tokens)) or UNSET,
+            timings=self.clock.timings(now_s) if self.times_parts else UNSET,
+        )
+
+    def chances(self, tokens: Iterable[Placed[Sampled]]) -> Iterator[SampledChance]:
+        """The probabilities of ``tokens`` one by one, if they are told."""
+        if not self.with_probs:
+            return
+        for placed in tokens:
+            sampled = placed.entry
+            top = [TokenChance(**self._chance(token, logprob)) for token, logprob in sampled.top]
+            assert sampled.logprob is not None, "it was asked for"
+            yield SampledChance(**self._chance(sampled.token, sampled.logprob), top_logprobs=top)
+
+    def _chance(self, token: int, logprob: float) -> dict[str, Any]:
+        piece = self.served.vocabulary.piece(token)
+        text = piece.decode("utf-8", "ignore")
+        return {"id": token, "token": text, "bytes": list(piece), "logprob": max(logprob, IMPOSSIBLE)}
+
+    def whole(self, answered: Answered, chances: Any, now_s: float) -> CompletionEnd:
+        """All of it at once, with its ``chances``; the ``clock`` saw it written."""
+        end = self.end(answered.finish, answered.stopped_by, now_s)
+        return msgspec.structs.replace(
+            end,
+            content=answered.text,
+            has_new_line="\n" in answered.text,
+            tokens=[placed.entry.token for placed in answered.tokens],
+            completion_probabilities=chances or UNSET,
+        )
+
+    def end(self, finish: str, stopped_by: str | None, now_s: float) -> CompletionEnd:
+        """The last event."""
+        cells = self.clock.prompt_tokens + self.clock.predicted
+        return CompletionEnd(
+            index=self.choice.index,
+            content="",
+            tokens=[],
+            model=self.model,
+            tokens_predicted=self.clock.predicted,
+            tokens_evaluated=self.clock.prompt_tokens,
+            tokens_cached=cells,
+            generation_settings=self.settings,
+            prompt=self.prompt,
+            has_new_line=self.has_new_line,
+            truncated=finish == "length" and cells >= self.served.context_tokens,
+            stop_type="limit" if finish == "length" else "eos" if stopped_by is None else "word",
+            stopping_word=stopped_by or "",
+            timings=self.clock.timings(now_s),
+        )
+
+
+def picked(end: CompletionEnd, fields: Sequence[str]) -> Any:
+    """The ``fields`` of ``end``, those that it has, under their last names; all of it for none. ``timings/prompt_n`` is one
+    within another."""
+    if not fields:
+        return end
+    whole = msgspec.json.decode(msgspec.json.encode(end))
+    found: dict[str, Any] = {}
+    for field in fields:
+        value, names = whole, field.split("/")
+        for name in names:
+            value = value.get(name, UNSET) if isinstance(value, dict) else UNSET
+        if value is not UNSET:
+            found[names[-1]] = value
+    return found
+
+
+def props(served: ServedModel) -> dict[str, Any]:
+    """``GET /props``. What a template can do is read off the names that it mentions."""
+    template = served.vocabulary.chat_template or CHATML
+    return {
+        "default_generation_settings": {"id": 0, "n_ctx": served.context_tokens, "params": _usual(served)},
+        "total_slots": served.sequences,
+        "batching": "exact" if served.is_exact else "fast",
+        "model_alias": served.id,
+        "model_path": f"{served.id}.gguf",
+        "chat_template": template,
+        "chat_template_caps": {
+            "supports_tools": mentions(template, "tools"),
+            "supports_tool_calls": mentions(template, "tool_calls"),
+            "supports_system_role": "system" in template,
+            "supports_parallel_tool_calls": mentions(template, "tool_calls"),
+        },
+        "bos_token": served.vocabulary.bos,
+        "eos_token": served.vocabulary.eos,
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"primad {__version__}",
+    }
+
+
+def _usual(served: ServedModel) -> dict[str, Any]:
+    """How answers are sampled where a request says nothing of it."""
+    usual = asdict(served.sampling)
+    reach = usual.pop("penalty_tokens")
+    return usual | {"repeat_last_n": reach, "n_predict": -1, "max_tokens": -1, "stop": []}

@@ -1,0 +1,151 @@
+"""What the text process makes of the requests of llama-server's own dialect. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from primad.api.answering.backend import Asking, TextModel, Vocabulary
+from primad.api.dialects.llama_server.schema import (
+    DetokenizeRequest,
+    InfillRequest,
+    RawCompletionRequest,
+    TemplateRequest,
+    TokenizeRequest,
+)
+from primad.api.dialects.llama_server.settings import GenerationSettings, settings_of
+from primad.api.dialects.openai.job import Job, check_tokens, completion_job
+from primad.api.dialects.openai.schema import MAX_ECHO_CHARS, parse
+from primad.api.dialects.openai.tool_use import chat_text
+
+
+class PreparedRaw(msgspec.Struct, frozen=True, kw_only=True):
+    """A job, and how its answer is told to who calls the model ``model``; ``fields`` are those of it, none for all."""
+
+    job: Job
+    model: str
+    stream: bool
+    times_parts: bool
+    fields: list[str]
+    prompts: list[str]
+    """The text of each of the job's prompts, control tokens by their names; "" where all of them together are too long."""
+    settings: GenerationSettings
+    """Those of the first answer."""
+
+
+class WholeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, as the JSON that it is sent as."""
+
+    body: bytes
+
+
+class TokenList(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /tokenize``: ids, or with pieces objects of ``id`` and ``piece`` (text, or bytes where it is no text)."""
+
+    tokens: list[Any]
+
+
+class DetokenizedText(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /detokenize``."""
+
+    content: str
+
+
+class TemplatedPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /apply-template``."""
+
+    prompt: str
+
+
+def completion(body: bytes, asking: Asking) -> PreparedRaw:
+    """``POST /completion``."""
+    return _prepared(_with_ids(parse(RawCompletionRequest, body), asking.served), asking)
+
+
+def infill(body: bytes, asking: Asking) -> PreparedRaw:
+    """``POST /infill``."""
+    return _prepared(parse(InfillRequest, body), asking)
+
+
+def _prepared(ask: RawCompletionRequest, asking: Asking) -> PreparedRaw:
+    served, model = asking.served, ask.model or asking.served.id
+    job = completion_job(ask, served, seed=asking.seed)
+    prompts = [_said(prompt.tokens, served.vocabulary) for prompt in job.prompts]
+    limit = ask.token_limit
+    return PreparedRaw(
+        job=job,
+        model=model,
+        stream=bool(ask.stream),
+        times_parts=bool(ask.timings_per_token),
+        fields=[name for name in ask.response_fields or () if name],
+        prompts=prompts if job.n * sum(map(len, prompts)) <= MAX_ECHO_CHARS else [""] * len(prompts),
+        settings=settings_of(
+            job.sampling,
+            n_ctx=served.context_tokens,
+            model=model,
+            n_predict=-1 if limit is None else limit,
+            stops=job.stops,
+            stream=bool(ask.stream),
+            n_probs=ask.n_probs or 0,
+            times_parts=bool(ask.timings_per_token),
+        ),
+    )
+
+
+def _with_ids(ask: RawCompletionRequest, served: TextModel) -> RawCompletionRequest:
+    """``ask`` with prompts that mix ids and texts as ids."""
+    prompts = [each if isinstance(each, str) else _ids(each, served) for each in ask.mixed_prompts]
+    return ask.model_copy(update={"prompt": prompts[0] if len(prompts) == 1 else prompts})
+
+
+def _ids(prompt: list[int | str], served: TextModel) -> list[int]:
+    tokens: list[int] = []
+    for part in prompt:
+        if isinstance(part, str):
+            tokens += served.vocabulary.tokenize(part, add_special=not tokens, parse_special=True)
+        else:
+            tokens.append(part)
+    return tokens
+
+
+def tokenize(body: bytes, asking: Asking) -> WholeBody:
+    """``POST /tokenize``."""
+    vocabulary, ask = asking.served.vocabulary, parse(TokenizeRequest, body)
+    tokens = vocabulary.tokenize(ask.content, add_special=ask.add_special, parse_special=ask.parse_special)
+    return _whole(TokenList(tokens=pieces(tokens, vocabulary) if ask.with_pieces else tokens))
+
+
+def detokenize(body: bytes, asking: Asking) -> WholeBody:
+    """``POST /detokenize``: control tokens by their names."""
+    vocabulary, ask = asking.served.vocabulary, parse(DetokenizeRequest, body)
+    check_tokens(ask.tokens, vocabulary, at="tokens")
+    return _whole(DetokenizedText(content=_said(ask.tokens, vocabulary)))
+
+
+def _said(tokens: list[int], vocabulary: Vocabulary) -> str:
+    """The text of ``tokens``, control tokens by their names."""
+    said = (vocabulary.piece(token) or vocabulary.name(token).encode() for token in tokens)
+    return b"".join(said).decode("utf-8", "replace")
+
+
+def apply_template(body: bytes, asking: Asking) -> WholeBody:
+    """``POST /apply-template``: messages as the prompt that the model's template makes of them."""
+    prompt = chat_text(parse(TemplateRequest, body), asking.served, now=asking.now)
+    return _whole(TemplatedPrompt(prompt=prompt))
+
+
+def _whole(answer: msgspec.Struct) -> WholeBody:
+    return WholeBody(body=msgspec.json.encode(answer))
+
+
+def pieces(tokens: list[int], vocabulary: Vocabulary) -> list[dict[str, Any]]:
+    """Each token with its text, or with its bytes where they are no text by themselves."""
+    return [{"id": token, "piece": _text_or_bytes(vocabulary.piece(token))} for token in tokens]
+
+
+def _text_or_bytes(piece: bytes) -> str | list[int]:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)

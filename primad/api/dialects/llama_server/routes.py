@@ -1,0 +1,155 @@
+"""The routes of llama-server's own dialect. Its OpenAI paths are ``api/openai``'s."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from primad.api.answering.backend import Preparation, ServedModel
+from primad.api.answering.choices import together
+from primad.api.answering.timings import AnswerClock
+from primad.api.dialects.llama_server import prepared
+from primad.api.dialects.llama_server.answers import CompletionEnd, CompletionPart, RawAnswer, Slot, picked, props
+from primad.api.dialects.llama_server.prepared import DetokenizedText, TemplatedPrompt, TokenList
+from primad.api.dialects.llama_server.schema import (
+    DetokenizeRequest,
+    InfillRequest,
+    RawCompletionRequest,
+    TemplateRequest,
+    TokenizeRequest,
+)
+from primad.api.dialects.openai.job import Job
+from primad.api.dialects.openai.routes import EVENTS
+from primad.api.http.dialect import EVENT_STREAM, Dialect, Route
+from primad.api.http.endpoint import Endpoint, json_response
+from primad.api.http.errors import error_body
+from primad.api.http.long_answer import LongAnswer
+
+_EVENTS: Final = replace(EVENTS, end=b"")
+
+
+class _Routes:
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def tokenize(self, request: Request) -> Response:
+        """A text as token ids."""
+        return await self._whole(request, prepared.tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Token ids as text, control tokens by their names."""
+        return await self._whole(request, prepared.detokenize)
+
+    async def apply_template(self, request: Request) -> Response:
+        """Messages as the prompt that the model's template makes of them."""
+        return await self._whole(request, prepared.apply_template)
+
+    async def _whole(self, request: Request, preparation: Preparation[prepared.WholeBody]) -> Response:
+        whole = await self._endpoint.prepare(request, preparation, self._endpoint.serving())
+        return Response(whole.body, media_type="application/json")
+
+    async def props(self, request: Request) -> Response:
+        """The context and the chat template."""
+        return json_response(props(self._endpoint.serving()))
+
+    async def slots(self, request: Request) -> Response:
+        """Where answers are being written."""
+        served = self._endpoint.serving()
+        busy = self._endpoint.answers_open
+        return json_response(
+            [Slot(id=i, n_ctx=served.context_tokens, is_processing=i < busy) for i in range(served.sequences)]
+        )
+
+    async def complete(self, request: Request) -> Response:
+        """Continue a text."""
+        return await self._respond(request, prepared.completion)
+
+    async def infill(self, request: Request) -> Response:
+        """Write what belongs between two texts."""
+        return await self._respond(request, prepared.infill)
+
+    async def _respond(self, request: Request, preparation: Preparation[prepared.PreparedRaw]) -> Response:
+        served = self._endpoint.serving()
+        asked = await self._endpoint.prepare(request, preparation, served)
+        job, begun_s = asked.job, time.perf_counter()
+        answers = [
+            RawAnswer(
+                model=asked.model,
+                prompt=asked.prompts[choice.index // job.n],
+                settings=msgspec.structs.replace(asked.settings, seed=choice.sampling.seed),
+                served=served,
+                choice=choice,
+                clock=AnswerClock(prompt_tokens=len(choice.prompt), begun_s=begun_s),
+                with_probs=job.logprobs is not None,
+                times_parts=asked.times_parts,
+            )
+            for choice in job.choices
+        ]
+        if asked.stream:
+            return self._endpoint.stream(self._stream(served, job, answers, asked.fields), _EVENTS)
+        answered = await self._endpoint.whole(request, served, job, [answer.clock for answer in answers])
+        now_s, told, long = time.perf_counter(), list[Any](), LongAnswer()
+        for answer, each in zip(answers, answered, strict=True):
+            chances = await long.list_of(msgspec.json.encode(chance) for chance in answer.chances(each.tokens))
+            told.append(picked(answer.whole(each, chances, now_s), asked.fields))
+        return long.response(told[0] if len(told) == 1 else told)
+
+    async def _stream(
+        self, served: ServedModel, job: Job, answers: list[RawAnswer], fields: Sequence[str]
+    ) -> AsyncGenerator[Any, None]:
+        begins = [partial(self._endpoint.write, served, job, choice) for choice in job.choices]
+        async with aclosing(together(begins, served.sequences)) as written:
+            async for place, part in written:
+                answer = answers[place]
+                event = answer.part(part, time.perf_counter())
+                if part.text or part.tokens:
+                    yield event
+                if part.finish is not None:
+                    yield picked(answer.end(part.finish, part.stopped_by, time.perf_counter()), fields)
+
+
+def _routes(endpoint: Endpoint) -> Sequence[Route]:
+    here = _Routes(endpoint)
+    return (
+        Route(path="/tokenize", handler=here.tokenize, asks="TokenizeRequest", answers="TokenList"),
+        Route(path="/detokenize", handler=here.detokenize, asks="DetokenizeRequest", answers="DetokenizedText"),
+        Route(path="/apply-template", handler=here.apply_template, asks="TemplateRequest", answers="TemplatedPrompt"),
+        Route(path="/props", handler=here.props, methods=("GET",)),
+        Route(path="/slots", handler=here.slots, methods=("GET",)),
+        Route(
+            path="/completion",
+            handler=here.complete,
+            asks="RawCompletionRequest",
+            answers="CompletionEnd",
+            picks=True,
+            streamed=("CompletionPart", "CompletionEnd"),
+            stream_type=EVENT_STREAM,
+        ),
+        Route(
+            path="/infill",
+            handler=here.infill,
+            asks="InfillRequest",
+            answers="CompletionEnd",
+            picks=True,
+            streamed=("CompletionPart", "CompletionEnd"),
+            stream_type=EVENT_STREAM,
+        ),
+    )
+
+
+DIALECT: Final = Dialect(
+    routes=_routes,
+    prefixes=(),
+    error_body=error_body,
+    error_name="ErrorBody",
+    requests=(TokenizeRequest, DetokenizeRequest, TemplateRequest, RawCompletionRequest, InfillRequest),
+    answers=(TokenList, DetokenizedText, TemplatedPrompt, CompletionEnd, CompletionPart),
+)

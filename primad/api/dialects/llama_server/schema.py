@@ -1,0 +1,109 @@
+"""What llama-server's own paths are asked, as its documentation has them. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+from pydantic import Field
+
+from primad.api.answering.fill_in import Gap
+from primad.api.dialects.openai.chat_fields import ChatFields
+from primad.api.dialects.openai.fields import Strict, expecting, only
+from primad.api.dialects.openai.free_samplers import FreeSamplers, Whole
+from primad.api.dialects.openai.samplers import MAX_TOKENS
+from primad.api.dialects.openai.schema import CompletionRequest
+
+MAX_FILES: Final = 256
+MAX_PROBS: Final = 100
+_TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+
+
+class TokenizeRequest(Strict):
+    """``POST /tokenize``."""
+
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeRequest(Strict):
+    """``POST /detokenize``."""
+
+    tokens: Annotated[list[_TokenId], Field(fail_fast=True)]
+
+
+class TemplateRequest(ChatFields):
+    """``POST /apply-template``."""
+
+
+class RawCompletionRequest(FreeSamplers, CompletionRequest):
+    """``POST /completion``: samplers as in OpenAI's dialect without its bounds, the rest as llama-server has it."""
+
+    prompt: Annotated[  # type: ignore[assignment]
+        str
+        | Annotated[
+            list[_TokenId | str | Annotated[list[_TokenId | str], Field(min_length=1, fail_fast=True)]],
+            Field(min_length=1, fail_fast=True),
+        ],
+        expecting(
+            "a string, a list of token ids and strings that make one prompt, or a list of such prompts or of strings",
+        ),
+    ]
+    n_predict: Annotated[int, Whole, Field(ge=-2, le=MAX_TOKENS)] | None = None
+    n_probs: Annotated[int, Whole, Field(ge=0, le=MAX_PROBS)] | None = None
+    post_sampling_probs: Annotated[Any, only(None, False, why="probabilities are the model's own")] = None
+    logprobs: Annotated[Any, only(None, why="say it as n_probs, or use /v1/completions")] = None
+    response_fields: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=64)] | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens of an answer, or None for what the context leaves; 0: the prompt is computed, for the cache."""
+        limit = self.max_tokens if self.n_predict is None else self.n_predict
+        return None if limit is None or limit < 0 else limit
+
+    @property
+    def mixed_prompts(self) -> list[str | list[int | str]]:
+        """Each prompt by itself: a text, or ids and texts in turn. Strings alone are a prompt each."""
+        whole: Any = self.prompt
+        if isinstance(whole, str):
+            return [whole]
+        is_one = not any(isinstance(part, list) for part in whole) and any(isinstance(part, int) for part in whole)
+        return [whole] if is_one else [[part] if isinstance(part, int) else part for part in whole]
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt; those of ids and texts are ids by now."""
+        return self.mixed_prompts  # type: ignore[return-value]
+
+    @property
+    def logprob_count(self) -> int | None:
+        """How many alternatives each token lists, or None without log-probabilities."""
+        return self.n_probs or None
+
+
+class ExtraFile(Strict):
+    """A file that lies beside the one with the gap."""
+
+    filename: str = "file"
+    text: str
+
+
+class InfillRequest(RawCompletionRequest):
+    """``POST /infill``: what stands between ``input_prefix`` with ``prompt`` behind it, and ``input_suffix``."""
+
+    prompt: str = ""
+    input_prefix: str
+    input_suffix: str
+    input_extra: Annotated[list[ExtraFile], Field(max_length=MAX_FILES, fail_fast=True)] | None = None
+
+    @property
+    def gap(self) -> Gap:
+        """What the answer is to fill."""
+        files = tuple((file.filename, file.text) for file in self.input_extra or ())
+        return Gap(after=self.input_suffix, param="input_suffix", files=files)
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """What precedes the gap."""
+        return [self.input_prefix + self.prompt]

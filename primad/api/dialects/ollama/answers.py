@@ -1,0 +1,249 @@
+"""What Ollama's paths answer: lines of JSON, and what they say of models. Pure.
+
+Times of day are Unix seconds when they come in and ISO 8601 when they go out; durations go out in nanoseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from primad.api.answering.backend import ServedModel, TokenPieces
+from primad.api.answering.chat import CHATML
+from primad.api.answering.generation import Answered, GivenCall, GivenPart, Written, whole_calls
+from primad.api.answering.reading import manner_of
+from primad.api.answering.timings import AnswerClock
+from primad.api.answering.tool_prompt import mentions
+from primad.api.dialects.ollama.job import LATEST
+from primad.api.dialects.openai.logprobs import chat_logprobs, encoded_chat
+from primad.api.dialects.openai.shapes import TokenLogprob
+from primad.errors import PrimadError
+
+API_VERSION: Final = "0.12.0"
+"""The Ollama whose paths these are: clients refuse to talk to one that is too old for them."""
+_UNITS: Final = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
+
+
+class OllamaError(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong, in one line."""
+
+    error: str
+
+
+class OllamaGivenFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """What is called, with its arguments as an object."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaGivenCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a function."""
+
+    function: OllamaGivenFunction
+
+
+class OllamaReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What a chat's answer adds, or all of it."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaGivenCall] | UnsetType = UNSET
+
+
+class OllamaLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of an answer, or all of it: ``message`` in a chat, ``response`` from generate; counts when it is done."""
+
+    model: str
+    created_at: str
+    message: OllamaReply | UnsetType = UNSET
+    response: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    logprobs: list[TokenLogprob] | UnsetType = UNSET
+    done: bool
+    done_reason: str | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+
+
+def ollama_error(exc: PrimadError) -> OllamaError:
+    """Ollama's error object for ``exc``."""
+    return OllamaError(error=str(exc))
+
+
+@dataclass(slots=True, kw_only=True)
+class LinesAnswer:
+    """One answer, with its thoughts if it ``shows_thoughts``; ``model`` is the name that the client said. Times are those of
+    the ``clock``, but ``created``."""
+
+    model: str
+    is_chat: bool
+    shows_thoughts: bool
+    created: float
+    clock: AnswerClock
+    vocabulary: TokenPieces | None = None
+    """Of the log-probabilities, if they are told."""
+    begun: list[GivenPart] = field(default_factory=list, init=False)
+    """Of the call that is not whole yet: lines have whole calls."""
+
+    def part(self, written: Written, now_s: float) -> OllamaLine | None:
+        """What ``written`` adds, if that is enough for a line; the last one ends the answer."""
+        self.clock.count(written.sampled, written.cached, now_s)
+        self.begun += written.calls
+        if written.finish is not None:
+            return self._end(written, list(whole_calls(self.begun)), written.finish, now_s)
+        is_told = bool(self.begun) and self.begun[-1].is_whole
+        calls = list(whole_calls(self.begun)) if is_told else []
+        self.begun = [] if is_told else self.begun
+        is_something = written.text or written.thought or calls or (written.tokens and self.vocabulary is not None)
+        return self._line(written, calls) if is_something else None
+
+    def entries(self, answered: Answered) -> Iterator[bytes]:
+        """Its log-probabilities, if they are told."""
+        return iter(()) if self.vocabulary is None else encoded_chat(answered.tokens, self.vocabulary)
+
+    def whole(self, answered: Answered, entries: Any, now_s: float) -> OllamaLine:
+        """All of it at once, with its ``entries``; the ``clock`` saw it written."""
+        line = self._end(answered, answered.calls, answered.finish, now_s)
+        return msgspec.structs.replace(line, logprobs=entries) if entries else line
+
+    def nothing(self) -> OllamaLine:
+        """What says that there is nothing yet."""
+        return self._line(None)
+
+    def loaded(self) -> OllamaLine:
+        """The answer to who asks for nothing but the model."""
+        return self._line(None, done=True, done_reason="load")
+
+    def _end(self, said: Written | Answered, calls: Sequence[GivenCall], finish: str, now_s: float) -> OllamaLine:
+        prompt_s, decode_s = self.clock.took_s(now_s)
+        return self._line(
+            said,
+            calls,
+            done=True,
+            done_reason="length" if finish == "length" else "stop",
+            total_duration=nanoseconds(now_s - self.clock.begun_s),
+            load_duration=0,
+            prompt_eval_count=self.clock.prompt_tokens,
+            prompt_eval_duration=nanoseconds(prompt_s),
+            eval_count=self.clock.predicted,
+            eval_duration=nanoseconds(decode_s),
+        )
+
+    def _line(
+        self, said: Written | Answered | None, calls: Sequence[GivenCall] = (), *, done: bool = False, **ended: Any
+    ) -> OllamaLine:
+        given = [_given(call) for call in calls if call.is_whole]
+        text = ("" if said is None else said.text) + "".join(_cut(call) for call in calls if not call.is_whole)
+        thinking = (said.thought if said is not None and self.shows_thoughts else "") or UNSET
+        parts: dict[str, Any] = {"response": text, "thinking": thinking}
+        if self.is_chat:
+            parts = {"message": OllamaReply(content=text, thinking=thinking, tool_calls=given or UNSET)}
+        if self.vocabulary is not None and isinstance(said, Written) and said.tokens:
+            parts["logprobs"] = chat_logprobs(said.tokens, self.vocabulary).content
+        return OllamaLine(model=self.model, created_at=iso(self.created), done=done, **parts, **ended)
+
+
+def _given(call: GivenCall) -> OllamaGivenCall:
+    return OllamaGivenCall(function=OllamaGivenFunction(name=call.name, arguments=call.input))
+
+
+def _cut(call: GivenCall) -> str:
+    """A call that is not whole is text, since clients would make it as it is."""
+    return f'{{"name": {json.dumps(call.name, ensure_ascii=False)}, "arguments": {call.arguments}'
+
+
+def tags(served: ServedModel | None, also: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """``GET /api/tags``: the served model by its names, none until it is known; and what there is ``also``."""
+    return {"models": [*([_entry(served, name) for name in served.all_names] if served else []), *also]}
+
+
+def running(served: ServedModel | None) -> dict[str, Any]:
+    """``GET /api/ps``: the served model, which never expires."""
+    models = []
+    if served is not None:
+        entry = _entry(served, served.id)
+        expires = "9999-12-31T23:59:59Z"
+        models.append(entry | {"expires_at": expires, "size_vram": 0, "context_length": served.context_tokens})
+    return {"models": models}
+
+
+def shown(served: ServedModel) -> dict[str, Any]:
+    """``POST /api/show``."""
+    facts = served.facts
+    architecture = facts.architecture or "llama"
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": served.vocabulary.chat_template or CHATML,
+        "details": _details(served),
+        "model_info": {
+            "general.architecture": architecture,
+            "general.basename": facts.basename or served.id,
+            "general.parameter_count": facts.parameters,
+            f"{architecture}.context_length": served.context_tokens,
+            f"{architecture}.embedding_length": facts.width,
+        },
+        "capabilities": _capabilities(served),
+        "modified_at": iso(served.created),
+    }
+
+
+def _capabilities(served: ServedModel) -> list[str]:
+    """What the chat template shows that the model was trained for."""
+    template = served.vocabulary.chat_template or CHATML
+    thinks = manner_of(template, served.tool_parser).is_thinking
+    has = {"tools": mentions(template, "tools"), "thinking": thinks}
+    return ["completion", *(name for name, is_there in has.items() if is_there)]
+
+
+def _entry(served: ServedModel, name: str) -> dict[str, Any]:
+    tagged = name if ":" in name else name + LATEST
+    digest = hashlib.sha256(f"{served.id} {served.facts.size_bytes}".encode()).hexdigest()
+    return {
+        "name": tagged,
+        "model": tagged,
+        "modified_at": iso(served.created),
+        "size": served.facts.size_bytes or 0,
+        "digest": digest,
+        "details": _details(served),
+    }
+
+
+def _details(served: ServedModel) -> dict[str, Any]:
+    facts = served.facts
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": facts.architecture,
+        "families": [facts.architecture],
+        "parameter_size": _short(facts.parameters or 0),
+        "quantization_level": facts.quantization,
+    }
+
+
+def _short(count: int) -> str:
+    size, unit = next(((size, unit) for size, unit in _UNITS if count >= size), (1, ""))
+    return f"{count / size:.1f}{unit}"
+
+
+def iso(unix_s: float) -> str:
+    """A moment in Unix seconds as ISO 8601."""
+    return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
+
+
+def nanoseconds(seconds: float) -> int:
+    """A duration in seconds as Ollama counts it."""
+    return round(1e9 * seconds)

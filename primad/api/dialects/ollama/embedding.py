@@ -1,0 +1,97 @@
+"""Ollama's paths for embeddings: ``/api/embed``, and ``/api/embeddings`` as it was before."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from primad.api.answering.backend import Embeddings
+from primad.api.dialects.ollama import prepared
+from primad.api.dialects.ollama.answers import iso, nanoseconds
+from primad.api.dialects.ollama.job import LATEST
+from primad.api.http.dialect import Route
+from primad.api.http.endpoint import Endpoint, json_response
+from primad.api.http.long_answer import LongAnswer
+from primad.api.http.vectors import embed
+
+
+class OllamaEmbedded(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of ``/api/embed``; durations are nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of ``/api/embeddings``."""
+
+    embedding: list[float]
+
+
+class _Handlers:
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def embed(self, request: Request) -> Response:
+        """Vectors of texts; none for no text, which only asks for the model to be there."""
+        begun_s = time.perf_counter()
+        asked = await self._endpoint.prepare(request, prepared.embed)
+        vectors: Any = []
+        tokens, long = 0, LongAnswer()
+        if asked.texts is not None:
+            found = await embed(self._endpoint, request, asked.texts)
+            vectors, tokens = await long.list_of(found.encoded()), found.tokens
+        answer = OllamaEmbedded(
+            model=asked.model,
+            embeddings=vectors,
+            total_duration=nanoseconds(time.perf_counter() - begun_s),
+            load_duration=0,
+            prompt_eval_count=tokens,
+        )
+        return long.response(answer)
+
+    async def embed_one(self, request: Request) -> Response:
+        """The vector of a prompt; none for no prompt."""
+        asked = await self._endpoint.prepare(request, prepared.embed_one)
+        vector = list[float]()
+        if asked.texts is not None:
+            found = await embed(self._endpoint, request, asked.texts)
+            vector = found.rows[0].tolist()
+        return json_response(OllamaEmbedding(embedding=vector))
+
+
+def routes(endpoint: Endpoint) -> tuple[Route, ...]:
+    """Both paths."""
+    here = _Handlers(endpoint)
+    return (
+        Route(path="/api/embed", handler=here.embed, asks="OllamaEmbedRequest", answers="OllamaEmbedded"),
+        Route(
+            path="/api/embeddings", handler=here.embed_one, asks="OllamaEmbeddingsRequest", answers="OllamaEmbedding"
+        ),
+    )
+
+
+def listed(embeddings: Embeddings) -> dict[str, Any]:
+    """The embedding model as one of ``GET /api/tags``."""
+    name = embeddings.name + LATEST
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": iso(embeddings.created),
+        "size": 0,
+        "digest": hashlib.sha256(name.encode()).hexdigest(),
+        "details": {"parent_model": "", "format": "gguf", "family": "", "families": [], "parameter_size": ""}
+        | {"quantization_level": ""},
+    }
+
+
+REQUESTS: Final = (prepared.OllamaEmbedRequest, prepared.OllamaEmbeddingsRequest)
+ANSWERS: Final = (OllamaEmbedded, OllamaEmbedding)

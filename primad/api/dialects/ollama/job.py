@@ -1,0 +1,106 @@
+"""From Ollama's requests to the core's. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from primad.api.dialects.ollama.schema import (
+    FreeChatRequest,
+    FreeCompletionRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaRequest,
+)
+from primad.api.dialects.openai.free_samplers import is_count
+from primad.api.dialects.openai.schema import ChatRequest, CompletionRequest, build
+
+LATEST: Final = ":latest"
+"""What Ollama's clients put behind a name without a tag."""
+_OPTIONS: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repeat_penalty",
+    "repeat_last_n",
+    "mirostat",
+    "mirostat_tau",
+    "mirostat_eta",
+    "stop",
+)
+"""Options that are the core's fields. Others say how Ollama loads a model (``num_ctx``, ``num_gpu``), and are ignored."""
+
+NAMES: Final = {name: f"options.{name}" for name in _OPTIONS} | {
+    "max_tokens": "options.num_predict",
+    "response_format": "format",
+    "json_schema": "format",
+    "reasoning_effort": "think",
+}
+"""What fields of the core are called here."""
+
+
+def plain(name: str) -> str:
+    """A model's name without the tag that says nothing."""
+    return name.removesuffix(LATEST)
+
+
+def chat_request(ask: OllamaChatRequest) -> ChatRequest:
+    """``ask`` as a chat request. Raises ``RequestError`` for what the core does not serve."""
+    fields: dict[str, Any] = {"messages": [_message(message) for message in ask.messages or ()]}
+    if ask.tools:
+        fields["tools"] = ask.tools
+    return build(FreeChatRequest, _shared(ask) | fields)
+
+
+def generate_request(ask: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
+    """``ask`` as a chat request of one message, with ``raw`` or ``suffix`` as a completion; raises as ``chat_request``."""
+    if ask.raw or ask.suffix:
+        fields: dict[str, Any] = {"max_tokens": -1} | _shared(ask) | {"prompt": ask.prompt or "", "suffix": ask.suffix}
+        fields["logprobs"] = fields.pop("top_logprobs", 0) if fields.get("logprobs") else None
+        return build(FreeCompletionRequest, fields)
+    system = [{"role": "system", "content": ask.system}] if ask.system else []
+    return build(FreeChatRequest, _shared(ask) | {"messages": [*system, {"role": "user", "content": ask.prompt or ""}]})
+
+
+def _shared(ask: OllamaRequest) -> dict[str, Any]:
+    options: Mapping[str, Any] = ask.options or {}
+    fields: dict[str, Any] = {"model": plain(ask.model), "logprobs": ask.logprobs}
+    if ask.top_logprobs is not None:
+        fields["top_logprobs"] = ask.top_logprobs
+    fields |= {name: options[name] for name in _OPTIONS if options.get(name) is not None}
+    limit = options.get("num_predict")
+    if limit is not None:
+        fields["max_tokens"] = -1 if is_count(limit) and limit < 1 else limit
+    if ask.format == "json":
+        fields["response_format"] = {"type": "json_object"}
+    elif isinstance(ask.format, dict):
+        fields["json_schema"] = ask.format
+    if ask.think is not None:
+        fields["enable_thinking"] = bool(ask.think)
+        if isinstance(ask.think, str):
+            fields["reasoning_effort"] = ask.think
+    return fields
+
+
+def _message(message: OllamaMessage) -> dict[str, Any]:
+    fields: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    if message.thinking:
+        fields["reasoning_content"] = message.thinking
+    if message.tool_name:
+        fields["name"] = message.tool_name
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "id": f"call_{number}",
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
+    return fields

@@ -1,0 +1,237 @@
+"""From a valid request to the work it means for the served model: prompts as token ids, budgets and sampling. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+
+import msgspec
+import numpy as np
+
+from primad.api.answering.backend import ModelSettings, TextModel, Vocabulary
+from primad.api.answering.chat import tokenize_prompt
+from primad.api.answering.fill_in import fill_in_prompt
+from primad.api.answering.reading import AnswerReading
+from primad.api.dialects.openai.chat_fields import Message
+from primad.api.dialects.openai.sampling import SEEDS, first_seed, grammar_of, sampling_of
+from primad.api.dialects.openai.schema import MAX_CHOICES, MAX_ECHO_CHARS, ChatRequest, CompletionRequest
+from primad.api.dialects.openai.shift import answer_room, shifted
+from primad.api.dialects.openai.tool_use import answer_rules, chat_text
+from primad.errors import PromptTooLongError, RequestError, printable
+from primad.ring.messages import Sampling
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """Token ids (int32, little-endian) to continue by at most ``max_tokens`` (0: they are only computed, for the cache);
+    ``echo`` is told before each answer."""
+
+    ids: bytes
+    max_tokens: int
+    echo: str
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """The token ids; made when they are needed, as a request may have many prompts."""
+        tokens: list[int] = np.frombuffer(self.ids, "<i4").tolist()
+        return tokens
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return len(self.ids) // 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One answer to write: continue a prompt by at most ``max_tokens``; ``echo`` is text to return before it."""
+
+    index: int
+    source: Prompt
+    sampling: Sampling
+
+    @property
+    def prompt(self) -> list[int]:
+        """The token ids to continue."""
+        return self.source.tokens
+
+    @property
+    def max_tokens(self) -> int:
+        """As above."""
+        return self.source.max_tokens
+
+    @property
+    def echo(self) -> str:
+        """As above."""
+        return self.source.echo
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """A request's whole work: each of ``prompts`` continued ``n`` times, with seeds from that of ``sampling`` on.
+
+    ``reading`` says what is looked for in each answer, None for nothing. With ``tells_progress`` a stream says how much of
+    its prompt is computed; what of it was computed before is computed again unless it ``reuses`` that. ``priority`` and
+    ``speculates`` are as in ``ring.messages``. So long after its first token (``decode_limit_s``) an answer ends with the
+    next line, None: never.
+    """
+
+    prompts: tuple[Prompt, ...]
+    n: int = 1
+    sampling: Sampling
+    stops: tuple[str, ...]
+    logprobs: int | None
+    reading: AnswerReading | None
+    tells_progress: bool
+    reuses: bool
+    priority: int
+    speculates: bool = True
+    decode_limit_s: float | None = None
+
+    @cached_property
+    def choices(self) -> tuple[Choice, ...]:
+        """The answers to write, ``n`` of the first prompt before those of the second."""
+        return tuple(
+            Choice(
+                index=place * self.n + number,
+                source=prompt,
+                sampling=msgspec.structs.replace(self.sampling, seed=(self.sampling.seed + number) % SEEDS),
+            )
+            for place, prompt in enumerate(self.prompts)
+            for number in range(self.n)
+        )
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of all prompts, each counted once however many choices it has."""
+        return sum(prompt.size for prompt in self.prompts)
+
+
+def check_model(name: str | None, served: Sequence[ModelSettings]) -> None:
+    """Raise ``RequestError`` (404), which lists the names of the ``served``, unless ``name`` is one of them, or empty."""
+    names = [name for model in served for name in model.all_names]
+    if name and not any(model.is_called(name) for model in served):
+        these = f"these are: {', '.join(names)}; --alias and --any-model give it others" if names else "nothing is yet"
+        raise RequestError(
+            f"the model '{printable(name, 200)}' is not served here; {these}",
+            status=404,
+            code="model_not_found",
+            param="model",
+        )
+
+
+def chat_job(request: ChatRequest, served: TextModel, *, seed: int, now: datetime) -> Job:
+    """The work of a chat request. ``seed`` counts when the request has none; ``now`` is the template's clock.
+
+    Where the context shifts, the oldest messages are left out of a conversation that is too long for it.
+
+    Raises ``RequestError`` for what the served model cannot do and ``ModelError`` for a broken chat template.
+    """
+    check_model(request.model, [served])
+    text = chat_text(request, served, now=now)
+    if not served.context_shift:
+        check_length(text, served, at="messages")
+    prompt = tokenize_prompt(served.vocabulary, text)
+    most = served.context_tokens - answer_room(served.context_tokens, request.token_limit)
+    if served.context_shift and len(prompt) > most:
+
+        def fits(messages: list[Message]) -> bool:
+            shorter = request.model_copy(update={"messages": messages})
+            return len(tokenize_prompt(served.vocabulary, chat_text(shorter, served, now=now))) <= most
+
+        request = request.model_copy(update={"messages": shifted(request.messages, fits)})
+        text = chat_text(request, served, now=now)
+        prompt = tokenize_prompt(served.vocabulary, text)
+    rules = answer_rules(request, served, text)
+    return _job(request, served, [(prompt, "")], grammar=rules.grammar, reading=rules.reading, seed=seed, at="messages")
+
+
+def completion_job(request: CompletionRequest, served: TextModel, *, seed: int) -> Job:
+    """The work of a completion request. ``seed`` counts when the request has none.
+
+    Raises ``RequestError`` for what the served model cannot do.
+    """
+    check_model(request.model, [served])
+    vocabulary = served.vocabulary
+    prompts = []
+    for prompt in request.prompts:
+        if isinstance(prompt, str):
+            if request.gap is None:
+                check_length(prompt, served, at="prompt")
+            tokens, text = vocabulary.tokenize(prompt, add_special=True, parse_special=True), prompt
+        else:
+            check_tokens(prompt, vocabulary, at="prompt")
+            tokens = prompt
+            text = b"".join(map(vocabulary.piece, prompt)).decode("utf-8", "replace") if request.echo else ""
+        if request.gap is not None:
+            quarter = served.context_tokens // 4
+            room = max(served.context_tokens - (request.token_limit or quarter), quarter)
+            tokens = fill_in_prompt(vocabulary, prompt, request.gap, room=room)
+        prompts.append((tokens, text if request.echo else ""))
+    echoed = (request.n or 1) * sum(len(text) for _, text in prompts)
+    if echoed > MAX_ECHO_CHARS:
+        raise RequestError(f"echo would return {echoed} characters, more than {MAX_ECHO_CHARS}; lower n", param="echo")
+    return _job(request, served, prompts, grammar=grammar_of(request), reading=None, seed=seed, at="prompt")
+
+
+def _job(
+    request: ChatRequest | CompletionRequest,
+    served: TextModel,
+    prompts: list[tuple[list[int], str]],
+    *,
+    grammar: str | None,
+    reading: AnswerReading | None,
+    seed: int,
+    at: str,
+) -> Job:
+    """Each prompt, with its echo, ``n`` times; ``at`` names the field that the prompts came from."""
+    n = request.n or 1
+    if len(prompts) * n > MAX_CHOICES:
+        raise RequestError(f"{len(prompts)} prompts with n = {n} are more than {MAX_CHOICES} choices", param="n")
+    limit, logprobs, limit_ms = request.token_limit, request.logprob_count, request.t_max_predict_ms or 0
+    logprobs = None if logprobs is None else min(logprobs, served.vocabulary.size)
+    return Job(
+        prompts=tuple(_prompt(tokens, echo, served, limit, at) for tokens, echo in prompts),
+        n=n,
+        sampling=sampling_of(request, served, seed=first_seed(request, seed), grammar=grammar),
+        stops=request.stops,
+        logprobs=logprobs,
+        reading=reading,
+        tells_progress=bool(request.stream and request.return_progress),
+        reuses=request.cache_prompt is not False,
+        priority=request.priority or 0,
+        speculates=request.speculate is not False,
+        decode_limit_s=limit_ms / 1000 if limit_ms > 0 else None,
+    )
+
+
+def _prompt(tokens: list[int], echo: str, served: TextModel, limit: int | None, at: str) -> Prompt:
+    room = _room(tokens, served, at)
+    return Prompt(
+        ids=np.array(tokens, "<i4").tobytes(), max_tokens=room if limit is None else min(limit, room), echo=echo
+    )
+
+
+def _room(prompt: list[int], served: TextModel, at: str) -> int:
+    """How many tokens the context leaves for the answer, at least one."""
+    if not prompt:
+        raise RequestError("the prompt has no tokens", param=at)
+    room = served.context_tokens - len(prompt)
+    if room < 1:
+        raise PromptTooLongError(len(prompt), served.context_tokens, at)
+    return room
+
+
+def check_length(text: str, served: TextModel, *, at: str) -> None:
+    """Raise ``PromptTooLongError`` for a ``text`` that cannot fit the context, however it is cut into tokens."""
+    longest = served.vocabulary.longest_chars
+    least = 0 if longest is None else -(-len(text) // longest)
+    if least >= served.context_tokens:
+        raise PromptTooLongError(least, served.context_tokens, at, at_least=True)
+
+
+def check_tokens(tokens: list[int], vocabulary: Vocabulary, *, at: str) -> None:
+    """Raise ``RequestError`` that names the field ``at`` unless the model has all ``tokens``."""
+    largest = max(tokens, default=0)
+    if largest >= vocabulary.size:
+        raise RequestError(f"token id {largest} is outside the vocabulary of {vocabulary.size}", param=at)

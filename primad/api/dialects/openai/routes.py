@@ -1,0 +1,243 @@
+"""The routes of OpenAI's dialect (https://platform.openai.com/docs/api-reference)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Final, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from primad.api.answering.backend import ServedModel
+from primad.api.answering.choices import together
+from primad.api.answering.generation import NOTHING_GUESSED, Guessed, Written, cached_tokens
+from primad.api.answering.timings import AnswerClock, AnswerTimings
+from primad.api.dialects.anthropic.models import ANTHROPIC, model_entry, model_list
+from primad.api.dialects.openai import embeddings, schema, shapes
+from primad.api.dialects.openai import prepared as preparations
+from primad.api.dialects.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
+from primad.api.dialects.openai.job import Choice, Job, check_model
+from primad.api.dialects.openai.shapes import (
+    CompletionTokensDetails,
+    Model,
+    ModelList,
+    PromptTokensDetails,
+    ReadPrompt,
+    Usage,
+)
+from primad.api.http.dialect import EVENT_STREAM, Dialect, Framing, Route
+from primad.api.http.endpoint import Endpoint, json_response
+from primad.api.http.errors import error_body
+from primad.api.http.long_answer import LongAnswer
+from primad.errors import PrimadError
+
+
+def _event(message: msgspec.Struct) -> bytes:
+    return b"data: " + msgspec.json.encode(message) + b"\n\n"
+
+
+def _error_event(exc: PrimadError) -> bytes:
+    return _event(error_body(exc))
+
+
+EVENTS: Final = Framing(
+    media_type=EVENT_STREAM,
+    message=_event,
+    error=_error_event,
+    end=b"data: [DONE]\n\n",
+    waiting=b": waiting for the next token\n\n",
+)
+"""Server-sent events without names; ``[DONE]`` ends an answer that is whole."""
+
+
+class _Routes:
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def models(self, request: Request) -> Response:
+        """The served model by its names; empty until it is known."""
+        served = self._endpoint.model()
+        names = served.all_names if served else ()
+        listed = [_model(served, name) for name in names if served]
+        beside = self._endpoint.embeddings
+        if beside is not None and beside.name not in names:
+            listed.append(embeddings.listed(beside))
+        return json_response(model_list(listed) if ANTHROPIC in request.headers else ModelList(data=listed))
+
+    async def model(self, request: Request) -> Response:
+        """The served model by one of its names."""
+        model = self._model(request.path_params["model_id"])
+        return json_response(model_entry(model) if ANTHROPIC in request.headers else model)
+
+    def _model(self, name: str) -> Model:
+        served, beside = self._endpoint.model(), self._endpoint.embeddings
+        if beside is not None and name == beside.name and (served is None or name not in served.all_names):
+            return embeddings.listed(beside)
+        check_model(name, [served] if served else [])
+        assert served is not None
+        return _model(served, served.id if served.names.any_model else name)
+
+    async def count(self, request: Request) -> Response:
+        """How many tokens a conversation has, also one that is too long."""
+        return json_response(await self._endpoint.prepare(request, preparations.count, self._endpoint.serving()))
+
+    async def chat(self, request: Request) -> Response:
+        """Continue a conversation."""
+        served = self._endpoint.serving()
+        prepared = await self._endpoint.prepare(request, preparations.chat, served)
+        return await self._respond(request, prepared, served, ChatAnswer)
+
+    async def complete(self, request: Request) -> Response:
+        """Continue a text."""
+        served = self._endpoint.serving()
+        prepared = await self._endpoint.prepare(request, preparations.completion, served)
+        return await self._respond(request, prepared, served, CompletionAnswer)
+
+    async def _respond(
+        self, request: Request, prepared: preparations.PreparedAnswer, served: ServedModel, kind: type[ApiAnswer]
+    ) -> Response:
+        job = prepared.job
+        answer = kind(
+            id=f"{kind.PREFIX}-{secrets.token_hex(12)}",
+            created=int(time.time()),
+            model=prepared.model,
+            vocabulary=served.vocabulary,
+            with_logprobs=job.logprobs is not None,
+            include_usage=prepared.include_usage,
+        )
+        if prepared.stream:
+            chunks = self._stream(served, job, answer, times_parts=prepared.times_parts)
+            return self._endpoint.stream(chunks, EVENTS)
+        clock = AnswerClock(prompt_tokens=job.prompt_tokens, begun_s=time.perf_counter())
+        answered = await self._endpoint.whole(request, served, job, [clock])
+        timings = clock.timings(time.perf_counter())
+        ended = [(each.choice, each.cached) for each in answered]
+        guessed = sum((each.guessed for each in answered), NOTHING_GUESSED)
+        usage = _usage(job, sum(each.sampled for each in answered), ended, guessed)
+        long = LongAnswer()
+        lists = [{name: await long.list_of(items) for name, items in answer.entries(each).items()} for each in answered]
+        return long.response(_timed(answer.whole(answered, lists, usage), timings))
+
+    async def _stream(
+        self, served: ServedModel, job: Job, answer: ApiAnswer, *, times_parts: bool
+    ) -> AsyncGenerator[msgspec.Struct, None]:
+        begin_s, ended = time.perf_counter(), list[tuple[Choice, int]]()
+        whole = AnswerClock(prompt_tokens=job.prompt_tokens, begun_s=begin_s)
+        clocks: dict[int, AnswerClock] = {}
+        guessed = NOTHING_GUESSED
+        begun: set[int] = set()
+
+        def begins(place: int) -> AsyncGenerator[Written, None]:
+            choice = job.choices[place]
+            clocks[place] = AnswerClock(prompt_tokens=len(choice.prompt), begun_s=time.perf_counter())
+            return self._endpoint.write(served, job, choice)
+
+        all_begin = [partial(begins, place) for place in range(len(job.choices))]
+        async with aclosing(together(all_begin, served.sequences)) as written:
+            async for place, part in written:
+                choice, clock = job.choices[place], clocks[place]
+                now_s = time.perf_counter()
+                for each in (clock, whole):
+                    each.count(part.sampled, part.cached, now_s)
+                timings = clock.timings(now_s) if times_parts else UNSET
+                opening = None if place in begun else answer.opening(choice)
+                if opening is not None:
+                    yield opening
+                begun.add(place)
+                if part.read_tokens is not None:
+                    took_ms = round(1e3 * (now_s - begin_s))
+                    read = ReadPrompt(
+                        total=len(choice.prompt), cache=part.cached, processed=part.read_tokens, time_ms=took_ms
+                    )
+                    yield answer.progress(choice, read)
+                if part.says_something or (part.tokens and answer.with_logprobs):
+                    yield _timed(answer.piece(choice, part), timings)
+                if part.finish is not None:
+                    ended.append((choice, part.cached))
+                    guessed += part.guessed
+                    yield _timed(answer.closing(choice, part.finish), clock.timings(now_s))
+        if answer.include_usage:
+            counts = answer.counts(_usage(job, whole.predicted, ended, guessed))
+            yield _timed(counts, whole.timings(time.perf_counter()))
+
+
+def _routes(endpoint: Endpoint) -> Sequence[Route]:
+    here = _Routes(endpoint)
+    return (
+        *embeddings.routes(endpoint),
+        *(
+            Route(path=path, handler=here.models, methods=("GET",), answers="ModelList")
+            for path in ("/v1/models", "/models")
+        ),
+        Route(path="/v1/chat/completions/input_tokens", handler=here.count, asks="ChatRequest", answers="InputTokens"),
+        Route(path="/v1/models/{model_id:path}", handler=here.model, methods=("GET",), answers="Model"),
+        *(
+            Route(
+                path=path,
+                handler=here.chat,
+                asks="ChatRequest",
+                answers="ChatCompletion",
+                streamed=("ChatChunk",),
+                stream_type=EVENT_STREAM,
+            )
+            for path in ("/v1/chat/completions", "/chat/completions")
+        ),
+        *(
+            Route(
+                path=path,
+                handler=here.complete,
+                asks="CompletionRequest",
+                answers="Completion",
+                streamed=("Completion",),
+                stream_type=EVENT_STREAM,
+            )
+            for path in ("/v1/completions", "/completions")
+        ),
+    )
+
+
+T = TypeVar("T", bound=shapes.ChatCompletion | shapes.ChatChunk | shapes.Completion)
+
+
+def _timed(chunk: T, timings: AnswerTimings | UnsetType) -> T:
+    return chunk if timings is UNSET else msgspec.structs.replace(chunk, timings=timings)
+
+
+def _usage(job: Job, sampled: int, ended: Sequence[tuple[Choice, int]], guessed: Guessed) -> Usage:
+    details = CompletionTokensDetails(
+        accepted_prediction_tokens=guessed.right, rejected_prediction_tokens=guessed.wrong
+    )
+    return Usage(
+        prompt_tokens=job.prompt_tokens,
+        completion_tokens=sampled,
+        total_tokens=job.prompt_tokens + sampled,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens(ended)),
+        completion_tokens_details=UNSET if guessed == NOTHING_GUESSED else details,
+    )
+
+
+def _model(served: ServedModel, name: str) -> Model:
+    context = served.context_tokens
+    return Model(
+        id=name,
+        created=served.created,
+        owned_by="primad",
+        max_model_len=context,
+        meta=shapes.ModelMeta(n_ctx=context, n_ctx_train=served.facts.trained_context_tokens or context),
+    )
+
+
+DIALECT: Final = Dialect(
+    routes=_routes,
+    prefixes=("/",),
+    error_body=error_body,
+    error_name="ErrorBody",
+    requests=(schema.ChatRequest, schema.CompletionRequest, *embeddings.REQUESTS),
+    answers=(*shapes.ANSWERS, *embeddings.ANSWERS),
+)

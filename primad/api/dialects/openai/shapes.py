@@ -1,0 +1,265 @@
+"""What the API answers, field by field as OpenAI's API reference has it (platform.openai.com/docs/api-reference).
+
+A field of type ``UnsetType`` is left out of the JSON while it is ``UNSET``, which is not the same as ``null``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from primad.api.answering.timings import AnswerTimings
+from primad.api.http.status import StatusBody
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the tokens of a prompt, those that were computed for a prompt before."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens that were guessed and computed ahead, and were in the answer, or were not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of a whole request; an end-of-generation token is not counted. Details of the
+    completion are there where tokens of it were guessed.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+
+# ---- log-probabilities ----------------------------------------------------------------------------------------------
+
+
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One alternative; ``bytes`` are the token's raw bytes, which need not be whole characters."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One token of the answer and the most likely tokens at its place, best first."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities in chat form."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities in completion form: parallel lists; ``text_offset`` counts characters of ``text``."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+# ---- /v1/chat/completions -------------------------------------------------------------------------------------------
+
+
+class GivenFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """What is called; ``arguments`` is a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class MessageCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a function."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: GivenFunction
+
+
+class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What is called, as it begins, and what its ``arguments`` go on with."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What is added to the ``index``-th call of a message, which begins where it has an ``id``."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of one choice. ``content`` is null where there are only calls."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[MessageCall] | UnsetType = UNSET
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the ``n`` answers."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="chat.completion"):
+    """The answer to a chat request that does not stream. ``created`` is in Unix seconds."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    timings: AnswerTimings | UnsetType = UNSET
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a chunk adds to the message."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A chunk's part of the choice ``index``."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ReadPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """How many of the ``total`` tokens of a prompt were ``processed`` after so long, ``cache`` of them for one before."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="chat.completion.chunk"):
+    """One event of a streamed chat answer. ``created`` is in Unix seconds."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_progress: ReadPrompt | UnsetType = UNSET
+    timings: AnswerTimings | UnsetType = UNSET
+
+
+# ---- /v1/completions ------------------------------------------------------------------------------------------------
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer, or what a streamed chunk adds to it (then ``finish_reason`` is null until the last)."""
+
+    text: str
+    index: int
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="text_completion"):
+    """The answer to a completion request, or one event of it. ``created`` is in Unix seconds."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_progress: ReadPrompt | UnsetType = UNSET
+    timings: AnswerTimings | UnsetType = UNSET
+
+
+# ---- the rest -------------------------------------------------------------------------------------------------------
+
+
+class ModelMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """What llama-server says of a model's context, in tokens: as it is served, and as the model was trained."""
+
+    n_ctx: int
+    n_ctx_train: int
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="model"):
+    """A model that can be asked. ``created`` is in Unix seconds; ``max_model_len`` is vLLM's word for the context."""
+
+    id: str
+    created: int
+    owned_by: str
+    max_model_len: int
+    meta: ModelMeta
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="list"):
+    """``GET /v1/models``."""
+
+    data: list[Model]
+
+
+class InputTokens(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="response.input_tokens"):
+    """How many tokens a prompt has."""
+
+    input_tokens: int
+
+
+class HealthBody(msgspec.Struct, frozen=True, kw_only=True):
+    """``GET /health``."""
+
+    status: Literal["ok", "loading"]
+    detail: str
+    model: str | None
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong, in one line; ``param`` names the request's field. A prompt that does not fit tells both sizes."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    n_prompt_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    n_ctx: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's error object."""
+
+    error: ErrorDetail
+
+
+ANSWERS = (ChatCompletion, ChatChunk, Completion, Model, ModelList, InputTokens, HealthBody, StatusBody, ErrorBody)
+"""Everything that a route answers with, for the OpenAPI document."""

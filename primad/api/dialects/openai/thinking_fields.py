@@ -1,0 +1,75 @@
+"""Whether and how much a model thinks, in the words of its own chat template. Pure.
+
+Templates call it ``enable_thinking``, ``thinking``, ``reasoning`` or otherwise. What one does not mention changes nothing,
+so all switches are set at once; an effort is text that some templates write into the prompt, so it is set where it is known.
+Nemotron Nano v2 has no variable for it: there the user says a word.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from primad.api.answering.tool_prompt import mentions
+
+NO_EFFORT: Final = "none"
+"""The effort that turns thinking off, as OpenAI calls it."""
+_LEAST: Final = ("no_think", NO_EFFORT, "minimal", "low")
+"""What templates call the least effort, the least one first."""
+_SCALE: Final = (*_LEAST, "medium", "high", "xhigh", "max")
+_VARIABLE: Final = re.compile(r"(?<![.\w])enable_thinking(?!\s*=[^=])")
+"""Where a template reads a variable of that name, and not one of its own."""
+_EFFORTS: Final = ("reasoning_effort", "thinking_effort", "reasoning_strength")
+
+
+def thinking_variables(template: str, thinks: bool | None, effort: str | None) -> dict[str, Any]:
+    """The variables of ``template`` that say whether the model ``thinks``, and with which ``effort``; None: as it likes."""
+    if effort == NO_EFFORT and thinks is None:
+        thinks = False
+    found: dict[str, Any] = {} if thinks is None else _switches(thinks)
+    for name in _EFFORTS:
+        if mentions(template, name):
+            wanted = _effort(template, name, thinks, effort)
+            found |= {} if wanted is None else {name: wanted}
+    return found
+
+
+def with_word(
+    messages: list[dict[str, Any]], template: str, thinks: bool | None, effort: str | None
+) -> list[dict[str, Any]]:
+    """``messages``, the last one of the user's with the word for what is asked where ``template`` looks for that alone."""
+    thinks = False if thinks is None and effort == NO_EFFORT else thinks
+    last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=None)
+    if thinks is None or last is None or "/no_think' in" not in template or _VARIABLE.search(template):
+        return messages
+    said = messages[last] | {"content": f"{messages[last]['content']} {'/think' if thinks else '/no_think'}"}
+    return [*messages[:last], said, *messages[last + 1 :]]
+
+
+def _switches(thinks: bool) -> dict[str, Any]:
+    return {
+        **dict.fromkeys(("enable_thinking", "thinking", "think", "reasoning"), thinks),
+        "thinking_mode": "enabled" if thinks else "disabled",
+        "thinking_option": "on" if thinks else "off",
+        **({} if thinks else {"thinking_budget": 0}),
+    }
+
+
+def _effort(template: str, name: str, thinks: bool | None, effort: str | None) -> str | None:
+    """What the variable ``name`` is set to; None: nothing."""
+    none = next((word for word in _LEAST[:2] if _is_quoted(template, word)), None)
+    if thinks is False and effort in (None, NO_EFFORT):
+        return next((word for word in _LEAST if _is_quoted(template, word)), "low")
+    if effort is None:
+        return "high" if thinks and none is not None else None
+    allowed = re.search(rf"\b{name} not in \[([^\]]*)\]", template)
+    words = re.findall(r"\w+", allowed[1]) if allowed is not None else []
+    known = [word for word in _SCALE if word in words]
+    if not known or effort in words or effort not in _SCALE:
+        return effort
+    place = _SCALE.index(effort)
+    return min(known, key=lambda word: (abs(_SCALE.index(word) - place), -_SCALE.index(word)))
+
+
+def _is_quoted(template: str, word: str) -> bool:
+    return re.search(rf"""(['"]){word}\1""", template) is not None

@@ -1,0 +1,125 @@
+"""What a chat says of tools and thoughts becomes a prompt, a way to read the answer, and a grammar. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from primad.api.answering import grammar
+from primad.api.answering.backend import TextModel, Vocabulary
+from primad.api.answering.calls.choose import Thinking
+from primad.api.answering.chat import render
+from primad.api.answering.reading import AnswerReading, Manner, manner_of
+from primad.api.answering.tool_prompt import mentions
+from primad.api.dialects.openai.chat_fields import ChatFields
+from primad.api.dialects.openai.sampling import grammar_of
+from primad.api.dialects.openai.schema import ChatRequest
+from primad.api.dialects.openai.thinking_fields import with_word
+from primad.errors import RequestError
+
+_OPEN: Final = frozenset(
+    {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "propertyNames"}
+)
+"""Where one of these is, the schema says itself which other properties there may be."""
+
+
+def chat_text(request: ChatFields, served: TextModel, *, now: datetime) -> str:
+    """The prompt of ``request`` as text. Raises as ``render`` does."""
+    template = served.vocabulary.chat_template or ""
+    named = (request.chat_template_kwargs or {}).get("enable_thinking")
+    thinks = named if isinstance(named, bool) else request.enable_thinking
+    return render(
+        served.vocabulary,
+        with_word(request.conversation, template, thinks, request.reasoning_effort),
+        now=now,
+        variables=request.variables_for(template),
+        tools=[tool.for_template() for tool in request.callable_tools],
+        form=_manner(served).call_form,
+        opens=request.opens_turn,
+        continues=request.continues,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerRules:
+    """How an answer is read (None: it is all text), and the grammar that binds it (None: nothing does)."""
+
+    reading: AnswerReading | None
+    grammar: str | None
+
+
+def answer_rules(request: ChatRequest, served: TextModel, text: str) -> AnswerRules:
+    """The rules for the answer to ``request``, whose prompt is ``text``.
+
+    A call that is demanded is bound to its form and its function's parameters. Where only the text is bound, an answer may
+    call instead, if there are tools. Both hold behind thoughts if the prompt opens them, else from the first token.
+
+    Raises ``RequestError`` (400) for what cannot be followed.
+    """
+    manner = _manner(served)
+    wanted = _wanted(request, manner)
+    thinking = None if request.reasoning_format == "none" else manner.thinking
+    opened = manner.thinking is not None and _is_opened(text, request.begun, manner.thinking)
+    if wanted is not None and opened and manner.thinking is not None:
+        wanted = grammar.behind_thoughts(wanted, manner.thinking.end)
+    functions = {tool.function.name: tool.function.parameters for tool in request.callable_tools}
+    if not functions and thinking is None and not manner.form.reads_text:
+        return AnswerRules(reading=None, grammar=wanted)
+    form = manner.form if manner.form.reads_text else None
+    if functions:
+        is_told = not mentions(served.vocabulary.chat_template or "", "tools")
+        form = manner.form if wanted is None and not is_told else manner.asked
+    reading = AnswerReading(
+        form=None if form is None else str(form),
+        thinking=thinking if opened or not request.continues else None,
+        continues=request.continues,
+        opened=opened and thinking is not None,
+        functions=functions,
+        several=request.several_calls,
+        keeps_thoughts=request.reasoning_format == "none",
+        shows_control=(form is not None and form.uses_control_tokens) or _is_control(served.vocabulary, thinking),
+    )
+    return AnswerRules(reading=reading, grammar=wanted)
+
+
+def _is_opened(text: str, begun: str, thinking: Thinking) -> bool:
+    """Whether the prompt ``text`` ends in thoughts; ``begun`` is its end that the client gave."""
+    if thinking.begin in begun or thinking.end in begun:
+        return begun.rfind(thinking.begin) > begun.rfind(thinking.end)
+    return text[: len(text) - len(begun)].rstrip().endswith(thinking.begin)
+
+
+def _wanted(request: ChatRequest, manner: Manner) -> str | None:
+    demanded = request.demanded_tools
+    if request.callable_tools and request.grammar:
+        raise RequestError(
+            "'grammar' does not go with tools; say it as response_format, or leave out the tools",
+            param="grammar",
+            code="invalid_value",
+        )
+    wanted = grammar_of(request)
+    if not demanded and (wanted is None or not request.callable_tools):
+        return wanted
+    functions = {tool.function.name: _closed(tool.function.parameters) for tool in demanded or request.callable_tools}
+    calls = grammar.of_calls(functions, manner.call_form, several=request.several_calls, demanded=bool(demanded))
+    return calls if demanded or wanted is None else grammar.either(calls, wanted)
+
+
+def _closed(parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+    """``parameters`` without others than those named, where they do not say: small models make some up."""
+    if parameters is None or "properties" not in parameters or _OPEN.intersection(parameters):
+        return parameters
+    return parameters | {"additionalProperties": False}
+
+
+def _manner(served: TextModel) -> Manner:
+    return manner_of(served.vocabulary.chat_template, served.tool_parser)
+
+
+def _is_control(vocabulary: Vocabulary, thinking: Thinking | None) -> bool:
+    """Whether the marker that ends thoughts is a control token, of which ``piece`` says nothing."""
+    if thinking is None:
+        return False
+    tokens = vocabulary.tokenize(thinking.end, add_special=False, parse_special=True)
+    return len(tokens) == 1 and not vocabulary.piece(tokens[0])

@@ -1,0 +1,94 @@
+"""The route of OpenAI's Responses (https://platform.openai.com/docs/api-reference/responses)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from primad.api.answering.backend import ServedModel
+from primad.api.dialects.openai.job import Job
+from primad.api.dialects.openai.routes import EVENTS
+from primad.api.dialects.responses import prepared as preparations
+from primad.api.dialects.responses.answers import ResponseAnswer, ResponseBody
+from primad.api.dialects.responses.schema import ResponsesRequest
+from primad.api.http.dialect import EVENT_STREAM, Dialect, NamedEvent, Route, named_event
+from primad.api.http.endpoint import Endpoint, json_response
+from primad.api.http.errors import error_body
+from primad.errors import PrimadError
+
+_EVENTS: Final = replace(EVENTS, message=named_event, end=b"")
+
+
+class _Routes:
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def count(self, request: Request) -> Response:
+        """How many tokens a conversation has, also one that is too long."""
+        return json_response(await self._endpoint.prepare(request, preparations.count, self._endpoint.serving()))
+
+    async def respond(self, request: Request) -> Response:
+        """Continue a conversation."""
+        served = self._endpoint.serving()
+        prepared = await self._endpoint.prepare(request, preparations.respond, served)
+        answer = ResponseAnswer(
+            id=f"resp_{secrets.token_hex(16)}",
+            created=int(time.time()),
+            model=prepared.model,
+            said=prepared.said,
+            prompt_tokens=prepared.job.prompt_tokens,
+        )
+        if prepared.stream:
+            return self._endpoint.stream(self._stream(served, prepared.job, answer), _EVENTS)
+        answered = await self._endpoint.whole(request, served, prepared.job)
+        return json_response(answer.whole(answered[0]))
+
+    async def _stream(self, served: ServedModel, job: Job, answer: ResponseAnswer) -> AsyncGenerator[NamedEvent, None]:
+        begun = False
+        async with aclosing(self._endpoint.write(served, job, job.choices[0])) as written:
+            try:
+                async for part in written:
+                    if not begun:
+                        begun = True
+                        for event in answer.opening():
+                            yield event
+                    for event in answer.events(part):
+                        yield event
+            except PrimadError as exc:
+                if not begun:
+                    raise
+                yield answer.failed(exc)
+
+
+def _routes(endpoint: Endpoint) -> Sequence[Route]:
+    here = _Routes(endpoint)
+    return (
+        Route(path="/v1/responses/input_tokens", handler=here.count, asks="ResponsesRequest", answers="InputTokens"),
+        *(
+            Route(
+                path=path,
+                handler=here.respond,
+                asks="ResponsesRequest",
+                answers="ResponseBody",
+                stream_type=EVENT_STREAM,
+            )
+            for path in ("/v1/responses", "/responses")
+        ),
+    )
+
+
+DIALECT: Final = Dialect(
+    routes=_routes,
+    prefixes=(),
+    error_body=error_body,
+    error_name="ErrorBody",
+    requests=(ResponsesRequest,),
+    answers=(ResponseBody,),
+)

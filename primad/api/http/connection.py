@@ -1,0 +1,240 @@
+"""The client's connection: its body within limits, its leaving noticed at once, and streams to it.
+
+uvicorn says that a client left only to who is waiting in ``receive``, so everything that takes time runs beside a task
+that waits there. Leaving cancels the work; the generators it holds are closed on the way out, and with them the sequence
+in the ring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from primad.api.http.access import caller
+from primad.api.http.dialect import Framing
+from primad.errors import PrimadError, RequestError
+from primad.settings.timings import ApiTimings
+from primad.system.shares import Shares
+
+MAX_BODY_BYTES: Final = 8 << 20
+"""Several times the text of the longest context in use."""
+MAX_BODIES_BYTES: Final = 128 << 20
+"""Of all requests that are read or answered. What is made of a body, as a list of tokens, takes some times as much."""
+
+SEND_BODY: Final = "primad.send_body"
+"""Where a scope may have what sends bodies, past all that looks at the beginning of an answer alone."""
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+async def read_json(
+    request: Request, timeout_s: float, *, only_json: bool = False, most_bytes: int = MAX_BODY_BYTES
+) -> bytes:
+    """The body of a request, which has arrived within ``timeout_s`` and has at most so many bytes. It must say that it is
+    JSON if ``only_json``, or if a web page may have sent it.
+
+    That keeps web pages out: a browser asks first (CORS preflight) before it sends JSON to another origin, and this server
+    never says yes. Programs are believed without it; many send none, or that of a form.
+
+    Raises ``RequestError`` (400, 408, 413) and ``ClientDisconnect``.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and (only_json or may_be_a_page(request.headers)):
+        raise RequestError(
+            f"the content type is {media_type[:80]!r}; web pages send the header Content-Type: application/json"
+        )
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > most_bytes):
+        raise _too_large(most_bytes)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most_bytes:
+                    raise _too_large(most_bytes)
+    except TimeoutError as exc:
+        raise RequestError(f"the body did not arrive within {timeout_s:.0f} s", status=408) from exc
+    return bytes(body)
+
+
+def may_be_a_page(headers: Headers) -> bool:
+    """Whether a browser may have sent it: each sends ``Origin`` with every POST to another origin, also without a content
+    type (a ``Blob``) or for a form; old ones at least the page that it comes from."""
+    return any(name in ("origin", "referer", "cookie") or name.startswith("sec-fetch-") for name in headers)
+
+
+def _too_large(most_bytes: int) -> RequestError:
+    return RequestError(f"the body is larger than {most_bytes} bytes", status=413, code="request_too_large")
+
+
+class BodyGuard:
+    """Callers share ``most_bytes`` for the bodies of their requests, from a body's first byte to its answer's end."""
+
+    def __init__(self, app: ASGIApp, most_bytes: int) -> None:
+        self._app, self._bodies = app, Shares(most_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        who, held_bytes = caller(), 0
+
+        async def counted() -> Message:
+            nonlocal held_bytes
+            message = await receive()
+            size = len(message.get("body", b""))
+            if size and not self._bodies.has_room(who, size):
+                raise RequestError(
+                    "your requests that are read or answered have too many bytes together; try again later",
+                    status=429,
+                    code="too_many_bytes",
+                )
+            self._bodies.take(who, size)
+            held_bytes += size
+            return message
+
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._bodies.give_back(who, held_bytes)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled when the client leaves. The body must have been read.
+
+    Raises ``ClientDisconnect`` when it left, and whatever ``work`` raises.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            leaving = group.create_task(_wait_left(receive))
+            result = await work
+            leaving.cancel()
+    except BaseExceptionGroup as failures:
+        # Both tasks may have failed; the first one is the reason for the other.
+        raise failures.exceptions[0] from None
+    return result
+
+
+async def _wait_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise ClientDisconnect
+
+
+class MessageStream(Response):
+    """The messages of a generator as bytes, as ``framing`` says.
+
+    A ``PrimadError`` before the first byte propagates, so that it becomes an ordinary answer with its status. Who is refused
+    hears it at once; so where nothing comes for a moment the headers go out, and while nothing comes the stream says that
+    it waits. A later error is sent in the framing's shape, and nothing after it. The generator is closed in any case.
+    """
+
+    def __init__(
+        self, messages: AsyncGenerator[msgspec.Struct, None], framing: Framing, timings: ApiTimings = ApiTimings()
+    ) -> None:
+        self.media_type = framing.media_type
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._messages, self._framing, self._timings = messages, framing, timings
+        self._begun = False
+        self._said_s = 0.0
+        self._sending = False
+        """Whether the client has yet to take what was said last."""
+        self._turn = asyncio.Lock()
+        """Of who begins the stream or says that we wait. A message waits for its end; nothing is said while one is sent."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._send_all(receive, send, scope.get(SEND_BODY, send))
+        except ClientDisconnect:
+            log.info("the client left before the end of its stream")
+
+    async def _send_all(self, receive: Receive, send: Send, send_body: Send) -> None:
+        try:
+            await while_connected(receive, self._send_messages(send, send_body))
+        except PrimadError as exc:
+            if not self._begun:
+                raise
+            log.warning("a stream ends with an error: %s", exc)
+            last = self._framing.error(exc)
+        else:
+            last = self._framing.end
+        if last:
+            await self._deliver(send, {"type": "http.response.body", "body": last, "more_body": True})
+        await self._deliver(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_messages(self, send: Send, send_body: Send) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                beside = (group.create_task(self._say_that_it_waits(send)), group.create_task(self._lose_patience()))
+                async with aclosing(self._messages) as messages:
+                    async for message in messages:
+                        if not self._begun or self._turn.locked():
+                            async with self._turn:
+                                await self._begin(send)
+                        await self._send_bytes(send_body, self._framing.message(message))
+                for task in beside:
+                    task.cancel()
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _lose_patience(self) -> None:
+        """Raises ``ClientDisconnect`` when the client does not take a message in time; messages cost nothing here."""
+        while True:
+            now_s = asyncio.get_running_loop().time()
+            due_s = (self._said_s if self._sending else now_s) + self._timings.send_timeout_s
+            if due_s <= now_s:
+                raise ClientDisconnect
+            await asyncio.sleep(due_s - now_s)
+
+    async def _say_that_it_waits(self, send: Send) -> None:
+        """Begin the stream if nothing comes for a moment, and while nothing comes say that we are here.
+
+        It looks at the time itself, so that a message that comes costs nothing here.
+        """
+        await asyncio.sleep(self._timings.admitted_s)
+        async with self._turn:
+            await self._begin(send)
+        while True:
+            quiet_s = asyncio.get_running_loop().time() - self._said_s
+            if quiet_s < self._timings.keepalive_s:
+                await asyncio.sleep(self._timings.keepalive_s - quiet_s)
+            elif not self._framing.waiting:
+                return
+            elif self._sending:  # it is the client that others wait for
+                await asyncio.sleep(self._timings.keepalive_s)
+            else:
+                async with self._turn:
+                    await self._send_bytes(send, self._framing.waiting)
+
+    async def _begin(self, send: Send) -> None:
+        """The headers, once: from now on the status is 200."""
+        if not self._begun:
+            self._begun = True
+            await self._deliver(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            self._said_s = asyncio.get_running_loop().time()
+
+    async def _send_bytes(self, send: Send, data: bytes) -> None:
+        """A message; ``_lose_patience`` sees to its deadline. Raises ``ClientDisconnect`` when the client is gone."""
+        self._said_s, self._sending = asyncio.get_running_loop().time(), True
+        try:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        except OSError as exc:  # as newer ASGI servers raise
+            raise ClientDisconnect from exc
+        self._sending = False
+
+    async def _deliver(self, send: Send, message: Message) -> None:
+        """What comes once. Raises ``ClientDisconnect`` when the client does not take it."""
+        try:
+            async with asyncio.timeout(self._timings.send_timeout_s):
+                await send(message)
+        except OSError as exc:  # TimeoutError is one
+            raise ClientDisconnect from exc

@@ -1,0 +1,91 @@
+"""What a dialect of the API is to the application: its routes, the shape of its errors, and how its streams are framed.
+
+A dialect is a package beside this file. It translates what a client asks into a ``Job``, and what is written for it into
+its own shapes; ``Endpoint`` gives it everything else. The application lists the dialects and knows nothing more of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from primad.errors import PrimadError
+
+if TYPE_CHECKING:
+    from primad.api.http.endpoint import Endpoint
+
+EVENT_STREAM: Final = "text/event-stream"
+COMPONENT: Final = "#/components/schemas/{}"
+"""Where the OpenAPI document has a schema, by its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framing:
+    """How messages become the bytes of a stream: each by ``message``, an error that ends it by ``error``, ``end`` after an
+    answer that is whole, and ``waiting`` while nothing else comes ("" for nothing)."""
+
+    media_type: str
+    message: Callable[[Any], bytes]
+    error: Callable[[PrimadError], bytes]
+    end: bytes
+    waiting: bytes
+
+
+class NamedEvent(msgspec.Struct, frozen=True):
+    """A server-sent event that has a name besides its data."""
+
+    name: str
+    data: dict[str, Any]
+
+
+def named_event(event: NamedEvent) -> bytes:
+    """The bytes of ``event``."""
+    return f"event: {event.name}\ndata: ".encode() + msgspec.json.encode(event.data) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One path of a dialect. ``asks``, ``answers`` and ``streamed`` name schemas for the OpenAPI document.
+
+    ``stream_type`` is the media type of its streams, None where nothing streams. Events with names have no ``streamed``.
+    Where it ``picks``, a request may ask for some fields of the answer alone, and several prompts have a list of them.
+    """
+
+    path: str
+    handler: Callable[[Request], Awaitable[Response]]
+    methods: tuple[str, ...] = ("POST",)
+    asks: str | None = None
+    answers: str | None = None
+    streamed: tuple[str, ...] = ()
+    stream_type: str | None = None
+    picks: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """``error_body`` shapes what is refused under ``prefixes``, as the schema ``error_name``; ``requests`` and
+    ``answers`` are the types that its routes name."""
+
+    routes: Callable[[Endpoint], Sequence[Route]]
+    prefixes: tuple[str, ...]
+    error_body: Callable[[PrimadError], msgspec.Struct]
+    error_name: str
+    requests: tuple[type[BaseModel], ...] = ()
+    answers: tuple[type[msgspec.Struct], ...] = ()
+
+
+def schemas(dialects: Sequence[Dialect]) -> dict[str, Any]:
+    """JSON schemas of everything that the routes of ``dialects`` name, by name."""
+    found: dict[str, Any] = {}
+    for request in (request for dialect in dialects for request in dialect.requests):
+        schema = request.model_json_schema(ref_template=COMPONENT.format("{model}"))
+        found |= schema.pop("$defs", {}) | {request.__name__: schema}
+    answers = dict.fromkeys(answer for dialect in dialects for answer in dialect.answers)
+    _, components = msgspec.json.schema_components(list(answers), ref_template=COMPONENT.format("{name}"))
+    return found | components

@@ -1,0 +1,138 @@
+"""What every dialect needs of the running server: the served model, bodies, answers as they are written, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from primad.api.answering.backend import Backend, Embeddings, ModelNames, Preparation, Prepared, ServedModel
+from primad.api.answering.choices import together
+from primad.api.answering.generation import MAX_TOKENS_AT_ONCE, Answered, Written, write
+from primad.api.answering.timings import AnswerClock
+from primad.api.dialects.openai.job import Choice, Job
+from primad.api.http.access import caller, charged
+from primad.api.http.connection import MessageStream, read_json, while_connected
+from primad.api.http.dialect import Framing
+from primad.api.http.errors import RETRY_AFTER_S
+from primad.api.http.metrics import Metrics
+from primad.errors import RequestError, RingError
+from primad.settings.timings import ApiTimings
+from primad.system.shares import Shares
+
+MOST_LISTED: Final = 1 << 21
+"""Log-probabilities of answers that are told as a whole; each takes some 200 bytes until then. Callers share them."""
+
+
+class Endpoint:
+    """The server as a dialect sees it. It keeps nothing of its own but what it counts."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        metrics: Metrics,
+        timings: ApiTimings,
+        names: ModelNames,
+        embeddings: Embeddings | None = None,
+    ) -> None:
+        self.backend, self.embeddings = backend, embeddings
+        self.any_model = names.any_model
+        self._metrics, self._timings, self._names = metrics, timings, names
+        self._listed = Shares(MOST_LISTED)
+
+    def model(self) -> ServedModel | None:
+        """The served model under all its names, or None until it is known."""
+        served = self.backend.model()
+        return None if served is None else replace(served, names=self._names)
+
+    @property
+    def answers_open(self) -> int:
+        """How many answers are being written, or wait."""
+        return self._metrics.answers_open
+
+    def serving(self) -> ServedModel:
+        """The model, when it can be asked. Raises ``RingError`` when it cannot."""
+        health, served = self.backend.health(), self.model()
+        if not health.taken or served is None:
+            raise RingError(f"not serving yet: {health.detail}")
+        return served
+
+    async def prepare(
+        self, request: Request, preparation: Preparation[Prepared], served: ServedModel | None = None
+    ) -> Prepared:
+        """What ``preparation`` makes of the body of ``request`` for the model ``served``.
+
+        Raises as ``Backend.prepare`` does, and ``ClientDisconnect`` when the client left.
+        """
+        body = await read_json(request, self._timings.body_timeout_s)
+        settings = None if served is None else served.settings
+        return await while_connected(request.receive, self.backend.prepare(preparation, body, settings, owner=caller()))
+
+    def write(self, served: ServedModel, job: Job, choice: Choice) -> AsyncGenerator[Written, None]:
+        """What is written for ``choice``, counted in the metrics; close it to stop."""
+        written = write(self.backend, served.vocabulary, job, choice, owner=caller(), clock=time.monotonic)
+        if job.logprobs is not None:
+            written = _in_turns(written)
+        return self._metrics.metered(charged(written, len(choice.prompt)), len(choice.prompt))
+
+    async def whole(
+        self, request: Request, served: ServedModel, job: Job, clocks: Sequence[AnswerClock] = ()
+    ) -> list[Answered]:
+        """All choices of ``job``, written to their ends, as the clock of each sees, or one of all; it stops when the client
+        leaves."""
+        return await while_connected(request.receive, self._answered(served, job, clocks))
+
+    async def _answered(self, served: ServedModel, job: Job, clocks: Sequence[AnswerClock]) -> list[Answered]:
+        parts: list[list[Written]] = [[] for _ in job.choices]
+        begins = [partial(self.write, served, job, choice) for choice in job.choices]
+        who, listed = caller(), 0
+        try:
+            async with aclosing(together(begins, served.sequences)) as written:
+                async for place, part in written:
+                    parts[place].append(part)
+                    if job.logprobs is not None and part.tokens:
+                        more = len(part.tokens) * (1 + job.logprobs)
+                        self._list(who, more)
+                        listed += more
+                    if clocks:
+                        clocks[min(place, len(clocks) - 1)].count(part.sampled, part.cached, time.perf_counter())
+        finally:
+            self._listed.give_back(who, listed)
+        return [Answered.of(choice, each) for choice, each in zip(job.choices, parts, strict=True)]
+
+    def _list(self, who: str, logprobs: int) -> None:
+        """``who`` has so many more in an answer. Raises ``RequestError`` when that is too many."""
+        if not self._listed.has_room(who, logprobs):
+            raise RequestError(
+                "your answers that are being written have too many log-probabilities together; ask for fewer, or with "
+                "stream, which tells them as they come",
+                code="too_many_logprobs",
+                param="logprobs",
+            )
+        self._listed.take(who, logprobs)
+
+    def stream(self, messages: AsyncGenerator[msgspec.Struct, None], framing: Framing) -> Response:
+        """``messages`` as they come; an error before the first one becomes an ordinary answer."""
+        return MessageStream(messages, framing, self._timings)
+
+
+async def _in_turns(written: AsyncGenerator[Written, None]) -> AsyncGenerator[Written, None]:
+    async with aclosing(written):
+        async for part in written:
+            yield part
+            if len(part.tokens) >= MAX_TOKENS_AT_ONCE:
+                await asyncio.sleep(0)
+
+
+def json_response(body: object, status: int = 200) -> Response:
+    """``body`` as JSON; a 503 says when to come back."""
+    retry = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
+    return Response(msgspec.json.encode(body), status_code=status, headers=retry, media_type="application/json")

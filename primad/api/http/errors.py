@@ -1,0 +1,70 @@
+"""From an exception to what the client sees: a status, headers and OpenAI's error object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+from starlette.responses import Response
+
+from primad.api.dialects.openai.shapes import ErrorBody, ErrorDetail
+from primad.errors import PrimadError, PromptTooLongError, RequestError, RingError
+
+RETRY_AFTER_S: Final = 5
+"""What a client is told to wait when the ring is loading, broken or full: about the time that a short recovery takes."""
+
+
+def status_of(exc: PrimadError) -> int:
+    """The HTTP status: the request's own for ``RequestError``, 503 for ``RingError``, else 500."""
+    match exc:
+        case RequestError():
+            return exc.status
+        case RingError():
+            return 503
+        case _:
+            return 500
+
+
+def error_body(exc: PrimadError) -> ErrorBody:
+    """OpenAI's error object for ``exc``; ``type`` follows from the status, or is llama-server's for a prompt too long."""
+    status = status_of(exc)
+    if isinstance(exc, PromptTooLongError):
+        detail = ErrorDetail(
+            message=str(exc),
+            type="exceed_context_size_error",
+            param=exc.param,
+            code=exc.code,
+            n_prompt_tokens=exc.prompt_tokens,
+            n_ctx=exc.context_tokens,
+        )
+        return ErrorBody(error=detail)
+    code, param = (exc.code, exc.param) if isinstance(exc, RequestError) else (None, None)
+    if status == 503 and code is None:
+        code = "service_unavailable"
+    match status:
+        case 429:
+            kind = "rate_limit_error"
+        case _ if status >= 500:
+            kind = "server_error"
+        case _:
+            kind = "invalid_request_error"
+    return ErrorBody(error=ErrorDetail(message=str(exc), type=kind, param=param, code=code))
+
+
+def error_response(
+    exc: PrimadError,
+    headers: dict[str, str] | None = None,
+    *,
+    shape: Callable[[PrimadError], msgspec.Struct] = error_body,
+) -> Response:
+    """The whole answer to a request that failed before its first byte, in a dialect's ``shape``; 429 and 503 say when to
+    try again."""
+    status = status_of(exc)
+    retry = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else {}
+    return Response(
+        msgspec.json.encode(shape(exc)),
+        status_code=status,
+        headers=retry | (headers or {}),
+        media_type="application/json",
+    )

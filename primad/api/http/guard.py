@@ -1,0 +1,130 @@
+"""Who may talk to the server: through a browser no web page from elsewhere; where there are keys, who has one.
+
+A server on 127.0.0.1 can be reached by any page the user has open. Two habits keep them out: the API sends CORS headers
+to no origin but those that its owner named, and insists on JSON where a browser may ask (``connection.read_json``), so
+another origin can neither read an answer nor start work; and this guard refuses host names that are not ours, so a page
+cannot become our own origin by pointing its name at 127.0.0.1 (DNS rebinding). An IP address in ``Host`` is always
+fine: no attacker's name is involved. Nor is one in ``host.docker.internal``, which containers call this machine: no
+public name ends so.
+
+A server without keys on 127.0.0.1 is for programs of its machine. A proxy or a tunnel there would let in whoever it lets in,
+so what says that it was passed on for another machine is refused.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import time
+from collections.abc import Callable, Collection
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from primad.api.http.access import Door, TooOftenError, let_in
+from primad.errors import PrimadError, RequestError
+
+Refusing = Callable[[str, PrimadError], Response]
+"""The answer that refuses a request of a path, in the shape of its dialect."""
+
+
+_FORWARDED: Final = ("x-forwarded-for", "x-real-ip", "cf-connecting-ip", "true-client-ip")
+"""In what proxies and tunnels say for whom they ask, besides ``Forwarded`` (RFC 7239)."""
+_FORWARDED_FOR: Final = re.compile(r'(?i)\bfor\s*=\s*("[^"]*"|[^;,\s]+)')
+OF_CONTAINERS: Final = "host.docker.internal"
+"""How programs in a container call the machine that it runs on."""
+
+
+class HostGuard:
+    """Refuses (403) requests whose ``Host`` is neither an IP address, ``localhost`` nor one of ``hosts``.
+
+    One that begins with ``*.`` stands for all names that end so.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str], refuse: Refusing) -> None:
+        self._app, self._refuse = app, refuse
+        self._hosts = frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
+        if host is None or is_allowed(host, self._hosts):
+            await self._app(scope, receive, send)
+            return
+        refusal = RequestError(
+            f"the host name {host[:200]!r} is not one of this server's; see 'primad serve --allow-host'",
+            status=403,
+            code="host_not_allowed",
+        )
+        await self._refuse(scope["path"], refusal)(scope, receive, send)
+
+
+def is_allowed(host: str, hosts: Collection[str]) -> bool:
+    """Whether the ``Host`` header ``host`` (with or without a port) may be served; ``hosts`` are in lower case."""
+    name = _without_port(host.strip().lower()).removesuffix(".")
+    if name in ("localhost", OF_CONTAINERS) or name.endswith(".localhost") or name in hosts:
+        return True
+    if any(host.startswith("*.") and name.endswith(host[1:]) and len(name) > len(host) - 1 for host in hosts):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class KeyGuard:
+    """Asks ``door`` about each HTTP request of ``app``. Preflights, which carry no key, are answered further out."""
+
+    def __init__(self, app: ASGIApp, door: Door, refuse: Refusing, clock: Callable[[], float] = time.monotonic) -> None:
+        self._app, self._door, self._refuse, self._clock = app, door, refuse, clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                headers = Headers(scope=scope)
+                proxied = comes_from_elsewhere(headers)
+                allowance = self._door.enter(scope["path"], said_key(headers), self._clock(), from_elsewhere=proxied)
+                let_in(allowance, (scope.get("client") or ("",))[0])
+            except RequestError as exc:
+                response = self._refuse(scope["path"], exc)
+                if isinstance(exc, TooOftenError):
+                    response.headers["retry-after"] = str(exc.wait_s)
+                elif exc.status == 401:
+                    response.headers["www-authenticate"] = "Bearer"
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _without_port(host: str) -> str:
+    """A name or an address, which may have a port behind it."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0] if host.count(":") == 1 else host
+
+
+def comes_from_elsewhere(headers: Headers) -> bool:
+    """Whether a proxy says that it asks for another machine. One that says nothing looks like any program here."""
+    said = [text for name in _FORWARDED for text in headers.getlist(name)]
+    said += [word for text in headers.getlist("forwarded") for word in _FORWARDED_FOR.findall(text) or [text]]
+    clients = [client for text in said for client in text.split(",")]
+    return any(not _is_here(client.strip().strip('"')) for client in clients)
+
+
+def _is_here(client: str) -> bool:
+    """Whether an address (with or without port) is one of loopback."""
+    bare = _without_port(client)
+    try:
+        return ipaddress.ip_address(bare).is_loopback
+    except ValueError:
+        return bare.lower() == "localhost"
+
+
+def said_key(headers: Headers) -> str | None:
+    """The key in ``Authorization: Bearer`` or ``x-api-key``."""
+    scheme, _, said = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and said.strip():
+        return said.strip()
+    return headers.get("x-api-key") or None

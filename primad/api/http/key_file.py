@@ -1,0 +1,139 @@
+"""The file of API keys: a line a key, its name, the hash of the key, and limits, readable by its owner alone.
+
+    laptop 5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8 requests=60 tokens=100000
+
+Empty lines, and those that begin with ``#``, say nothing. ``primad key`` writes it, and a server notices at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from primad.api.http.keys import ApiKey
+from primad.errors import ConfigError, printable
+from primad.system.files import alone_with, read_private, write_private
+
+logger = logging.getLogger(__name__)
+
+MAX_KEYS: Final = 1024
+MAX_LIMIT: Final = 10**9
+KEY_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_LIMIT: Final = re.compile(r"(requests|tokens)=([1-9][0-9]{0,9})")
+_HEADING: Final = "# API keys of primad, hashed: 'primad key' writes this file"
+
+_Stamp = tuple[int, int, int] | None
+
+
+def parse_keys(text: str, file: Path) -> tuple[ApiKey, ...]:
+    """The keys in ``text``. Raises ``ConfigError`` that names ``file`` and the line that is none."""
+    keys: dict[str, ApiKey] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        if words and not words[0].startswith("#"):
+            key = _key(words, f"{file}, line {number}")
+            if key.name in keys:
+                raise ConfigError(f"{file}, line {number}: a second key is called {key.name}; give each its own name")
+            keys[key.name] = key
+    if len(keys) > MAX_KEYS:
+        raise ConfigError(f"{file}: has {len(keys)} keys; a server takes at most {MAX_KEYS}")
+    return tuple(keys.values())
+
+
+def _key(words: list[str], where: str) -> ApiKey:
+    if len(words) < 2 or not KEY_NAME.fullmatch(words[0]) or not _DIGEST.fullmatch(words[1]):
+        raise ConfigError(f"{where}: is no key (a name, 64 digits, limits); write it with 'primad key add'")
+    limits: dict[str, int] = {}
+    for word in words[2:]:
+        found = _LIMIT.fullmatch(word)
+        if found is None or found[1] in limits or int(found[2]) > MAX_LIMIT:
+            raise ConfigError(f"{where}: {printable(word, 60)!r} is no limit; write requests=60 or tokens=100000")
+        limits[found[1]] = int(found[2])
+    return ApiKey(
+        name=words[0],
+        digest=words[1],
+        requests_per_min=limits.get("requests"),
+        tokens_per_min=limits.get("tokens"),
+    )
+
+
+def written_keys(keys: Iterable[ApiKey]) -> str:
+    """``keys`` as their file says them."""
+    return "\n".join([_HEADING, *map(_line, keys), ""])
+
+
+def _line(key: ApiKey) -> str:
+    limits = {"requests": key.requests_per_min, "tokens": key.tokens_per_min}
+    return " ".join([key.name, key.digest, *(f"{what}={most}" for what, most in limits.items() if most is not None)])
+
+
+def read_keys(file: Path) -> tuple[ApiKey, ...] | None:
+    """The keys in ``file``, None where there is no file. Raises ``ConfigError``."""
+    data = read_private(file)
+    if data is None:
+        return None
+    try:
+        return parse_keys(data.decode(), file)
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{file}: is no text; write it with 'primad key add'") from exc
+
+
+def add_key(file: Path, key: ApiKey) -> None:
+    """Write ``key`` into ``file``. Raises ``ConfigError`` where one has its name already."""
+    with alone_with(file):
+        keys = read_keys(file) or ()
+        if any(each.name == key.name for each in keys):
+            raise ConfigError(f"{file}: has a key {key.name} already; remove it first, or choose another name")
+        if len(keys) >= MAX_KEYS:
+            raise ConfigError(f"{file}: has {MAX_KEYS} keys, and a server takes no more; remove one")
+        write_private(file, written_keys([*keys, key]).encode())
+
+
+def remove_key(file: Path, name: str) -> None:
+    """Take the key ``name`` out of ``file``. Raises ``ConfigError`` where there is none."""
+    with alone_with(file):
+        keys = read_keys(file) or ()
+        left = [key for key in keys if key.name != name]
+        if len(left) == len(keys):
+            known = ", ".join(key.name for key in keys) or "none"
+            raise ConfigError(f"{file}: has no key {printable(name, 70)}; there are: {known}")
+        write_private(file, written_keys(left).encode())
+
+
+class KeyFile:
+    """The keys of ``file``, as they are now: read again when the file was replaced.
+
+    A file that is damaged while the server runs leaves the keys as they were, and a line in the log.
+    Raises ``ConfigError`` at first when there are none.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._stamp = file, _stamp(file)
+        keys = read_keys(file)
+        if not keys:
+            missing = "there is no such file" if keys is None else "has no key"
+            raise ConfigError(f"--api-key-file {file}: {missing}; write one with 'primad key add NAME --file {file}'")
+        self._keys = keys
+
+    def keys(self) -> tuple[ApiKey, ...]:
+        """Those that are good now."""
+        stamp = _stamp(self._file)
+        if stamp != self._stamp:
+            self._stamp = stamp
+            try:
+                self._keys = read_keys(self._file) or ()
+            except ConfigError as exc:
+                logger.warning("the API keys stay as they were: %s", exc)
+        return self._keys
+
+
+def _stamp(file: Path) -> _Stamp:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

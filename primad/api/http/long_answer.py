@@ -1,0 +1,76 @@
+"""Answers that are too long to be made or copied at once: the loop has all other clients to see to.
+
+Embeddings of 2,048 texts are 160 MB of JSON, log-probabilities of a long answer as many. Their lists are made some items at
+a time; in the answer stands a mark for each, and they are put in its place as the answer is sent, piece by piece.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from primad.api.http.turns import in_turns
+
+PIECE_BYTES: Final = 64 << 10
+MEDIA_TYPE: Final = "application/json"
+
+
+class LongAnswer:
+    """The long lists of one answer."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_hex(16)  # no client's text is taken for a mark
+        self._lists: list[list[bytes]] = []
+
+    async def list_of(self, items: Iterable[bytes]) -> Any:
+        """What stands for the list of ``items``, which are JSON, in the answer; an empty list for none."""
+        pieces = await in_turns(_pieces(items))
+        if not pieces:
+            return []
+        self._lists.append(pieces)
+        return f"{self._secret}{len(self._lists) - 1}"
+
+    def response(self, body: object) -> Response:
+        """``body`` as JSON, in which the lists are."""
+        marked = re.split(rb'"%b(\d+)"' % self._secret.encode(), msgspec.json.encode(body))
+        pieces = [marked[0]]
+        for number, behind in zip(marked[1::2], marked[2::2], strict=True):
+            pieces += [b"[", *self._lists[int(number)], b"]", behind]
+        return _InPieces(pieces)
+
+
+def _pieces(items: Iterable[bytes]) -> Iterator[bytes]:
+    """``items`` with commas between, in pieces of some size."""
+    piece = bytearray()
+    comma = b""
+    for item in items:
+        piece += comma + item
+        comma = b","
+        if len(piece) >= PIECE_BYTES:
+            yield bytes(piece)
+            piece.clear()
+    if piece:
+        yield bytes(piece)
+
+
+class _InPieces(Response):
+    media_type = MEDIA_TYPE
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        super().__init__()
+        self.headers["content-length"] = str(sum(map(len, pieces)))
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,343 @@
+"""``/metrics`` in Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats).
+
+Requests, tokens and times are counted as they happen; what the devices of the ring say of themselves is asked for when
+somebody scrapes, by way of the backend's ``status``, which bounds the time and asks once for all who ask together. Of a
+device nothing is told but its name and figures: no key, no address, no text. Counters of a device begin at nothing with
+each ring process that it starts or opens again, as counters do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import aclosing
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from primad import __version__
+from primad.api.answering.generation import Written
+from primad.api.http.connection import SEND_BODY
+from primad.api.http.status import (
+    DeviceStatus,
+    DraftFigures,
+    EmbeddingStatus,
+    KvStatus,
+    MemoryFigures,
+    RingFigures,
+    StatusBody,
+    TokenCounts,
+)
+from primad.errors import PrimadError, RequestError
+
+MEDIA_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
+LEFT: Final = 499
+"""The status of a request whose client went away before it was answered."""
+OTHER: Final = "other"
+"""Every other path, so that a client cannot make series without end."""
+_FIRST_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+_NEXT_S: Final = (0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2, 4, 8, 16, 32)
+_AT_ONCE: Final = 64
+_PRESSURE: Final = {"calm": 0, "some": 1, "high": 2}
+
+_Figure = Callable[[DeviceStatus], float | None]
+
+
+def _ring(figure: Callable[[RingFigures], float | None]) -> _Figure:
+    """A figure of a device's ring process; None when it did not answer."""
+    return lambda device: None if device.ring is None else figure(device.ring)
+
+
+def _memory(figure: Callable[[MemoryFigures], float | None]) -> _Figure:
+    return lambda device: figure(device.memory)
+
+
+_GAUGES: Final[tuple[tuple[str, str, _Figure], ...]] = (
+    ("answered", "Whether its ring process answered in time (1) or not (0).", lambda device: device.ring is not None),
+    ("layers", "Layers that it computes.", lambda device: device.layers),
+    ("daemon_rss_bytes", "Memory of its daemon.", lambda device: device.daemon_rss_bytes),
+    ("rss_bytes", "Memory of its ring process, shared file pages included.", _ring(lambda ring: ring.rss_bytes)),
+    ("private_bytes", "Memory of its ring process without shared pages.", _ring(lambda ring: ring.private_bytes)),
+    ("resident_layers", "Layers that stay in memory.", _memory(lambda memory: memory.resident)),
+    ("streamed_layers", "Layers' worth that is read each time it is used.", _memory(lambda memory: memory.streamed)),
+    (
+        "streams_output",
+        "Whether the output matrix is read each time it is used (1) or not (0).",
+        _memory(lambda memory: memory.streams_output),
+    ),
+    ("ahead_bytes", "Held ahead of what is read each time.", _memory(lambda memory: memory.ahead_bytes)),
+    ("resident_bytes", "Size of the layers that stay in memory.", _memory(lambda memory: memory.resident_bytes)),
+    ("streamed_bytes", "Size of the layers that are read each time.", _memory(lambda memory: memory.streamed_bytes)),
+    (
+        "pressure_level",
+        "Memory pressure: 0 calm, 1 some, 2 high.",
+        _memory(lambda memory: _PRESSURE.get(memory.pressure or "")),
+    ),
+)
+_COUNTERS: Final[tuple[tuple[str, str, _Figure], ...]] = (
+    ("steps", "Visits of steps to its windows.", _ring(lambda ring: ring.steps)),
+    ("compute_seconds", "Time it computed.", _ring(lambda ring: ring.compute_s)),
+    ("refused_messages", "Messages it refused.", _ring(lambda ring: ring.refused_messages)),
+    ("read_bytes", "Weights read from disk.", _memory(lambda memory: memory.read_bytes)),
+    ("stall_seconds", "Time that steps waited for weights to be read.", _memory(lambda memory: memory.stall_s)),
+)
+
+
+_Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
+_EMBEDDING: Final[tuple[tuple[_Family, str, str, Callable[[EmbeddingStatus], float | None]], ...]] = (
+    (GaugeMetricFamily, "alive", "Whether the embedding process is there (1) or not (0).", lambda each: each.alive),
+    (GaugeMetricFamily, "rss_bytes", "Memory of the embedding process.", lambda each: each.rss_bytes),
+    (GaugeMetricFamily, "waiting", "Embedding requests that wait or are computed.", lambda each: each.waiting),
+    (CounterMetricFamily, "starts", "Starts of the embedding process.", lambda each: each.starts),
+    (CounterMetricFamily, "requests", "Embedding requests.", lambda each: each.requests),
+    (CounterMetricFamily, "errors", "Embedding requests that ended with an error.", lambda each: each.errors),
+    (CounterMetricFamily, "tokens", "Tokens of texts that were embedded.", lambda each: each.tokens),
+    (CounterMetricFamily, "compute_seconds", "Time the embedding process worked.", lambda each: each.compute_s),
+)
+
+
+_KV: Final[tuple[tuple[_Family, str, str, Callable[[KvStatus], float]], ...]] = (
+    (GaugeMetricFamily, "twice_bytes", "KV cells of answers that two devices have.", lambda kv: kv.twice_bytes),
+    (GaugeMetricFamily, "lag_tokens", "Tokens whose KV cells one device has alone.", lambda kv: kv.lag_tokens),
+    (CounterMetricFamily, "restores", "Rings that went on with answers of another one.", lambda kv: kv.restores),
+    (
+        CounterMetricFamily,
+        "restored_tokens",
+        "Tokens of those answers whose KV cells were there.",
+        lambda kv: kv.restored_tokens,
+    ),
+    (CounterMetricFamily, "restore_seconds", "Time until they were there.", lambda kv: kv.restore_s),
+    (
+        CounterMetricFamily,
+        "computed_again_tokens",
+        "Tokens of those answers that were computed again.",
+        lambda kv: kv.computed_again_tokens,
+    ),
+    (
+        CounterMetricFamily,
+        "found_tokens",
+        "Tokens of prompts whose KV cells were in the cache.",
+        lambda kv: kv.found_tokens,
+    ),
+)
+
+
+_DRAFTS: Final[tuple[tuple[_Family, str, str, Callable[[DraftFigures], float]], ...]] = (
+    (CounterMetricFamily, "tokens", "Tokens that were guessed and computed ahead.", lambda drafts: drafts.drafted),
+    (CounterMetricFamily, "accepted_tokens", "Those that were the next token.", lambda drafts: drafts.accepted),
+    (CounterMetricFamily, "skipped_tokens", "Those not computed to the end.", lambda drafts: drafts.skipped),
+    (
+        GaugeMetricFamily,
+        "tokens_a_lap",
+        "Tokens of an answer in the time in which a row goes round once.",
+        lambda drafts: drafts.tokens_a_lap,
+    ),
+)
+
+
+class Metrics:
+    """All figures of one app, in a registry of its own. ``clock`` gives seconds on any scale."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._paths: frozenset[str] = frozenset()
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "primad_http_requests",
+            "HTTP requests by path and status; 499: the client left before.",
+            ["path", "code"],
+            registry=self._registry,
+        )
+        self._answers = Counter(
+            "primad_answers",
+            "Answers by how they ended: stop, length, tool_calls, error, refused, or left for a client that went away.",
+            ["end"],
+            registry=self._registry,
+        )
+        self._open = Gauge("primad_answers_open", "Answers that are being written or wait.", registry=self._registry)
+        self._prompt_tokens = Counter("primad_prompt_tokens", "Tokens of prompts.", registry=self._registry)
+        self._cached = Counter(
+            "primad_cached_tokens",
+            "Of the tokens of prompts, those that were computed for a prompt before.",
+            registry=self._registry,
+        )
+        self._sampled = Counter("primad_completion_tokens", "Tokens sampled for answers.", registry=self._registry)
+        self._first = Histogram(
+            "primad_time_to_first_token_seconds",
+            "From taking up an answer to its first token, waiting for others included.",
+            buckets=_FIRST_S,
+            registry=self._registry,
+        )
+        self._next = Histogram(
+            "primad_time_per_output_token_seconds",
+            "From one token of an answer to the next.",
+            buckets=_NEXT_S,
+            registry=self._registry,
+        )
+        self._noted_s: list[float] = []
+        self._noted_tokens = 0
+        self._ring = _Ring()
+        self._registry.register(self._ring)
+
+    def know(self, paths: Iterable[str]) -> None:
+        """Requests of these ``paths`` are counted by their name, all others as one."""
+        self._paths |= frozenset(paths)
+
+    @property
+    def answers_open(self) -> int:
+        """How many answers are being written, or wait."""
+        return int(self._registry.get_sample_value("primad_answers_open") or 0)
+
+    def tokens(self) -> TokenCounts:
+        """What was read and written so far."""
+        self._count_noted()
+        return TokenCounts(
+            prompt=int(self._registry.get_sample_value("primad_prompt_tokens_total") or 0),
+            completion=int(self._registry.get_sample_value("primad_completion_tokens_total") or 0),
+            answers_open=self.answers_open,
+        )
+
+    def render(self, status: StatusBody) -> bytes:
+        """Everything, with what the ring says in ``status``."""
+        self._count_noted()
+        self._ring.status = status
+        return generate_latest(self._registry)
+
+    def count(self, path: str, code: int) -> None:
+        """A request was answered with status ``code``."""
+        if path.startswith("/v1/models/"):
+            path = "/v1/models/{id}"
+        elif path.startswith("/page/"):
+            path = "/page/{name:path}"
+        elif path not in self._paths:
+            path = OTHER
+        self._requests.labels(path, str(code)).inc()
+
+    def _note(self, sampled: int, took_s: float, *, is_first: bool) -> None:
+        """So many tokens came after ``took_s``. The registry takes its time for each, and hears of many at once."""
+        self._noted_tokens += sampled
+        if is_first:
+            self._first.observe(took_s)
+        else:
+            self._noted_s.append(took_s)
+            if len(self._noted_s) >= _AT_ONCE:
+                self._count_noted()
+
+    def _count_noted(self) -> None:
+        for took_s in self._noted_s:
+            self._next.observe(took_s)
+        self._noted_s.clear()
+        self._sampled.inc(self._noted_tokens)
+        self._noted_tokens = 0
+
+    async def metered(
+        self, written: AsyncGenerator[Written, None], prompt_tokens: int
+    ) -> AsyncGenerator[Written, None]:
+        """What ``written`` yields, counted and timed; it is closed with this generator."""
+        end: str | None = None
+        before_s, is_first = self._clock(), True
+        self._prompt_tokens.inc(prompt_tokens)
+        self._open.inc()
+        try:
+            async with aclosing(written):
+                async for part in written:
+                    if part.sampled:
+                        now_s = self._clock()
+                        self._note(part.sampled, now_s - before_s, is_first=is_first)
+                        before_s, is_first = now_s, False
+                    if part.finish is not None:
+                        self._cached.inc(part.cached)
+                    end = part.finish
+                    yield part
+        except RequestError:
+            end = "refused"
+            raise
+        except PrimadError:
+            end = "error"
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            end = end or "left"
+            raise
+        finally:
+            self._open.dec()
+            self._answers.labels(end or "error").inc()
+
+
+class Counted:
+    """Counts every HTTP request of ``app``, those that another middleware refuses too."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        code: int | None = None
+
+        async def noting(message: Message) -> None:
+            nonlocal code
+            if message["type"] == "http.response.start":
+                code = message["status"]
+            await send(message)
+
+        scope[SEND_BODY] = send
+        try:
+            await self._app(scope, receive, noting)
+        except asyncio.CancelledError:
+            code = LEFT if code is None else code
+            raise
+        finally:  # without an answer it is our mistake, which is answered further out
+            self._metrics.count(scope["path"], 500 if code is None else code)
+
+
+class _Ring(Collector):
+    """The ring and its devices as of ``status``."""
+
+    def __init__(self) -> None:
+        self.status = StatusBody(serving=False, detail="", model=None)
+
+    def collect(self) -> Iterator[Metric]:
+        status = self.status
+        build = InfoMetricFamily("primad", "This version, and the model that is served.")
+        build.add_metric([], {"version": __version__, "model": status.model or ""})
+        yield build
+        yield GaugeMetricFamily("primad_serving", "Whether requests can be served.", value=status.serving)
+        yield GaugeMetricFamily("primad_ring_devices", "Devices in the ring that serves.", value=len(status.devices))
+        if status.epoch is not None:
+            yield GaugeMetricFamily("primad_ring_epoch", "The number of the plan that serves.", value=status.epoch)
+        if status.rounds is not None:
+            yield GaugeMetricFamily("primad_ring_rounds", "Rounds that a token makes.", value=status.rounds)
+        phases = GaugeMetricFamily("primad_cluster_devices", "Other devices by where they stand.", labels=["phase"])
+        for phase in sorted({member.phase for member in status.cluster}):
+            phases.add_metric([phase], sum(member.phase == phase for member in status.cluster))
+        yield phases
+        for name, text, figure in _GAUGES:
+            yield _filled(GaugeMetricFamily(f"primad_device_{name}", text, labels=["device"]), status, figure)
+        for name, text, figure in _COUNTERS:
+            yield _filled(CounterMetricFamily(f"primad_device_{name}", text, labels=["device"]), status, figure)
+        if status.kv is not None:
+            for kind, name, text, kept in _KV:
+                yield kind(f"primad_kv_{name}", text, value=kept(status.kv))
+        if status.drafts is not None:
+            for kind, name, text, became in _DRAFTS:
+                yield kind(f"primad_draft_{name}", text, value=became(status.drafts))
+        if status.embedding is not None:
+            for kind, name, text, said in _EMBEDDING:
+                if (value := said(status.embedding)) is not None:
+                    yield kind(f"primad_embedding_{name}", text, value=value)
+
+
+def _filled(
+    family: GaugeMetricFamily | CounterMetricFamily, status: StatusBody, figure: _Figure
+) -> GaugeMetricFamily | CounterMetricFamily:
+    for device in status.devices:
+        value = figure(device)
+        if value is not None:
+            family.add_metric([device.name], value)
+    return family

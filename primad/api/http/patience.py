@@ -1,0 +1,208 @@
+"""uvicorn's HTTP with an end to patience: it keeps a connection that asks nothing, or a byte at a time, for ever.
+
+Whoever can reach the port could so take all descriptors of the head. Here a connection has some seconds to ask something
+whole, from its beginning and again after each answer; and so many connections may be in that time, of which the one that was
+silent longest makes room. A client that asks at once notices nothing, however many others are silent. How long a body may
+take is the business of ``api/http/connection.py``.
+
+An answer that is not read stays in memory. Who takes nothing of it for a while is sent away, and where too much is unread
+together, who reads longest. All connections together are bounded too, and machines share them.
+
+What a client sends is read in small pieces. h11 takes some 10 us for each chunk of a body, and one may have six bytes: the
+256 KiB that asyncio reads at once kept the loop from all other clients for half a second. Still 8 KiB of such chunks take a
+turn of 14 ms, of which a health check waits for six. So who sends many parts is read less at a time, and all who do share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from primad.api.http.access import machine_of
+from primad.api.http.strict import MOST_HEAD_BYTES, StrictConnection
+from primad.system.shares import Shares
+
+MOST_SILENT: Final = 512
+MOST_CONNECTIONS: Final = 2048
+"""Half of them for one machine; several times what may be silent."""
+MOST_UNREAD_BYTES: Final = 256 << 20
+MOST_READ_BYTES: Final = 8 << 10
+"""Of one connection at one turn of the loop."""
+FIRST_READ_BYTES: Final = 1 << 10
+LEAST_READ_BYTES: Final = 64
+FEW_PARTS: Final = 8
+MOST_PARTS: Final = 64
+"""Of all connections that send many, at one turn of the loop."""
+_BUSY: Final = (
+    b'{"error": {"message": "too many connections; close some or try again later", "code": "too_many_connections"}}'
+)
+_REFUSAL: Final = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+    b"retry-after: 5\r\nconnection: close\r\n\r\n%b" % (len(_BUSY), _BUSY)
+)
+
+
+class Patience:
+    """The connections of a server: ``most`` of them, of which ``most_silent`` have not asked yet, each for
+    ``request_timeout_s``, and of answers ``most_unread_bytes`` wait, each for ``send_timeout_s`` without being read."""
+
+    def __init__(
+        self,
+        request_timeout_s: float,
+        send_timeout_s: float,
+        *,
+        most_silent: int = MOST_SILENT,
+        most: int = MOST_CONNECTIONS,
+        most_unread_bytes: int = MOST_UNREAD_BYTES,
+    ) -> None:
+        self._request_timeout_s, self._send_timeout_s = request_timeout_s, send_timeout_s
+        self._most_silent, self._most_unread_bytes = most_silent, most_unread_bytes
+        self.places = Shares(most)
+        self._silent: dict[PatientProtocol, asyncio.TimerHandle] = {}  # the one that waits longest first
+        self._unread: dict[PatientProtocol, asyncio.TimerHandle] = {}
+        self._in_parts: set[PatientProtocol] = set()
+
+    def protocol(self, *arguments: Any, **options: Any) -> PatientProtocol:
+        """A new connection of the server; give this to uvicorn as ``http``."""
+        return PatientProtocol(self, *arguments, **options)
+
+    def is_silent(self, connection: PatientProtocol) -> None:
+        """It may ask from now on."""
+        self.has_asked(connection)
+        while len(self._silent) >= self._most_silent:
+            next(iter(self._silent)).give_up()
+        self._silent[connection] = connection.loop.call_later(self._request_timeout_s, connection.give_up)
+
+    def has_asked(self, connection: PatientProtocol) -> None:
+        """It has asked, or is gone."""
+        _stop(self._silent, connection)
+
+    def read_next(self, connection: PatientProtocol, read_bytes: int, parts: int) -> int:
+        """How much of it to read next, which had so many ``parts`` in what was read last."""
+        if parts <= FEW_PARTS:
+            self._in_parts.discard(connection)
+            return min(MOST_READ_BYTES, max(2 * read_bytes, FIRST_READ_BYTES))
+        self._in_parts.add(connection)
+        return max(LEAST_READ_BYTES, read_bytes * MOST_PARTS // (parts * len(self._in_parts)))
+
+    def is_unread(self, connection: PatientProtocol) -> None:
+        """It has more of an answer to read than the system keeps for it."""
+        self._look_again(connection)
+        while len(self._unread) > 1 and sum(each.unread_bytes for each in self._unread) > self._most_unread_bytes:
+            next(iter(self._unread)).give_up()
+
+    def is_read(self, connection: PatientProtocol) -> None:
+        """It has read it, or is gone."""
+        _stop(self._unread, connection)
+
+    def is_gone(self, connection: PatientProtocol) -> None:
+        """It says nothing any more."""
+        self._in_parts.discard(connection)
+
+    def _look_again(self, connection: PatientProtocol, before_bytes: int | None = None) -> None:
+        unread_bytes = connection.unread_bytes
+        if before_bytes is not None and unread_bytes >= before_bytes:
+            connection.give_up()
+            return
+        timer = connection.loop.call_later(self._send_timeout_s, self._look_again, connection, unread_bytes)
+        self._unread[connection] = timer
+
+
+def _stop(timers: dict[PatientProtocol, asyncio.TimerHandle], connection: PatientProtocol) -> None:
+    timer = timers.pop(connection, None)
+    if timer is not None:
+        timer.cancel()
+
+
+class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
+    """One connection."""
+
+    def __init__(self, patience: Patience, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.conn = self._strict = StrictConnection(h11.SERVER, MOST_HEAD_BYTES)
+        self._patience = patience
+        self._read = memoryview(bytearray(MOST_READ_BYTES))
+        self._read_bytes = FIRST_READ_BYTES
+        """So much is read of it next."""
+        self._machine: str | None = None
+        """Whose place it has, if it has one."""
+
+    @property
+    def unread_bytes(self) -> int:
+        """What was written and not taken by the system."""
+        return int(self.transport.get_write_buffer_size())
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client is here."""
+        super().connection_made(transport)
+        machine = machine_of(self.client[0] if self.client else "")
+        self._patience.is_silent(self)
+        if self._patience.places.has_room(machine):
+            self._patience.places.take(machine)
+            self._machine = machine
+        else:
+            transport.write(_REFUSAL)
+            transport.close()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next piece goes of what the client says."""
+        return self._read[: self._read_bytes]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """The client said so many bytes."""
+        before = self._strict.events
+        self.data_received(bytes(self._read[:nbytes]))
+        self._read_bytes = self._patience.read_next(self, nbytes, self._strict.events - before)
+
+    def data_received(self, data: bytes) -> None:
+        """The client said something, perhaps a whole request."""
+        super().data_received(data)
+        if self._is_answering():
+            self._patience.has_asked(self)
+
+    def on_response_complete(self) -> None:
+        """The answer was written; the next request may have come with the last."""
+        super().on_response_complete()
+        if not self._is_answering() and not self.flow.write_paused:
+            self._patience.is_silent(self)
+
+    def pause_writing(self) -> None:
+        """More is written than the client reads."""
+        super().pause_writing()
+        self._patience.is_unread(self)
+
+    def resume_writing(self) -> None:
+        """It has read most of that."""
+        super().resume_writing()
+        self._patience.is_read(self)
+        if not self._is_answering():
+            self._patience.is_silent(self)
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP: say what is wrong with it, unless an answer is on its way."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(f"{msg} {self._strict.wrong[:200]}".encode("ascii", "replace").decode())
+        else:
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone."""
+        if self._machine is not None:
+            self._patience.places.give_back(self._machine)
+            self._machine = None
+        super().connection_lost(exc)
+        self._patience.is_read(self)
+        self._patience.has_asked(self)
+        self._patience.is_gone(self)
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def give_up(self) -> None:
+        """It did not ask or read in time, or others are to have its place."""
+        self._patience.has_asked(self)
+        self._patience.is_read(self)
+        self.transport.abort()

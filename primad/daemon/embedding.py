@@ -1,0 +1,278 @@
+"""The head's side of its embedding process: start it, ask it, start it again after a crash, end it.
+
+One task speaks with the process, a text at a time, and texts that are only counted some at a time. Callers take turns, and
+of each caller its requests; a client that leaves costs the others no more than what is being computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import psutil
+
+from primad.engine.embedding_messages import (
+    CheckTexts,
+    EmbeddedText,
+    EmbedderFailed,
+    EmbedderReady,
+    EmbeddingAnswer,
+    EmbeddingTask,
+    EmbedText,
+    LoadEmbedder,
+    TextRefused,
+    TextsChecked,
+)
+from primad.errors import EngineError, PrimadError, RequestError, RingError
+from primad.system.children.spawn import environment, how_it_ended
+from primad.system.memory import staying
+from primad.system.shares import Shares, Turns
+from primad.system.tasks import settle
+
+MAX_WAITING: Final = 64
+"""Requests that may wait or be computed at one time for one caller; callers share twice as many."""
+CHECKED_CHARS: Final = 1 << 16
+"""Of texts that are counted in one turn, but for one that is longer."""
+TIMEOUT_S: Final = 300.0
+"""The process is taken to hang when an answer takes longer."""
+GRACE_S: Final = 60.0
+"""A process that says no more ends before."""
+_LINE_BYTES: Final = 1 << 20
+
+_decoder = msgspec.json.Decoder(EmbeddingAnswer)
+_Answer = TypeVar("_Answer", TextsChecked, EmbeddedText)
+_Text = str | list[int]
+_Turn = tuple[EmbeddingTask, "asyncio.Future[EmbeddingAnswer]"]
+
+
+class EmbeddingService:
+    """Embeds with the model file ``path``, which clients call ``name``. ``began`` hears of each process."""
+
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        *,
+        threads: int,
+        began: Callable[[int], None] = lambda _: None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.name, self.created = name, int(time.time())
+        self.most_tokens = self.width = 0
+        self._path, self._threads, self._began, self._timeout_s = path, threads, began, timeout_s
+        self._child: asyncio.subprocess.Process | None = None
+        self._places = Shares(2 * MAX_WAITING, least=1)
+        self._turns = Turns[_Turn]()
+        self._asked = asyncio.Event()
+        self._working: asyncio.Task[None] | None = None
+        self._waiting = self._requests = self._errors = self._tokens = self._starts = 0
+        self._computed_s = 0.0
+
+    @property
+    def pid(self) -> int | None:
+        """The process that embeds, if there is one."""
+        return None if self._child is None else self._child.pid
+
+    def status(self) -> dict[str, Any]:
+        """What it did and holds, for ``/status``; seconds are those that the process took for its answers."""
+        child, rss = self._child, None
+        if child is not None and child.returncode is None:
+            with contextlib.suppress(psutil.Error):
+                rss = psutil.Process(child.pid).memory_info().rss
+        return {
+            "model": self.name,
+            "alive": rss is not None,
+            "rss_bytes": rss,
+            "starts": self._starts,
+            "requests": self._requests,
+            "errors": self._errors,
+            "tokens": self._tokens,
+            "waiting": self._waiting,
+            "compute_s": self._computed_s,
+        }
+
+    async def start(self) -> EmbedderReady:
+        """Load the model. Raises ``EngineError`` when llama.cpp cannot."""
+        try:
+            ready = await self._load()
+        except RingError as exc:
+            raise EngineError(f"{self._path}: cannot be loaded for embeddings: {exc}") from exc
+        self._working = asyncio.create_task(self._work())
+        return ready
+
+    async def embed(
+        self, texts: Sequence[_Text], called: Callable[[int], str], *, cuts: bool = False, owner: str = ""
+    ) -> tuple[list[bytes], int]:
+        """A vector of length 1 for each of ``texts``, which a request of ``owner`` has ``called`` so, and the tokens of all.
+
+        Raises ``RequestError`` for texts that cannot be embedded or where too many requests wait, ``RingError`` when the
+        process ended or hung; the next request starts it again.
+        """
+        self._requests += 1
+        try:
+            vectors, tokens = await self._embed(texts, called, cuts, owner)
+        except PrimadError:
+            self._errors += 1
+            raise
+        self._tokens += tokens
+        return vectors, tokens
+
+    async def _embed(
+        self, texts: Sequence[_Text], called: Callable[[int], str], cuts: bool, owner: str
+    ) -> tuple[list[bytes], int]:
+        if self._working is None:
+            raise RingError(f"the embedding model {self.name} is being loaded; try again in a moment")
+        if not self._places.has_room(owner):
+            raise RequestError(
+                "too many of your requests for embeddings are waiting already; try again later",
+                status=429,
+                code="queue_full",
+            )
+        self._waiting += 1
+        try:
+            with self._places.held(owner):
+                tokens, vectors = 0, []
+                for first, some in _parts(texts):
+                    named = partial(_called_from, called, first)
+                    checked = await self._turn(owner, CheckTexts(texts=some, cuts=cuts), TextsChecked, named)
+                    tokens += checked.tokens
+                for text in texts:
+                    embedded = await self._turn(owner, EmbedText(text=text, cuts=cuts), EmbeddedText, called)
+                    vectors.append(embedded.vector)
+                return vectors, tokens
+        finally:
+            self._waiting -= 1
+
+    async def close(self) -> None:
+        """End the process, whatever it does; what waits for it fails."""
+        if self._working is not None:
+            self._working.cancel()
+            await asyncio.wait([self._working])
+        while self._turns:
+            _fail(self._turns.next()[1], RingError("primad is stopping"))
+        await self._end()
+
+    async def _turn(
+        self, owner: str, task: EmbeddingTask, kind: type[_Answer], called: Callable[[int], str]
+    ) -> _Answer:
+        future: asyncio.Future[EmbeddingAnswer] = asyncio.get_running_loop().create_future()
+        self._turns.add(owner, (task, future))
+        self._asked.set()
+        answer = await future
+        if isinstance(answer, TextRefused):
+            raise RequestError(f"{called(answer.index)}: {answer.error}", param=called(answer.index))
+        assert isinstance(answer, kind)
+        return answer
+
+    async def _work(self) -> None:
+        while True:
+            while not self._turns:
+                self._asked.clear()
+                await self._asked.wait()
+            task, future = self._turns.next()
+            if future.cancelled():
+                continue
+            try:
+                if self._child is None or self._child.returncode is not None:
+                    await self._load()
+                begin_s = time.perf_counter()
+                try:
+                    settle(future, await self._ask(task))
+                finally:
+                    self._computed_s += time.perf_counter() - begin_s
+            except PrimadError as exc:
+                _fail(future, RingError(f"{exc}; the next request starts it again"))
+            except asyncio.CancelledError:
+                _fail(future, RingError("primad is stopping"))
+                raise
+
+    async def _load(self) -> EmbedderReady:
+        await self._end()
+        self._child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "primad.engine.embedding_process",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env=environment({"OMP_PROC_BIND": "false"} | os.environ, self._threads, 0),  # the ring has the cores
+            start_new_session=True,
+            limit=_LINE_BYTES,
+        )
+        staying.add(self._child.pid)
+        self._starts += 1
+        self._began(self._child.pid)
+        ready = await self._ask(LoadEmbedder(path=str(self._path), threads=self._threads))
+        assert isinstance(ready, EmbedderReady)
+        self.most_tokens, self.width = ready.most_tokens, ready.width
+        return ready
+
+    async def _ask(self, task: EmbeddingTask) -> EmbeddingAnswer:
+        """Whoever leaves before the answer is there ends the process too: the answer would be taken for another's."""
+        child = self._child
+        assert child is not None
+        assert child.stdin is not None
+        assert child.stdout is not None
+        line = None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                with contextlib.suppress(ConnectionError):  # it may be gone: then there is no answer
+                    child.stdin.write(msgspec.json.encode(task) + b"\n")
+                    await child.stdin.drain()
+                line = await child.stdout.readline()
+        except TimeoutError:
+            raise RingError(f"the embedding process gave no answer in {self._timeout_s:g} s") from None
+        finally:
+            if line is None or not line.endswith(b"\n"):
+                await self._end(grace_s=0.0 if line is None else GRACE_S)
+        if not line.endswith(b"\n"):
+            assert child.returncode is not None, "its end was awaited"
+            raise RingError(f"the embedding process {how_it_ended(child.returncode)}")
+        answer: EmbeddingAnswer = _decoder.decode(line)
+        if isinstance(answer, EmbedderFailed):
+            raise EngineError(answer.error)
+        return answer
+
+    async def _end(self, *, grace_s: float = 0.0) -> None:
+        """End the process, unless it does so itself within ``grace_s``: to kill one that ends hides how it ended."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        try:
+            if grace_s:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(child.wait(), grace_s)
+        finally:
+            if child.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.kill()
+            await child.wait()
+            staying.discard(child.pid)
+
+
+def _parts(texts: Sequence[_Text]) -> Iterator[tuple[int, list[_Text]]]:
+    """Runs of ``texts`` that are counted in one turn each, with the index of the first."""
+    first = size = 0
+    for index, text in enumerate(texts):
+        if index > first and size + len(text) > CHECKED_CHARS:
+            yield first, list(texts[first:index])
+            first, size = index, 0
+        size += len(text)
+    yield first, list(texts[first:])
+
+
+def _called_from(called: Callable[[int], str], first: int, index: int) -> str:
+    return called(first + index)
+
+
+def _fail(future: asyncio.Future[EmbeddingAnswer], error: PrimadError) -> None:
+    if not future.done():
+        future.set_exception(error)

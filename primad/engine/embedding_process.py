@@ -1,0 +1,94 @@
+"""The embedding process: ``python -m primad.engine.embedding_process`` answers each line on standard input with one line.
+
+It ends with its standard input, whatever it computes: then whoever asked is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from primad.engine.embedding_messages import (
+    CheckTexts,
+    EmbeddedText,
+    EmbedderFailed,
+    EmbedderReady,
+    EmbeddingAnswer,
+    EmbeddingTask,
+    EmbedText,
+    LoadEmbedder,
+    TextRefused,
+    TextsChecked,
+)
+from primad.errors import EngineError
+from primad.system.children.answer_stream import answer_stream
+
+if TYPE_CHECKING:
+    from primad.engine.embedder import Embedder
+
+
+class _Process:
+    def __init__(self) -> None:
+        self._embedder: Embedder | None = None
+
+    def answer(self, task: EmbeddingTask) -> EmbeddingAnswer:
+        try:
+            match task:
+                case LoadEmbedder():
+                    return self._load(task)
+                case CheckTexts():
+                    return self._check(task)
+                case EmbedText():
+                    return self._embed(task)
+        except EngineError as exc:
+            return EmbedderFailed(str(exc))
+
+    def _load(self, task: LoadEmbedder) -> EmbedderReady:
+        import psutil
+
+        from primad.engine.embedder import Embedder  # only this process loads llama.cpp
+
+        self._embedder = Embedder(task.path, threads=task.threads)
+        held = psutil.Process().memory_info().rss
+        return EmbedderReady(width=self._embedder.width, most_tokens=self._embedder.most_tokens, bytes=held)
+
+    def _check(self, task: CheckTexts) -> TextsChecked | TextRefused:
+        assert self._embedder is not None
+        tokens = 0
+        for index, text in enumerate(task.texts):
+            try:
+                tokens += len(self._embedder.read(text, cuts=task.cuts))
+            except ValueError as exc:
+                return TextRefused(index=index, error=str(exc))
+        return TextsChecked(tokens=tokens)
+
+    def _embed(self, task: EmbedText) -> EmbeddedText:
+        assert self._embedder is not None
+        vector = self._embedder.embed(self._embedder.read(task.text, cuts=task.cuts))
+        return EmbeddedText(vector=vector.astype("<f4").tobytes())
+
+
+def _read(tasks: SimpleQueue[bytes]) -> None:
+    for line in sys.stdin.buffer:
+        tasks.put(line)
+    os._exit(0)
+
+
+def main() -> None:
+    """Answer tasks until standard input ends."""
+    process, decoder = _Process(), msgspec.json.Decoder(EmbeddingTask)
+    tasks = SimpleQueue[bytes]()
+    threading.Thread(target=_read, args=(tasks,), daemon=True).start()
+    with answer_stream() as answers:
+        while True:
+            answers.write(msgspec.json.encode(process.answer(decoder.decode(tasks.get()))) + b"\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    main()

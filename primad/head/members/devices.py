@@ -1,0 +1,370 @@
+"""The devices that a head works with: find them, greet them, introduce them to each other, measure the links between them.
+
+What happens to them is posted as the events of ``membership/types.py``; the membership core decides what to do about it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping
+from contextlib import AsyncExitStack, suppress
+from typing import Final
+
+from primad import __version__
+from primad.daemon.pairing_service import PairingService
+from primad.daemon.reporter import Reporter
+from primad.daemon.station import Station
+from primad.errors import ClusterError
+from primad.head.blame import DeviceLostError
+from primad.head.members.core import Core
+from primad.head.members.link_book import LinkBook
+from primad.head.members.sight import Sight, Sighted
+from primad.head.members.worker_link import Caller, WorkerLink, greet_named, probe, tell_revoked
+from primad.head.members.worker_link import greet as say_hello
+from primad.membership import types
+from primad.network.discovery import Discovery, MulticastError
+from primad.network.peer import Peer
+from primad.network.scopes import own_address
+from primad.network.versions import build_gap
+from primad.settings.config import is_loopback, split_address
+from primad.system.tasks import mistake
+from primad.trust.trust import LOCAL
+
+logger = logging.getLogger(__name__)
+
+_CURE: Final = (
+    "Start 'primad join' there; if it is not paired with this head, 'primad pair' here shows a code, and "
+    "'primad pair --code CODE' there brings it"
+)
+FAREWELL_S: Final = 0.2
+MOST_TOLD: Final = 64
+"""Devices that are not trusted are named until so many lines were said about devices."""
+
+
+class Devices:
+    """``workers`` are those that said welcome, by label; ``book`` has the links between them. ``caller`` is this head, whose
+    HTTP server listens at the address and port ``http``."""
+
+    def __init__(
+        self,
+        station: Station,
+        *,
+        http: tuple[str, int],
+        caller: Caller,
+        pairing: PairingService,
+        core: Core,
+        reporter: Reporter,
+    ) -> None:
+        self._config, self._trust, self._timings = station.config, station.trust, station.timings
+        self._http, self._caller, self._pairing = http, caller, pairing
+        self._core, self._reporter = core, reporter
+        self.workers: dict[str, WorkerLink] = {}
+        self.book = LinkBook(caller.context, caller.identity, caller.device, timings=caller.timings)
+        self._sight = Sight(station.config.name, station.config.cluster)
+        self._announced: Mapping[str, Peer] = {}
+        self._met: dict[str, tuple[str, int]] = {}
+        """Where devices said welcome last, by key."""
+        self._tries: Counter[str] = Counter()
+        """How often each was greeted since then, by key."""
+        self._named: set[str] = set()
+        """The keys of devices that ``--device`` led to."""
+        self._told: set[tuple[str, str]] = set()
+        self._known_keys: set[str] = set()
+        self._given: dict[str, str] = {}
+        """What the owner calls the devices that are trusted by a file, by key."""
+
+    @property
+    def session(self) -> int:
+        """This start of the head, as they know it."""
+        return self._caller.session
+
+    @property
+    def measuring(self) -> frozenset[str]:
+        """The trusted devices in sight that measure themselves and take no head yet."""
+        return frozenset(
+            label for label, device in self._sight.devices.items() if device.is_measuring and device.trusted
+        )
+
+    @property
+    def in_sight(self) -> list[Peer]:
+        """Those that announce themselves, trusted or not."""
+        return [peer for peer in self._announced.values() if peer.is_worker_of(self._config.cluster)]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What trusted devices are called, by key."""
+        return self._sight.labels
+
+    def present(self, names: Collection[str]) -> list[WorkerLink]:
+        """Those of ``names`` that are spoken to, by name."""
+        return [self.workers[name] for name in sorted(names) if name in self.workers]
+
+    async def farewell(self) -> None:
+        """This head ends: whoever waits for its leave to go need not wait any more."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                for name in list(self.workers):
+                    await self.dismiss(name)
+
+    def close(self) -> None:
+        """Close every link."""
+        for worker in self.workers.values():
+            worker.close()
+
+    async def discover(self, stack: AsyncExitStack) -> None:
+        """Look for devices and be looked for, until ``stack`` is closed; without multicast those that were named do."""
+        try:
+            discovery = Discovery(
+                self._config.host,
+                self._config.interface,
+                timings=self._timings.discovery,
+                trusts=self._trust.trusts,
+            )
+        except ClusterError as exc:
+            if not self._config.devices:
+                self._reporter.say(str(exc))
+            return
+        stack.push_async_callback(discovery.close)
+        try:
+            await discovery.browse(self._on_peers)
+            await discovery.announce(
+                self._config.name,
+                cluster=self._config.cluster,
+                role="head",
+                version=__version__,
+                port=self._http[1],
+                key=self._caller.identity.public,
+                http=self._http[0],
+            )
+        except MulticastError as exc:
+            self._reporter.say(str(exc))
+            return
+        self._pairing.use(discovery)
+        is_first = all(each.how == LOCAL for each in self._trust.entries())
+        if is_first and not is_loopback(self._config.host):  # later a code is open only when it is asked for
+            code = await self._pairing.open()
+            self._reporter.say(
+                f"to add a device, run there: primad join --code {code.code} (good for {code.expires_s / 60:.0f} minutes; "
+                "'primad pair' shows a new one)"
+            )
+
+    async def greet_named(self) -> list[str]:
+        """Say hello to the devices that were named; returns the addresses of those that are not there, or not paired.
+
+        Raises ``ClusterError`` for one that can never work for this head.
+        """
+        return [address for address in self._config.devices if not await self._greet_at(address)]
+
+    async def await_named(self, addresses: Collection[str]) -> None:
+        """Say hello at ``addresses`` again and again, until a device of each works for this head."""
+        missing = list(addresses)
+        while missing:
+            await asyncio.sleep(self._timings.head.named_again_s)
+            for address in list(missing):
+                try:
+                    is_here = await self._greet_at(address)
+                except ClusterError as exc:
+                    self._tell_once("", str(exc))
+                    continue
+                if is_here:
+                    missing.remove(address)
+
+    async def _greet_at(self, address: str) -> bool:
+        try:
+            await own_address(*split_address(address))
+        except OSError as exc:  # a slip in its name, or no network yet
+            why = exc.strerror or exc
+            self._tell_once(
+                "", f"--device {address}: {why}; it is asked again and again. Check that name, or give its IP address"
+            )
+            return False
+        self._look()
+        if not self.labels:
+            self._tell_once("", f"--device {address}: no device is paired yet; it is asked again and again. {_CURE}")
+            return False
+        try:
+            worker = await greet_named(self._caller, address, self.labels, self._core.post)
+        except ClusterError as exc:
+            self._tell_once("", f"{exc}; it is asked again and again. {_CURE}")
+            return False
+        self._named.add(worker.key)
+        self._met[worker.key] = split_address(address)
+        await self._welcome(worker)
+        return True
+
+    async def greet(self, device: str) -> None:
+        """Say hello to ``device``: ``Welcomed`` or ``Refused`` follows."""
+        key = self._key_of(device)
+        sighted = self._sight.devices.get(device)
+        try:
+            if key is None or not self._trust.trusts(key):
+                raise ClusterError("it is not trusted any more")
+            met = [self._met[key]] if key in self._met else []
+            places = dict.fromkeys([*met, *(sighted.places(self._tries[key]) if sighted is not None else [])])
+            self._tries[key] += 1
+            end, _ = await probe(self._caller, places, [key])
+            worker = await say_hello(self._caller, end, self._core.post, device)
+        except ClusterError as exc:
+            self._tell_once(device, f"{device} is left out: {exc}")
+            self._core.post(types.DeviceRefused(device, str(exc)))
+            return
+        except Exception as exc:  # our own mistake; the core waits for an outcome
+            logger.exception("%s could not be greeted", device)
+            self._core.post(types.DeviceRefused(device, mistake(exc)))
+            return
+        await self._welcome(worker)
+
+    def drop(self, device: str) -> None:
+        """Close the link to ``device``; it may come back elsewhere."""
+        worker = self.workers.pop(device, None)
+        if worker is not None:
+            worker.close()
+        self.book.forget(device)
+
+    async def dismiss(self, device: str) -> None:
+        """Tell ``device`` that it may go."""
+        if device in self.workers:
+            with suppress(ClusterError):
+                await self.workers[device].dismiss()
+
+    async def measure(self, devices: frozenset[str], *, again: bool) -> None:
+        """Measure what is missing of the links between ``devices`` and here: ``Measured`` follows.
+
+        ``again``: those that did not work too.
+        """
+        left = set(devices)
+        unreached = self.book.unreached(devices)
+        announced = {label: sighted.addresses for label, sighted in self._sight.devices.items() if sighted.trusted}
+        self._core.describe("measuring links")
+        while workers := self.present(left):
+            try:
+                await self.book.measure(workers, announced, self._reporter, again=again)
+                break
+            except DeviceLostError as exc:
+                self._core.post(types.Lost(exc.device, str(exc)))
+                left.discard(exc.device)
+            except Exception:  # our own mistake; the core waits for an outcome
+                logger.exception("the links could not be measured")
+                left.clear()
+        still = self.book.unreached(left)
+        reached = {name for pair in unreached - still for name in pair} & left
+        self._core.post(types.Measured(frozenset(left), unreached=bool(still), reached=frozenset(reached)))
+
+    async def tell_revoked(self) -> None:
+        """Tell each device that was revoked so, whenever it comes in sight: it cannot know, and would wait for this head."""
+        told: dict[str, int] = {}
+        while True:
+            revoked = self._trust.revoked()
+            told = {key: revision for key, revision in told.items() if key in revoked}
+            for key in sorted(revoked):
+                peers = [peer for peer in self.in_sight if peer.key == key]
+                met = [self._met[key]] if key in self._met else []
+                places = dict.fromkeys([*met, *((at, peer.port) for peer in peers for at in peer.addresses)])
+                revision = max((peer.revision for peer in peers), default=0)
+                if places and told.get(key) != revision:
+                    told[key] = revision
+                    with suppress(ClusterError):  # it is away, or does not trust this head either
+                        await tell_revoked(self._caller, places, key)
+            await asyncio.sleep(self._timings.head.trust_look_every_s)
+
+    async def watch_trust(self) -> None:
+        """Notice what 'primad devices trust' and 'revoke', and pairing, change."""
+        entries: object = None
+        while True:
+            for worker in list(self.workers.values()):
+                if not self._trust.trusts(worker.key):
+                    # A daemon of this user is trusted as long as it runs; its link ends a moment later.
+                    revoked = worker.key in self._trust.revoked()
+                    reason = "it is not trusted any more" if revoked else "its primad ended"
+                    self._core.post(types.Lost(worker.name, reason))
+            latest = [(each.device, each.key) for each in self._trust.entries()], self._trust.revoked()
+            if latest != entries:
+                self._look()  # after the loss: who is gone is greeted again, a stranger is not
+                if entries is not None:
+                    for worker in list(self.workers.values()):
+                        await self._introduce(worker)
+            entries = latest
+            await asyncio.sleep(self._timings.head.trust_look_every_s)
+
+    def _on_peers(self, peers: dict[str, Peer]) -> None:
+        self._announced = peers
+        self._look()
+
+    def _look(self) -> None:
+        """What is announced, or who is trusted, may have changed."""
+        before, entries = self._sight.devices, self._trust.entries()
+        given = {each.key: each.device for each in entries if each.how != LOCAL}
+        for key in given.keys() & self._given.keys():
+            if given[key] != self._given[key]:
+                self._sight.rename(key)
+        self._given = given
+        self._sight.look(self._announced, {each.key: each.device for each in entries})
+        named = {label for key, label in self.labels.items() if key in self._named}
+        for label in before.keys() - self._sight.devices.keys() - named:
+            self._core.post(types.Vanished(label))
+        for worker in list(self.workers.values()):
+            if (label := self.labels.get(worker.key, worker.name)) != worker.name:
+                self._core.post(types.Lost(worker.name, f"it is called {label} here now"))
+                self._core.post(types.Vanished(worker.name))
+                self._core.post(types.Seen(label, trusted=True))
+        for label, sighted in self._sight.devices.items():
+            if before.get(label) != sighted:
+                self._see(label, sighted)
+        for peer in self._sight.impostors:
+            # Anyone can announce any name; what we know of the device that we trust does not change by that.
+            self._tell_of_stranger(
+                peer.device, f"a device that is not trusted calls itself {peer.device}; it is not listened to"
+            )
+
+    def _key_of(self, label: str) -> str | None:
+        return next((key for key, each in self.labels.items() if each == label), None)
+
+    def _see(self, label: str, sighted: Sighted) -> None:
+        if sighted.trusted and sighted.is_measuring and sighted.key not in self._met:  # it says so when it is done
+            self._tell_once(label, f"{label} is being measured")
+            self._core.post(types.Tick())  # who waits for it is told
+            return
+        self._core.post(types.Seen(label, sighted.trusted))
+        if not sighted.trusted and sighted.key not in self._known_keys:
+            self._tell_of_stranger(
+                label,
+                f"{label} is in sight, but not paired; 'primad pair' here shows a code for 'primad join --code' there",
+            )
+
+    def _tell_of_stranger(self, device: str, line: str) -> None:
+        """Anyone on the network can announce names without end; they fill neither the terminal nor the memory."""
+        if len(self._told) < MOST_TOLD:
+            self._tell_once(device, line)
+        elif (device, line) not in self._told:
+            self._tell_once("", "more devices that are not trusted are in sight; 'primad devices' lists them")
+
+    def _tell_once(self, device: str, line: str) -> None:
+        if (device, line) not in self._told:
+            self._told.add((device, line))
+            self._reporter.say(line)
+
+    async def _welcome(self, worker: WorkerLink) -> None:
+        """Take up a device that works for this head from now on."""
+        name = worker.name
+        previous = self.workers.pop(name, None)
+        if previous is not None:
+            previous.close()
+        self.workers[name] = worker
+        self._known_keys.add(worker.key)
+        self._met[worker.key] = (worker.end.host, worker.end.port)
+        self._tries.pop(worker.key, None)
+        self._told = {(device, line) for device, line in self._told if device != name}
+        if worker.build != self._caller.build:
+            self._reporter.say(build_gap(self._caller.build, worker.build, name))
+        for other in list(self.workers.values()):
+            await self._introduce(other)  # they trust each other before they are asked to measure or to give layers
+        self._core.post(types.Welcomed(name))
+
+    async def _introduce(self, worker: WorkerLink) -> None:
+        here = {each.key for each in self.workers.values()}
+        trusted = sorted(self._trust.entries(), key=lambda each: each.key not in here)  # those of its ring come first
+        entries = [(each.device, each.key) for each in trusted if each.key != worker.key]
+        with suppress(ClusterError):
+            await worker.introduce(entries, self._trust.revoked() - {worker.key})

@@ -1,0 +1,198 @@
+"""What is known of the links between the devices of this cluster; what is missing is measured before a plan is made.
+
+The head measures its own links, each worker those to the workers behind it in the list, one device at a time, so that
+measurements do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from ipaddress import ip_address
+from typing import Final
+
+import msgspec
+import zmq.asyncio
+
+from halda import LinkProfile
+from primad.daemon.reporter import Reporter
+from primad.head.blame import DeviceLostError
+from primad.head.members.worker_link import WorkerLink
+from primad.network.contacts import MAX_ADDRESSES, Contact
+from primad.network.linkprobe import MOST_S, UNREACHABLE_S, MeasuredLinks, cut_link, measure_links
+from primad.network.scopes import bare
+from primad.network.unreached import SILENT, Unreached, unreached_line
+from primad.settings.timings import NetworkTimings
+from primad.trust.identity import Identity
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S: Final = 15.0
+"""A worker that is busy says so much later what it measured."""
+
+
+class LinkBook:
+    """The links measured so far, by (source, target). ``identity`` is that of ``head``, the device that asks."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        identity: Identity,
+        head: str,
+        *,
+        timings: NetworkTimings = NetworkTimings(),
+    ) -> None:
+        self._timings = timings
+        self._context = context
+        self._identity = identity
+        self._head = head
+        self._targets: dict[str, Contact] = {}
+        self._links: dict[tuple[str, str], LinkProfile] = {}
+        """Those that do not work among them."""
+        self._why: dict[tuple[str, str], Unreached] = {}
+        """Why a link does not work, from the device that measured it."""
+        self._said: set[tuple[str, str]] = set()
+
+    async def measure(
+        self,
+        workers: Sequence[WorkerLink],
+        addresses: Mapping[str, Iterable[str]],
+        reporter: Reporter,
+        *,
+        again: bool = False,
+    ) -> list[LinkProfile]:
+        """All links between the head and ``workers``. ``addresses`` are those that the devices announced.
+
+        Links of devices that moved are forgotten; with ``again`` those that did not work are measured anew. Raises
+        ``DeviceLostError`` when a worker goes away over it; then it is forgotten, and what was measured of others is kept.
+        """
+        targets = {worker.name: await _target(worker, addresses.get(worker.name, ())) for worker in workers}
+        for name, target in targets.items():
+            if self._targets.get(name, target) != target:
+                self.forget(name)
+        self._targets |= targets
+        names = [self._head, *targets]
+        known = self._links.keys() - (self.unreached(names) if again else set())
+        jobs = []
+        for i, name in enumerate(names[:-1]):
+            missing = [targets[other] for other in names[i + 1 :] if (name, other) not in known]
+            if missing:
+                jobs.append((name, missing))
+        by_name = {worker.name: worker for worker in workers}
+        total, done = sum(len(missing) for _, missing in jobs), 0
+        try:
+            for name, missing in jobs:
+                reporter.progress(self._head, "links", done, total)
+                await self._measure(name, missing, by_name, reporter)
+                done += len(missing)
+        except DeviceLostError as exc:
+            self.forget(exc.device)
+            raise
+        finally:
+            if total:
+                reporter.progress(self._head, "links", done, total)
+                reporter.settle()
+        return self.all_between(names)
+
+    def between(self, devices: Iterable[str]) -> list[LinkProfile]:
+        """What was measured between ``devices``: the links that work."""
+        return [link for link in self.all_between(devices) if link.works]
+
+    def all_between(self, devices: Iterable[str]) -> list[LinkProfile]:
+        """The links between ``devices``, for a plan: it is to know also which do not work."""
+        names = set(devices)
+        return [link for pair, link in self._links.items() if names.issuperset(pair)]
+
+    def why_cut(self, device: str, others: Iterable[str]) -> str | None:
+        """Why ``device`` and one of ``others`` do not reach each other, with the cure; None where all do."""
+        for other in others:
+            for pair in ((device, other), (other, device)):
+                if pair in self._links and not self._links[pair].works and pair in self._why:
+                    return unreached_line(pair[0], self._why[pair])
+        return None
+
+    def unreached(self, devices: Iterable[str]) -> set[tuple[str, str]]:
+        """The links between the head and ``devices`` that did not work when they were measured."""
+        found = self.all_between([self._head, *devices])
+        return {(link.source, link.target) for link in found if not link.works}
+
+    def address(self, source: str, target: str) -> str | None:
+        """The address by which ``source`` reaches ``target`` best, if it was measured."""
+        link = self._links.get((source, target))
+        return link.address if link is not None and link.address else None
+
+    def forget(self, device: str) -> None:
+        """A device went away; it may come back elsewhere, so its links are measured anew then."""
+        self._targets.pop(device, None)
+        self._links = {pair: link for pair, link in self._links.items() if device not in pair}
+        self._why = {pair: why for pair, why in self._why.items() if device not in pair}
+        self._said = {pair for pair in self._said if device not in pair}
+
+    async def _measure(
+        self, source: str, targets: Sequence[Contact], workers: Mapping[str, WorkerLink], reporter: Reporter
+    ) -> None:
+        await self._ask(source, targets, workers)
+        unreached = [target for target in targets if self.address(source, target.device) is None]
+        if unreached:  # it may have been introduced to the other a moment too late
+            await asyncio.sleep(self._timings.link_again_s)
+            await self._ask(source, unreached, workers)
+        for target in targets:
+            pair = (source, target.device)
+            if self.address(*pair) is None:
+                await workers[target.device].measure_links(
+                    [], 2 * self._timings.answer_timeout_s
+                )  # is it there at all?
+                if pair not in self._said:
+                    self._said.add(pair)
+                    reporter.say(self.why_cut(source, [target.device]) or f"{source} does not reach {target.device}")
+            elif pair in self._said:
+                self._said.discard(pair)
+                reporter.say(f"{source} reaches {target.device} now")
+
+    async def _ask(self, source: str, targets: Sequence[Contact], workers: Mapping[str, WorkerLink]) -> None:
+        if source == self._head:
+            found = await measure_links(
+                self._context, self._identity, source, targets, timeout_s=self._timings.link_timeout_s
+            )
+        else:
+            found = MeasuredLinks(links=[], unreached=[])
+            for target in targets:  # one by one: how long it may say nothing does not grow with those that there are
+                one = await workers[source].measure_links([_told(target)], MOST_S + ANSWER_S)
+                found.links.extend(one.links)
+                found.unreached.extend(one.unreached)
+        cut = {(link.source, link.target) for link in found.links if link.round_trip_s >= UNREACHABLE_S}
+        self._links |= {(link.source, link.target): link for link in found.links}
+        self._links |= {pair: cut_link(*pair) for pair in cut}  # an older device gives them figures alone
+        said = {each.device: each for each in found.unreached}
+        for target in targets:
+            if (source, target.device) in cut:
+                unsaid = Unreached(device=target.device, place="any address", why=SILENT)
+                self._why[source, target.device] = said.get(target.device, unsaid)
+
+
+async def _target(worker: WorkerLink, announced: Iterable[str]) -> Contact:
+    """Where others find ``worker``. A name is looked up here: elsewhere it may mean another device, or nothing."""
+    addresses = dict.fromkeys([*await _resolve(worker.end.host, worker.end.port), *announced])
+    return Contact(device=worker.name, key=worker.key, addresses=list(addresses)[:MAX_ADDRESSES], port=worker.end.port)
+
+
+def _told(target: Contact) -> Contact:
+    """``target`` as another device may be told of it."""
+    addresses = list(dict.fromkeys(bare(address) for address in target.addresses))
+    return msgspec.structs.replace(target, addresses=addresses)
+
+
+async def _resolve(host: str, port: int) -> list[str]:
+    try:
+        ip_address(host.partition("%")[0])
+    except ValueError:
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as exc:
+            logger.warning("%s: %s", host, exc)
+            return []
+        return [str(entry[4][0]) for entry in found]
+    return [host]

@@ -1,0 +1,167 @@
+"""Devices for a plan that nobody serves yet: this one, those named and those in sight, asked for their profiles and let go.
+
+The links between them are measured as a head does it. A device that works for a head now is not disturbed: it refuses and
+is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+import zmq.asyncio
+
+from halda import DeviceProfile, LinkProfile
+from primad.daemon.reporter import Reporter
+from primad.daemon.run import profile, run
+from primad.engine.build import build_id
+from primad.errors import ClusterError
+from primad.head.members.link_book import LinkBook
+from primad.head.members.sight import Sight, Sighted
+from primad.head.members.worker_link import Caller, WorkerLink, greet, greet_named, probe
+from primad.head.model.learning import read_corrections
+from primad.head.model.limits import Lending
+from primad.membership import types
+from primad.network.discovery import look
+from primad.network.peer import Peer
+from primad.settings.config import Config
+from primad.trust.identity import load_identity
+from primad.trust.trust import TrustStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What was found; this device is the first."""
+
+    devices: tuple[DeviceProfile, ...]
+    links: tuple[LinkProfile, ...]
+
+
+def survey(config: Config, seconds: float, reporter: Reporter) -> Survey:
+    """The profiles of this device (measured if it never was) and of the others that are free, and the links between them.
+
+    They are as a head of this home takes them: corrected by what its answers took, without those that it paused, and with no
+    more memory than it may use of them.
+
+    ``seconds`` is how long to look for devices that are not named in ``config.devices``; 0 does not look. Raises
+    ``ClusterError`` for a named device that does not answer, ``ConfigError`` when the home folder cannot be used.
+    """
+    own = profile(config, reporter)
+    devices, links = [own], list[LinkProfile]()
+
+    async def main() -> None:
+        context = zmq.asyncio.Context()
+        visit = _Visit(config, reporter, context)
+        try:
+            with visit.trust.announce_locally(config.name):  # the daemons of this user on this machine let us in
+                await visit.find(seconds)
+                devices.extend(worker.profile for worker in visit.workers)
+                links.extend(await visit.measure_links())
+        finally:
+            visit.close()
+            context.destroy(linger=0)
+
+    if seconds > 0 or config.devices:
+        run(main())
+    known, lending = read_corrections(config.home), Lending(config.home)
+    usable = lending.unpaused(device.device for device in devices) | {own.device}
+    for name in sorted({device.device for device in devices} - usable):
+        reporter.say(f"{name} is left out: this head does not use it while it is paused on the page")
+    return Survey(
+        devices=tuple(lending.apply(known.apply(device)) for device in devices if device.device in usable),
+        links=tuple(known.apply_link(link) for link in links if {link.source, link.target} <= usable),
+    )
+
+
+class _Visit:
+    """The workers that said welcome, until they are let go."""
+
+    def __init__(self, config: Config, reporter: Reporter, context: zmq.asyncio.Context) -> None:
+        self._config = config
+        self._reporter = reporter
+        self._identity = identity = load_identity(config.home)
+        self.trust = TrustStore(config.home, identity)
+        self._sight = Sight(config.name, config.cluster)
+        self._caller = Caller(
+            context=context,
+            identity=identity,
+            device=config.name,
+            session=random.getrandbits(62),
+            build=build_id(),
+            gone_after_s=config.gone_after_s,
+            ping_interval_s=config.heartbeat_interval_s,
+        )
+        self._workers: dict[str, WorkerLink] = {}
+        self._announced: dict[str, tuple[str, ...]] = {}
+
+    @property
+    def workers(self) -> list[WorkerLink]:
+        """By name."""
+        return [self._workers[name] for name in sorted(self._workers)]
+
+    async def find(self, seconds: float) -> None:
+        """Greet the devices that were named, then at once all those that come in sight in ``seconds``."""
+        others = {each.key: each.device for each in self.trust.entries()}
+        self._sight.look({}, others)
+        for address in self._config.devices:
+            self._take(await greet_named(self._caller, address, self._sight.labels, _unheard))
+        self._sight.look({str(at): peer for at, peer in enumerate(await self._in_sight(seconds))}, others)
+        for peer in self._sight.impostors:
+            self._leave_out(peer.device)
+        async with asyncio.TaskGroup() as group:
+            for name, sighted in self._sight.devices.items():
+                if not sighted.trusted:
+                    self._leave_out(name)
+                    continue
+                self._announced[name] = sighted.addresses
+                if name not in self._workers:
+                    group.create_task(self._greet(name, sighted))
+
+    async def measure_links(self) -> list[LinkProfile]:
+        """The links between this device and the workers; none, and the default for them, when a worker goes silent."""
+        book = LinkBook(self._caller.context, self._caller.identity, self._config.name, timings=self._caller.timings)
+        try:
+            for worker in self.workers:
+                others = [(other.name, other.key) for other in self.workers if other is not worker]
+                await worker.introduce(others, self.trust.revoked())
+            return await book.measure(self.workers, self._announced, self._reporter)
+        except ClusterError as exc:
+            self._reporter.say(f"links are not measured: {exc}")
+            return []
+
+    def close(self) -> None:
+        """Let all workers go."""
+        for worker in self._workers.values():
+            worker.close()
+
+    def _take(self, worker: WorkerLink) -> None:
+        if worker.name in self._workers:
+            worker.close()  # the same device, named twice
+        else:
+            self._workers[worker.name] = worker
+
+    def _leave_out(self, name: str) -> None:
+        self._reporter.say(f"{name} is left out: it is not paired with this device ('primad join --code')")
+
+    async def _greet(self, name: str, sighted: Sighted) -> None:
+        try:
+            end, _ = await probe(self._caller, sighted.places(), [sighted.key])
+            self._take(await greet(self._caller, end, _unheard, name))
+        except ClusterError as exc:
+            self._reporter.say(f"{name} is left out: {exc}")
+
+    async def _in_sight(self, seconds: float) -> list[Peer]:
+        if seconds <= 0:
+            return []
+        try:
+            peers = await look(self._config.host, seconds, self._config.interface)
+        except ClusterError as exc:
+            self._reporter.say(str(exc))
+            return []
+        return [peer for peer in peers if peer.key != self._identity.public]  # not a worker on this very device
+
+
+def _unheard(event: types.Event) -> None:
+    """Nobody counts signs of life in a short visit, and whoever waits for an answer hears there that none comes."""
+    del event

@@ -1,0 +1,524 @@
+"""The head's conversation with one worker: find the address that works, greet it, hear that it lives.
+
+``WorkerLink`` reads all that the worker says. What is about an epoch goes to that epoch's ``Participation``; what is about
+the device itself (a sign of life, that it leaves, that its link broke) is posted as an event of the
+membership core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from typing import Final, Protocol
+
+import msgspec
+import zmq.asyncio
+
+from halda import DeviceProfile, LinkProfile
+from primad.errors import ClusterError
+from primad.head.blame import DeviceLostError
+from primad.head.members.participation import MISSES, MOST_REPEATS, Participation, Unheard
+from primad.kv.keys import KvBlock
+from primad.layers.cells import LayerRuns
+from primad.membership import types
+from primad.membership.memory_recovery import lowered
+from primad.network.contacts import Contact
+from primad.network.control import HeadEnd
+from primad.network.linkprobe import MeasuredLinks
+from primad.network.messages import (
+    MAX_DEVICES,
+    Dismiss,
+    GuessesMade,
+    GuessState,
+    HeadMessage,
+    Hello,
+    Introduce,
+    Introduction,
+    KvHeld,
+    KvHold,
+    Leaving,
+    LinksMeasured,
+    MeasureLinks,
+    MemoryLow,
+    MemoryRecovered,
+    ParticipationState,
+    ParticipationStates,
+    Ping,
+    Pong,
+    Probe,
+    Probed,
+    Progress,
+    Refused,
+    Release,
+    Remeasured,
+    Revoked,
+    Welcome,
+    WorkerMessage,
+    WorkerStatus,
+)
+from primad.network.versions import OURS, Versions, version_gap
+from primad.settings.config import split_address
+from primad.settings.profiles import with_speeds
+from primad.settings.timings import NetworkTimings
+from primad.system.tasks import settle
+from primad.trust.identity import Identity
+
+HELD_S: Final = 2.0
+"""How much longer an answer about KV cells may take than the worker may look for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who greets: the head's name, its keys, this start of it, its llama.cpp, and after what silence it is gone."""
+
+    context: zmq.asyncio.Context
+    identity: Identity
+    device: str
+    session: int
+    build: str
+    gone_after_s: float
+    ping_interval_s: float
+    timings: NetworkTimings = NetworkTimings()
+    versions: Versions = OURS
+
+
+class HearsGuesses(Protocol):
+    """Who has a worker guess for its ring."""
+
+    @property
+    def epoch(self) -> int:
+        """The ring's."""
+
+    def hear(self, message: GuessState | GuessesMade) -> None:
+        """The worker says so."""
+
+    def lost(self, reason: str) -> None:
+        """The worker is gone."""
+
+
+Post = Callable[[types.Event], None]
+"""Hears what becomes of a device, as the membership core does."""
+
+
+async def probe(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Collection[str]) -> tuple[HeadEnd, Probed]:
+    """The link to the first of ``addresses`` (host, port) where a device with one of ``keys`` answers.
+
+    All are tried at once, so that it is the fastest. Raises ``ClusterError`` when none answers, or the one that does speaks
+    no common protocol.
+    """
+    ends: list[HeadEnd] = []
+    refusals: list[str] = []
+    for host, port in addresses:
+        for key in keys:
+            try:
+                ends.append(
+                    HeadEnd(
+                        caller.context,
+                        host,
+                        port,
+                        identity=caller.identity,
+                        key=key,
+                        timeout_s=caller.timings.answer_timeout_s,
+                    )
+                )
+            except ClusterError as exc:
+                refusals.append(str(exc))
+    tasks = {asyncio.create_task(_probe(caller, end)): end for end in ends}
+    winner: HeadEnd | None = None
+    try:
+        for done in asyncio.as_completed(tasks):
+            try:
+                winner, probed = await done
+            except ClusterError as exc:
+                refusals.append(str(exc))
+                continue
+            _check_version(caller, probed)
+            return winner, probed
+    except BaseException:
+        winner = None
+        raise
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for end in ends:
+            if end is not winner:
+                end.close()
+    if not keys:
+        raise ClusterError("no device is trusted yet; pair it with 'primad join --code' and the code of 'primad pair'")
+    raise ClusterError("; ".join(sorted(set(refusals))) or "it has no address")
+
+
+async def tell_revoked(caller: Caller, places: Iterable[tuple[str, int]], key: str) -> None:
+    """Tell the device with ``key``, at the first of ``places`` that works, that it is not trusted any more; it heard that.
+
+    Raises ``ClusterError`` where it does not answer.
+    """
+    end, _ = await probe(caller, places, [key])
+    try:
+        await end.send(Revoked())
+        await _probe(caller, end)  # it answers in the order in which it hears
+    finally:
+        end.close()
+
+
+async def _probe(caller: Caller, end: HeadEnd) -> tuple[HeadEnd, Probed]:
+    """Ask at ``end`` who is there. Raises ``ClusterError`` when nobody says so, or who is there does not let us in."""
+    refused = asyncio.ensure_future(end.wait_refused())
+    asked = asyncio.ensure_future(_ask_version(caller, end))
+    try:
+        await asyncio.wait([refused, asked], return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            return await asked
+        raise ClusterError(
+            f"the device at {end.address} does not let this one in: it was revoked there, or never paired; pair the two "
+            "again ('primad pair')"
+        )
+    finally:
+        for task in (refused, asked):
+            task.cancel()
+        await asyncio.gather(refused, asked, return_exceptions=True)
+
+
+async def _ask_version(caller: Caller, end: HeadEnd) -> tuple[HeadEnd, Probed]:
+    own = caller.versions
+    await end.send(Probe(protocol=own.protocol, oldest=own.oldest, version=own.primad, device=caller.device))
+    timeout_s = caller.timings.probe_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s + 1):
+            while True:
+                message = await end.receive(timeout_s)
+                if isinstance(message, Probed):
+                    return end, message
+    except TimeoutError as exc:
+        raise ClusterError(f"{end.address} says much, but not who it is") from exc
+
+
+def _check_version(caller: Caller, probed: Probed) -> None:
+    if caller.versions.agreed(probed.protocol, probed.oldest) is None:
+        raise ClusterError(version_gap(caller.device, probed.device, probed.version, probed.protocol, caller.versions))
+
+
+async def greet_named(caller: Caller, address: str, labels: Mapping[str, str], post: Post) -> WorkerLink:
+    """Say hello at ``address`` (host:port), which the owner named, to whichever of ``labels``, by key, is there.
+
+    Raises ``ClusterError`` that names the flag when none answers or takes this head.
+    """
+    try:
+        end, _ = await probe(caller, [split_address(address)], labels.keys())
+        return await greet(caller, end, post, labels[end.key])
+    except ClusterError as exc:
+        raise ClusterError(f"--device {address}: {exc}") from exc
+
+
+async def greet(caller: Caller, end: HeadEnd, post: Post, name: str) -> WorkerLink:
+    """Say hello on ``end``, which ``probe`` found; from then on the device, called ``name`` here, works for this head.
+
+    Raises ``ClusterError`` when it does not answer or is busy; then ``end`` is closed.
+    """
+    hello = Hello(
+        protocol=caller.versions.protocol,
+        version=caller.versions.primad,
+        device=caller.device,
+        session=caller.session,
+        build=caller.build,
+        gone_after_s=caller.gone_after_s,
+    )
+    timeout_s = caller.timings.hello_timeout_s
+    try:
+        await end.send(hello)
+        async with asyncio.timeout(timeout_s):
+            while True:
+                match await end.receive(timeout_s):
+                    case Welcome() as welcome:
+                        return WorkerLink(end, welcome, caller.ping_interval_s, post, name)
+                    case Refused(reason=reason):
+                        raise ClusterError(reason)
+                    case _:
+                        continue  # what it still had to say to this head's last session
+    except TimeoutError as exc:
+        end.close()
+        raise ClusterError(f"no answer from {end.address} within {timeout_s:g} s") from exc
+    except BaseException:
+        end.close()
+        raise
+
+
+class WorkerLink:
+    """A worker that said welcome. It is pinged and read until ``close``; every message is a sign of life.
+
+    This head calls it ``name``, whatever it calls itself.
+    """
+
+    def __init__(self, end: HeadEnd, welcome: Welcome, ping_interval_s: float, post: Post, name: str) -> None:
+        self.end = end
+        self.name = name
+        self._calls_itself = welcome.profile.device
+        self.profile: DeviceProfile = replace(welcome.profile, device=name)
+        self.build = welcome.build
+        self.layer_port = welcome.layer_port
+        self._post = post
+        self._participations: dict[int, Participation] = {}
+        self._guesses: dict[int, HearsGuesses] = {}
+        self._links: asyncio.Future[LinksMeasured] | None = None
+        self._holds: dict[int, asyncio.Future[list[bool]]] = {}
+        self._hold_numbers = count(1)
+        self._measure = MeasureLinks(targets=[])
+        self._measure_unheard = Unheard(0)
+        self._lost = False
+        self._revision = 0
+        self._states: dict[int, ParticipationState] = {}
+        self._strays: dict[int, int] = {}
+        self._again: list[HeadMessage] = []
+        self.next_ping = 1
+        self.why_idle = ""
+        """Why it has no layers, which it tells its owner."""
+        self._tasks = [
+            asyncio.create_task(self._ping(ping_interval_s)),
+            asyncio.create_task(self._read()),
+            asyncio.create_task(self._watch()),
+        ]
+
+    @property
+    def key(self) -> str:
+        """The device's public key."""
+        return self.end.key
+
+    def close(self) -> None:
+        """Stop reading and close the link; nothing is reported any more."""
+        self._lost = True
+        for task in self._tasks:
+            task.cancel()
+        if self._links is not None and not self._links.done():
+            self._links.cancel()
+        self._end_holds()
+        for guesses in self._guesses.values():
+            guesses.lost("it was let go")
+        self.end.close()
+
+    async def send(self, message: HeadMessage) -> None:
+        """Tell the worker something. Raises ``ClusterError`` when it takes no messages."""
+        await self.end.send(message)
+
+    async def introduce(self, devices: Iterable[tuple[str, str]], revoked: Iterable[str]) -> None:
+        """Tell the worker whom this head trusts, and whom it does not trust any more; as many as a message holds."""
+        known = [Introduction(device, key) for device, key in islice(devices, MAX_DEVICES)]
+        await self.end.send(Introduce(devices=known, revoked=sorted(revoked)[:MAX_DEVICES]))
+
+    async def dismiss(self) -> None:
+        """Let the worker go that asked for it."""
+        await self.end.send(Dismiss())
+
+    async def measure_links(self, targets: Sequence[Contact], timeout_s: float) -> MeasuredLinks:
+        """Have the worker measure its links to ``targets``; without targets it only says that it is there.
+
+        One measurement at a time. Raises ``DeviceLostError`` when it goes silent.
+        """
+        asked = {target.device for target in targets}
+        self._links = asyncio.get_running_loop().create_future()
+        try:
+            told = [msgspec.structs.replace(target, device=self._swapped(target.device)) for target in targets]
+            self._measure, self._measure_unheard = MeasureLinks(targets=told), Unheard(self.next_ping)
+            await self.end.send(self._measure)
+            async with asyncio.timeout(timeout_s):
+                found = await self._links
+        except TimeoutError as exc:
+            raise DeviceLostError(f"{self.name} did not measure its links within {timeout_s:g} s", self.name) from exc
+        except asyncio.CancelledError:
+            if self._lost and self._links.cancelled():
+                raise DeviceLostError(f"{self.name} went away", self.name) from None
+            raise
+        except ClusterError as exc:
+            raise DeviceLostError(f"{self.name} went away: {exc}", self.name) from exc
+        links = [
+            replace(link, source=self._swapped(link.source), target=self._swapped(link.target)) for link in found.links
+        ]
+        why = [msgspec.structs.replace(each, device=self._swapped(each.device)) for each in found.unreached]
+        return MeasuredLinks(
+            links=[link for link in links if self._is_of(link, asked)],
+            unreached=[each for each in why if each.device in asked],
+        )
+
+    def _swapped(self, device: str) -> str:
+        """``device`` as this worker is told of it, and back: it may call itself what another one is called here."""
+        return {self.name: self._calls_itself, self._calls_itself: self.name}.get(device, device)
+
+    def _is_of(self, link: LinkProfile, asked: set[str]) -> bool:
+        return (link.source == self.name and link.target in asked) or (
+            link.target == self.name and link.source in asked
+        )
+
+    async def hold_cells(
+        self,
+        blocks: Sequence[KvBlock],
+        layers: LayerRuns,
+        sources: Sequence[Contact],
+        timeout_s: float,
+        *,
+        verify: bool = False,
+    ) -> list[bool]:
+        """Have the worker hold ``layers`` of ``blocks`` from now on; which of them it has ``timeout_s`` later at the latest.
+
+        Raises ``ClusterError`` where it does not say.
+        """
+        number = next(self._hold_numbers)
+        answer: asyncio.Future[list[bool]] = asyncio.get_running_loop().create_future()
+        self._holds[number] = answer
+        try:
+            async with asyncio.timeout(timeout_s + HELD_S):
+                await self.end.send(
+                    KvHold(
+                        number=number,
+                        blocks=list(blocks),
+                        layers=list(layers),
+                        sources=list(sources),
+                        timeout_s=timeout_s,
+                        verify=verify,
+                    )
+                )
+                held = await answer
+        except TimeoutError as exc:
+            raise ClusterError(f"{self.name} does not say which KV cells it holds") from exc
+        finally:
+            del self._holds[number]
+        if len(held) != len(blocks):
+            raise ClusterError(
+                f"{self.name} {'went away' if self._lost else 'says of other KV cells that it holds them'}"
+            )
+        return held
+
+    def guesses_for(self, guesses: HearsGuesses) -> None:
+        """From now on ``guesses`` hears what this worker guesses for its epoch."""
+        self._guesses[guesses.epoch] = guesses
+        if self._lost:
+            guesses.lost(f"{self.name} is gone")
+
+    def forget_guesses(self, guesses: HearsGuesses) -> None:
+        """``guesses`` is over."""
+        self._guesses.pop(guesses.epoch, None)
+
+    def _end_holds(self) -> None:
+        for answer in self._holds.values():
+            settle(answer, [])
+
+    def attend(self, participation: Participation) -> None:
+        """Give ``participation`` what the worker says about its epoch."""
+        self._participations[participation.epoch] = participation
+
+    def forget(self, participation: Participation) -> None:
+        """``participation`` is over."""
+        if self._participations.get(participation.epoch) is participation:
+            del self._participations[participation.epoch]
+
+    async def _ping(self, interval_s: float) -> None:
+        while True:
+            again, self._again = self._again, []
+            with contextlib.suppress(ClusterError):  # that it takes nothing shows where its answers are missed
+                for message in again:
+                    await self.end.send(message)
+                number, self.next_ping = self.next_ping, self.next_ping + 1
+                await self.end.send(Ping(status=False, number=number, revision=self._revision, why_idle=self.why_idle))
+            await asyncio.sleep(interval_s)
+
+    async def ask_status(self) -> None:
+        """Have the worker say what its ring processes do. Raises ``ClusterError`` as ``send``."""
+        await self.end.send(Ping(status=True, revision=self._revision, why_idle=self.why_idle))
+
+    async def _watch(self) -> None:
+        await self.end.wait_ended()
+        self._report_lost("its primad ended")
+
+    async def _read(self) -> None:
+        while True:
+            message = await self.end.receive(None)
+            if self._lost:
+                return
+            self._post(types.Heard(self.name))
+            self._hear(message)
+
+    def _hear(self, message: WorkerMessage) -> None:
+        match message:
+            case Refused(reason=reason):
+                self._report_lost(reason)
+            case Leaving(reason):
+                self._post(types.DeviceLeaving(self.name, reason))
+            case MemoryLow():
+                if message.epoch in self._participations:
+                    self._lower(message)
+                    self._post(types.DeviceMemoryLow(self.name))
+            case MemoryRecovered(available):
+                if available > self.profile.ram_available_bytes:
+                    available = min(available, self.profile.ram_total_bytes)
+                    self.profile = replace(self.profile, ram_available_bytes=available)
+                    self._post(types.DeviceMemoryRecovered(self.name))
+            case Remeasured(profile=profile) if with_speeds(self.profile, profile) != self.profile:
+                self.profile = with_speeds(self.profile, profile)
+                self._post(types.DevicesCorrected(frozenset({self.name})))
+            case LinksMeasured():
+                if self._links is not None and not self._links.done():
+                    self._links.set_result(message)
+            case KvHeld(number=number, held=held) if number in self._holds:
+                settle(self._holds[number], held)
+            case GuessState(epoch=epoch) | GuessesMade(epoch=epoch) if epoch in self._guesses:
+                self._guesses[epoch].hear(message)
+            case Progress() | WorkerStatus():
+                self._give(message)
+            case ParticipationStates(revision=revision, states=states) if revision > self._revision:
+                self._revision, self._states = revision, {state.epoch: state for state in states}
+                for state in states:
+                    self._give(state)
+            case Pong(number=number, revision=revision, measuring=measuring) if number:
+                if revision == self._revision:
+                    self._compare(number)
+                if measuring is not None and self._links is not None and not self._links.done():
+                    self._compare_measuring(number, self._links, is_measuring=measuring)
+            case _:
+                return  # a sign of life and no more
+
+    def _give(self, news: Progress | ParticipationState | WorkerStatus) -> None:
+        participation = self._participations.get(news.epoch)
+        if participation is not None:
+            participation.hear(news)
+
+    def _compare(self, number: int) -> None:
+        """The states are those that the worker had when ping ``number`` came: say what it did not hear once more."""
+        for participation in self._participations.values():
+            lost = participation.compare(number, self._states.get(participation.epoch))
+            if lost is not None:
+                self._again.append(lost)
+        strays = self._states.keys() - self._participations.keys()
+        self._strays = {epoch: self._strays.get(epoch, 0) + 1 for epoch in strays}
+        for epoch in [epoch for epoch, times in self._strays.items() if times >= MISSES]:
+            del self._strays[epoch]
+            self._again.append(Release(epoch=epoch))
+
+    def _compare_measuring(self, number: int, links: asyncio.Future[LinksMeasured], *, is_measuring: bool) -> None:
+        """Links were asked for: if they were not being measured when ping ``number`` came, ask again."""
+        if not self._measure_unheard.is_lost(number, self.next_ping, arrived=is_measuring):
+            return
+        if self._measure_unheard.repeats > MOST_REPEATS:
+            links.set_exception(DeviceLostError(f"{self.name} does not measure its links", self.name))
+            return
+        self._again.append(self._measure)
+
+    def _lower(self, memory_low: MemoryLow) -> None:
+        """From now on plans have less memory of this device: what it says, and less than they had at least."""
+        left = lowered(
+            self.profile.ram_available_bytes,
+            available_bytes=memory_low.ram_available_bytes,
+            needed_bytes=memory_low.needed_bytes,
+        )
+        self.profile = replace(self.profile, ram_available_bytes=left)
+
+    def _report_lost(self, reason: str) -> None:
+        if not self._lost:
+            self._lost = True
+            self._end_holds()
+            for guesses in self._guesses.values():
+                guesses.lost(reason)
+            for participation in list(self._participations.values()):
+                participation.fail(DeviceLostError(f"{self.name} is gone: {reason}", self.name))
+            self._post(types.Lost(self.name, reason))

@@ -1,0 +1,187 @@
+"""What a head learns from its answers: kept in its home, used by the plans that follow, and told where a plan is wrong."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from halda import DeviceProfile
+from primad.api.http.status import AnswerFigures, WrongTerm, wrong_line
+from primad.planning.corrections import (
+    LEAST,
+    MOST,
+    Corrections,
+    DeviceFactors,
+    Verdict,
+    learnt,
+    prompts_learnt,
+    verdict_of,
+)
+from primad.planning.forecast import Promise
+from primad.ring.messages import Status
+from primad.system.whole_file import write_whole
+
+logger = logging.getLogger(__name__)
+
+VERSION: Final = 1
+"""Grows when the factors come to mean something else."""
+WORTH_A_PLAN: Final = 0.1
+"""A factor that moved by so much since the plan was made may have made another plan better."""
+MOST_KEPT: Final = 256
+"""So many devices and links are in the file, the latest."""
+
+
+class _Link(msgspec.Struct, frozen=True, kw_only=True):
+    source: str
+    target: str
+    factor: float
+
+
+class _Device(msgspec.Struct, frozen=True, kw_only=True):
+    device: str
+    stamp: str
+    compute: float
+    disk: float
+    prompts: float = 1.0
+
+
+class _Kept(msgspec.Struct, frozen=True, kw_only=True):
+    version: int
+    devices: list[_Device]
+    links: list[_Link]
+
+
+def corrections_file(home: Path) -> Path:
+    """Where the head with this ``home`` keeps what it learnt."""
+    return home / "corrections.json"
+
+
+def read_corrections(home: Path) -> Corrections:
+    """What was learnt; nothing where the file is damaged or of another version."""
+    try:
+        kept = msgspec.json.decode(corrections_file(home).read_bytes(), type=_Kept)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return Corrections()
+    if kept.version != VERSION:
+        return Corrections()
+    figures = [figure for each in kept.devices for figure in (each.compute, each.disk, each.prompts)]
+    figures += [each.factor for each in kept.links]
+    if not all(LEAST <= figure <= MOST for figure in figures):
+        return Corrections()
+    return Corrections(
+        devices={
+            each.device: DeviceFactors(stamp=each.stamp, compute=each.compute, disk=each.disk, prompts=each.prompts)
+            for each in kept.devices
+        },
+        links={(each.source, each.target): each.factor for each in kept.links},
+    )
+
+
+def correction_line(home: Path, profile: DeviceProfile) -> str | None:
+    """What the head of this ``home`` learnt about its own device, for its owner; None for nothing."""
+    factors = read_corrections(home).of(profile)
+    changed = {"computing": factors.compute, "computing prompts": factors.prompts, "reading its disk": factors.disk}
+    said = [f"{what} takes {factor:.2f} times as long" for what, factor in changed.items() if factor != 1.0]
+    return f"corrected by answers: {', '.join(said)}" if said else None
+
+
+class Learning:
+    """The ``corrections`` of a head, and whether its plans come true."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self.corrections = read_corrections(home)
+        self._is_settled = True
+        self._told: dict[int, float] = {}
+        self._looked: dict[int, Corrections] = {}
+
+    def planned(self, profiles: Iterable[DeviceProfile]) -> Corrections:
+        """What a plan for devices with these ``profiles`` is to be made with."""
+        self.corrections = self.corrections.noted(profiles)
+        return self.corrections
+
+    def answered(self, epoch: int, promise: Promise, statuses: Mapping[str, Status | None]) -> AnswerFigures | None:
+        """Learn from an answer of ring ``epoch``, whose devices say ``statuses``; what a token of it took.
+
+        Says so in the log where the plan is wrong, once, and again when it is off by twice or half as much time. None where
+        nothing was measured cleanly.
+        """
+        plan, prediction, used = promise.plan, promise.prediction, promise.corrections
+        verdict = None if prediction is None else verdict_of(plan, prediction, used, statuses)
+        if verdict is None:
+            return None
+        now = learnt(self.corrections, verdict, plan, used)
+        if promise.question is not None:
+            now = prompts_learnt(now, plan, promise.question, used, statuses)
+        self._is_settled = now == self.corrections
+        self._keep(now)
+        measured = _told(verdict)
+        if measured.wrong is not None and self._is_news(epoch, verdict):
+            logger.warning("epoch %d: %s", epoch, wrong_line(measured))
+        return measured
+
+    def worth_a_plan(self, epoch: int, promise: Promise) -> set[str]:
+        """The devices of which so much was learnt since ring ``epoch`` was planned that plans may differ, once each time.
+
+        None while answers still move factors: what one of them took may be chance.
+        """
+        if not self._is_settled:
+            return set()
+        before = self._looked.get(epoch, promise.corrections)
+        changed = self.corrections.changed(before, promise.plan, WORTH_A_PLAN)
+        if changed:
+            self._looked[epoch] = self.corrections
+        return changed
+
+    def forget(self, epoch: int) -> None:
+        """Ring ``epoch`` is over."""
+        self._told.pop(epoch, None)
+        self._looked.pop(epoch, None)
+
+    def _is_news(self, epoch: int, verdict: Verdict) -> bool:
+        before = self._told.get(epoch)
+        if before is not None and abs(math.log2(verdict.measured_s / before)) < 1:
+            return False
+        self._told[epoch] = verdict.measured_s
+        return True
+
+    def _keep(self, corrections: Corrections) -> None:
+        if corrections == self.corrections:
+            return
+        self.corrections = corrections
+        devices = list(corrections.devices.items())[-MOST_KEPT:]
+        links = list(corrections.links.items())[-MOST_KEPT:]
+        kept = _Kept(
+            version=VERSION,
+            devices=[
+                _Device(device=name, stamp=each.stamp, compute=each.compute, disk=each.disk, prompts=each.prompts)
+                for name, each in devices
+            ],
+            links=[_Link(source=source, target=target, factor=factor) for (source, target), factor in links],
+        )
+        try:
+            write_whole(corrections_file(self._home), msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")
+        except OSError as exc:
+            logger.warning("%s: what was learnt cannot be kept: %s", corrections_file(self._home), exc.strerror or exc)
+
+
+def _told(verdict: Verdict) -> AnswerFigures:
+    worst = verdict.worst
+    return AnswerFigures(
+        tpot_ms=verdict.measured_s * 1e3,
+        predicted_tpot_ms=verdict.predicted_s * 1e3,
+        wrong=WrongTerm(
+            term=worst.kind,
+            device=worst.device,
+            predicted_ms=worst.predicted_s * 1e3,
+            measured_ms=worst.measured_s * 1e3,
+            is_beyond=worst.is_beyond,
+        )
+        if verdict.is_off
+        else None,
+    )

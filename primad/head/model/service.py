@@ -1,0 +1,189 @@
+"""What a head serves: the model file and what was learnt of it, and how it is to be served."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from halda import ModelProfile, Workload
+from primad.certify.verdict import windows_line
+from primad.daemon.station import Station
+from primad.errors import ModelError, PrimadError, WeightsError
+from primad.gguf.adapter import Adapter
+from primad.gguf.architectures import cuttable
+from primad.gguf.digests import LayerDigests
+from primad.gguf.header import Header
+from primad.gguf.hub_library import token
+from primad.gguf.hub_ranges import own_hubs
+from primad.gguf.layers import LayerCut
+from primad.gguf.model import check_unchanged, open_model, stamps_of
+from primad.gguf.profile import model_profile
+from primad.gguf.ranged import RangedModel
+from primad.gguf.ranged_cutter import RangedCutter
+from primad.gguf.windows import ModelCutter
+from primad.head.model.options import ServeOptions, model_id
+from primad.layers.server import LayerSource
+from primad.planning.experts import with_expert_use
+from primad.planning.question import PlannedDraft, workload_of
+from primad.ring.speculation.messages import DraftModel
+from primad.settings.config import digests_file
+
+
+class ModelSource:
+    """The model file: its ``header``, its ``profile``, and its layers, of which is kept in ``home`` what was learnt; what
+    ``adapters`` change of it.
+
+    ``ranged`` is where its weights are, if that is on a hub. A file that could not be read is tried again after ``again_s``.
+    """
+
+    def __init__(
+        self,
+        header: Header,
+        profile: ModelProfile,
+        home: Path,
+        ranged: RangedModel | None = None,
+        adapters: Sequence[Adapter] = (),
+        *,
+        again_s: float,
+    ) -> None:
+        assert ranged is None or not adapters, "a model with adapters is here"
+        self.adapters = tuple(adapters)
+        self._again_s = again_s
+        self._ranged = ranged
+        self.header, self.profile = header, profile
+        self._home = home
+        self._stamps = stamps_of(header)
+        for each in adapters:
+            self._stamps |= stamps_of(each.header)
+        self._unreadable: tuple[str, float] | None = None
+        self._cutter: ModelCutter | None = None
+
+    @property
+    def id(self) -> str:
+        """Its name in the API."""
+        return model_id(self.header.path)
+
+    @property
+    def stamp(self) -> str:
+        """Tells it from every other model file, and from itself after a change."""
+        added = [(each.digest, each.scale) for each in self.adapters]
+        return repr((sorted((str(path), stamp) for path, stamp in self._stamps.items()), added))
+
+    @property
+    def cutter(self) -> ModelCutter:
+        """Cuts its layers out; made when one is needed for the first time."""
+        if self._cutter is None:
+            digests, ranged = LayerDigests(self.header, digests_file(self._home)), self._ranged
+            self._cutter = (
+                ModelCutter(self.header, digests, keeps_name=any(each.changes_output for each in self.adapters))
+                if ranged is None
+                else RangedCutter(
+                    self.header, digests, files=ranged.files, parts=ranged.parts, hubs=own_hubs(), token=token()
+                )
+            )
+        return self._cutter
+
+    @property
+    def ranged(self) -> RangedCutter | None:
+        """The ``cutter`` of a model on a hub; None where the file is here. A model that cannot be cut has none."""
+        cutter = None if self._ranged is None else self.cutter
+        return cutter if isinstance(cutter, RangedCutter) else None
+
+    @property
+    def file(self) -> Path:
+        """The file here that has the vocabulary, and all else of the model where that is here."""
+        return self.header.path if self._ranged is None else self._ranged.vocabulary
+
+    async def checked(self, firsts: Iterable[int]) -> str | None:
+        """What is known by now of its windows that begin at these layers; None for the whole model alone."""
+        return await asyncio.to_thread(windows_line, self._home, self.header, firsts)
+
+    async def planned(self) -> ModelProfile:
+        """Its profile with what is known by now of the use of its experts."""
+        return await asyncio.to_thread(with_expert_use, self.profile, self.header, self._home)
+
+    def source(self, digest: str) -> LayerCut | None:
+        """The layer ``digest`` of the model or an adapter, if a plan needed it and it is in a file here."""
+        cutters: list[ModelCutter | Adapter] = [*([] if self._cutter is None else [self._cutter]), *self.adapters]
+        return next((cut for each in cutters if (cut := each.source(digest)) is not None), None)
+
+    def find_layer(self, digest: str) -> LayerSource | None:
+        """The layer ``digest``, if a plan needed it and it is in the file."""
+        return self.source(digest)
+
+    def check(self) -> None:
+        """Raises ``ModelError`` when the file is not what it was, or could not be read a moment ago."""
+        check_unchanged(self._stamps)
+        if self._unreadable is not None and time.monotonic() < self._unreadable[1] + self._again_s:
+            raise ModelError(f"{self._unreadable[0]}; check the disk, or serve another copy of the model")
+
+    def remember(self, error: PrimadError | None) -> None:
+        """A ring ended with ``error``. None can do without this file: if its disk does not give it, the next one waits."""
+        if isinstance(error, WeightsError) and error.file is not None and Path(error.file) in self._stamps:
+            self._unreadable = str(error), time.monotonic()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """Which model is served, what the owner asked for, the work that plans are made for, and the model that guesses.
+
+    ``draft_source`` has the layers of that, for other devices; None where it cannot be cut. Unless ``head_has_room`` for it
+    it guesses on those alone.
+    """
+
+    model: ModelSource
+    options: ServeOptions
+    workload: Workload
+    draft: DraftModel | None = None
+    draft_source: ModelSource | None = None
+    head_has_room: bool = True
+
+    @property
+    def planned_draft(self) -> PlannedDraft | None:
+        """The model that guesses, as plans take it."""
+        draft, source = self.draft, self.draft_source
+        if draft is None:
+            return None
+        return PlannedDraft(
+            path=draft.path,
+            model=self.model.profile if source is None else source.profile,
+            memory_bytes=draft.memory_bytes,
+            head_has_room=self.head_has_room,
+            may_move=source is not None,
+        )
+
+
+def service_of(
+    station: Station,
+    header: Header,
+    model: ModelProfile,
+    options: ServeOptions,
+    ranged: RangedModel | None = None,
+    draft: DraftModel | None = None,
+    adapters: Sequence[Adapter] = (),
+    *,
+    head_has_room: bool = True,
+) -> Service:
+    """The model of ``header`` as ``options`` ask for it. Raises ``PlanError`` when no work can be planned so."""
+    again_s = station.timings.head.model_again_s
+    source = ModelSource(header, model, station.config.home, ranged, adapters, again_s=again_s)
+    return Service(
+        model=source,
+        options=options,
+        workload=workload_of(options.run, model),
+        draft=draft,
+        draft_source=None if draft is None else _source_of(draft, station, again_s),
+        head_has_room=head_has_room,
+    )
+
+
+def _source_of(draft: DraftModel, station: Station, again_s: float) -> ModelSource | None:
+    header = open_model(Path(draft.path))
+    try:
+        cuttable(header)
+    except ModelError:
+        return None
+    return ModelSource(header, model_profile(header), station.config.home, again_s=again_s)

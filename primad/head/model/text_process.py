@@ -1,0 +1,186 @@
+"""The text process: ``python -m primad.head.model.text_process`` makes of each request's body what the daemon needs
+to answer it.
+
+Templates and vocabularies come from others' files, texts and schemas from any client, and the code that reads them is not
+made for that: llama.cpp's pre-tokenizers recurse once a character, a template may count for hours, a schema may grow without
+end. So this process may die, hang or grow; the daemon bounds its time and memory (``text_service.py``). It ends with its
+standard input, whatever it computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, BinaryIO, Final
+
+import msgspec
+
+from primad.api.answering.backend import Asking, Preparation, TextModel, Vocabulary
+from primad.api.answering.pieces import CONTROL, END, PieceTable
+from primad.errors import EngineError, PrimadError, RequestError
+from primad.head.model.text_messages import (
+    Failed,
+    LoadText,
+    Prepare,
+    PreparedRequest,
+    PrepareTask,
+    RequestRefused,
+    TextAnswer,
+    TextReady,
+)
+from primad.system.children.answer_stream import answer_stream
+from primad.system.children.channel import LENGTH, MAX_FRAME_BYTES, frame
+
+if TYPE_CHECKING:
+    from primad.head.model.tokenizer import ModelVocabulary
+
+STACK_BYTES: Final = 256 << 20
+"""A pre-tokenizer of llama.cpp takes up to some kB of stack for each character of a run of equal ones."""
+MODULE: Final = "primad.api."
+NEEDED: Final = "primad.api.dialects.openai.prepared"
+"""What nearly every request needs, and no request is to wait for."""
+MAX_MADE_BYTES: Final = MAX_FRAME_BYTES // 2
+MAX_LINES: Final = 8
+
+
+class _Process:
+    def __init__(self) -> None:
+        self._vocabulary: ModelVocabulary | None = None
+
+    def answer(self, task: PrepareTask) -> TextAnswer:
+        match task:
+            case LoadText():
+                return self._load(task)
+            case Prepare():
+                return prepared(task, self._vocabulary)
+
+    def _load(self, task: LoadText) -> TextReady | Failed:
+        from primad.head.model.tokenizer import ModelVocabulary  # loads llama.cpp
+
+        try:
+            vocabulary = self._vocabulary = ModelVocabulary(task.path, task.chat_template)
+        except EngineError as exc:
+            return Failed(str(exc))
+        pieces = None
+        if task.tells_pieces:
+            pieces = PieceTable.of(
+                (
+                    (name, (CONTROL if is_control else 0) | (END if is_end else 0))
+                    for name, is_control, is_end in vocabulary.all_tokens()
+                ),
+                bos=vocabulary.bos,
+                eos=vocabulary.eos,
+                chat_template=vocabulary.chat_template,
+            )
+        import_module(NEEDED)
+        _ = vocabulary.longest_chars  # looked up once, before anybody waits for it
+        _bound_memory(task.memory_bytes)
+        return TextReady(pieces=pieces)
+
+
+def prepared(task: Prepare, vocabulary: Vocabulary | None) -> PreparedRequest | RequestRefused | Failed:
+    """The answer to ``task``."""
+    try:
+        with _logged() as lines:
+            made = msgspec.msgpack.encode(_preparation(task.what)(task.body, _asking(task, vocabulary)))
+        if len(made) > MAX_MADE_BYTES:
+            raise RequestError(f"the answer would have {len(made)} bytes; ask for less at a time")
+        return PreparedRequest(made=made, lines=lines)
+    except PrimadError as exc:
+        return RequestRefused.of(exc)
+    except MemoryError:
+        return RequestRefused(
+            message="the request takes more memory to read than there is for one", status=400, spent=True
+        )
+    except OverflowError:  # of msgpack
+        return RequestRefused(message="the request has a whole number of more than 64 bits", status=400)
+    except Exception:  # noqa: BLE001 (the top of this process: the daemon logs it)
+        return Failed(traceback.format_exc())
+
+
+def _asking(task: Prepare, vocabulary: Vocabulary | None) -> Asking:
+    model, settings = None, task.settings
+    if settings is not None:
+        assert vocabulary is not None, "the vocabulary was loaded before"
+        given = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
+        model = TextModel(vocabulary=vocabulary, **given)
+    return Asking(model=model, seed=task.seed, now=task.now)
+
+
+def _preparation(what: str) -> Preparation[msgspec.Struct]:
+    module, _, name = what.partition(":")
+    assert module.startswith(MODULE), "the daemon names its own functions"
+    preparation: Preparation[msgspec.Struct] = getattr(import_module(module), name)
+    return preparation
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self.lines) < MAX_LINES:
+            self.lines.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[list[str]]:
+    """What is logged meanwhile."""
+    handler, root = _Lines(), logging.getLogger("primad")
+    root.setLevel(logging.INFO)
+    root.addHandler(handler)
+    try:
+        yield handler.lines
+    finally:
+        root.removeHandler(handler)
+
+
+def _bound_memory(more_bytes: int) -> None:
+    """Let this process take so much more than it has. Where the system cannot, the daemon looks at it alone."""
+    if sys.platform != "linux":
+        return
+    import resource
+
+    data_bytes = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    with contextlib.suppress(OSError, ValueError):
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes + more_bytes, hard))
+
+
+def _read(tasks: SimpleQueue[bytes]) -> None:
+    stream = sys.stdin.buffer
+    while len(length := stream.read(LENGTH.size)) == LENGTH.size:
+        tasks.put(stream.read(LENGTH.unpack(length)[0]))
+    os._exit(0)
+
+
+def _work(tasks: SimpleQueue[bytes], answers: BinaryIO) -> None:
+    process, decoder = _Process(), msgspec.msgpack.Decoder(PrepareTask)
+    try:
+        while True:
+            answers.write(frame(process.answer(decoder.decode(tasks.get()))))
+            answers.flush()
+    finally:  # nothing but a mistake of ours: nobody is to wait for an answer that does not come
+        os._exit(1)
+
+
+def main() -> None:
+    """Answer tasks until standard input ends."""
+    tasks = SimpleQueue[bytes]()
+    with answer_stream() as answers:
+        threading.stack_size(STACK_BYTES)
+        threading.Thread(target=_work, args=(tasks, answers), daemon=True).start()
+        _read(tasks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,400 @@
+"""The head's side of its text processes, which turn requests into prompts: whose turn it is, and what is too much.
+
+Most requests take milliseconds. One that takes ``quick_s`` is slow. Of the slow ones one at a time goes on, so that another
+process is free for all others. What takes ``most_s`` is refused, and so is what makes its process end, hang or grow; the
+next request gets a new process. Time in which a process waited for a processor does not count. Callers take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import sys
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache
+from typing import Any, Final
+
+import msgspec
+import psutil
+
+from primad.api.answering.backend import ModelSettings, Preparation, Prepared
+from primad.api.answering.pieces import ModelPieces
+from primad.api.dialects.openai.sampling import SEEDS
+from primad.errors import EngineError, PrimadError, RequestError, RingError
+from primad.head.model.text_messages import (
+    Failed,
+    LoadText,
+    Prepare,
+    PreparedRequest,
+    RequestRefused,
+    TextAnswer,
+    TextReady,
+)
+from primad.settings.quantities import show_bytes
+from primad.system.children.channel import LENGTH, frame, frame_bytes
+from primad.system.children.spawn import how_it_ended
+from primad.system.hidden_gpus import NO_GPU
+from primad.system.memory import staying
+from primad.system.shares import Shares, Turns
+from primad.system.starvation import OwnTime
+from primad.system.tasks import Tasks, settle
+
+MOST_PROCESSES: Final = 2
+MAX_WAITING: Final = 256
+"""Requests of one caller that may wait for their turn, fewer where several ask for many."""
+
+_decoder = msgspec.msgpack.Decoder(TextAnswer)
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextLimits:
+    """What a request may take. ``memory_bytes`` is what a process may have beside its vocabulary."""
+
+    quick_s: float = 1.0
+    most_s: float = 15.0
+    memory_bytes: int = 1 << 30
+    load_s: float = 120.0
+    look_s: float = 0.1
+    idle_s: float = 60.0
+    """A second process for which there was nothing to do for so long ends."""
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A request on its way. ``task`` is its frame."""
+
+    task: bytes
+    owner: str
+    answer: asyncio.Future[TextAnswer]
+    is_slow: bool = False
+    is_again: bool = False
+    """A process ended over it, or had ended before, which need not be its fault; it gets one more."""
+
+
+class _EndedError(Exception):
+    """The process is gone; its text says how it ended."""
+
+
+class _TooMuchError(Exception):
+    """The process was ended for what a request took; its text says what that was."""
+
+
+class _LaterError(Exception):
+    """The process was ended so that the request can go on when no other slow one does."""
+
+
+@dataclass(slots=True, eq=False)
+class _Child:
+    process: asyncio.subprocess.Process
+    is_busy: bool = True
+    loaded_bytes: int = 0
+    ending: asyncio.TimerHandle | None = None
+
+    async def ask(self, task: bytes, look: Callable[[OwnTime], None], look_s: float) -> TextAnswer:
+        """The answer to the frame ``task``; ``look`` is called now and then and raises what ends the process."""
+        assert self.process.stdin is not None
+        reading = asyncio.ensure_future(self._read())
+        own = OwnTime(self.process.pid)
+        try:
+            self.process.stdin.write(task)
+            while not reading.done():
+                await asyncio.wait([reading], timeout=look_s)
+                if not reading.done():
+                    look(own)
+            return await reading
+        except (ConnectionError, asyncio.IncompleteReadError):
+            raise _EndedError(how_it_ended(await self.process.wait())) from None
+        finally:
+            reading.cancel()
+
+    async def _read(self) -> TextAnswer:
+        assert self.process.stdout is not None
+        size = frame_bytes(await self.process.stdout.readexactly(LENGTH.size))
+        answer: TextAnswer = _decoder.decode(await self.process.stdout.readexactly(size))
+        return answer
+
+    def rss_bytes(self) -> int:
+        """What it holds."""
+        try:
+            return int(psutil.Process(self.process.pid).memory_info().rss)
+        except psutil.Error:
+            return 0
+
+    def kill(self) -> None:
+        """End it, and forget what it was still to be told."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        assert self.process.stdin is not None
+        if not self.process.stdin.transport.is_closing():
+            self.process.stdin.transport.abort()
+
+
+class TextService:
+    """Prepares requests for the model of ``load``. ``began`` hears of each process."""
+
+    def __init__(
+        self,
+        path: str,
+        chat_template: str | None,
+        *,
+        limits: TextLimits = TextLimits(),
+        began: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._path, self._chat_template, self._limits, self._began = path, chat_template, limits, began
+        self._children: list[_Child] = []
+        self._places = Shares(2 * MAX_WAITING, least=1)
+        self._quick, self._slow = Turns[_Turn](), Turns[_Turn]()
+        self._running: set[_Turn] = set()
+        self._tasks = Tasks()
+        self._pieces: ModelPieces | None = None
+        self._loading = asyncio.Lock()
+        self._starting: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that run."""
+        return [child.process.pid for child in self._children]
+
+    async def pieces(self) -> ModelPieces:
+        """The model's tokens as text. Raises ``EngineError`` when the file cannot be loaded."""
+        async with self._loading:
+            if self._pieces is None:
+                child, ready = await self._begin(tells_pieces=True)
+                assert ready.pieces is not None, "they were asked for"
+                self._pieces = ModelPieces(ready.pieces)
+                self._free(child)
+        return self._pieces
+
+    async def prepare(
+        self, preparation: Preparation[Prepared], body: bytes, settings: ModelSettings | None, *, owner: str = ""
+    ) -> Prepared:
+        """As ``Backend.prepare``."""
+        if self._closed:
+            raise RingError("primad is stopping")
+        if not self._places.has_room(owner):
+            raise RequestError(
+                "many requests of this caller are waiting to be read already; try again later",
+                status=429,
+                code="queue_full",
+            )
+        task = Prepare(
+            what=f"{preparation.__module__}:{preparation.__name__}",
+            body=body,
+            settings=settings,
+            seed=secrets.randbelow(SEEDS),
+            now=datetime.now().astimezone(),
+        )
+        turn = _Turn(frame(task), owner, asyncio.get_running_loop().create_future())
+        with self._places.held(owner):
+            self._quick.add(owner, turn)
+            self._pump()
+            answer = await turn.answer
+        match answer:
+            case PreparedRequest() as prepared:
+                for line in prepared.lines:
+                    logger.info("%s", line)
+                made: Prepared = msgspec.msgpack.decode(prepared.made, type=_kind(preparation))
+                return made
+            case RequestRefused() as refused:
+                raise refused.error()
+            case Failed() as failed:
+                raise AssertionError(f"the text process: {failed.message}")
+            case other:
+                raise AssertionError(f"an answer to another question: {other}")
+
+    async def close(self) -> None:
+        """End all processes; who waits hears that primad stops."""
+        self._closed = True
+        self._refuse_all(RingError("primad is stopping"))
+        await self._tasks.close()
+        for child in list(self._children):
+            await self._bury(child)
+
+    def _pump(self) -> None:
+        """Give those who wait the processes that are free, and begin one where there is none for them."""
+        for child in [each for each in self._children if not each.is_busy]:
+            turn = self._next()
+            if turn is None:
+                break
+            self._take(child)
+            self._running.add(turn)
+            self._tasks.start(self._run(child, turn))
+        if self._wants_another:
+            self._starting = self._tasks.start(self._begin_another())
+
+    def _next(self) -> _Turn | None:
+        """The next request, of which one is slow at a time. Those whose client left are forgotten."""
+        for turns in (self._quick,) if self._slow_runs else (self._quick, self._slow):
+            while turns:
+                turn = turns.next()
+                if not turn.answer.done():
+                    return turn
+        return None
+
+    def _refuse_all(self, error: PrimadError) -> None:
+        """Nobody waits any more."""
+        for turns in (self._quick, self._slow):
+            while turns:
+                _fail(turns.next(), error)
+
+    @property
+    def _slow_runs(self) -> bool:
+        return any(turn.is_slow for turn in self._running)
+
+    @property
+    def _wants_another(self) -> bool:
+        if self._closed or (self._starting is not None and not self._starting.done()):
+            return False
+        if not self._children:
+            return bool(self._quick or self._slow)
+        return bool(self._quick) and self._slow_runs and len(self._children) < MOST_PROCESSES
+
+    async def _begin_another(self) -> None:
+        try:
+            child, _ = await self._begin(tells_pieces=False)
+        except PrimadError as exc:
+            self._refuse_all(RingError(f"requests cannot be read: {exc}"))
+            return
+        self._starting = None
+        self._free(child)
+
+    async def _begin(self, *, tells_pieces: bool) -> tuple[_Child, TextReady]:
+        """A process with the vocabulary, which is busy until it is free. Raises ``EngineError``, ``RingError``."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "primad.head.model.text_process",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env={**os.environ, **NO_GPU, "GGML_NO_BACKTRACE": "1"},
+                start_new_session=True,
+            )
+        except OSError as exc:  # as where memory or processes are at an end
+            raise RingError(f"the text process cannot be started: {exc.strerror or exc}") from exc
+        staying.add(process.pid)
+        child = _Child(process)
+        self._children.append(child)
+        self._began(process.pid)
+        load = LoadText(
+            path=self._path,
+            chat_template=self._chat_template,
+            tells_pieces=tells_pieces,
+            memory_bytes=self._limits.memory_bytes,
+        )
+
+        def look(own: OwnTime) -> None:
+            if own.left_s(self._limits.load_s) <= 0:
+                raise _TooMuchError("took too long")
+
+        try:
+            ready = await child.ask(frame(load), look, self._limits.look_s)
+        except (_EndedError, _TooMuchError) as exc:
+            await self._bury(child)
+            raise EngineError(f"{self._path}: the process that loads its vocabulary {exc}") from None
+        except BaseException:
+            await self._bury(child)
+            raise
+        if not isinstance(ready, TextReady):
+            await self._bury(child)
+            assert isinstance(ready, Failed)
+            raise EngineError(ready.message)
+        child.loaded_bytes = child.rss_bytes()
+        return child, ready
+
+    async def _run(self, child: _Child, turn: _Turn) -> None:
+        try:
+            answer = await child.ask(turn.task, lambda own: self._look(child, turn, own), self._limits.look_s)
+            if isinstance(answer, RequestRefused) and answer.spent:
+                await self._bury(child)
+            settle(turn.answer, answer)
+        except (_LaterError, _EndedError, _TooMuchError) as exc:
+            await self._bury(child)
+            if isinstance(exc, _LaterError) or (isinstance(exc, _EndedError) and not turn.is_again):
+                turn.is_again = turn.is_again or isinstance(exc, _EndedError)
+                turn.is_slow = True
+                self._slow.add(turn.owner, turn)
+            else:
+                settle(turn.answer, RequestRefused(message=_refusal(exc), status=400, code="unreadable_request"))
+        except BaseException:  # cancelled, or our own mistake: nobody is to wait for ever
+            _fail(turn, RingError("primad is stopping, or failed over this request"))
+            raise
+        finally:
+            self._running.discard(turn)
+            if child in self._children:
+                self._free(child)
+            else:
+                self._pump()
+
+    def _look(self, child: _Child, turn: _Turn, own: OwnTime) -> None:
+        """What is to happen with a request that takes a while."""
+        limits = self._limits
+        if child.rss_bytes() > child.loaded_bytes + limits.memory_bytes:
+            raise _TooMuchError(f"took more than {show_bytes(limits.memory_bytes)} of memory")
+        took_s = limits.most_s - own.left_s(limits.most_s)
+        if turn.is_slow and turn.answer.done():
+            raise _LaterError
+        if took_s >= limits.most_s:
+            raise _TooMuchError(f"took more than {limits.most_s:g} s")
+        if took_s >= limits.quick_s and not turn.is_slow:
+            if self._slow_runs or turn.answer.done():
+                raise _LaterError  # or never, where its client left
+            turn.is_slow = True
+            self._pump()
+
+    def _take(self, child: _Child) -> None:
+        child.is_busy = True
+        if child.ending is not None:
+            child.ending.cancel()
+            child.ending = None
+
+    def _free(self, child: _Child) -> None:
+        child.is_busy = False
+        if child is not self._children[0]:
+            child.ending = asyncio.get_running_loop().call_later(
+                self._limits.idle_s, lambda: self._tasks.start(self._end_idle(child))
+            )
+        self._pump()
+
+    async def _end_idle(self, child: _Child) -> None:
+        if not child.is_busy and len(self._children) > 1:
+            await self._bury(child)
+
+    async def _bury(self, child: _Child) -> None:
+        """End ``child``, and wait for its end."""
+        if child not in self._children:
+            return
+        self._children.remove(child)
+        if child.ending is not None:
+            child.ending.cancel()
+        child.kill()
+        await child.process.wait()
+        staying.discard(child.process.pid)
+
+
+def _refusal(exc: Exception) -> str:
+    match exc:
+        case _TooMuchError():
+            return f"reading the request {exc}; send a shorter one, or one with a simpler schema or grammar"
+        case _:
+            return f"the request cannot be read: the process that read it {exc}; send another one"
+
+
+def _fail(turn: _Turn, error: PrimadError) -> None:
+    if not turn.answer.done():
+        turn.answer.set_exception(error)
+
+
+@cache
+def _kind(preparation: Preparation[Any]) -> Any:
+    """The type of what ``preparation`` makes."""
+    return typing.get_type_hints(preparation)["return"]

@@ -1,0 +1,22 @@
+"""The served model's tokenizer, which only the text process loads: it brings llama.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from primad.api.answering.backend import FillInTokens
+from primad.engine.vocabulary import LlamaVocabulary
+
+
+class ModelVocabulary(LlamaVocabulary):
+    """A ``LlamaVocabulary`` that also knows its model's chat template, and how to fill in."""
+
+    def __init__(self, path: str, chat_template: str | None) -> None:
+        super().__init__(Path(path))
+        before, after, middle, file = self.fill_in_ids
+        self.fill_in = (
+            FillInTokens(before=before, after=after, middle=middle, file=file if file >= 0 else None)
+            if min(before, after, middle) >= 0
+            else None
+        )
+        self.chat_template = chat_template

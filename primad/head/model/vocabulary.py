@@ -1,0 +1,70 @@
+"""What a model file says of chat and sampling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from primad.api.answering.backend import SamplingDefaults
+from primad.api.answering.chat import check_template
+from primad.errors import ConfigError, ModelError
+from primad.gguf.constants import GGUFValueType
+from primad.gguf.header import Header
+
+CHAT_TEMPLATE = "tokenizer.chat_template"
+MAX_TEMPLATE_BYTES: Final = 1 << 20
+_RECOMMENDED: Final = {
+    "general.sampling.temp": ("temperature", 0.0, 2.0),
+    "general.sampling.top_k": ("top_k", 0, 2**31 - 1),
+    "general.sampling.top_p": ("top_p", 0.0, 1.0),
+    "general.sampling.min_p": ("min_p", 0.0, 1.0),
+    "general.sampling.penalty_repeat": ("repeat_penalty", 0.01, 10.0),
+    "general.sampling.penalty_last_n": ("penalty_tokens", -1, 2**31 - 1),
+    "general.sampling.mirostat": ("mirostat", 0, 2),
+    "general.sampling.mirostat_tau": ("mirostat_tau", 0.0, 100.0),
+    "general.sampling.mirostat_eta": ("mirostat_eta", 0.0, 1.0),
+    "general.sampling.xtc_probability": ("xtc_probability", 0.0, 1.0),
+    "general.sampling.xtc_threshold": ("xtc_threshold", 0.0, 1.0),
+}
+"""Keys of a model file with the field that each is, and what that may be."""
+
+
+def sampling_defaults(header: Header) -> SamplingDefaults:
+    """How the model file wants its tokens sampled. A value that makes no sense is as if it were not there."""
+    found: dict[str, Any] = {}
+    for key, (name, least, most) in _RECOMMENDED.items():
+        if key not in header.values:
+            continue
+        try:
+            number = header.number(key)
+        except ModelError:
+            continue
+        if least <= number <= most:
+            found[name] = int(number) if isinstance(least, int) else float(number)
+    return SamplingDefaults(**found)
+
+
+def chat_template_of(header: Header) -> str | None:
+    """The Jinja source in the model file, or None."""
+    value = header.values.get(CHAT_TEMPLATE)
+    return str(value.scalar()) if value is not None and value.type == GGUFValueType.STRING else None
+
+
+def chat_template_in(path: Path) -> str:
+    """The Jinja source in the file of ``--chat-template``. Raises ``ConfigError`` for one that cannot be used."""
+    at = f"--chat-template {path}"
+    try:
+        with path.open("rb") as file:
+            source = file.read(MAX_TEMPLATE_BYTES + 1).decode()
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "is no text in UTF-8"
+        raise ConfigError(f"{at}: {reason or exc}; name a file with a Jinja template") from exc
+    if not source.strip() or len(source) > MAX_TEMPLATE_BYTES:
+        raise ConfigError(
+            f"{at}: is empty, or larger than {MAX_TEMPLATE_BYTES >> 20} MiB; name a file with a Jinja template"
+        )
+    try:
+        check_template(source)
+    except ModelError as exc:
+        raise ConfigError(f"{at}: {exc.__cause__}; name a file with a Jinja template") from exc
+    return source

@@ -1,0 +1,1 @@
+"""Rings of devices: planned, formed, served from and kept."""

@@ -1,0 +1,442 @@
+"""The daemon as the HTTP API sees it: requests go to the head's ring process, tokens come back.
+
+A generation outlives the ring that computes it: its prompt and the tokens sampled so far are here, and the next ring goes on
+from them. It ends with an error only when there is no ring to wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from primad.api.answering.backend import Health, ModelSettings, Preparation, Prepared, ServedModel, TokenPieces
+from primad.errors import PrimadError, PromptTooLongError, RequestError, RingError
+from primad.kv.keys import KvBlock
+from primad.ring.messages import (
+    Cancel,
+    Finished,
+    Generate,
+    GenerationEvent,
+    KvKept,
+    PromptProgress,
+    RingCommand,
+    Sampled,
+    Sampling,
+)
+from primad.system.shares import Shares
+
+MAX_WAITING: Final = 64
+"""Generations that may run or wait at one time for one caller; while others ask too each has a share of twice as many."""
+MAX_UNREAD: Final = 8192
+"""Events of a generation that wait for their reader; as many times fewer as each lists log-probabilities."""
+
+
+A_MOMENT_S: Final = 10.0
+"""When a ring breaks the next one computes after 2 to 5 s (``docs/faults.md``); after longer the health check says that none
+does. Its warm-up lap counts as computing where nobody waits for more. So it is with a step that is overdue."""
+MOST_RINGS: Final = 4
+"""An answer under which so many rings in a row broke, and that got no further in any, may be what breaks them."""
+
+
+class SendCommands(Protocol):
+    """Gives commands to the head's ring process, all of them at once."""
+
+    def __call__(self, *commands: RingCommand) -> Awaitable[None]:
+        """As above."""
+
+
+StatusOf = Callable[[], Awaitable[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoOn:
+    """What a ring has of the answers that it goes on with: by request the ``blocks`` of KV cells that all its devices hold.
+
+    ``root`` names, by owner, whose cells they are; empty where none are kept. More than ``most_rows`` rows of an answer are
+    not computed one by one.
+    """
+
+    root: Callable[[str], str]
+    blocks: Mapping[int, Sequence[KvBlock]]
+    most_rows: int | None
+
+
+class Preparing(Protocol):
+    """Makes prompts of requests, away from this loop."""
+
+    async def pieces(self) -> TokenPieces:
+        """The model's tokens as text. Raises ``EngineError``."""
+
+    async def prepare(
+        self, preparation: Preparation[Prepared], body: bytes, settings: ModelSettings | None, *, owner: str = ""
+    ) -> Prepared:
+        """As ``api.backend.Backend.prepare``."""
+
+
+class PromptCells(Protocol):
+    """Finds KV cells of prompts."""
+
+    def __call__(self, prompt: Sequence[int], owner: str) -> Awaitable[tuple[str, list[KvBlock]]]:
+        """Under which root the cells of an answer to ``prompt`` for ``owner`` are kept, and the blocks that are there."""
+
+
+async def _no_cells(prompt: Sequence[int], owner: str) -> tuple[str, list[KvBlock]]:
+    return "", []
+
+
+@dataclass(slots=True)
+class _Open:
+    """A generation: what was asked for, what was sampled, and where its events go, with room for its end."""
+
+    generate: Generate
+    events: asyncio.Queue[GenerationEvent | PrimadError]
+    read_tokens: int = 0
+    """Of the prompt, as was told; a ring that begins anew says nothing of it twice."""
+    sampled: list[int] = field(default_factory=list)
+    chain: list[KvBlock] = field(default_factory=list)
+    """The blocks that its ring keeps, from the first position on."""
+    mirostat_mu: float | None = None
+    begun: bool = False
+    ended: bool = False
+    moved: bool = False
+    """Whether it got any further in its ring."""
+    breaks: int = 0
+    """In how many rings in a row it did not, before they broke."""
+
+    @property
+    def computed(self) -> int:
+        """How many positions its ring has computed, as far as was told."""
+        return len(self.generate.prompt) + len(self.sampled) - 1 if self.sampled else self.read_tokens
+
+    def kept(self, blocks: Iterable[KvBlock]) -> None:
+        """Its ring keeps ``blocks``, the next ones; or others in place of the last ones, which it did not have."""
+        for block in blocks:
+            while self.chain and self.chain[-1].end > block.start:
+                self.chain.pop()
+            if block.before == (self.chain[-1].key if self.chain else ""):
+                self.chain.append(block)
+
+    def to_go_on(self, cells: GoOn) -> Generate:
+        """The request to a ring that has not seen it yet, but holds ``cells``."""
+        self.chain = list(cells.blocks.get(self.generate.request, ()))
+        there = max(len(self.generate.prompt), self.chain[-1].end if self.chain else 0)
+        return msgspec.structs.replace(
+            self.generate,
+            sampled=list(self.sampled),
+            sampling=msgspec.structs.replace(self.generate.sampling, mirostat_mu=self.mirostat_mu),
+            root=cells.root(self.generate.owner),
+            blocks=list(self.chain),
+            replays_rows=cells.most_rows is None or self.computed - there <= cells.most_rows,
+        )
+
+    def give(self, event: GenerationEvent | PrimadError) -> None:
+        """To whoever asked. One who is so far behind that there is no room hears that, and nothing more."""
+        if type(event) is not Finished and self.events.qsize() >= self.events.maxsize - 1:
+            while not self.events.empty():
+                self.events.get_nowait()
+            self.ended = True
+            event = RequestError(
+                "the answer was read too slowly; read it as it comes", status=408, code="read_too_slowly"
+            )
+        self.events.put_nowait(event)
+
+    def fail(self, error: str) -> None:
+        """Ends with ``error``, unless it has ended."""
+        if self.ended:
+            return
+        self.ended = True
+        failed = Finished(
+            request=self.generate.request,
+            reason="error",
+            error=error,
+            prompt_tokens=0,
+            completion_tokens=0,
+            prompt_s=0,
+            decode_s=0,
+        )
+        self.give(failed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    """The ring that serves."""
+
+    epoch: int
+    send: SendCommands
+    status: StatusOf
+
+
+class RingBackend:
+    """Serves the API from rings that come and go.
+
+    ``attach`` the one that serves; ``hold`` while open generations wait for the next one; ``fail`` when there is none.
+    A generation that has not begun after ``max_wait_s`` is refused.
+    """
+
+    def __init__(
+        self,
+        *,
+        texts: Preparing | None = None,
+        max_waiting: int = MAX_WAITING,
+        max_wait_s: float | None = None,
+        reuses: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._texts = texts
+        self._clock = clock
+        self._stands_since_s: float | None = None
+        """Since when nothing is computed for who waits; None when something was since."""
+        self._places = Shares(2 * max_waiting, least=1)
+        self._reuses = reuses
+        self._max_wait_s = max_wait_s
+        self._served: ServedModel | None = None
+        self._ring: _Ring | None = None
+        self._holding = False
+        self._handing_over = False
+        self._detail = "starting"
+        self._requests = count(1)
+        self._open: dict[int, _Open] = {}
+        self._unsent: list[Generate] = []
+        self.find_cells: PromptCells = _no_cells
+        self.around: Callable[[], dict[str, Any]] = dict
+        """What the status has besides the ring, and while there is none."""
+        self.created = int(time.time())
+
+    def health(self) -> Health:
+        taken = self._ring is not None or self._holding
+        stood_s = 0.0 if self._stands_since_s is None else self._clock() - self._stands_since_s
+        if not taken or stood_s <= A_MOMENT_S:
+            return Health(serving=taken, taken=taken, detail=self._detail)
+        return Health(serving=False, taken=True, detail=f"no answer gets any further: {self._detail}")
+
+    def model(self) -> ServedModel | None:
+        return self._served
+
+    async def pieces(self) -> TokenPieces:
+        """The model's tokens as text. Raises ``EngineError`` when its vocabulary cannot be loaded."""
+        assert self._texts is not None, "a backend without texts serves what was prepared elsewhere"
+        return await self._texts.pieces()
+
+    async def prepare(
+        self, preparation: Preparation[Prepared], body: bytes, served: ModelSettings | None, *, owner: str = ""
+    ) -> Prepared:
+        assert self._texts is not None, "as above"
+        return await self._texts.prepare(preparation, body, served, owner=owner)
+
+    async def status(self) -> dict[str, Any]:
+        """What the ring did and holds, if there is one, and what is around it."""
+        return (await self._ring.status() if self._ring is not None else {}) | self.around()
+
+    @property
+    def generations(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a ring has computed something of a generation that is open."""
+        return any(each.computed and not each.ended for each in self._open.values())
+
+    def describe(self, detail: str) -> None:
+        """What the health check says goes on."""
+        self._detail = detail
+
+    def chains(self) -> dict[int, list[KvBlock]]:
+        """The blocks of every open generation that has some."""
+        return {request: list(each.chain) for request, each in self._open.items() if each.chain and not each.ended}
+
+    def rows_again(self, blocks: Mapping[int, Sequence[KvBlock]]) -> tuple[int, int]:
+        """Of all open generations, how many rows are in ``blocks`` and how many were computed and are not."""
+        there = again = 0
+        for request, generation in self._open.items():
+            if not generation.ended:
+                chain = blocks.get(request, ())
+                end = min(chain[-1].end, generation.computed) if chain else 0
+                there, again = there + end, again + generation.computed - end
+        return there, again
+
+    async def attach(
+        self,
+        served: ServedModel,
+        epoch: int,
+        send: SendCommands,
+        status: StatusOf,
+        detail: str,
+        cells: GoOn = GoOn(root=lambda _: "", blocks={}, most_rows=None),
+    ) -> None:
+        """Ring ``epoch`` serves from now on: every open generation goes on there, in the order of their requests.
+
+        One whose prompt does not fit the context any more ends with an error.
+        """
+        self._served, self._ring, self._detail = served, _Ring(epoch, send, status), detail
+        self._holding = False
+        self._handing_over = False
+        self._rest()
+        self._unsent.clear()
+        for request, generation in list(self._open.items()):
+            if len(generation.generate.prompt) >= served.context_tokens:
+                generation.fail(f"the prompt exceeds the available context size, which is {served.context_tokens} now")
+            elif request in self._open and not generation.ended:  # who asked may go away while the others are sent
+                await send(generation.to_go_on(cells))
+
+    def hand_over(self) -> None:
+        """The ring that serves ends its steps; it gets no new generation, the next one does."""
+        self._handing_over = True
+
+    def hold(self, detail: str) -> None:
+        """No ring serves, but one will: open generations and new ones wait."""
+        self._ring, self._holding, self._handing_over, self._detail = None, True, False, detail
+        if self._stands_since_s is None:
+            self._stands_since_s = self._clock()
+        for generation in self._open.values():
+            generation.breaks = 0 if generation.moved else generation.breaks + 1
+            generation.moved = False
+            if generation.breaks >= MOST_RINGS:
+                generation.fail(f"{MOST_RINGS} rings in a row broke before this answer got any further; {detail}")
+
+    def overdue(self, epoch: int, waited_s: float) -> None:
+        """A step of ring ``epoch`` is out for ``waited_s``, which is much longer than such steps take."""
+        if self._ring is None or self._ring.epoch != epoch or not self._open:
+            return
+        if self._stands_since_s is None:
+            self._stands_since_s = self._clock() - waited_s
+
+    def _rest(self) -> None:
+        """Nobody waits any more, if that is so: a ring that serves has proved by its warm-up lap that it computes."""
+        if self._ring is not None and all(generation.ended for generation in self._open.values()):
+            self._stands_since_s = None
+
+    def fail(self, error: str) -> None:
+        """No ring serves and none is awaited: every open generation ends with ``error``."""
+        self._ring, self._holding, self._handing_over, self._detail = None, False, False, error
+        for generation in self._open.values():
+            generation.fail(error)
+
+    def deliver(self, epoch: int, event: GenerationEvent) -> None:
+        """Give an event of ring ``epoch`` to whoever asked; what an older ring says, or nobody asked for, is dropped."""
+        generation = self._open.get(event.request)
+        if generation is None or generation.ended or self._ring is None or self._ring.epoch != epoch:
+            return
+        generation.begun = True
+        self._stands_since_s = None
+        match event:
+            case Sampled():
+                generation.sampled.append(event.token)
+                generation.mirostat_mu = event.mirostat_mu
+            case PromptProgress() if event.tokens <= generation.read_tokens:
+                return
+            case PromptProgress():
+                generation.read_tokens = event.tokens
+            case Finished():
+                generation.ended = True
+        generation.moved = True
+        generation.give(event)
+
+    def kept(self, epoch: int, event: KvKept) -> int:
+        """Ring ``epoch`` keeps the next blocks of a generation; how many tokens its prompt has.
+
+        Of one that is over only blocks of its prompt are told.
+        """
+        generation = self._open.get(event.request)
+        if generation is None:
+            return event.blocks[-1].end
+        if self._ring is not None and self._ring.epoch == epoch:
+            generation.kept(event.blocks)
+        return len(generation.generate.prompt)
+
+    async def generate(
+        self,
+        prompt: list[int],
+        *,
+        max_tokens: int,
+        sampling: Sampling,
+        logprobs: int | None,
+        reuses: bool = True,
+        owner: str = "",
+        priority: int = 0,
+        may_expire: bool = True,
+        speculates: bool = True,
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        if self._ring is None and not self._holding:
+            raise RingError(f"the model cannot be served now: {self._detail}")
+        if may_expire and not self._places.has_room(owner):
+            raise RequestError(
+                "too many of your requests are waiting already; try again later", status=429, code="queue_full"
+            )
+        if self._served is not None and len(prompt) >= self._served.context_tokens:  # it was more when it was asked
+            raise PromptTooLongError(len(prompt), self._served.context_tokens, "prompt")
+        with self._places.held(owner):
+            ring = self._ring
+            root, blocks = await self.find_cells(prompt, owner)
+            request = next(self._requests)
+            generate = Generate(
+                request=request,
+                prompt=prompt,
+                max_tokens=max_tokens,
+                sampling=sampling,
+                sampled=[],
+                logprobs=logprobs,
+                reuses=reuses and self._reuses,
+                owner=owner,
+                priority=priority,
+                tells_begin=may_expire and self._max_wait_s is not None,
+                root=root,
+                blocks=blocks if ring is self._ring else [],
+                speculates=speculates,
+            )
+            generation = _Open(
+                generate=generate,
+                chain=list(generate.blocks),
+                events=asyncio.Queue(MAX_UNREAD // (1 + (logprobs or 0)) + 1),
+            )
+            self._open[request] = generation
+            finished = False
+            expiry: asyncio.TimerHandle | None = None
+            try:
+                await self._submit(generate)
+                if may_expire and self._max_wait_s is not None:
+                    expiry = asyncio.get_running_loop().call_later(self._max_wait_s, self._expire, generation)
+                while not finished:
+                    event = await generation.events.get()
+                    if isinstance(event, PrimadError):
+                        raise event
+                    finished = type(event) is Finished
+                    yield event
+            finally:
+                del self._open[request]
+                self._rest()
+                if expiry is not None:
+                    expiry.cancel()
+                if generate in self._unsent:
+                    self._unsent.remove(generate)
+                elif not finished and self._ring is not None:
+                    await self._ring.send(Cancel(request))
+
+    def _expire(self, generation: _Open) -> None:
+        """Refuse it, unless it has begun."""
+        if generation.begun or generation.ended:
+            return
+        generation.ended = True
+        waited = f"the request waited {self._max_wait_s:g} s, as long as this server lets a request wait"
+        if self._ring is None:
+            generation.give(RingError(f"{waited}: {self._detail}"))
+        else:
+            error = RequestError(f"{waited} for others; try again later", status=429, code="waited_too_long")
+            generation.give(error)
+
+    async def _submit(self, generate: Generate) -> None:
+        """Give it to the ring, together with those that are asked for in the same turn of the loop.
+
+        So the choices of a request are there before the first one's prompt is computed, which is computed once.
+        """
+        self._unsent.append(generate)
+        await asyncio.sleep(0)
+        unsent, self._unsent = self._unsent, []
+        if unsent and self._ring is not None and not self._handing_over:
+            await self._ring.send(*unsent)

@@ -1,0 +1,474 @@
+"""The KV cells of all answers, as the head looks after them: kept twice while they grow, and there when a ring needs them.
+
+The ring says which blocks its devices keep (``ring/keeping.py``). Another device, its keeper, is told once a second which
+new ones of a worker to hold as well. Before a ring serves answers that another one began, every device of it is asked to
+hold their blocks, in the layers of its windows; what all hold is not computed again. With a cache the prompts of new
+answers are looked for in the same way. What nobody needs any more is told to all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Final, Protocol
+
+import msgspec
+
+from halda import DeviceProfile, Plan
+from primad.api.http.status import CopyStatus, KvStatus
+from primad.daemon.cells import HeldCells
+from primad.daemon.reporter import Reporter
+from primad.daemon.station import Station
+from primad.errors import ClusterError
+from primad.gguf.architectures import turns_by_context
+from primad.gguf.windows import control_tokens
+from primad.head.members.devices import Devices
+from primad.head.model.service import Service
+from primad.kv.keys import KvBlock
+from primad.network.contacts import Contact
+from primad.network.messages import MAX_BLOCKS, KvForget
+from primad.planning.batching import least_rows
+from primad.planning.forecast import Promise
+from primad.planning.replicas import Kept, holders, keepers, token_bytes
+from primad.ring.chunks import Chunking
+from primad.ring.keeping import prompt_blocks
+from primad.system.tasks import Tasks
+
+logger = logging.getLogger(__name__)
+
+COPY_S: Final = 10.0
+"""A keeper that gets nothing for so long is told again."""
+MOST_COPIED: Final = 1024
+"""Blocks that a keeper is told of at a time."""
+MOST_TRIES: Final = 20
+"""A block that its device does not give so often is gone there."""
+LEAST_RESTORE_S: Final = 2.0
+WAITED_A_ROW_S: Final = 0.005
+"""Half of what a row takes to compute again where that is quick."""
+MOST_RESTORE_S: Final = 30.0
+"""An answer does not stand still for longer until what is lacking is computed again."""
+_LAST_WRITES_S: Final = (0.02, 0.1, 0.3)
+LEAST_FIND_S: Final = 0.1
+"""A prompt waits so long for its beginning to come from other devices, or as long as it takes to compute."""
+MOST_ROOTS: Final = 1024
+"""Owners whose root is remembered."""
+FIRST_TOKENS_PER_S: Final = 20.0
+"""As fast are answers taken to be where nothing was predicted."""
+
+Layers = list[tuple[int, int]]
+
+
+class KeptRing(Protocol):
+    """What is asked of a ring."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that it serves."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether every device of it keeps KV cells."""
+
+    @property
+    def profiles(self) -> Mapping[str, DeviceProfile]:
+        """Its devices."""
+
+    def sources(self) -> Awaitable[dict[str, list[Contact]]]:
+        """By device: who may have what it lacks."""
+
+
+@dataclass(slots=True)
+class _Copy:
+    """The cells of one device, and their keeper, who asks ``source``. Each block in ``pending`` was told so often."""
+
+    kept: Kept
+    layers: Layers
+    source: list[Contact]
+    pending: dict[str, int] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
+    is_busy: bool = False
+
+
+class KvBackup:
+    """All blocks of this head. ``run`` it beside the rings."""
+
+    def __init__(
+        self, station: Station, service: Service, devices: Devices, held: HeldCells, reporter: Reporter
+    ) -> None:
+        self._station, self._service, self._devices = station, service, devices
+        self._held, self._reporter = held, reporter
+        self._head = station.config.name
+        self._blocks: dict[str, KvBlock] = {}
+        """Those that are needed."""
+        self._lasting: set[str] = set()
+        """Those of prompts, which may be of use later."""
+        self._forgotten: dict[str, bool] = {}
+        """Those that nobody was told of yet, and whether they are lasting."""
+        self._copies: list[_Copy] = []
+        self._said: set[str] = set()
+        self._epoch = 0
+        self._keeps = False
+        self._layers: dict[str, Layers] = {}
+        self._sources: dict[str, list[Contact]] = {}
+        self._chunking: Chunking | None = None
+        self._prompt_row_s = 0.0
+        """What a token of a prompt is predicted to take."""
+        self._roots: dict[str, str] = {}
+        self._computed = True, 0
+        """By which attention cells are computed, and for how much context where angles of positions follow from it."""
+        self._news, self._over = asyncio.Event(), asyncio.Event()
+        self._tasks = Tasks()
+        self._restores = self._restored_tokens = self._again = self._found_tokens = 0
+        self._restore_s = 0.0
+
+    async def run(self) -> None:
+        """Tell keepers what to hold, and all what to forget, as it comes."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._tell_keepers())
+                group.create_task(self._tell_forgotten())
+        finally:
+            await self._tasks.close()
+
+    async def _tell_keepers(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            for copy in self._copies:
+                if copy.pending and not copy.is_busy:
+                    copy.is_busy = True
+                    self._tasks.start(self._copy(copy))
+            await asyncio.sleep(self._station.timings.head.copy_every_s)
+
+    async def _tell_forgotten(self) -> None:
+        """At once: who asks the same again gets blocks of the same keys, which must not be forgotten after they are kept."""
+        while True:
+            await self._over.wait()
+            self._over.clear()
+            forgotten, self._forgotten = self._forgotten, {}
+            for lasting in (False, True):
+                keys = [key for key, lasts in forgotten.items() if lasts == lasting]
+                for at in range(0, len(keys), MAX_BLOCKS):
+                    await self._tell_all(KvForget(keys=keys[at : at + MAX_BLOCKS], lasting=lasting))
+
+    async def _tell_all(self, forget: KvForget) -> None:
+        await self._held.forget(forget.keys, lasting=forget.lasting)
+        for worker in list(self._devices.workers.values()):
+            try:
+                await worker.send(forget)
+            except ClusterError:
+                logger.info("%s is not told which KV cells may go", worker.name)  # it forgets all with this head
+
+    # ---- what rings say ------------------------------------------------------------------------------------------------
+
+    def kept(self, epoch: int, blocks: Iterable[KvBlock], prompt_tokens: int) -> None:
+        """Every device of ring ``epoch`` keeps ``blocks`` of an answer whose prompt has so many tokens."""
+        if epoch == self._epoch:
+            self._need(blocks, prompt_tokens)
+            self._news.set()
+
+    def forgotten(self, epoch: int, keys: Iterable[str]) -> None:
+        """Ring ``epoch`` does not need ``keys`` any more."""
+        if epoch == self._epoch:
+            self._drop(keys)
+
+    def _need(self, blocks: Iterable[KvBlock], prompt_tokens: int) -> None:
+        for block in blocks:
+            self._blocks[block.key] = block
+            self._forgotten.pop(block.key, None)
+            if block.end <= prompt_tokens:
+                self._lasting.add(block.key)
+            for copy in self._copies:
+                if copy.kept.keeper is not None and block.key not in copy.held:
+                    copy.pending.setdefault(block.key, 0)
+
+    def _drop(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._blocks.pop(key, None)
+            self._forgotten[key] = key in self._lasting
+            self._lasting.discard(key)
+            for copy in self._copies:
+                copy.pending.pop(key, None)
+                copy.held.discard(key)
+        self._over.set()
+
+    # ---- copies --------------------------------------------------------------------------------------------------------
+
+    async def _copy(self, copy: _Copy) -> None:
+        """Have the keeper hold what is pending."""
+        try:
+            assert copy.kept.keeper is not None
+            blocks = [self._blocks[key] for key in list(copy.pending)[:MOST_COPIED]]
+            held = await self._hold(copy.kept.keeper, blocks, copy.layers, copy.source, COPY_S, verify=False)
+            for block, is_held in zip(blocks, held, strict=True):
+                tries = copy.pending.pop(block.key, None)
+                if tries is not None and is_held:
+                    copy.held.add(block.key)
+                elif tries is not None and tries < MOST_TRIES:
+                    copy.pending[block.key] = tries + 1
+        finally:
+            copy.is_busy = False
+            if copy.pending:
+                self._news.set()
+
+    async def _hold(
+        self,
+        device: str,
+        blocks: Sequence[KvBlock],
+        layers: Layers,
+        sources: list[Contact],
+        timeout_s: float,
+        *,
+        verify: bool,
+    ) -> list[bool]:
+        """Which of ``blocks`` ``device`` has now; none where it does not say."""
+        if device == self._head:
+            return await self._held.hold(blocks, layers, sources, timeout_s, verify=verify)
+        try:
+            worker = self._devices.workers[device]
+            return await worker.hold_cells(blocks, layers, sources, timeout_s, verify=verify)
+        except (KeyError, ClusterError) as exc:
+            logger.info("%s holds no KV cells that it is asked for: %s", device, exc)
+            return [False] * len(blocks)
+
+    # ---- rings that begin ----------------------------------------------------------------------------------------------
+
+    async def prepare(self, ring: KeptRing, chains: Mapping[int, Sequence[KvBlock]]) -> None:
+        """While ``ring`` is formed, have its devices hold the blocks of ``chains``; what was there before is verified."""
+        await self._bring(ring, _blocks_of(chains), verify=True)
+
+    async def bring(
+        self, ring: KeptRing, chains: Mapping[int, Sequence[KvBlock]], *, again: bool = False
+    ) -> dict[int, list[KvBlock]]:
+        """Have every device of ``ring`` hold the blocks of ``chains`` in its layers; of each what all hold from its start.
+
+        Waits no longer than they may take on their way. ``again``: a moment after the first time, when what came last may
+        not be written yet where it was computed.
+        """
+        blocks = _blocks_of(chains)
+        if not ring.keeps or not blocks:
+            return {}
+        held = await self._bring(ring, blocks, verify=False)
+        for pause_s in _LAST_WRITES_S if again else ():
+            if lacking := [block for block in blocks if block.key not in held]:
+                await asyncio.sleep(pause_s)
+                held |= await self._bring(ring, lacking, verify=False)
+        self._restores += not again
+        return {request: list(takewhile(lambda each: each.key in held, chain)) for request, chain in chains.items()}
+
+    async def _bring(self, ring: KeptRing, blocks: Sequence[KvBlock], *, verify: bool) -> set[str]:
+        if not blocks:
+            return set()
+        began_s = time.monotonic()
+        sources, patience_s = await ring.sources(), self._patience_s(ring.plan, blocks)
+        held = await self._held_by_all(ring.plan, blocks, sources, patience_s, verify=verify)
+        self._restore_s += time.monotonic() - began_s
+        return held
+
+    async def _held_by_all(
+        self,
+        plan: Plan,
+        blocks: Sequence[KvBlock],
+        sources: Mapping[str, list[Contact]],
+        timeout_s: float,
+        *,
+        verify: bool,
+    ) -> set[str]:
+        answers = await asyncio.gather(
+            *(
+                self._hold(name, blocks, _layers(plan, name), sources.get(name, []), timeout_s, verify=verify)
+                for name in plan.devices
+            )
+        )
+        return {block.key for block, held in zip(blocks, zip(*answers, strict=True), strict=True) if all(held)}
+
+    def _patience_s(self, plan: Plan, blocks: Sequence[KvBlock]) -> float:
+        """Twice what the slowest link takes for the cells of the device that has most, and longer where there is more to
+        compute again otherwise, within bounds."""
+        rows = sum(block.end - block.start for block in blocks)
+        rates = [link.bytes_per_s for link in self._devices.book.between(plan.devices)]
+        most = max(self._token_bytes(plan).values())
+        return min(MOST_RESTORE_S, LEAST_RESTORE_S + rows * (WAITED_A_ROW_S + 2 * most / min(rates, default=1e9)))
+
+    def serve(
+        self,
+        ring: KeptRing,
+        sources: dict[str, list[Contact]],
+        epoch: int,
+        promise: Promise,
+        blocks: Mapping[int, Sequence[KvBlock]],
+    ) -> None:
+        """Ring ``epoch`` serves from now on, and goes on with ``blocks``: what only the one before needed is forgotten."""
+        self._epoch, self._keeps, self._sources = epoch, ring.keeps, sources
+        turning = promise.context_tokens if turns_by_context(self._service.model.header) else 0
+        if self._computed != (promise.flash, turning):
+            self._computed = promise.flash, turning
+            self._roots.clear()
+        self._layers = {name: _layers(ring.plan, name) for name in ring.plan.devices}
+        has_cache = self._station.config.kv_cache is not None
+        if not ring.keeps and self._service.options.keep_rows(has_cache=has_cache) is not None:
+            self._say_once(
+                "KV cells are not kept, as not every device can; after a loss answers are computed again as a whole"
+            )
+        needed = {block.key: block for chain in blocks.values() for block in chain}
+        self._chunking = self._chunking_of(promise) if ring.keeps else None
+        if (predicted := promise.prediction) is not None:
+            self._prompt_row_s = predicted.prefill_chunk_s / predicted.chunk_rows
+        self._copies = self._new_copies(ring, promise) if ring.keeps else []
+        self._drop([key for key in self._blocks if key not in needed])
+        self._need(needed.values(), 0)  # new keepers are told with what this ring keeps: first of all it has to go on
+
+    def _new_copies(self, ring: KeptRing, promise: Promise) -> list[_Copy]:
+        copies = []
+        for kept in self._keepers(ring, promise):
+            if kept.keeper is None:
+                self._say_once(f"the KV cells of {kept.device} are not kept twice: {kept.why}")
+            contacts = self._sources.get(kept.keeper or "", [])
+            source = [contact for contact in contacts if contact.device == kept.device]
+            copies.append(_Copy(kept=kept, layers=self._layers[kept.device], source=source))
+        return copies
+
+    def _keepers(self, ring: KeptRing, promise: Promise) -> list[Kept]:
+        options = self._service.options
+        if options.kv_backup == 0:
+            return []
+        devices = holders(ring.profiles, self._token_bytes(ring.plan))
+        links = {(link.source, link.target): link.bytes_per_s for link in self._devices.book.between(ring.plan.devices)}
+        return keepers(devices, ring.plan.head, links, _tokens_per_s(promise), always=options.kv_backup is not None)
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self._reporter.say(line)
+
+    # ---- answers -------------------------------------------------------------------------------------------------------
+
+    def root(self, owner: str) -> str:
+        """Under which the cells of an answer for ``owner`` are kept; empty where they are not.
+
+        Nobody but this head can make the keys: whoever guesses a prompt learns nothing from a device that holds its cells.
+        """
+        if not self._keeps:
+            return ""
+        who = "" if self._service.options.share_prefixes else owner
+        if who not in self._roots:
+            if len(self._roots) >= MOST_ROOTS:
+                self._roots.clear()
+            model, options = self._service.model, self._service.options
+            about = (
+                model.stamp,
+                options.run.kv_type,
+                self._station.workspace.build,
+                who,
+                options.rope,
+                *self._computed,
+            )
+            secret = self._station.identity.secret.encode()
+            digest = hashlib.blake2b(msgspec.msgpack.encode(about), key=secret, digest_size=16)
+            self._roots[who] = digest.hexdigest()
+        return self._roots[who]
+
+    async def find(self, prompt: Sequence[int], owner: str) -> tuple[str, list[KvBlock]]:
+        """Under which root the cells of an answer to ``prompt`` are kept, and the blocks that are there for it already.
+
+        They are looked for where there is a cache, unless a sequence of the ring has them.
+        """
+        root, epoch = self.root(owner), self._epoch
+        if not root or self._chunking is None or self._station.config.kv_cache is None:
+            return root, []
+        blocks = prompt_blocks(self._chunking, prompt, root)[:-1]
+        own = await asyncio.to_thread(self._here, blocks)
+        if all(block.key in self._blocks for block in own):
+            return root, []
+        found = await self._found(own)
+        if epoch != self._epoch:  # another ring has other layers on its devices
+            return self.root(owner), []
+        self._need(found, len(prompt))
+        self._news.set()
+        self._found_tokens += found[-1].end if found else 0
+        return root, found
+
+    def _here(self, blocks: Iterable[KvBlock]) -> list[KvBlock]:
+        """Those that this head has cells of: whoever computed them may lack some layers of other windows."""
+        return list(takewhile(lambda block: self._held.store.layers(block.key), blocks))
+
+    async def _found(self, blocks: Sequence[KvBlock]) -> list[KvBlock]:
+        """Those that every device has, or gets sooner than they are computed."""
+        patience_s = max(LEAST_FIND_S, self._prompt_row_s * sum(block.end - block.start for block in blocks))
+        devices = [(name, layers, self._sources.get(name, [])) for name, layers in self._layers.items()]
+        try:
+            answers = await asyncio.gather(
+                *(self._hold(name, blocks, layers, of, patience_s, verify=True) for name, layers, of in devices)
+            )
+        except BaseException:
+            self._drop([block.key for block in blocks if block.key not in self._blocks])
+            raise
+        held = [block for block, each in zip(blocks, zip(*answers, strict=True), strict=True) if all(each)]
+        found = [block for block, here in zip(blocks, held, strict=False) if block == here]
+        self._lasting.update(block.key for block in blocks)
+        self._drop([block.key for block in blocks[len(found) :] if block.key not in self._blocks])
+        return found
+
+    def _chunking_of(self, promise: Promise) -> Chunking:
+        """As the head's ring process cuts prompts."""
+        rows = self._service.options.run.chunk_rows if promise.prediction is None else promise.prediction.chunk_rows
+        controls = control_tokens(self._service.model.header)
+        return Chunking(rows=rows, least=least_rows(promise.plan, rows), begins=lambda token: token in controls)
+
+    def most_rows(self, promise: Promise) -> int | None:
+        """How many rows of an answer are computed again one by one; None: all, since answers must be exact."""
+        if self._service.options.run.batching == "exact":
+            return None
+        rows_per_s = _tokens_per_s(promise) * promise.batching.replays
+        return int(self._service.options.exact_replay_s * rows_per_s)
+
+    # ---- figures -------------------------------------------------------------------------------------------------------
+
+    def went_on(self, restored_tokens: int, again_rows: int) -> None:
+        """Of answers that a ring began and another one goes on with so much was there, and so much is computed again."""
+        self._restored_tokens += restored_tokens
+        self._again += again_rows
+
+    def status(self) -> KvStatus | None:
+        """How KV cells are kept; None where they are not."""
+        if not self._keeps:
+            return None
+        return KvStatus(
+            copies=[
+                CopyStatus(device=copy.kept.device, keeper=copy.kept.keeper, why=copy.kept.why) for copy in self._copies
+            ],
+            twice_bytes=sum(self._rows(copy.held) * copy.kept.token_bytes for copy in self._copies),
+            lag_tokens=max((self._rows(copy.pending) for copy in self._copies), default=0),
+            restores=self._restores,
+            restored_tokens=self._restored_tokens,
+            restore_s=self._restore_s,
+            computed_again_tokens=self._again,
+            found_tokens=self._found_tokens,
+        )
+
+    def _rows(self, keys: Iterable[str]) -> int:
+        return sum(block.end - block.start for key in keys if (block := self._blocks.get(key)) is not None)
+
+    def _token_bytes(self, plan: Plan) -> dict[str, int]:
+        return token_bytes(plan, self._service.model.profile.layers, self._service.options.run.kv_type)
+
+
+def _blocks_of(chains: Mapping[int, Sequence[KvBlock]]) -> list[KvBlock]:
+    return list({block.key: block for chain in chains.values() for block in chain}.values())[:MAX_BLOCKS]
+
+
+def _layers(plan: Plan, device: str) -> Layers:
+    """The layers of the windows of ``device``."""
+    return [(window.first, window.last) for _, window in plan.windows_of(device)]
+
+
+def _tokens_per_s(promise: Promise) -> float:
+    """What all answers together are predicted to get."""
+    if promise.batches is not None:
+        return promise.batches.load.tokens_per_s
+    return FIRST_TOKENS_PER_S if promise.prediction is None else 1 / promise.prediction.tpot_s

@@ -1,0 +1,108 @@
+"""The head loads its own windows: it cuts their layers out of the model file, or serves the whole file as one window.
+
+Of a model on a hub it draws its own layers, as every device does, and the token embedding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from primad.daemon.bring import bring_layers
+from primad.daemon.layer_files import copy_layers
+from primad.daemon.loaded_process import LoadedProcess
+from primad.daemon.loading import WindowLoad
+from primad.engine.protocol import AdapterFile
+from primad.gguf.hub_ranges import HubError
+from primad.gguf.layers import LayerRef
+from primad.gguf.ranged_cutter import RangedCutter
+from primad.head.rings.ring_inputs import RingInputs
+from primad.layers.fetch import in_thread
+from primad.layers.givers import HubWays
+from primad.layers.whole import compare, is_compared
+from primad.network.contacts import Contact
+from primad.network.messages import Load
+from primad.planning.batching import least_rows
+from primad.ring.messages import HeadPart
+
+
+async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -> LoadedProcess:
+    """The head's ring process, told to load the windows of ``load``; ``sources`` may have layers of them.
+
+    Raises ``PrimadError`` when a disk refuses or llama.cpp cannot compute the model.
+    """
+    plan, batching, model = inputs.promise.plan, inputs.promise.batching, inputs.service.model
+    own = HeadPart(
+        model=str(model.file),
+        depth=len(plan.devices),
+        at_once=load.sequences if batching.rows > 1 or not plan.streaming else 1,  # every step reads what streams anew
+        chunk_rows=load.rows,
+        least_rows=least_rows(plan, load.rows),
+        batching=batching,
+        pieces=inputs.promise.pieces,
+        keep_rows=inputs.keep_rows,
+        drafting=inputs.drafting,
+        draft=inputs.draft,
+        guesses_elsewhere=inputs.devices.guesser is not None,
+        adapters=tuple(AdapterFile(str(each.header.path), each.scale) for each in model.adapters),
+    )
+    ranged = model.ranged
+    windows = WindowLoad(
+        load,
+        load.epoch,
+        inputs.station,
+        inputs.profile,
+        own,
+        None if ranged is None else ranged.ref(ranged.embedding_layer),
+    )
+    head, reporter = plan.head, inputs.reporter
+
+    async def cut(missing: Sequence[LayerRef], copied: Callable[[int], None]) -> None:
+        await copy_layers(model, inputs.station.workspace.cache, missing, copied)
+
+    if ranged is not None:
+        await _draw(inputs, ranged, windows, sources)
+    elif windows.layers:  # not of the whole model
+        await windows.prepare(cut, lambda done, total: reporter.progress(head, "copy", done, total))
+    return await windows.start(windows.key())
+
+
+async def _draw(inputs: RingInputs, cutter: RangedCutter, windows: WindowLoad, sources: Sequence[Contact]) -> None:
+    """Have the head's own layers here; what they turn out to be is known from then on."""
+    head, station, reporter = inputs.promise.plan.head, inputs.station, inputs.reporter
+    ways = HubWays(
+        files=cutter.files,
+        token=cutter.token,
+        head=None,
+        context=inputs.context,
+        identity=station.identity,
+        timings=station.timings.layers,
+    )
+    origins = cutter.origins_of([windows.layers])
+
+    async def bring(missing: Sequence[LayerRef], arrived: Callable[[int], None]) -> None:
+        await bring_layers(station, ways, sources, origins, missing, arrived, named)
+
+    def named(name: str, digest: str, tree: bytes) -> None:
+        windows.named(name, digest, tree)
+        cutter.learn(name, tree)
+
+    await windows.prepare(bring, lambda done, total: reporter.progress(head, "fetch", done, total))
+    if {cutter.ref(layer).digest for layer in cutter.layers_of_all} <= {ref.digest for ref in windows.layers}:
+        await _compare(inputs, cutter)
+
+
+async def _compare(inputs: RingInputs, cutter: RangedCutter) -> None:
+    """All of the model came here: it has to be what the hub states, once."""
+    head, cache, reporter = inputs.promise.plan.head, inputs.station.workspace.cache, inputs.reporter
+    if await in_thread(is_compared, cutter):
+        return
+    loop = asyncio.get_running_loop()
+
+    def advance(done: int, total: int) -> None:
+        loop.call_soon_threadsafe(reporter.progress, head, "compare", done, total)
+
+    try:
+        await in_thread(compare, cutter, cache, advance)
+    except HubError as exc:
+        reporter.say(f"what came of {cutter.header.path.name} is not compared with the hub yet: {exc}")

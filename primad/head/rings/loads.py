@@ -1,0 +1,121 @@
+"""What each device of a ring is asked to load, the head itself too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from halda import Plan
+from primad.gguf.adapter import Adapter
+from primad.gguf.ranged_cutter import RangedCutter
+from primad.gguf.windows import WindowSpec
+from primad.head.rings.ring_inputs import RingInputs
+from primad.head.rings.routes import Ways
+from primad.layers.fetch import hash_layers, in_thread
+from primad.network.messages import Load
+from primad.planning.extra_buffers import as_planned, choose_extra_buffers, suited
+
+
+async def loads_of(inputs: RingInputs, ways: Ways) -> dict[str, Load]:
+    """What the head and each worker loads, by name. Raises ``ParticipationError`` for a worker to which there is no way."""
+    specs = await _specs(inputs)
+    head = inputs.promise.plan.head
+    question = inputs.promise.question
+    profiles = {head: inputs.profile} | {name: worker.profile for name, worker in inputs.devices.workers.items()}
+    workload, objective = inputs.service.workload, inputs.service.options.run.objective
+    extra = choose_extra_buffers(
+        inputs.promise.assignments,
+        {
+            name: suited(profile, workload, objective) if question is None else as_planned(profile, question.devices)
+            for name, profile in profiles.items()
+        },
+        inputs.service.model.profile,
+        inputs.service.options.run.extra_buffers,
+    )
+    loads = {head: _load(inputs, head, specs[head], extra[head])}
+    for name, worker in inputs.devices.workers.items():
+        loads[name] = msgspec.structs.replace(
+            _load(inputs, name, specs[name], extra[name]),
+            sources=await ways.sources(worker),
+            place=_place_of(inputs, name),
+        )
+    return loads
+
+
+async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
+    """The windows of every device; hashes the layers that no plan needed before (reads them from the model file).
+
+    One window is the whole model, which is not cut. Stopping waits for no more than one chunk.
+    """
+    plan = inputs.promise.plan
+    if (ranged := inputs.service.model.ranged) is not None:
+        return await in_thread(_ranged_specs, ranged, plan)
+    if len(plan.route) == 1:
+        return {plan.head: [WindowSpec(window=0, first=0, last=plan.layer_count, metadata=b"", layers=())]}
+    cutter = inputs.service.model.cutter
+    needed = [layer for window in plan.route for layer in cutter.layers_of(window.first, window.last)]
+    await hash_layers(cutter, needed, lambda done: inputs.reporter.progress(plan.head, "hash", done, len(needed)))
+    adapters = inputs.service.model.adapters
+
+    def specs() -> dict[str, list[WindowSpec]]:
+        return {
+            name: [
+                adapted(cutter.spec(index, window.first, window.last), adapters)
+                for index, window in plan.windows_of(name)
+            ]
+            for name in plan.devices
+        }
+
+    return await in_thread(specs)
+
+
+def adapted(spec: WindowSpec, adapters: Sequence[Adapter]) -> WindowSpec:
+    """``spec`` with what ``adapters`` have for its layers; hashes what was not hashed before."""
+    found = [each.spec(spec.first, spec.last) for each in adapters]
+    return msgspec.structs.replace(spec, adapters=tuple(each for each in found if each is not None))
+
+
+def _ranged_specs(cutter: RangedCutter, plan: Plan) -> dict[str, list[WindowSpec]]:
+    """As ``_specs`` for a model on a hub: nothing is hashed, as nothing is here."""
+    if len(plan.route) == 1:
+        return {plan.head: [cutter.whole()]}
+    return {
+        name: [cutter.spec(index, window.first, window.last) for index, window in plan.windows_of(name)]
+        for name in plan.devices
+    }
+
+
+def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers: list[bool]) -> Load:
+    """What ``name`` loads; a worker is told more."""
+    options, plan, ranged = inputs.service.options, inputs.promise.plan, inputs.service.model.ranged
+    return Load(
+        ring=inputs.session,
+        epoch=inputs.epoch,
+        route=len(plan.route),
+        width=inputs.service.model.profile.hop_values,
+        windows=specs,
+        assignments=list(inputs.promise.assignments[name].windows),
+        ahead_bytes=inputs.promise.assignments[name].ahead_bytes,
+        extra_buffers=extra_buffers,
+        sources=[],
+        context=inputs.promise.context_tokens,
+        sequences=inputs.promise.sequences,
+        rows=inputs.rows,
+        step_timeout_s=options.step_timeout_s,
+        place=0,
+        kv_type=options.run.kv_type,
+        flash=inputs.promise.flash,
+        keeps=inputs.keep_rows is not None,
+        rope=options.rope,
+        files=[] if ranged is None else list(ranged.files),
+        origins=[] if ranged is None else ranged.origins_of(spec.layers for spec in specs),
+    )
+
+
+def _place_of(inputs: RingInputs, name: str) -> int:
+    """Counts the devices on the machine of ``name`` from its turn in the ring to the ring's end."""
+    plan = inputs.promise.plan
+    rest = plan.devices[plan.devices.index(name) :]
+    hosts = {worker: link.profile.host for worker, link in inputs.devices.workers.items()}
+    return sum(hosts.get(other) == hosts[name] for other in rest)

@@ -1,0 +1,246 @@
+"""Plans for the head and some of its workers; those for the loss of a device are made before it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from halda import CutOff, DeviceProfile, Infeasible, LinkProfile, evaluate, instance
+from primad.errors import PlanError, PrimadError
+from primad.gguf.architectures import cuttable, turns_by_context, why_whole
+from primad.head.members.devices import Devices
+from primad.head.members.worker_link import WorkerLink
+from primad.head.model.learning import Learning
+from primad.head.model.limits import Lending
+from primad.head.model.service import Service
+from primad.head.own_device import OwnDevice
+from primad.planning.extra_buffers import as_planned
+from primad.planning.forecast import Promise
+from primad.planning.plan import FoundPlan, PlanRequest, complete, search
+from primad.planning.question import LinkSpeed, both_ways, with_default_links
+from primad.planning.solver_process import solve_apart
+from primad.system.tasks import Tasks
+
+logger = logging.getLogger(__name__)
+
+MOST_FORESEEN: Final = 8
+"""In larger rings the loss of one device is planned for when it comes."""
+
+PlanResult = tuple[Promise, float]
+"""A plan with what it promises, and its objective."""
+
+
+class Planner:
+    """Plans for ``service`` on ``own`` and the workers among ``devices``, with what ``learning`` knows of them."""
+
+    def __init__(
+        self, service: Service, own: OwnDevice, devices: Devices, learning: Learning, lending: Lending
+    ) -> None:
+        self._service, self._own, self._devices, self._learning = service, own, devices, learning
+        self._lending = lending
+        self._foreseen: dict[frozenset[str], tuple[list[DeviceProfile], PlanResult]] = {}
+        self.foreseeing: asyncio.Task[None] | None = None
+        """The planning for losses that is under way."""
+        self.imagines = False
+        """Whether a plan is made that nobody will serve."""
+
+    async def plan(
+        self, candidates: frozenset[str], served: Promise | None, *, keeps_attention: bool = False
+    ) -> PlanResult:
+        """The plan for the head and ``candidates``, with the context and the sequences of ``served``, if one was.
+
+        With ``keeps_attention`` it has that of ``served`` too, where there is such a plan: running answers go on with it.
+
+        Raises ``PlanError`` or ``Infeasible`` when there is none.
+        """
+        workers = self._devices.present(candidates)
+        profiles, foreseen = self._foreseen.get(candidates, ([], None))
+        # A device that is short of memory now has another profile than it had then.
+        if foreseen is not None and profiles == [worker.profile for worker in workers]:
+            return foreseen
+        return await self._solve(workers, served, keeps_attention=keeps_attention)
+
+    def forget(self) -> None:
+        """What was foreseen holds no more: the head's own memory became short."""
+        if self.foreseeing is not None:
+            self.foreseeing.cancel()
+        self._foreseen.clear()
+
+    def foresee(self, candidates: frozenset[str], members: frozenset[str], tasks: Tasks, served: Promise) -> None:
+        """Begin to plan for the loss of each of ``members``, so that no time goes into it when it comes."""
+        self.forget()
+        if len(members) <= MOST_FORESEEN and self._service.options.run.windows is None:
+            self.foreseeing = tasks.start(self._foresee(candidates, members, served))
+
+    async def _foresee(self, candidates: frozenset[str], members: frozenset[str], served: Promise) -> None:
+        for lost in sorted(members):
+            rest = candidates - {lost}
+            workers = self._devices.present(rest)
+            profiles = [worker.profile for worker in workers]
+            try:
+                self._foreseen[rest] = (
+                    profiles,
+                    await self._solve(workers, served, keeps_attention=True, background=True),
+                )
+            except (PrimadError, Infeasible) as exc:
+                logger.info("without %s there is no plan: %s", lost, exc)
+
+    async def value(self, promise: Promise) -> float | None:
+        """The objective of a plan that was solved, with what is known now; None where a device of it is not spoken to."""
+        before, run = promise.prediction, self._service.options.run
+        workers = self._devices.present(promise.plan.devices)
+        own = await self._own.profile()
+        if before is None or len(workers) + 1 < len(promise.plan.devices):
+            return None
+        devices, links = self._known([own, *(worker.profile for worker in workers)])
+        if promise.question is not None:
+            devices = [as_planned(device, promise.question.devices) for device in devices]
+        workload = replace(
+            self._service.workload,
+            context_tokens=promise.context_tokens,
+            sequences=promise.sequences,
+            flash=promise.flash,
+        )
+        links = list(with_default_links(devices, links))
+        known = instance(devices, links, await self._service.model.planned(), workload, {}, head=own.device)
+        prediction = evaluate(promise.plan, known.with_rows(before.chunk_rows))
+        return prediction.objective_s(run.objective, self._service.workload.answer_tokens)
+
+    async def slowdown_with(
+        self, device: str, candidates: frozenset[str], serving_value: float, served: Promise
+    ) -> float | None:
+        """The share by which the best plan in which ``device`` has layers is slower than one of ``serving_value``.
+
+        None where there is no such plan, or none is solved for.
+        """
+        if self._service.options.run.windows is not None or serving_value <= 0 or not self._lending.unpaused({device}):
+            return None
+        try:
+            _, value = await self._solve(
+                self._devices.present(candidates),
+                served,
+                keeps_attention=True,
+                require=frozenset({device}),
+                background=True,
+            )
+        except (PrimadError, Infeasible) as exc:
+            logger.info("with %s there is no plan: %s", device, exc)
+            return None
+        return value / serving_value - 1
+
+    async def what_if(
+        self, served: Promise | None, without: frozenset[str], more: Sequence[DeviceProfile], speed: LinkSpeed
+    ) -> Promise:
+        """What a plan would promise without some devices, and with ``more`` that are not here, on links of ``speed``.
+
+        Raises ``PlanError`` where there is none.
+        """
+        if self._service.options.run.windows is not None:
+            raise PlanError("--windows sets the plan by hand; there is nothing to compare it with")
+        workers = self._devices.present(frozenset(self._devices.workers) - without)
+        names = [(await self._own.profile()).device, *(worker.profile.device for worker in workers)]
+        links = list[LinkProfile]()
+        for place, each in enumerate(more):
+            others = [*names, *(other.device for other in more[:place])]
+            links += [link for other in others for link in both_ways(each.device, other, speed)]
+        self.imagines = True
+        try:
+            promise, _ = await self._solve(workers, served, background=True, more=more, more_links=links)
+        except Infeasible as exc:
+            raise PlanError(f"there is no such plan: {exc}") from exc
+        finally:
+            self.imagines = False
+        return promise
+
+    def _known(self, measured: Sequence[DeviceProfile]) -> tuple[list[DeviceProfile], list[LinkProfile]]:
+        """Devices and the links between them, with what was learnt of them."""
+        corrections = self._learning.planned(measured)
+        links = self._devices.book.all_between(each.device for each in measured)
+        lent = [self._lending.apply(corrections.apply(each)) for each in measured]
+        return lent, [corrections.apply_link(link) for link in links]
+
+    async def _solve(
+        self,
+        workers: Sequence[WorkerLink],
+        served: Promise | None,
+        *,
+        keeps_attention: bool = False,
+        require: frozenset[str] = frozenset(),
+        background: bool = False,
+        more: Sequence[DeviceProfile] = (),
+        more_links: Sequence[LinkProfile] = (),
+    ) -> PlanResult:
+        """The plan for the head and ``workers``, in which those of ``require`` have layers; what it promises, its objective.
+
+        Workers that are paused are left out of it. ``more`` are devices that are not here, with their links.
+
+        It keeps the context of ``served``, unless nobody asked for it and there is no plan with it; its attention, if it is
+        to and there is a plan with it; and its sequences, unless nobody asked for them and the plan has no room. Nothing is
+        predicted for a plan that was set by hand. ``background`` lets all other work of this device go first.
+        """
+        asked = await self._request(
+            workers, served, require, keeps_attention=keeps_attention, more=more, more_links=more_links
+        )
+        by_hand = asked.run.windows is not None
+        if by_hand:
+            self._check_reached(asked)
+            planned = complete(asked, search(asked))
+        else:
+            planned = complete(asked, await self._search(asked, background=background))
+        promise = Promise.of_planned(planned, self._learning.corrections, by_hand=by_hand)
+        return promise, 0.0 if by_hand else planned.objective_s
+
+    async def _request(
+        self,
+        workers: Sequence[WorkerLink],
+        served: Promise | None,
+        require: frozenset[str],
+        *,
+        keeps_attention: bool,
+        more: Sequence[DeviceProfile],
+        more_links: Sequence[LinkProfile],
+    ) -> PlanRequest:
+        """What the planner is asked for this head and those of ``workers`` that are not paused."""
+        service = self._service
+        usable = self._lending.unpaused(worker.profile.device for worker in workers)
+        workers = [worker for worker in workers if worker.profile.device in usable]
+        devices, links = self._known([await self._own.profile(), *(worker.profile for worker in workers)])
+        devices = [*devices, *more]
+        if service.options.run.windows is None and len(devices) > 1:
+            cuttable(service.model.header)
+        return PlanRequest(
+            devices=devices,
+            links=list(with_default_links(devices, [*links, *more_links])),
+            model=await service.model.planned(),
+            run=service.options.run,
+            require=require,
+            draft=service.planned_draft,
+            served=None if served is None else served.served,
+            keeps_attention=keeps_attention,
+            keeps_context=served is not None and turns_by_context(service.model.header),
+            may_be_several=not why_whole(service.model.header),
+        )
+
+    async def _search(self, asked: PlanRequest, *, background: bool) -> FoundPlan:
+        """Raises ``PlanError`` that says why devices do not reach each other, where there is no plan for that."""
+        try:
+            return await solve_apart(asked, background=background)
+        except CutOff as exc:
+            raise PlanError(self._why_cut(device.device for device in asked.devices) or str(exc)) from exc
+
+    def _check_reached(self, asked: PlanRequest) -> None:
+        """Raises ``PlanError`` where a device of the windows by hand does not reach the next one."""
+        windows = asked.run.windows
+        assert windows is not None
+        ring = [device.device for device in asked.devices[: len(windows)]]
+        for pair in zip(ring, (*ring[1:], ring[0]), strict=True):
+            if (why := self._why_cut(pair)) is not None:
+                raise PlanError(f"--windows {','.join(map(str, windows))}: {why}")
+
+    def _why_cut(self, devices: Iterable[str]) -> str | None:
+        """Why two of ``devices`` do not reach each other."""
+        names = list(devices)
+        return next((why for each in names if (why := self._devices.book.why_cut(each, names)) is not None), None)

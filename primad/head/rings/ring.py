@@ -1,0 +1,483 @@
+"""Form one ring for one plan and keep it: the workers' participations, the head's own ring process, the links between them.
+
+A ``HeadRing`` is formed (``form``), given work (``send``), emptied before another ring takes over (``drain``) and closed.
+Two may exist at a time: one serves while the next is formed. What ends one, at any time, is told once to its listener.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+import psutil
+
+from halda import DeviceProfile, Plan, Prediction
+from primad.api.http.status import AnswerFigures
+from primad.daemon.layer_files import distrust, release_files
+from primad.daemon.loaded_process import LoadedProcess
+from primad.errors import ClusterError, LateStepError, NextDeviceError, PrimadError, RingError, WeightsError
+from primad.head.blame import ParticipationError, StuckStepError, blamed, workers_of
+from primad.head.drawn import learn_drawn
+from primad.head.members.participation import Participation
+from primad.head.rings.drafting import GuessesElsewhere
+from primad.head.rings.load_own import load_own
+from primad.head.rings.loads import loads_of
+from primad.head.rings.ring_inputs import RingInputs
+from primad.head.rings.routes import Ways
+from primad.head.rings.status import Costs, device_status, link_status, plan_lines, promises
+from primad.membership.types import LoadStage
+from primad.network.contacts import Contact
+from primad.network.messages import Load, Progress
+from primad.network.sockets import endpoint
+from primad.ring.messages import (
+    AskGuesses,
+    Cancel,
+    Connect,
+    Drain,
+    Drained,
+    Finished,
+    Generate,
+    KvForgotten,
+    KvKept,
+    Loading,
+    Opened,
+    Overdue,
+    ProcessMemoryLow,
+    PromptProgress,
+    Report,
+    RingCommand,
+    RingEvent,
+    Sampled,
+    Serving,
+    Status,
+)
+from primad.system.tasks import mistake, settle
+
+logger = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S: Final = 3600.0
+LOST_S: Final = 4.0
+"""A step that is out for so long, and got no further since it was looked for before, comes no more."""
+FIRST_STEP_SHARE: Final = 0.25
+"""A process that is at its first step may be silent for this share of what a step may take: it may read all its layers."""
+LINK_TIMEOUT_S: Final = 30.0
+"""A worker says that it connects to the next one: it has said all else already."""
+STAGES: Final = {"fetch": LoadStage.FETCH, "load": LoadStage.LOAD}
+DRAIN_TIMEOUT_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a device says of itself; no ``status`` where its ring process did not answer in time.
+
+    A ring process answers between two steps: while there is something to compute it ``computes``, and is not gone.
+    """
+
+    status: Status | None = None
+    daemon_rss_bytes: int = 0
+    computes: bool = False
+
+
+class HeadRing:
+    """One ring."""
+
+    def __init__(self, inputs: RingInputs) -> None:
+        self._inputs = inputs
+        self._ways = Ways(inputs)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._workers: dict[str, Participation] = {}
+        self._process: LoadedProcess | None = None
+        self._closed = False
+        loop = asyncio.get_running_loop()
+        self._own: asyncio.Future[tuple[str, str]] = loop.create_future()
+        self._serving: asyncio.Future[None] = loop.create_future()
+        self._drained: asyncio.Future[None] = loop.create_future()
+        self._broken: asyncio.Future[PrimadError] = loop.create_future()
+        self._status: asyncio.Queue[Status] = asyncio.Queue(8)
+        self._open_requests: set[int] = set()
+        self._costs: dict[str, Costs] = {}
+        self._latest: dict[str, Status | None] = {}
+        self.measured: AnswerFigures | None = None
+        """What its latest answer that was long enough took, as whoever learns from it says."""
+        self._asking: asyncio.Task[dict[str, Any]] | None = None
+        self._finding_fault: asyncio.Task[None] | None = None
+        self._looked: tuple[int, int] | None = None
+        self._parties: Sequence[str] = ()
+        self._own_keeps = False
+        self._guesses: GuessesElsewhere | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that this ring serves."""
+        return self._inputs.promise.plan
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """What the plan promises."""
+        return self._inputs.promise.prediction
+
+    @property
+    def epoch(self) -> int:
+        """The plan's number."""
+        return self._inputs.epoch
+
+    @property
+    def keeps(self) -> bool:
+        """Whether every device of it keeps KV cells."""
+        return self._own_keeps and all(participation.keeps for participation in self._workers.values())
+
+    @property
+    def profiles(self) -> dict[str, DeviceProfile]:
+        """Its devices, as they were when it was formed."""
+        workers = {name: worker.profile for name, worker in self._inputs.devices.workers.items()}
+        return {self.plan.head: self._inputs.profile} | workers
+
+    async def sources(self) -> dict[str, list[Contact]]:
+        """By device of the ring: who may have what it lacks. One without a way to the head has none."""
+        found = {self.plan.head: self._ways.own_sources()}
+        for name, worker in self._inputs.devices.workers.items():
+            try:
+                found[name] = await self._ways.sources(worker)
+            except ParticipationError as exc:
+                logger.info("%s is told of no sources: %s", name, exc)
+        return found
+
+    @property
+    def broken_by(self) -> PrimadError | None:
+        """What ended it, if something did."""
+        return self._broken.result() if self._broken.done() else None
+
+    async def form(self) -> None:
+        """Have every device load its windows, link them and run a warm-up lap.
+
+        Raises the ``PrimadError`` that it fails for; ``close`` is due in any case.
+        """
+        forming = asyncio.create_task(self._form())
+        try:
+            await _first_of(forming, self._broken)
+        finally:
+            if not forming.done():
+                forming.cancel()
+                await asyncio.wait([forming])
+        if not forming.cancelled() and (error := forming.exception()) is not None:
+            raise error
+        if self._broken.done():
+            raise self._broken.result()
+
+    async def _form(self) -> None:
+        loads = await loads_of(self._inputs, self._ways)
+        own_load = loads[self.plan.head]
+        for name, worker in self._inputs.devices.workers.items():
+            participation = Participation(worker, loads[name], self._on_progress)
+            participation.loaded.add_done_callback(partial(self._loaded, name))
+            self._workers[name] = participation
+            self._start(self._watch(participation))
+            await participation.load()
+        self._process = await load_own(self._inputs, own_load, self._ways.own_sources())
+        self._start(self._attend_own(self._process, own_load))
+        async with asyncio.timeout(LOAD_TIMEOUT_S):
+            own = await self._own
+            loaded = {name: await participation.loaded for name, participation in self._workers.items()}
+            learn_drawn(self._inputs.service.model.ranged, self._workers)
+            await self._link(own, loaded)
+            await self._serving
+        find, device = self._inputs.devices.guesser, self._inputs.promise.guesser
+        if find is not None and device is not None:
+            self._guesses = GuessesElsewhere(self._inputs, device, find, self._ways, self.send)
+            self._start(self._guesses.run())
+
+    async def send(self, *commands: RingCommand) -> None:
+        """Give the head's ring process a command; it need not be taken any more once the ring is broken."""
+        assert self._process is not None
+        for command in commands:
+            if isinstance(command, Generate):
+                self._open_requests.add(command.request)
+            elif isinstance(command, Cancel):
+                self._open_requests.discard(command.request)
+        sending = asyncio.create_task(self._process.send(*commands))
+        try:
+            await _first_of(sending, self._broken)
+            if sending.done():
+                await sending
+        finally:
+            sending.cancel()
+
+    async def drain(self) -> None:
+        """Begin no further step and wait until those on their way are back, or the ring breaks over it."""
+        await self.send(Drain())
+        await _first_of(self._drained, self._broken, timeout_s=DRAIN_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """Let the workers go and end the head's ring process."""
+        if self._closed:
+            return
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        if self._asking is not None:
+            self._asking.cancel()
+        if self._guesses is not None:
+            await self._guesses.release()
+        for participation in self._workers.values():
+            await participation.release()
+        if self._process is not None:
+            await self._process.close()
+        else:
+            release_files(self._inputs.station.workspace, self.epoch)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if isinstance(error, PrimadError):
+            self._break(error)
+        elif error is not None:
+            logger.error("a task of the ring failed", exc_info=error)
+            self._break(RingError(mistake(error)))
+
+    def _break(self, error: PrimadError) -> None:
+        if self._closed or self._broken.done():
+            return
+        self._broken.set_result(error)
+        self._inputs.listener.broken(self.epoch, blamed(error, self.plan))
+
+    async def _watch(self, participation: Participation) -> None:
+        raise await participation.broken
+
+    def describe(self) -> list[str]:
+        """Who computes what, a line a device."""
+        return plan_lines(self.plan, self._inputs.promise.assignments)
+
+    async def status(self) -> dict[str, Any]:
+        """What every device did and holds now, as plain data; a device that does not answer in time has no figures.
+
+        Takes ``status_timeout_s`` at most. Whoever asks while the devices are being asked gets that answer too, so that many
+        who ask are no more work than one.
+        """
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask_all())
+        asking = self._asking
+        await asyncio.wait([asking])  # who is cancelled over it leaves the others their answer
+        return {} if asking.cancelled() else asking.result()
+
+    async def statuses(self) -> Mapping[str, Status | None]:
+        """What the ring process of every device says now; None for one that does not answer in time."""
+        await self.status()
+        return self._latest
+
+    async def _ask_all(self) -> dict[str, Any]:
+        names = self.plan.devices
+        answers = await asyncio.gather(*(self._ask(name) for name in names))
+        self._latest = {name: said.status for name, said in zip(names, answers, strict=True)}
+        devices = []
+        for name, said in zip(names, answers, strict=True):
+            status = said.status
+            costs = self._costs.get(name, Costs())
+            if status is not None:
+                costs = self._costs[name] = costs.after(
+                    status, len(self.plan.windows_of(name)), asyncio.get_running_loop().time()
+                )
+            devices.append(
+                device_status(
+                    self.plan,
+                    self.prediction,
+                    self._inputs.promise.assignments[name],
+                    name,
+                    status,
+                    costs,
+                    daemon_rss_bytes=said.daemon_rss_bytes,
+                    computes=said.computes,
+                )
+            )
+        head = self._latest[self.plan.head]
+        return {
+            "epoch": self.epoch,
+            "rounds": self.plan.rounds,
+            "sequences": self._inputs.promise.sequences,
+            "predicted": None if self.prediction is None else msgspec.to_builtins(promises(self.prediction)),
+            "measured": None if self.measured is None else msgspec.to_builtins(self.measured),
+            "devices": msgspec.to_builtins(devices),
+            "drafts": None
+            if head is None or head.drafts is None
+            else msgspec.to_builtins(head.drafts) | {"model_on": self._guesser()},
+            "links": [msgspec.to_builtins(link_status(link)) for link in self._inputs.devices.links.between(names)],
+        }
+
+    def _guesser(self) -> str | None:
+        """The device on which a model guesses; None where none does."""
+        if self._inputs.draft is None:
+            return None
+        return self.plan.head if self._guesses is None else self._guesses.place
+
+    async def _ask(self, name: str) -> _Said:
+        """What the ring process of ``name`` says, and the memory of the daemon there."""
+        timeout_s = self._inputs.station.timings.head.status_timeout_s
+        if name in self._workers:
+            return await self._worker_status(name, timeout_s)
+        status = await self._own_status(timeout_s)
+        computes = status is None and bool(self._open_requests)
+        return _Said(status, psutil.Process().memory_info().rss, computes)
+
+    async def _own_status(self, timeout_s: float) -> Status | None:
+        while not self._status.empty():  # an answer that came too late for who asked before
+            self._status.get_nowait()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.send(Report())
+                return await self._status.get()
+        except TimeoutError:
+            return None
+
+    async def _worker_status(self, name: str, timeout_s: float) -> _Said:
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._workers[name].wait_status()
+        except TimeoutError:
+            return _Said(computes=bool(self._open_requests))
+        except ClusterError:
+            return _Said()
+        return _Said() if answer is None else _Said(answer.status, answer.daemon_rss_bytes)
+
+    async def _attend_own(self, process: LoadedProcess, load: Load) -> None:
+        try:
+            await process.listen(lambda event: self._hear(event, len(load.windows)))
+        except WeightsError as exc:
+            if not any(spec.layers for spec in load.windows) and exc.file is None:  # then there is but one file
+                path = str(self._inputs.service.model.header.path)
+                raise WeightsError(f"{exc}: {path}", path) from exc
+            # The next ring cuts what is not whole out of the model again.
+            refs = (ref for spec in load.windows for ref in spec.files)
+            raise distrust(self._inputs.station.workspace.cache, exc, refs) from exc
+        except NextDeviceError as exc:
+            raise ParticipationError(f"{self.plan.head}: {exc}", self.plan.head, "next") from exc
+        except LateStepError as exc:
+            raise StuckStepError(str(exc), self._parties) from exc
+
+    def _hear(self, event: RingEvent, windows: int) -> None:
+        """What the head's ring process says. Raises ``RingError`` where that is nothing for a head."""
+        match event:
+            case Sampled() | PromptProgress() | Finished():
+                if isinstance(event, Finished):
+                    self._open_requests.discard(event.request)
+                self._inputs.listener.deliver(self.epoch, event)
+            case Loading(done):
+                self._inputs.reporter.progress(self.plan.head, "load", done, windows)
+            case Opened(address, key, keeps, cells):
+                self._inputs.station.workspace.cells.expect(cells)
+                self._own_keeps = keeps
+                settle(self._own, (address, key))
+            case AskGuesses(task):
+                if self._guesses is not None:
+                    self._guesses.ask(task)
+            case KvKept() | KvForgotten():
+                self._inputs.listener.cells(self.epoch, event)
+            case Serving():
+                settle(self._serving, None)
+            case Drained():
+                settle(self._drained, None)
+            case Overdue():
+                self._look_for_fault(event)
+            case ProcessMemoryLow(needed_bytes):
+                logger.info("epoch %d: the head is short of %d bytes of memory", self.epoch, needed_bytes)
+                self._inputs.listener.memory_low(needed_bytes)
+            case Status():
+                if self._status.full():
+                    self._status.get_nowait()
+                self._status.put_nowait(event)
+            case _:
+                raise RingError(f"the head's ring process said {type(event).__name__}")
+
+    def _look_for_fault(self, overdue: Overdue) -> None:
+        logger.info("epoch %d: step %d is out for %.1f s", self.epoch, overdue.step, overdue.waited_s)
+        self._inputs.listener.overdue(self.epoch, overdue.waited_s)
+        if self._finding_fault is None or self._finding_fault.done():
+            self._finding_fault = self._start(self._find_fault(overdue))
+
+    async def _find_fault(self, overdue: Overdue) -> None:
+        """A step is late. A worker whose ring process does not even answer hangs; one that answers is slow.
+
+        Raises ``ParticipationError`` for the one that hangs, unless it may be at its first step, for which nobody knows
+        what is slow. Where all answer, the step is between the last worker that says it passed it on and the first one that
+        says it did not have it. Raises ``StuckStepError`` when it got no further since this was asked last.
+        """
+        names = workers_of(self.plan)
+        timeout_s = self._inputs.station.timings.head.overdue_timeout_s
+        answers = await asyncio.gather(*(self._worker_status(name, timeout_s) for name in names))
+        silent = [name for name, said in zip(names, answers, strict=True) if said.status is None]
+        waited_s = overdue.waited_s + timeout_s * bool(silent)
+        if silent:
+            self._parties, self._looked = silent[:1], None
+            if overdue.is_first and waited_s < FIRST_STEP_SHARE * self._inputs.service.options.step_timeout_s:
+                return
+            reason = f"{silent[0]}: its ring process hangs; a step is out for {waited_s:.1f} s"
+            raise ParticipationError(reason, silent[0], "ring")
+        if (
+            await self._own_status(timeout_s) is None
+        ):  # it computes another step, and may not have looked at what arrived
+            self._looked = None
+            return
+        had = [said.status is not None and said.status.steps > overdue.laps for said in answers]
+        place = had.index(False) if False in had else len(names)
+        before, self._looked = self._looked, (overdue.step, place)
+        self._parties = names[max(0, place - 1) : place + 1]
+        if waited_s >= LOST_S and before is not None and before[0] == overdue.step and place <= before[1]:
+            raise StuckStepError(_lost(overdue, [self.plan.head, *names, self.plan.head][place:][:2]), self._parties)
+
+    async def _link(self, own: tuple[str, str], loaded: Mapping[str, tuple[int, str]]) -> None:
+        """Tell every device where its steps go, and from whom they come."""
+        if not self._workers:
+            return
+        assert self._process is not None
+        head, devices = self.plan.head, list(self.plan.devices)
+        keys = {name: key for name, (_, key) in loaded.items()} | {head: own[1]}
+        before = {self.plan.after(name): name for name in devices}
+        for name, participation in self._workers.items():
+            following = self.plan.after(name)
+            if following == head:
+                address = endpoint(
+                    await self._ways.to_head(self._inputs.devices.workers[name]), own[0].rsplit(":", 1)[1]
+                )
+            else:
+                address = endpoint(self._ways.host_for(name, following), loaded[following][0])
+            await participation.connect(address, keys[following], keys[before[name]])
+        first = self.plan.after(head)
+        way = endpoint(await self._ways.to_first(self._inputs.devices.workers[first]), loaded[first][0])
+        await self._process.send(Connect(way, keys[first], keys[before[head]]))
+        for name, participation in self._workers.items():
+            await _first_of(participation.linked, timeout_s=LINK_TIMEOUT_S)
+            if not participation.linked.done():
+                raise ParticipationError(f"{name}: it does not connect to the next device", name, "load")
+
+    def _on_progress(self, device: str, progress: Progress) -> None:
+        self._inputs.reporter.progress(device, progress.phase, progress.done, progress.total)
+        share = progress.done / progress.total if progress.total else 1.0
+        self._inputs.listener.progressed(self.epoch, device, STAGES[progress.phase], share)
+
+    def _loaded(self, device: str, loaded: asyncio.Future[tuple[int, str]]) -> None:
+        if not loaded.cancelled():
+            self._inputs.listener.progressed(self.epoch, device, LoadStage.READY, 1.0)
+
+
+def _lost(overdue: Overdue, between: Sequence[str]) -> str:
+    """Where a step is that got no further."""
+    sender, receiver = between
+    return (
+        f"step {overdue.step} is out for {overdue.waited_s:.1f} s: {sender} says that it passed it on, {receiver} that it "
+        "did not come"
+    )
+
+
+async def _first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,80 @@
+"""Where the devices of a ring find each other, and the layers that they lack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from primad.head.blame import UNREACHED, ParticipationError
+from primad.head.members.worker_link import WorkerLink
+from primad.head.rings.ring_inputs import RingInputs
+from primad.network.contacts import Contact, is_address
+from primad.network.messages import MAX_CONTACTS
+from primad.network.scopes import bare, own_address
+from primad.settings.config import LOOPBACK, is_loopback
+
+
+class Ways:
+    """The addresses by which the devices of one ring reach each other, as the links were measured."""
+
+    def __init__(self, inputs: RingInputs) -> None:
+        self._inputs = inputs
+
+    async def sources(self, worker: WorkerLink) -> list[Contact]:
+        """Who may have layers that ``worker`` lacks: this head, and every worker that it reaches."""
+        sources = [
+            Contact(
+                device=self._inputs.promise.plan.head,
+                key=self._inputs.station.identity.public,
+                addresses=[await self.to_head(worker)],
+                port=self._inputs.layer_port,
+            )
+        ]
+        for name, other in self._inputs.devices.holders.items():
+            if name == worker.name:
+                continue
+            host = self.host_for(worker.name, name)
+            if is_address(host):  # host names mean something here only
+                sources.append(Contact(device=name, key=other.key, addresses=[host], port=other.layer_port))
+        return sources[:MAX_CONTACTS]
+
+    def own_sources(self) -> list[Contact]:
+        """Who may have what this head lacks: every worker."""
+        head = self._inputs.promise.plan.head
+        return [
+            Contact(device=name, key=worker.key, addresses=[self.host_for(head, name)], port=worker.layer_port)
+            for name, worker in self._inputs.devices.holders.items()
+        ]
+
+    async def to_head(self, worker: WorkerLink) -> str:
+        """The address of this head that ``worker`` can reach: the one that packets to it leave from.
+
+        Raises ``ParticipationError`` where no address of the worker has a way to it.
+        """
+        if is_loopback(self._inputs.station.config.host) or is_loopback(worker.end.host):
+            return LOOPBACK
+        measured = self._inputs.devices.links.address(self._inputs.promise.plan.head, worker.name)
+        return await self._leaving_for(worker, [worker.end.host, *([measured] if measured else [])])
+
+    async def to_first(self, worker: WorkerLink) -> str:
+        """Where the head reaches ``worker``, to which it sends its steps. Raises ``ParticipationError`` as ``to_head``.
+
+        A ring process that is told of an address to which there is no way ends.
+        """
+        host = self.host_for(self._inputs.promise.plan.head, worker.name)
+        await self._leaving_for(worker, [host])
+        return host
+
+    async def _leaving_for(self, worker: WorkerLink, hosts: Sequence[str]) -> str:
+        """Where packets to ``worker`` leave from by the first of ``hosts`` to which there is a way."""
+        reasons = []
+        for host in dict.fromkeys(hosts):
+            try:
+                return await own_address(host, worker.end.port)
+            except OSError as exc:
+                reasons.append(f"no route to {worker.name} at {host}:{worker.end.port}: {exc.strerror or exc}")
+        raise ParticipationError("; ".join(reasons), worker.name, UNREACHED)
+
+    def host_for(self, source: str, target: str) -> str:
+        """Where ``source`` reaches the worker ``target``; only the head itself is told a scope."""
+        host = self._inputs.devices.links.address(source, target) or self._inputs.devices.holders[target].end.host
+        return host if source == self._inputs.promise.plan.head else bare(host)

@@ -1,0 +1,233 @@
+"""What ``/status`` and the owner are told about a ring: plain data and lines."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from halda import Assignment, LinkProfile, Plan, Prediction
+from halda.load import UnderLoad
+from primad.api.http.status import DeviceStatus, LinkStatus, MemoryFigures, PlannedFigures, Promises, RingFigures
+from primad.planning.forecast import Promise
+from primad.ring.messages import Status
+from primad.settings.quantities import show_count
+
+WINDOW_S: Final = 10.0
+"""The means are of the passes of so many seconds, however often somebody asks meanwhile."""
+_APART_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """The sums of a status that counted, and when it came."""
+
+    at_s: float
+    steps: int
+    read_bytes: int
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What reading weights cost one device: the sums of its last statuses that counted, and the means until the latest.
+
+    The means are of one pass through all windows of the device, which is a token in decode; a chunk of a prompt is one pass
+    too. They are of the passes since the latest status that counted and is ``WINDOW_S`` old, whoever asked for that one, or
+    of all since the ring process was opened. A status after which no pass came does not count: the means stay.
+    """
+
+    marks: tuple[_Mark, ...] = (_Mark(-math.inf, 0, 0, 0.0),)
+    bytes_read_per_token: float | None = None
+    stall_ms_per_token: float | None = None
+
+    def after(self, status: Status, windows: int, now_s: float) -> Costs:
+        """With what the next ``status`` of a device with so many ``windows`` says, which came at ``now_s``."""
+        memory = status.memory
+        if memory is None:
+            return Costs()
+        before = self if _goes_on(self.marks[-1], status) else Costs()
+        if status.steps == before.marks[-1].steps:
+            return before
+        mark = _Mark(now_s, status.steps, memory.read_bytes, memory.stall_s)
+        first = max((i for i, each in enumerate(before.marks) if each.at_s <= now_s - WINDOW_S), default=0)
+        base, *later = before.marks[first:]
+        if len(later) > 1 and later[-1].at_s - later[-2].at_s < _APART_S:
+            later.pop()  # who asks all the time fills no memory
+        passes = (mark.steps - base.steps) / windows
+        return Costs(
+            marks=(base, *later, mark),
+            bytes_read_per_token=(mark.read_bytes - base.read_bytes) / passes,
+            stall_ms_per_token=(mark.stall_s - base.stall_s) * 1e3 / passes,
+        )
+
+
+def _goes_on(before: _Mark, status: Status) -> bool:
+    """Whether ``status`` counts on from ``before``; a ring process that was opened again begins at nothing."""
+    memory = status.memory
+    return (
+        memory is not None
+        and status.steps >= before.steps
+        and memory.read_bytes >= before.read_bytes
+        and memory.stall_s >= before.stall_s
+    )
+
+
+def plan_lines(plan: Plan, assignments: Mapping[str, Assignment]) -> list[str]:
+    """Who computes what, a line a device."""
+    lines = []
+    for name in plan.devices:
+        windows = ", ".join(
+            f"{window.first}-{window.last - 1}" if len(window.layers) > 1 else str(window.first)
+            for _, window in plan.windows_of(name)
+        )
+        kept = assignments[name]
+        streams = f", {kept.streamed_layers} of them streamed" if kept.streamed_layers else ""
+        on_gpu = f", {kept.gpu_layers} of them on the GPU" if kept.gpu_layers else ""
+        apart = sum(window.cpu_experts for window in kept.windows)
+        on_gpu += f" (the experts of {apart} in RAM)" if apart else ""
+        helped = ", prompts with the help of the GPU" if name in plan.helped else ""
+        lines.append(f"{name}: {show_count(kept.layers, 'layer')} ({windows}){on_gpu}{streams}{helped}")
+    return lines
+
+
+def left_out_line(device: str, reason: str, slowdown: float | None) -> str:
+    """Why ``device`` has no layers; with it the ring would be slower by the share ``slowdown`` (None: not known)."""
+    if slowdown is None:
+        return f"{device} is left out: {reason}"
+    how = f"{slowdown:.0%} slower" if slowdown >= 0.005 else "no faster"
+    return f"{device} is left out: the ring would be {how} with it; --use-all takes it anyway"
+
+
+def device_status(
+    plan: Plan,
+    prediction: Prediction | None,
+    kept: Assignment,
+    name: str,
+    status: Status | None,
+    costs: Costs,
+    daemon_rss_bytes: int,
+    *,
+    computes: bool = False,
+) -> DeviceStatus:
+    """What the device ``name`` computes, did, holds and was planned to keep; ``status`` is None when it did not answer,
+    which it does not while it ``computes`` a step.
+    """
+    return DeviceStatus(
+        name=name,
+        role="head" if name == plan.head else "worker",
+        windows=[(window.first, window.last) for _, window in plan.windows_of(name)],
+        layers=kept.layers,
+        gpu_layers=kept.gpu_layers,
+        daemon_rss_bytes=daemon_rss_bytes,
+        ring=None if status is None else _figures(status),
+        computes=computes,
+        memory=_memory(status, costs),
+        predicted=_planned(prediction, kept, name),
+    )
+
+
+def at_once_line(promise: Promise) -> str:
+    """How many answers are written at once, why not more, if that is known, and whether they depend on each other."""
+    why = f" ({promise.why_sequences})" if promise.why_sequences else ""
+    if promise.sequences == 1:
+        return f"1 answer at a time{why}"
+    line = f"{promise.sequences} answers at once, each with that context{why}"
+    if promise.is_exact:
+        return f"{line}; each is what it is alone"
+    return f"{line}; computed together, which may change how one is worded (--batching exact keeps that from it)"
+
+
+def attention_line(promise: Promise) -> str:
+    """With which setting llama.cpp gives the same texts; empty where others or a GPU may change the last bits."""
+    if not promise.is_exact or promise.plan.uses_gpu or promise.plan.helped:
+        return ""
+    return f"texts are those of llama.cpp with --flash-attn {'on' if promise.flash else 'off'}"
+
+
+def chains_line(promise: Promise, keep_rows: int | None) -> str:
+    """What keeps the guesses of a step from being a tree where they could be one; empty where they are, or none could."""
+    planned, drafting = promise.drafting, promise.drafting_with(keep_rows)
+    if planned is None or drafting is None or planned.branches == drafting.branches:
+        return ""
+    asks = ["--sequences 1"] * (promise.sequences > 1) + ["--kv-backup off without --kv-cache"] * (
+        keep_rows is not None
+    )
+    return f"guesses of a step are a chain; a tree, which may win more, takes {' and '.join(asks)}"
+
+
+def predicted_line(prediction: Prediction, load: UnderLoad | None, prompt_tokens: int) -> str:
+    """What is predicted of one answer, and of several together."""
+    together = ""
+    if load is not None and load.sequences > 1:
+        together = f" ({load.tokens_per_s:.3g} of {load.sequences} answers together)"
+    return (
+        f"predicted {1 / prediction.tpot_s:.3g} tokens/s{together}, first token of an answer to {prompt_tokens} tokens "
+        f"after {prediction.ttft_s:.2g} s"
+    )
+
+
+def promises(prediction: Prediction) -> Promises:
+    """What a plan promises one answer."""
+    return Promises(
+        tokens_per_s=1 / prediction.tpot_s,
+        tpot_ms=prediction.tpot_s * 1e3,
+        ttft_ms=prediction.ttft_s * 1e3,
+    )
+
+
+def link_status(link: LinkProfile) -> LinkStatus:
+    """One direction of a link."""
+    return LinkStatus(
+        source=link.source,
+        target=link.target,
+        round_trip_ms=link.round_trip_s * 1e3,
+        late_ms=link.late_s * 1e3,
+        mbit_per_s=link.bytes_per_s * 8 / 1e6,
+    )
+
+
+def _figures(status: Status) -> RingFigures:
+    hops = sorted(status.hop_s)
+    return RingFigures(
+        steps=status.steps,
+        rows=status.rows,
+        compute_s=status.compute_s,
+        hops=len(hops),
+        hop_median_s=statistics.median(hops) if hops else None,
+        hop_p99_s=hops[min(len(hops) - 1, len(hops) * 99 // 100)] if hops else None,
+        rss_bytes=status.rss_bytes,
+        private_bytes=status.private_bytes,
+        refused_messages=status.refused,
+        compute_ms_per_token=None if status.decode is None else status.decode.compute_s * 1e3,
+    )
+
+
+def _memory(status: Status | None, costs: Costs) -> MemoryFigures:
+    if status is None or status.memory is None:
+        return MemoryFigures()
+    return MemoryFigures(
+        **msgspec.structs.asdict(status.memory),
+        bytes_read_per_token=costs.bytes_read_per_token,
+        stall_ms_per_token=costs.stall_ms_per_token,
+    )
+
+
+def _planned(prediction: Prediction | None, kept: Assignment, name: str) -> PlannedFigures:
+    for device in prediction.devices if prediction is not None else ():
+        if device.device == name:
+            return PlannedFigures(
+                resident=kept.resident_layers,
+                streamed=kept.streamed_layers,
+                ahead_bytes=device.ahead_bytes,
+                ram_bytes=device.ram_bytes,
+                bytes_read_per_token=device.disk_bytes_per_token,
+                stall_ms_per_token=device.stall_s * 1e3,
+                compute_ms_per_token=device.compute_s * 1e3,
+                hop_ms=device.hop_s * 1e3,
+            )
+    return PlannedFigures()

@@ -1,0 +1,122 @@
+"""A plan, what each device keeps of it, and what the solver promises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+from halda import Assignment, Instance, ModelProfile, Plan, Prediction, assignments
+from primad.planning.batching import Batches
+from primad.planning.corrections import NOTHING_LEARNT, Corrections
+from primad.planning.fitting import Served
+from primad.planning.plan import Planned
+from primad.ring.chunks import Pieces
+from primad.ring.grouping import Batching
+from primad.ring.speculation.drafter import Drafting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """``prediction`` is what ``plan`` promises, None when it was set by hand; ``assignments`` are those of its devices.
+
+    Both were made with what was learnt until then, ``corrections``, and for ``sequences`` answers at once, each with a
+    context of ``context_tokens``; ``why_sequences`` and ``why_context`` say why it is not more, where nobody said how much.
+    Attention is ``flash`` attention or not, and next tokens are computed together as ``batches`` say, drafts as ``drafting``
+    does, by a model on device ``guesser``, if one guesses. ``question`` is what was planned for, if that was solved.
+    """
+
+    plan: Plan
+    prediction: Prediction | None
+    assignments: Mapping[str, Assignment]
+    context_tokens: int
+    sequences: int = 1
+    corrections: Corrections = NOTHING_LEARNT
+    why_context: str = ""
+    why_sequences: str = ""
+    flash: bool = True
+    batches: Batches | None = None
+    question: Instance | None = None
+    drafting: Drafting | None = None
+    guesser: str | None = None
+
+    @property
+    def batching(self) -> Batching:
+        """How next tokens are computed together: one by one where nothing says more."""
+        return Batching() if self.batches is None else self.batches.batching
+
+    @property
+    def pieces(self) -> Pieces | None:
+        """The pieces in which chunks of a prompt are computed beside other answers; None: they are not cut."""
+        return None if self.batches is None else self.batches.pieces
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether each answer is what it is alone."""
+        return self.batches is None or self.batches.is_exact
+
+    @property
+    def served(self) -> Served:
+        """What the next plan may take over of it."""
+        return Served(context_tokens=self.context_tokens, sequences=self.sequences, flash=self.flash)
+
+    def drafting_with(self, keep_rows: int | None) -> Drafting | None:
+        """How drafts are computed: as trees only where one sequence has all cells, and none of them is kept elsewhere."""
+        if self.drafting is None or (self.sequences == 1 and keep_rows is None):
+            return self.drafting
+        return replace(self.drafting, branches=0)
+
+    @classmethod
+    def of_planned(cls, planned: Planned, corrections: Corrections, *, by_hand: bool) -> Self:
+        """What ``planned`` promises; nothing is predicted for a plan that was set ``by_hand``."""
+        work = planned.question.workload
+        return cls.of(
+            planned.plan,
+            planned.question.model,
+            None if by_hand else planned.prediction,
+            context_tokens=work.context_tokens,
+            sequences=work.sequences,
+            corrections=NOTHING_LEARNT if by_hand else corrections,
+            why_context=planned.why_context,
+            why_sequences=planned.why_sequences,
+            flash=work.flash,
+            batches=planned.batches,
+            question=None if by_hand else planned.question,
+            drafting=planned.drafting,
+            guesser=planned.draft_device,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        model: ModelProfile,
+        prediction: Prediction | None,
+        *,
+        context_tokens: int,
+        sequences: int = 1,
+        corrections: Corrections = NOTHING_LEARNT,
+        why_context: str = "",
+        why_sequences: str = "",
+        flash: bool = True,
+        batches: Batches | None = None,
+        question: Instance | None = None,
+        drafting: Drafting | None = None,
+        guesser: str | None = None,
+    ) -> Self:
+        """The promise of ``plan`` for ``model``."""
+        return cls(
+            plan=plan,
+            prediction=prediction,
+            assignments=assignments(plan, model),
+            context_tokens=context_tokens,
+            sequences=sequences,
+            corrections=corrections,
+            why_context=why_context,
+            why_sequences=why_sequences,
+            flash=flash,
+            batches=batches,
+            question=question,
+            drafting=drafting,
+            guesser=guesser,
+        )

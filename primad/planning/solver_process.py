@@ -1,0 +1,90 @@
+"""Solve in a process of its own: a plan takes seconds of processor time, in which this daemon must answer pings and Ctrl-C.
+
+A thread would not do: nothing can end it, so the daemon would wait for it before it stops. The child reads one question from
+standard input and answers on standard output. It has a session of its own: Ctrl-C in a terminal is its parent's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from typing import Final
+
+import msgspec
+
+from halda import CutOff, Infeasible
+from primad.daemon.owner import apply_nice
+from primad.errors import PlanError
+from primad.planning.plan import FoundPlan, PlanRequest, search
+from primad.system.children.answer_stream import answer_stream
+from primad.system.children.spawn import how_it_ended
+from primad.system.children.stop_flag import StopFlag
+
+LEAST_NICE: Final = 19
+GRACE_S: Final = 60.0
+"""The solver keeps to its time limit by and large, and needs it again for devices that have no extra buffers after all; this
+much later it hangs."""
+
+
+class _Found(msgspec.Struct, frozen=True, tag="solved"):
+    solved: FoundPlan
+
+
+class _Unsolvable(msgspec.Struct, frozen=True, tag="infeasible"):
+    message: str
+    short_bytes: int
+    is_cut_off: bool
+
+
+async def solve_apart(request: PlanRequest, *, background: bool = False, grace_s: float = GRACE_S) -> FoundPlan:
+    """The answer of ``search``; in the ``background`` all other work goes first.
+
+    Raises ``Infeasible`` and ``CutOff`` as that does, ``PlanError`` when the child fails.
+    """
+    stop = StopFlag(subprocess.Popen.kill)
+    try:
+        return await asyncio.to_thread(_ask, request, stop, background, grace_s)
+    finally:
+        stop.set()
+
+
+def _ask(request: PlanRequest, stop: StopFlag, background: bool, grace_s: float) -> FoundPlan:
+    timeout_s = len(request.workloads) * request.time_limit_s + grace_s
+    with subprocess.Popen(
+        [sys.executable, "-m", "primad.planning.solver_process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as child:
+        stop.watch(child)
+        if background:
+            apply_nice(child.pid, LEAST_NICE)
+        try:
+            answer, errors = child.communicate(msgspec.msgpack.encode(request), timeout_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            raise PlanError(f"no plan within {timeout_s:g} s; set one with --windows") from None
+    if child.returncode != 0:
+        said = errors.decode("utf-8", errors="replace").strip().splitlines()
+        how = how_it_ended(child.returncode) + (f": {said[-1]}" if said else "")
+        raise PlanError(f"the solver {how}; set the plan with --windows")
+    outcome = msgspec.msgpack.decode(answer, type=_Found | _Unsolvable)
+    if isinstance(outcome, _Unsolvable):
+        kind = CutOff if outcome.is_cut_off else Infeasible
+        raise kind(outcome.message, short_bytes=outcome.short_bytes)
+    return outcome.solved
+
+
+def _answer(request: PlanRequest) -> _Found | _Unsolvable:
+    try:
+        return _Found(solved=search(request))
+    except Infeasible as exc:
+        return _Unsolvable(str(exc), exc.short_bytes, isinstance(exc, CutOff))
+
+
+if __name__ == "__main__":
+    asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=PlanRequest)
+    with answer_stream() as answers:
+        answers.write(msgspec.msgpack.encode(_answer(asked)))

@@ -1,0 +1,227 @@
+"""What a model that guesses has of a text: its tokens, the guesses behind them, and so many of both computed.
+
+It works ahead as long as nobody says more, as in LLMCad (Xu et al., 2023) on several branches: its next row goes to the
+guess that holds most likely with all before it, the first guess at each place or another one that is likely enough. What it
+guessed stays where the text goes on like that, be it by a first guess or not. The first path lies behind the text in the
+sequence that has that, each other one in a copy of it, which shares its cells. So it never takes more memory than the room
+of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from primad.engine.protocol import LogitsWindow, Rows
+from primad.ring.speculation.drafter import MOST_ROOM, Guess
+from primad.ring.speculation.messages import Drafted
+from primad.ring.speculation.tree import OPENS_AT
+
+LIKELY: Final = 3
+"""Tokens of one place that are told, those that are not likely left out."""
+PART_ROWS: Final = 64
+"""Rows of a prompt that are computed before what came meanwhile is looked at."""
+POOL: Final = 3
+"""Branches at a time, beside the first path."""
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A guess that holds in such a ``share`` of cases with all before it, ``depth`` tokens behind the text; None: the text.
+
+    It is computed in a ``sequence``, or not. ``behind`` it come the tokens that may, the likeliest first, once it is.
+    """
+
+    guess: Guess | None = None
+    parent: _Node | None = None
+    share: float = 1.0
+    depth: int = 0
+    sequence: int | None = None
+    behind: list[_Node] = field(default_factory=list)
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether its sequence has a row behind it."""
+        return any(each.sequence == self.sequence for each in self.behind)
+
+
+class DraftBranches:
+    """Guesses ``most`` tokens behind each other with ``window``, the whole of a model, whose only sequence has room for
+    ``context`` tokens, and half as many on up to so many ``branches`` of it, once the first path has ``first`` guesses.
+    """
+
+    def __init__(
+        self, window: LogitsWindow, *, context: int, most: int = MOST_ROOM, branches: int = 0, first: int = 0
+    ) -> None:
+        self._window, self._context, self._most, self._first = window, context, most, first
+        self._free = list(range(branches, 0, -1))
+        self._number = 0
+        self._text: list[int] = []
+        self._computed = 0
+        """Tokens of the text, in the sequence of ``_root``."""
+        self._root = _Node(sequence=0)
+        self._last_row = 0
+
+    @property
+    def known(self) -> int:
+        """So many tokens of the text are known."""
+        return len(self._text)
+
+    def begin(self, number: int, tokens: Sequence[int]) -> None:
+        """From now on it is about text ``number``."""
+        pairs = zip(self._text[: self._computed], tokens, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self._number, self._text = number, list(tokens)
+        self._forget(same)
+
+    def took(self, token: int) -> None:
+        """``token`` is the next one of the text."""
+        found = next((each for each in self._root.behind if each.guess is not None and each.guess.token == token), None)
+        self._text.append(token)
+        if found is None or found.sequence is None:
+            self._forget(len(self._text) - 1)
+            return
+        self._let_go({each.sequence for each in _all(self._root)} - {each.sequence for each in _all(found)})
+        self._computed = len(self._text)
+        for node in _all(found):
+            node.share, node.depth = node.share / found.share if node is not found else 1.0, node.depth - 1
+        found.guess = found.parent = None
+        self._root = found
+
+    def _forget(self, cells: int) -> None:
+        """No guess counts any more; of the text so many cells stay at most."""
+        own = self._root.sequence
+        assert own is not None
+        self._let_go({each.sequence for each in _all(self._root)} - {own})
+        self._root = _Node(sequence=own)
+        self._computed = min(self._computed, cells)
+        self._window.kv_remove(own, self._computed, -1)
+
+    def _let_go(self, sequences: set[int | None]) -> None:
+        for number in sequences:
+            if number is not None:
+                self._window.kv_remove(number, 0, -1)
+                self._free.append(number)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``work`` has something to compute."""
+        return bool(self._text) and self._next() is not None
+
+    def _next(self) -> _Node | None:
+        """What is to be computed next: the text, or the guess that holds most likely with all before it."""
+        if not self._root.behind:
+            return self._root if len(self._text) < self._context else None
+        guesses, main = _all(self._root)[1:], self._main()
+        computed = [node for node in guesses if node.sequence is not None]
+        if len(self._text) + len(computed) + 1 >= self._context:
+            return None
+        aside = sum(node not in main for node in computed)
+        found = [
+            node
+            for node in guesses
+            if node.sequence is None
+            and (len(main) < self._most if node in main else aside < self._most // 2 and node.share >= OPENS_AT)
+            and (self._free or self._goes_on(node))
+        ]
+        if len(main) < self._first and main[-1] in found:
+            return main[-1]
+        return max(found, key=lambda node: node.share, default=None)
+
+    def _main(self) -> list[_Node]:
+        """The first path, which ends with a guess that is not computed."""
+        found, node = list[_Node](), self._root
+        while node.behind:
+            node = node.behind[0]
+            found.append(node)
+        return found
+
+    def _goes_on(self, node: _Node) -> bool:
+        """Whether ``node`` can be computed in the sequence of what is before it; there the first path goes on."""
+        parent = node.parent
+        assert parent is not None
+        if parent.sequence is None or parent.is_followed:
+            return False
+        return node is parent.behind[0] or not (parent is self._root or parent in self._main())
+
+    def work(self) -> Drafted | None:
+        """Compute some rows; what is guessed behind the text, once there is one guess more."""
+        node = self._next()
+        assert node is not None
+        if node is self._root:
+            if not self._compute_text():
+                return None
+        else:
+            assert node.guess is not None
+            assert node.parent is not None
+            place = len(self._text) + node.depth - 1
+            node.sequence = self._sequence_for(node, node.parent, place)
+            self._compute([node.guess.token], place, node.sequence, is_last=True)
+        first, *others = _likely(self._window.logits(self._last_row))
+        for guess in [first, *(each for each in others if each.sure >= OPENS_AT)]:
+            node.behind.append(_Node(guess, node, node.share * guess.sure, node.depth + 1))
+        return self._said()
+
+    def _sequence_for(self, node: _Node, parent: _Node, cells: int) -> int:
+        assert parent.sequence is not None
+        if self._goes_on(node):
+            return parent.sequence
+        number = self._free.pop()
+        self._window.kv_copy(parent.sequence, number, cells)
+        return number
+
+    def _compute_text(self) -> bool:
+        """Compute a part of the text; whether that was its end."""
+        if self._computed == len(self._text):  # its last row is computed, and its logits are not there any more
+            self._forget(len(self._text) - 1)
+        part = self._text[self._computed :][:PART_ROWS]
+        is_last = self._computed + len(part) == len(self._text)
+        assert self._root.sequence is not None
+        self._compute(part, self._computed, self._root.sequence, is_last=is_last)
+        self._computed += len(part)
+        return is_last
+
+    def _compute(self, tokens: Sequence[int], first: int, sequence: int, *, is_last: bool) -> None:
+        rows = len(tokens)
+        self._window.forward(
+            Rows(
+                content=np.array(tokens, np.int32),
+                positions=range(first, first + rows),
+                sequences=[[sequence]] * rows,
+                outputs=[is_last and row == rows - 1 for row in range(rows)],
+            )
+        )
+        self._last_row = rows - 1
+
+    def _said(self) -> Drafted:
+        nodes = _all(self._root)[1:]
+        places = {id(node): place for place, node in enumerate(nodes)}
+        guesses = [node.guess for node in nodes if node.guess is not None]
+        return Drafted(
+            number=self._number,
+            known=len(self._text),
+            tokens=[guess.token for guess in guesses],
+            sures=[guess.sure for guess in guesses],
+            parents=[places.get(id(node.parent), -1) for node in nodes],
+        )
+
+
+def _all(root: _Node) -> list[_Node]:
+    """``root`` and all behind it, a parent before those behind it, the first path before others."""
+    found = [root]
+    for node in root.behind:
+        found += _all(node)
+    return found
+
+
+def _likely(logits: NDArray[np.float32]) -> list[Guess]:
+    """The most likely tokens, the first one first."""
+    found = np.argpartition(-logits, LIKELY - 1)[:LIKELY]
+    found = found[np.argsort(-logits[found], kind="stable")]
+    total = np.exp(logits - logits[found[0]], dtype=np.float64).sum()
+    return [Guess(token=int(i), sure=float(np.exp(float(logits[i] - logits[found[0]])) / total)) for i in found]

@@ -1,0 +1,87 @@
+"""The head's side of the process that guesses. It is never waited for, and an answer never needs it.
+
+Where it ends, hangs or cannot be started, what it would have guessed is not computed ahead, and that is all.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+
+import msgspec
+
+from primad.errors import ProtocolError
+from primad.ring.speculation.draft_model import ModelDrafters
+from primad.ring.speculation.messages import MOST_UNTOLD_BYTES, Drafted, DraftModel, DraftTask
+from primad.system.children.channel import RingChannel, frame
+from primad.system.children.child import begin_guessing
+
+logger = logging.getLogger(__name__)
+
+
+class DraftingLink:
+    """A process that guesses with ``model``, and the ``drafters`` that it gives guesses to: new ones, unless some are given.
+
+    Unless that ``overlaps`` with what the ring computes it is told nothing meanwhile.
+    """
+
+    def __init__(self, model: DraftModel, *, overlaps: bool = True, drafters: ModelDrafters | None = None) -> None:
+        self.drafters = drafters or ModelDrafters(self._tell, overlaps=overlaps)
+        self._process: subprocess.Popen[bytes] | None = None
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._untold = bytearray()
+        self._channel: RingChannel[Drafted] = RingChannel(ours, msgspec.msgpack.Decoder(Drafted))
+        try:
+            with theirs:
+                self._process = begin_guessing(theirs, None)
+        except OSError as exc:
+            self._end(f"cannot be started: {exc.strerror or exc}")
+        self._tell(model)
+        if drafters is not None and self._channel.is_open:
+            drafters.move(self._tell)
+
+    @property
+    def connection(self) -> int | None:
+        """What is readable when it has something to say; None when it is gone."""
+        return self._channel.connection.fileno() if self._channel.is_open else None
+
+    def _tell(self, task: DraftTask) -> None:
+        if not self._channel.is_open:
+            return
+        self._untold += frame(task)
+        try:
+            del self._untold[: self._channel.connection.send(self._untold)]
+        except BlockingIOError:
+            if len(self._untold) > MOST_UNTOLD_BYTES:
+                self._end("takes nothing more")
+        except OSError:
+            self._end("ended")
+
+    def receive(self) -> None:
+        """Hear what it says; call it when ``connection`` is readable."""
+        try:
+            heard = self._channel.commands()
+        except ProtocolError as exc:
+            self._end(f"says what nobody understands: {exc}")
+            return
+        if heard:
+            self.drafters.heard(heard[-1])  # the last one says it all
+        if not self._channel.is_open:
+            self._end("ended")
+
+    def _end(self, why: str) -> None:
+        self._channel.is_open = False
+        self.drafters.end()
+        logger.warning("the process that guesses %s; answers go on without it", why)
+        self.close()
+
+    def close(self) -> None:
+        """End the process, which has nothing to leave in order."""
+        self._channel.is_open = False
+        self._channel.connection.close()
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()

@@ -1,0 +1,170 @@
+"""What of one answer is computed ahead of its tokens: guesses on their way, in the order in which their rows stand.
+
+The rows of an answer come back in the order of the log, so a guess is judged when everything before it is decided: the
+token that is drawn from the row before it either is the one that was guessed, and its own row goes on, or it is not, and
+nothing of what is ahead is of any use. Sampling sees no difference: no token is drawn from a row whose history did not hold.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from primad.ring.speculation.drafter import Drafter, Drafting, Guess, HeldShare
+from primad.ring.speculation.fallback import Fallback
+from primad.ring.speculation.pace import Losses, Pace
+from primad.ring.speculation.tree import TreeNode, best_tree, child, depth
+from primad.ring.speculation.waiting import best_wait, rate_without_waiting
+
+WORTH_IT: Final = 1.1
+"""Steps of several rows must promise so much: what they cost is predicted, not measured."""
+WAITS: Final = 0.5
+"""Of the time of a token without drafts a step waits at most for guesses."""
+_FIRST_SHARE: Final = (2.1, 3.0)
+"""Guesses that held, and all, until more is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    guess: Guess
+    step: int
+
+
+class BeginsDrafter(Protocol):
+    """Makes the drafter of an answer."""
+
+    def __call__(self, prompt: Sequence[int]) -> Drafter:
+        """The drafter of an answer to ``prompt``."""
+
+
+class Speculation:
+    """The guesses of one answer in a ring with such ``losses``. ``drafted`` of them were handed out, ``accepted`` held."""
+
+    def __init__(
+        self, drafter: Drafter, drafting: Drafting, known: Sequence[int] = (), losses: Losses | None = None
+    ) -> None:
+        self._drafter, self._drafting = drafter, drafting
+        self._pace = Pace(adapts=drafting.adapts, losses=losses)
+        self._fallback = Fallback(adapts=drafting.adapts)
+        self._ahead: deque[_Ahead] = deque()
+        self._is_touched = False
+        self._tree: list[TreeNode] = []
+        """What is computed with the next token; node ``_at`` is the last that held."""
+        self._at = -1
+        self._longest = self._right = 0
+        """Guesses of the tree's longest path; of these held."""
+        self._waits_until_s: float | None = None
+        self._share = HeldShare(*_FIRST_SHARE)
+        """Of guesses that were computed with the next token, up to the first that failed."""
+        self.drafted = self.accepted = 0
+        for token in known:
+            self._drafter.took(token)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether anything is on its way."""
+        return bool(self._ahead or self._tree)
+
+    @property
+    def tokens(self) -> list[int]:
+        """What is on its way one behind the other, the next token first."""
+        return [each.guess.token for each in self._ahead]
+
+    @property
+    def steps(self) -> set[int]:
+        """The steps that have rows of it."""
+        return {each.step for each in self._ahead}
+
+    def next(self) -> Guess | None:
+        """A guess behind all that is on its way that is worth an idle place of the ring."""
+        if self._tree or not self._pace.may_begin:
+            return None
+        drafter = self._drafter
+        guess = (drafter.looked_up if self._pace.is_off else drafter.guess)(self.tokens)
+        return guess if guess is not None and self._pace.wants(self._sure * guess.sure) else None
+
+    def waits(self, most: int, now: float) -> float | None:
+        """Until when the next step waits for guesses that it could compute, ``most`` at most; None: no longer."""
+        usual_s, guess_s, costs = self._pace.usual_s, self._drafter.guess_s, self._drafting.costs[: most + 1]
+        if len(costs) <= 1 or self.is_ahead or self._pace.is_off or not usual_s or guess_s is None:
+            return None
+        share, guess = self._share.sure, guess_s / usual_s
+        most, rate = best_wait(costs, share, guess)
+        without = self._drafting.rate_ahead(share)
+        if self._drafting.overlaps:
+            without = max(without, rate_without_waiting(costs, share, guess))
+        if rate <= without or not self._drafter.awaits(most, self._fallback.alpha):
+            return None
+        if self._waits_until_s is None:
+            self._waits_until_s = now + WAITS * usual_s
+        if now >= self._waits_until_s:
+            return None
+        self._is_touched = True
+        return self._waits_until_s
+
+    def together(self, most: int) -> list[TreeNode]:
+        """Guesses that are computed with the next token in one step, ``most`` at most: as many as win most time.
+
+        n of them behind each other make 1 + p1 + p1 p2 + ... tokens of a step, which takes as long as its n + 1 rows do.
+        Where rows ahead of the next token win more there are none.
+        """
+        costs = self._drafting.costs
+        most = min(most, len(costs) - 1)
+        if most <= 0 or self.is_ahead or self._pace.is_off:
+            return []
+        first = self._drafter.guess([])
+        ahead = 1.0 if first is None else self._drafting.rate_ahead(first.sure)
+        return best_tree(self._drafter, costs[: most + 1], self._drafting.branches, max(WORTH_IT, ahead))
+
+    @property
+    def _sure(self) -> float:
+        sure = 1.0
+        for each in self._ahead:
+            sure *= each.guess.sure
+        return sure
+
+    def handed_out_tree(self, nodes: Sequence[TreeNode]) -> None:
+        """A step has a row for each of ``nodes`` with the next token."""
+        self._tree, self._at = list(nodes), -1
+        self._longest, self._right = max((depth(nodes, node) for node in range(len(nodes))), default=0), 0
+        self.drafted += len(nodes)
+        self._is_touched = self._is_touched or bool(nodes)
+
+    def handed_out(self, guesses: Sequence[Guess], step: int) -> None:
+        """``step`` has a row for each of ``guesses``, behind what is on its way."""
+        self._ahead.extend(_Ahead(guess, step) for guess in guesses)
+        self.drafted += len(guesses)
+        self._is_touched = self._is_touched or bool(guesses)
+
+    def took(self, token: int, now: float) -> bool:
+        """``token`` is the next one of the answer; whether what is on its way holds. If not it is to be taken back."""
+        held = not self._ahead or self._ahead[0].guess.token == token
+        is_accepted = held and bool(self._ahead)
+        if self._tree:
+            is_accepted = held = self._took_of_tree(token)
+        elif is_accepted:
+            self._ahead.popleft()
+        self.accepted += is_accepted
+        self._waits_until_s = None
+        self._pace.took(now, drafted=self._is_touched, missed=not held, worked=self._drafter.works)
+        self._drafter.took(token)
+        self._is_touched = is_accepted or self.is_ahead  # the next one is drawn from a draft's row, or before one
+        return held
+
+    def _took_of_tree(self, token: int) -> bool:
+        """Whether ``token`` is one of the guesses behind those of the tree that held."""
+        found = child(self._tree, self._at, token)
+        self._share.count(held=found is not None)
+        if found is not None:
+            self._at, self._right = found, self._right + 1
+        if found is None or all(node.parent != found for node in self._tree):
+            self._fallback.verified(self._right, max(0, self._longest - self._right))
+            self._tree = []
+        return found is not None
+
+    def take_back(self) -> None:
+        """Nothing of what is on its way counts."""
+        self._ahead.clear()
+        self._tree = []

@@ -1,0 +1,1 @@
+"""Child processes: start one, talk to it, notice its end."""

@@ -1,0 +1,48 @@
+"""Child processes that hold one end of a socket pair and nothing else of ours."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import IO
+
+from primad.system.hidden_gpus import NO_GPU
+
+
+def begin_child(
+    module: str, theirs: socket.socket, variables: Mapping[str, str], errors: IO[bytes] | None
+) -> subprocess.Popen[bytes]:
+    """Run ``module`` with the end ``theirs``; what it prints goes to ``errors``, or where ours goes. Raises ``OSError``."""
+    options: dict[str, object] = {"stderr": errors, "stdout": errors}
+    argument = str(theirs.fileno())
+    if sys.platform == "win32":
+        argument = str(len(theirs.share(os.getpid())))
+        options["stdin"] = subprocess.PIPE
+    else:
+        options |= {"stdin": subprocess.DEVNULL, "pass_fds": (theirs.fileno(),)}
+    process: subprocess.Popen[bytes] = subprocess.Popen(
+        [sys.executable, "-m", module, argument],
+        env=dict(variables),
+        **options,  # type: ignore[call-overload]
+    )
+    if sys.platform == "win32":
+        assert process.stdin is not None
+        process.stdin.write(theirs.share(process.pid))
+        process.stdin.close()
+    return process
+
+
+def begin_guessing(theirs: socket.socket, errors: IO[bytes] | None) -> subprocess.Popen[bytes]:
+    """Run the process that guesses, as ``begin_child``: without a GPU, and not bound to cores, which a ring may have."""
+    variables = {**os.environ, **NO_GPU, "OMP_PROC_BIND": "false"}
+    return begin_child("primad.ring.speculation.process", theirs, variables, errors)
+
+
+def inherited(argument: str) -> socket.socket:
+    """The child's end: an inherited descriptor, or on Windows a shared handle read from standard input."""
+    if sys.platform == "win32":
+        return socket.fromshare(sys.stdin.buffer.read(int(argument)))
+    return socket.socket(fileno=int(argument))

@@ -1,0 +1,105 @@
+"""A child process that is asked one task after the other, each a line of JSON, answered with one line.
+
+A crash or a hang of it is an answer, too, and the next task gets a new child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from typing import Final, TypeVar
+
+import msgspec
+
+from primad.system.children.spawn import how_it_ended
+from primad.system.starvation import OwnTime
+
+Answer = TypeVar("Answer")
+_LOOK_S: Final = 1.0
+
+
+class TaskChild:
+    """Children that run ``module`` with these environment ``variables``, one at a time; ``close`` ends it.
+
+    ``what`` a task is stands at the begin of what is said of one that took longer than ``timeout_s`` or ended the child.
+    While the child waits for a processor, that time does not pass.
+    """
+
+    def __init__(self, module: str, what: str, variables: Mapping[str, str], *, timeout_s: float) -> None:
+        self._module, self._what, self._variables = module, what, variables
+        self.timeout_s = timeout_s
+        self._child: subprocess.Popen[bytes] | None = None
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by ``close``)
+
+    def close(self) -> None:
+        """End the child, whatever it does."""
+        if self._child is not None:
+            self._child.kill()
+            self._bury(self._child)
+        self._errors.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """A child with a session of its own: Ctrl-C in a terminal must not end it, which would look like a crash."""
+        self._errors.seek(0)
+        self._errors.truncate()
+        return subprocess.Popen(
+            [sys.executable, "-m", self._module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=self._variables,
+            start_new_session=True,
+        )
+
+    def ask(self, task: msgspec.Struct, kind: type[Answer]) -> Answer | str:
+        """The answer to ``task``, or in one line how the child ended over it."""
+        if self._child is None:
+            self._child = self._start()
+        child = self._child
+        assert child.stdin is not None
+        assert child.stdout is not None
+        answered, late = threading.Event(), threading.Event()
+
+        def give_up() -> None:
+            own = OwnTime(child.pid)
+            while (left_s := own.left_s(self.timeout_s)) > 0:
+                if answered.wait(min(left_s, _LOOK_S)):
+                    return
+            late.set()
+            child.kill()
+
+        guard = threading.Thread(target=give_up, daemon=True)
+        guard.start()
+        try:
+            with contextlib.suppress(OSError):  # it may be gone: then there is no answer
+                child.stdin.write(msgspec.json.encode(task) + b"\n")
+                child.stdin.flush()
+            answer = child.stdout.readline()
+        finally:
+            answered.set()
+            guard.join()
+        if answer.endswith(b"\n"):
+            return msgspec.json.decode(answer, type=kind)
+        code = self._bury(child)
+        if late.is_set():
+            return f"{self._what} did not end within {self.timeout_s:g} s"
+        said = self._last_line()
+        return f"{self._what} {how_it_ended(code)}" + (f": {said}" if said else "")
+
+    def _bury(self, child: subprocess.Popen[bytes]) -> int:
+        self._child = None
+        code = child.wait()
+        for stream in (child.stdin, child.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):
+                stream.close()
+        return code
+
+    def _last_line(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode("utf-8", errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else ""

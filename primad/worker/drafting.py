@@ -1,0 +1,189 @@
+"""A worker that guesses for a head: it has the whole of a small model, and works ahead of the text that the head tells.
+
+One model at a time. Its layers come as those of windows do, and lie in the same cache. What it guesses is of use or not;
+nobody waits for it, and it ends as soon as this device's owner needs the memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import zmq.asyncio
+
+from halda import WindowAssignment
+from primad.daemon.bring import fetch_from
+from primad.daemon.draft_process import DraftingProcess
+from primad.daemon.layer_files import lease_layers, place_windows, release_files
+from primad.daemon.owner import apply_nice
+from primad.daemon.reporter import Say
+from primad.daemon.station import Station
+from primad.errors import ClusterError, PrimadError, RingError
+from primad.gguf.header import read_header
+from primad.layers.fetch import in_thread, missing_layers
+from primad.network.messages import GuessesMade, GuessLoad, GuessState
+from primad.ring.speculation.messages import DraftModel, TextTask
+from primad.settings.quantities import show_bytes
+from primad.system.memory import memory
+from primad.worker.participations import TellHead
+
+logger = logging.getLogger(__name__)
+
+LOOK_S: Final = 1.0
+"""So often it is looked whether memory is short."""
+TIGHT_SHARE: Final = 0.03
+"""Of all memory: with less of it free the owner needs what the model takes."""
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A model that is loaded, or on its way, for ring ``epoch``: the latest that asked for it."""
+
+    epoch: int
+    load: GuessLoad
+    task: asyncio.Task[None] | None = None
+    process: DraftingProcess | None = None
+
+    @property
+    def state(self) -> GuessState:
+        return GuessState(epoch=self.epoch, ready=self.process is not None)
+
+
+class Guessing:
+    """Guesses for the head that ``tell`` reaches; ``number`` gives numbers that no other load of this worker has."""
+
+    def __init__(
+        self, station: Station, *, context: zmq.asyncio.Context, number: Callable[[], int], tell: TellHead, say: Say
+    ) -> None:
+        self._station, self._context = station, context
+        self._number, self._tell, self._say = number, tell, say
+        self._current: _Loading | None = None
+
+    async def load(self, load: GuessLoad, threads: int) -> None:
+        """Load the model of ``load``, unless it is here already, for so many ``threads``; the head hears how it stands."""
+        current = self._current
+        if current is None or not _is_same(current.load, load):
+            await self.end()
+            current = self._current = _Loading(load.epoch, load)
+            current.task = asyncio.create_task(self._work(current, threads))
+        current.epoch = load.epoch
+        await self._tell(current.state)
+
+    def tell(self, epoch: int, task: TextTask) -> None:
+        """What the model is to know for ring ``epoch``; of another one than it guesses for it is dropped."""
+        current = self._current
+        if current is None or current.epoch != epoch or current.process is None:
+            return
+        try:
+            current.process.tell(task)
+        except RingError as exc:
+            logger.warning("%s", exc)
+            if current.task is not None:
+                current.task.cancel()
+
+    async def release(self, epoch: int) -> None:
+        """Ring ``epoch`` is over."""
+        if self._current is not None and self._current.epoch == epoch:
+            await self.end()
+
+    async def end(self) -> None:
+        """Nobody needs guesses."""
+        current, self._current = self._current, None
+        if current is not None and current.task is not None:
+            current.task.cancel()
+            await asyncio.wait([current.task])
+
+    async def stop(self, why: str) -> None:
+        """Guess no more, and tell the head ``why``."""
+        current = self._current
+        if current is not None:
+            await self.end()
+            self._say(f"guesses no more: {why}")
+            await self._tell(GuessState(epoch=current.epoch, ready=False, error=why))
+
+    async def _work(self, current: _Loading, threads: int) -> None:
+        number = self._number()
+        error = "it was stopped"
+        try:
+            model = await self._fetch(current.load, number, threads)
+            current.process = await DraftingProcess.start(self._station.workspace.run / f"guesses-{number}.log")
+            apply_nice(current.process.pid, self._station.config.nice)
+            current.process.tell(model)
+            self._say("guessing for the head with a small model")
+            await self._tell(current.state)
+            watching = asyncio.create_task(self._watch_memory())
+            try:
+                hearing = asyncio.create_task(self._hear(current, current.process))
+                done, _ = await asyncio.wait([watching, hearing], return_when=asyncio.FIRST_COMPLETED)
+                await done.pop()
+            finally:
+                watching.cancel()
+                hearing.cancel()
+        except PrimadError as exc:
+            error = str(exc)
+        finally:
+            if current.process is not None:
+                await current.process.close()
+            release_files(self._station.workspace, number)
+            if self._current is current:  # nobody ended it
+                self._current = None
+                self._say(f"guesses no more: {error}")
+                await self._tell(GuessState(epoch=current.epoch, ready=False, error=error))
+
+    async def _hear(self, current: _Loading, process: DraftingProcess) -> None:
+        async for drafted in process.guesses():
+            await self._tell(GuessesMade(epoch=current.epoch, drafted=drafted))
+
+    async def _watch_memory(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            found = await asyncio.to_thread(memory)
+            if found.available_bytes < TIGHT_SHARE * found.total_bytes:
+                raise ClusterError("memory is short on this device")
+
+    async def _fetch(self, load: GuessLoad, number: int, threads: int) -> DraftModel:
+        """Have all of the model here, as a process takes it. Raises ``PrimadError`` where that cannot be."""
+        place, spec = self._station.workspace, load.window
+        size, found = sum(ref.size_bytes for ref in spec.layers), await asyncio.to_thread(memory)
+        takes = max(size, load.memory_bytes)
+        if found.available_bytes < takes + TIGHT_SHARE * found.total_bytes:
+            raise ClusterError(
+                f"its {show_bytes(takes)} do not fit the {show_bytes(found.available_bytes)} that are free there"
+            )
+        lease_layers(place, number, spec.layers)
+        missing = await missing_layers(place.cache, {ref.digest: ref for ref in spec.layers}.values())
+        if missing:
+            await fetch_from(self._station, self._context, load.sources, missing, lambda _: None)
+        place.cache.touch({ref.digest for ref in spec.layers})
+        assignment = WindowAssignment(
+            first=0,
+            last=spec.last,
+            gpu_layers=0,
+            output="cpu",
+            layer_bytes=size,
+            output_bytes=0,
+            resident_bytes=size,
+        )
+        (window,) = await in_thread(place_windows, place, [spec], [assignment], [False], number)
+        await in_thread(read_header, Path(window.metadata))  # the head wrote it: judged before llama.cpp sees it
+        return DraftModel(
+            path=window.metadata,
+            layers=spec.last,
+            bytes=size,
+            memory_bytes=takes,
+            threads=threads,
+            context=load.context,
+            most=load.most,
+            first=load.first,
+            files=window.layers,
+            vocabulary=load.vocabulary,
+        )
+
+
+def _is_same(one: GuessLoad, other: GuessLoad) -> bool:
+    """Whether the same model is loaded in the same way."""
+    return (one.window, one.context, one.most, one.first) == (other.window, other.context, other.most, other.first)
