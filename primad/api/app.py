@@ -30,9 +30,10 @@ from primad.api.dialects.openai.shapes import HealthBody
 from primad.api.dialects.responses import routes as responses
 from primad.api.http.access import OPEN, Door
 from primad.api.http.connection import MAX_BODIES_BYTES, BodyGuard
-from primad.api.http.dialect import COMPONENT, EVENT_STREAM, Dialect, Route, schemas
+from primad.api.http.dialect import COMPONENT, Dialect, Route, schemas
 from primad.api.http.endpoint import Endpoint, json_response
 from primad.api.http.errors import error_response
+from primad.api.http.framing import EVENT_STREAM
 from primad.api.http.guard import HostGuard, KeyGuard
 from primad.api.http.metrics import MEDIA_TYPE, Counted, Metrics
 from primad.api.http.paths import TidyPaths

@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 
 from primad.errors import ProtocolError, RingError
+from primad.ring.speculation.draft_link import begin_guessing
 from primad.ring.speculation.messages import MOST_UNTOLD_BYTES, Drafted, DraftTask
 from primad.system.children.channel import frame
-from primad.system.children.child import begin_guessing
 from primad.system.children.spawn import GRACE_S, connected, how_it_ended, read_frame
 
 _decoder = msgspec.msgpack.Decoder(Drafted)

@@ -11,11 +11,11 @@ from typing import Final, NoReturn
 
 from primad.daemon.gpu_care import GpuCare
 from primad.daemon.layer_files import Workspace, release_files
+from primad.daemon.ring_process import RingProcess
 from primad.engine.protocol import EngineOptions
 from primad.errors import LoadAgainError, PrimadError, RingError
 from primad.gguf.adapter import AdapterSpec
 from primad.ring.messages import GpuLoaded, GpuLow, Opened, RingCommand, RingEvent
-from primad.system.children.spawn import RingProcess
 from primad.system.children.stopped import wait_stopped
 
 logger = logging.getLogger(__name__)

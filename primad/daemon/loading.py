@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from halda import DeviceProfile
 from primad.daemon.layer_files import lease_layers, place_windows, release_files
 from primad.daemon.loaded_process import LoadedProcess, LoadKey
-from primad.daemon.owner import apply_nice
+from primad.daemon.ring_process import RingProcess
 from primad.daemon.station import Station
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.gguf.header import read_header
@@ -22,7 +22,7 @@ from primad.gguf.layers import LayerRef
 from primad.layers.fetch import in_thread, missing_layers
 from primad.network.messages import Load
 from primad.ring.messages import HeadPart, Open
-from primad.system.children.spawn import RingProcess
+from primad.system.niceness import apply_nice
 
 GetLayers = Callable[[Sequence[LayerRef], Callable[[int], None]], Awaitable[None]]
 """Puts layers that are missing into the cache, and tells bytes as they arrive, together the size of those layers."""

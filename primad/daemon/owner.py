@@ -7,10 +7,7 @@ The policy decides from what it was told and the time; the shell reads the batte
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -143,30 +140,3 @@ def is_plugged() -> bool | None:
         return None
     plugged = getattr(battery, "power_plugged", None)
     return None if plugged is None else bool(plugged)
-
-
-def apply_nice(pid: int, nice: int) -> None:
-    """Let process ``pid`` stand back for others: ``nice`` 0 to 19, on Windows the nearest priority class.
-
-    Priority is only ever given up. On Linux it is each thread's own, so that all there are get it; those they start later
-    inherit it. A process that has ended, or will not let us, costs a log line.
-    """
-    if nice <= 0:
-        return
-    try:
-        process = psutil.Process(pid)
-        if sys.platform == "win32":
-            process.nice(psutil.IDLE_PRIORITY_CLASS if nice >= 10 else psutil.BELOW_NORMAL_PRIORITY_CLASS)
-        elif int(process.nice()) < nice:
-            for thread in _threads(process):
-                with contextlib.suppress(ProcessLookupError):  # one that ended meanwhile
-                    os.setpriority(os.PRIO_PROCESS, thread, nice)
-    except (psutil.Error, OSError) as exc:
-        logger.warning("process %d does not stand back (nice %d): %s", pid, nice, exc)
-
-
-def _threads(process: psutil.Process) -> list[int]:
-    """What to set the priority of: the threads where each has its own, the process elsewhere. Its own id comes first."""
-    if not sys.platform.startswith("linux"):
-        return [process.pid]
-    return [process.pid, *(thread.id for thread in process.threads() if thread.id != process.pid)]

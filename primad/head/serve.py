@@ -23,7 +23,6 @@ from primad.certify.first import certified, warning
 from primad.certify.verdict import load_verdict, with_verdict
 from primad.daemon.embedding import EmbeddingService
 from primad.daemon.measuring import OwnProfile
-from primad.daemon.owner import apply_nice
 from primad.daemon.reporter import Reporter
 from primad.daemon.run import own_station, run
 from primad.errors import ConfigError
@@ -53,6 +52,7 @@ from primad.settings.config import LOOPBACK, Config, models_folder
 from primad.settings.quantities import show_bytes
 from primad.settings.timings import ApiTimings
 from primad.system.memory import memory
+from primad.system.niceness import apply_nice
 from primad.system.processors import usable_cores
 
 HTTP_GRACE_S: Final = 1

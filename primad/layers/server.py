@@ -38,8 +38,8 @@ from primad.network.layer_messages import (
     decode_transfer,
 )
 from primad.network.sockets import bind, bound_socket, open_socket
-from primad.ring.messages import encode
 from primad.system.complaints import Complaints
+from primad.system.wire import encode
 from primad.trust.identity import Identity
 
 logger = logging.getLogger(__name__)

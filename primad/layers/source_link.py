@@ -22,7 +22,7 @@ from primad.network.layer_messages import (
     decode_transfer,
 )
 from primad.network.sockets import bound_socket, endpoint, open_socket
-from primad.ring.messages import encode
+from primad.system.wire import encode
 from primad.trust.identity import Identity
 
 RECEIVE_LIMIT: Final = 8

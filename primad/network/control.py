@@ -31,9 +31,9 @@ from primad.network.messages import (
 )
 from primad.network.scopes import Scopes
 from primad.network.sockets import endpoint, listen, open_socket, wait_refused
-from primad.ring.messages import encode
 from primad.settings.timings import NetworkTimings
 from primad.system.complaints import Complaints
+from primad.system.wire import encode
 from primad.trust.identity import Identity
 
 logger = logging.getLogger(__name__)

@@ -31,9 +31,9 @@ from primad.network.messages import MAX_ECHO_BYTES, USUAL_BYTES, Echo, Echoed, R
 from primad.network.scopes import bare
 from primad.network.sockets import bound_socket, endpoint, open_socket, wait_refused
 from primad.network.unreached import CLOSED, SILENT, SLOW, UNTRUSTED, Unreached
-from primad.ring.messages import encode
 from primad.settings.config import join_address
 from primad.settings.timings import NetworkTimings
+from primad.system.wire import encode
 from primad.trust.identity import Identity
 
 UNREACHABLE_S: Final = 60.0

@@ -14,12 +14,12 @@ from typing import Final
 import msgspec
 
 from halda import CutOff, Infeasible
-from primad.daemon.owner import apply_nice
 from primad.errors import PlanError
 from primad.planning.plan import FoundPlan, PlanRequest, search
 from primad.system.children.answer_stream import answer_stream
 from primad.system.children.spawn import how_it_ended
 from primad.system.children.stop_flag import StopFlag
+from primad.system.niceness import apply_nice
 
 LEAST_NICE: Final = 19
 GRACE_S: Final = 60.0

@@ -21,7 +21,7 @@ from primad.engine.protocol import GREEDY, Rows, Sampler, Sampling
 from primad.errors import EngineError
 from primad.profiler.effort import TYPES, Budget
 from primad.profiler.synthetic import BIG, write_window
-from primad.profiler.trial import HoldWindow, Stepped, TimeHead
+from primad.profiler.trial_messages import HoldWindow, Stepped, TimeHead
 
 if TYPE_CHECKING:
     import numpy as np

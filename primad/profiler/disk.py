@@ -25,7 +25,7 @@ import numpy as np
 from halda import DiskProfile
 from primad.engine.streaming.pages import FileRange, Pages
 from primad.errors import EngineError
-from primad.profiler.trial import SteppedOn
+from primad.profiler.trial_messages import SteppedOn
 from primad.settings.profiles import with_bounded_rates
 
 if sys.platform == "darwin":

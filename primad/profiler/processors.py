@@ -32,7 +32,7 @@ from primad.profiler.speeds import (
     together,
 )
 from primad.profiler.synthetic import BIG
-from primad.profiler.trial import HeadTimes, TimeHead
+from primad.profiler.trial_messages import HeadTimes, TimeHead
 from primad.profiler.trials import child_trials
 from primad.settings.profiles import Implausible, check_gpu, with_bounded_costs
 from primad.system.others import Others

@@ -25,7 +25,8 @@ from halda import BATCH_ROWS, HelpedSpeed, RowSpeed, TypeRows, TypeSpeed
 from primad.errors import EngineError
 from primad.profiler.effort import TYPES, Budget, Effort
 from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_window
-from primad.profiler.trial import FEWEST_ROWS, CompareRows, TimeWindow, TrialTimes
+from primad.profiler.trial import FEWEST_ROWS
+from primad.profiler.trial_messages import CompareRows, TimeWindow, TrialTimes
 from primad.profiler.trials import Trials
 
 logger = logging.getLogger(__name__)

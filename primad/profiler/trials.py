@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Final, Protocol
 
 from primad.engine.devices import GpuDevice
-from primad.profiler.trial import (
+from primad.profiler.trial_messages import (
     CompareRows,
     ExactRows,
     Gpus,

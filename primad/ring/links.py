@@ -27,18 +27,10 @@ from zmq.utils import z85
 
 from primad.engine.protocol import Hidden
 from primad.errors import NextDeviceError, ProtocolError, RingError, SenderError
-from primad.ring.messages import (
-    MAX_HEADER_BYTES,
-    SENDER,
-    Overdue,
-    Skip,
-    Step,
-    StepLimits,
-    decode_route,
-    encode,
-)
+from primad.ring.messages import MAX_HEADER_BYTES, SENDER, Overdue, Skip, Step, StepLimits, decode_route
 from primad.settings.timings import RingTimings
 from primad.system.complaints import Complaints
+from primad.system.wire import encode
 
 logger = logging.getLogger(__name__)
 

@@ -165,12 +165,6 @@ class StepLimits(msgspec.Struct, frozen=True):
 
 
 _route_decoder: Final[msgspec.msgpack.Decoder[RouteMessage]] = msgspec.msgpack.Decoder(RouteMessage)
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """Any message of this file as msgpack bytes."""
-    return _encoder.encode(message)
 
 
 def decode_route(header: bytes | memoryview, payload_bytes: int, limits: StepLimits) -> RouteMessage:

@@ -19,7 +19,6 @@ from halda import WindowAssignment
 from primad.daemon.bring import fetch_from
 from primad.daemon.draft_process import DraftingProcess
 from primad.daemon.layer_files import lease_layers, place_windows, release_files
-from primad.daemon.owner import apply_nice
 from primad.daemon.reporter import Say
 from primad.daemon.station import Station
 from primad.errors import ClusterError, PrimadError, RingError
@@ -29,6 +28,7 @@ from primad.network.messages import GuessesMade, GuessLoad, GuessState
 from primad.ring.speculation.messages import DraftModel, TextTask
 from primad.settings.quantities import show_bytes
 from primad.system.memory import memory
+from primad.system.niceness import apply_nice
 from primad.worker.participations import TellHead
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,10 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from primad.api.answering.backend import SamplingDefaults, TextModel
+from primad.api.answering.job import Job
 from primad.api.answering.text import Placed
 from primad.api.dialects.openai import job
-from primad.api.dialects.openai.job import Job, chat_job, completion_job
+from primad.api.dialects.openai.job import chat_job, completion_job
 from primad.api.dialects.openai.logprobs import IMPOSSIBLE, chat_logprobs, completion_logprobs, token_text
 from primad.api.dialects.openai.schema import ChatRequest, CompletionRequest, parse
 from primad.errors import RequestError

@@ -18,7 +18,7 @@ from primad.network.layer_messages import (
     Present,
     decode_transfer,
 )
-from primad.ring.messages import encode
+from primad.system.wire import encode
 from primad.trust.identity import new_identity
 
 DIGEST = "ab" * 32

@@ -22,7 +22,8 @@ from primad.network import layer_messages as transfer
 from primad.network import messages as cluster
 from primad.network.contacts import MAX_ADDRESSES, Contact
 from primad.network.versions import Versions
-from primad.ring.messages import Status, encode
+from primad.ring.messages import Status
+from primad.system.wire import encode
 from tests.fakes.profile import PROFILE
 from tests.fakes.wire import anything, assert_one_line, numbers, outcome
 

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primad.daemon import owner
-from primad.daemon.owner import BATTERY_EVERY_S, BY_HAND, ON_BATTERY, SETTLED_S, OwnerPause, PausePolicy, apply_nice
+from primad.daemon.owner import BATTERY_EVERY_S, BY_HAND, ON_BATTERY, SETTLED_S, OwnerPause, PausePolicy
 from primad.errors import ConfigError
+from primad.system.niceness import apply_nice
 
 
 def policy(**changes) -> PausePolicy:

@@ -44,9 +44,9 @@ from primad.ring.messages import (
     StepLimits,
     command_decoder,
     decode_route,
-    encode,
     event_decoder,
 )
+from primad.system.wire import encode
 from tests.fakes.ring import generate
 from tests.fakes.wire import anything, assert_one_line, numbers, outcome
 

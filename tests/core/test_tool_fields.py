@@ -14,8 +14,9 @@ from llguidance import LLMatcher, LLTokenizer
 from typer.main import get_command
 
 from primad.api.answering.backend import TextModel
+from primad.api.answering.job import Job
 from primad.api.answering.reading import PARSERS
-from primad.api.dialects.openai.job import Job, chat_job
+from primad.api.dialects.openai.job import chat_job
 from primad.api.dialects.openai.schema import ChatRequest, parse
 from primad.api.dialects.openai.tool_fields import MAX_TOOLS, MAX_TOOLS_CHARS
 from primad.cli.main import app

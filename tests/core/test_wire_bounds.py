@@ -26,7 +26,8 @@ from primad.network.messages import (
     decode_from_head,
     decode_from_worker,
 )
-from primad.ring.messages import MAX_HEADER_BYTES, RouteMessage, StepLimits, decode_route, encode
+from primad.ring.messages import MAX_HEADER_BYTES, RouteMessage, StepLimits, decode_route
+from primad.system.wire import encode
 from primad.trust import pairing
 from tests.core.test_messages import a_load
 

@@ -35,7 +35,7 @@ from primad.network.messages import (
     decode_from_worker,
 )
 from primad.network.sockets import endpoint, open_socket
-from primad.ring.messages import encode
+from primad.system.wire import encode
 from primad.trust.identity import new_identity
 from tests.e2e.attacks_house import ROGUE
 from tests.e2e.cluster import PATIENCE_S

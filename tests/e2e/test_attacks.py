@@ -34,7 +34,7 @@ from primad.network.messages import (
     Welcome,
 )
 from primad.network.sockets import raise_descriptor_limit
-from primad.ring.messages import encode
+from primad.system.wire import encode
 from primad.trust.pairing import BETWEEN_TRIES_S, MAX_TRIES
 from primad.trust.pairing_links import pair_with
 from primad.trust.words import WORDS, parse_code

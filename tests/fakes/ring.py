@@ -19,12 +19,13 @@ from primad.kv.keys import KvBlock
 from primad.ring.chunks import Chunking, Pieces
 from primad.ring.grouping import Batching
 from primad.ring.head import MASKS_LOOK_S, Head, HeadEvent, Send, Tell
-from primad.ring.messages import Cancel, Finished, Generate, Sampled, Skip, Step, StepLimits, decode_route, encode
+from primad.ring.messages import Cancel, Finished, Generate, Sampled, Skip, Step, StepLimits, decode_route
 from primad.ring.scheduler import Scheduler
 from primad.ring.speculation.drafter import Drafting
 from primad.ring.speculation.lookup import PromptLookup
 from primad.ring.speculation.speculation import BeginsDrafter
 from primad.ring.worker import Worker
+from primad.system.wire import encode
 from tests.fakes.engine import WIDTH, FakeHiddenWindow, FakeLogitsWindow, FakeModel
 from tests.fakes.shelf import FakeShelf
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from primad.engine.protocol import Rows
 from primad.ring.head import Send, Tell
-from primad.ring.messages import Sampled, Skip, Step, decode_route, encode
+from primad.ring.messages import Sampled, Skip, Step, decode_route
+from primad.system.wire import encode
 from tests.fakes.ring import FakeRing
 
 WAKES_S = 0.001

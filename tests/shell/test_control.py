@@ -24,7 +24,7 @@ from primad.network import control
 from primad.network.control import HeadEnd, WorkerEnd
 from primad.network.messages import MAX_MESSAGE_BYTES, USUAL_BYTES, Ping, Pong, Refused, Release
 from primad.network.sockets import endpoint, listen, open_socket
-from primad.ring.messages import encode
+from primad.system.wire import encode
 from primad.trust.identity import new_identity
 from tests.fakes.control import HEAD, HOST, gated, head_end
 from tests.figures import note

@@ -45,8 +45,8 @@ from primad.network.layer_messages import (
     decode_transfer,
 )
 from primad.network.sockets import endpoint, listen, open_socket
-from primad.ring.messages import encode
 from primad.settings.timings import LayerTimings
+from primad.system.wire import encode
 from primad.trust.identity import Identity, new_identity
 from tests.fakes.control import gated
 from tests.fakes.gguf import array, toy_arrays, write_gguf

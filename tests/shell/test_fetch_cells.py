@@ -29,8 +29,8 @@ from primad.network.layer_messages import (
     TransferRequest,
 )
 from primad.network.messages import MAX_BLOCKS
-from primad.ring.messages import encode
 from primad.settings.timings import LayerTimings
+from primad.system.wire import encode
 from primad.trust.identity import new_identity
 from tests.fakes.cells import cells_of
 from tests.fakes.layers import here

@@ -32,11 +32,12 @@ from primad.network.messages import (
     decode_from_head,
 )
 from primad.planning.draft_model import draft_model
-from primad.ring.messages import GuessAt, GuessesHeard, RingCommand, encode
+from primad.ring.messages import GuessAt, GuessesHeard, RingCommand
 from primad.ring.speculation.drafter import Guess
 from primad.ring.speculation.messages import Drafted, DraftText
 from primad.ring.speculation.tree import TreeNode, first_path
 from primad.settings.config import load_config, open_home
+from primad.system.wire import encode
 from primad.trust.identity import new_identity
 from primad.trust.local_trust import LocalTrust
 from primad.trust.trust import TrustStore

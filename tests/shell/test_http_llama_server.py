@@ -11,8 +11,8 @@ import pytest
 
 from primad.api.answering.backend import FillInTokens, Health
 from primad.api.answering.generation import write
+from primad.api.answering.job import Job
 from primad.api.dialects.llama_server import prepared
-from primad.api.dialects.openai.job import Job
 from primad.errors import RingError
 from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, says
 from tests.fakes.http import call, events, post

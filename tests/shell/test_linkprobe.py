@@ -21,8 +21,8 @@ from primad.network.contacts import MAX_ADDRESSES, Contact
 from primad.network.linkprobe import MOST_S, UNREACHABLE_S, MeasuredLinks, measure_links
 from primad.network.messages import MAX_ECHO_BYTES, LinksMeasured, decode_from_worker
 from primad.network.unreached import unreached_line
-from primad.ring.messages import encode
 from primad.settings.timings import NetworkTimings
+from primad.system.wire import encode
 from primad.trust.identity import Identity, new_identity
 from tests.fakes.control import HEAD, HOST, FakeDevice, gated, head_end
 

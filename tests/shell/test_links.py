@@ -21,8 +21,9 @@ import zmq
 
 from primad.errors import RingError, SenderError
 from primad.ring.links import Links
-from primad.ring.messages import MAX_HEADER_BYTES, PROTOCOL, Skip, Step, StepLimits, encode
+from primad.ring.messages import MAX_HEADER_BYTES, PROTOCOL, Skip, Step, StepLimits
 from primad.settings.timings import RingTimings
+from primad.system.wire import encode
 
 LIMITS = StepLimits(ring=9, epoch=2, windows=frozenset({1}), width=4, rows=8, context=64, sequences=2)
 PATIENCE_MS = 180_000

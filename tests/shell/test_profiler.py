@@ -38,7 +38,8 @@ from primad.profiler.speeds import (
 )
 from primad.profiler.store import load_profiles
 from primad.profiler.synthetic import BIG, MIDDLE, NARROW, SMALL, WIDE, LayerShape, write_window
-from primad.profiler.trial import SteppedOn, TimeWindow, TrialTimes, affordable_rows
+from primad.profiler.trial import affordable_rows
+from primad.profiler.trial_messages import SteppedOn, TimeWindow, TrialTimes
 from primad.profiler.trials import child_trials
 from primad.settings import profiles
 from primad.settings.limits import NO_LIMITS

@@ -13,7 +13,7 @@ from primad.profiler.beside import FEWEST_TURNS, VOCABULARIES, head_costs, measu
 from primad.profiler.effort import Budget
 from primad.profiler.speeds import with_rows_of
 from primad.profiler.synthetic import LayerShape, write_window
-from primad.profiler.trial import HeadTimes, HoldWindow, Stepped, TimeHead
+from primad.profiler.trial_messages import HeadTimes, HoldWindow, Stepped, TimeHead
 from primad.profiler.trials import child_trials
 from tests.fakes.profile import speeds
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from primad.daemon.ring_process import MOST_ARRIVED, _Events
 from primad.errors import ProtocolError
 from primad.ring.messages import Loading, RingBroken, RingEvent, event_decoder
 from primad.system.children.channel import LENGTH, MAX_FRAME_BYTES, Frames, frame
-from primad.system.children.spawn import MOST_ARRIVED, _Events
 
 SAID = [Loading(number) for number in range(5)]
 

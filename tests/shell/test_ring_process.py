@@ -18,6 +18,7 @@ import pytest
 import zmq
 
 from halda.assignment import in_memory
+from primad.daemon.ring_process import CUT_SHORT, RingProcess, _last_line
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.errors import ProtocolError, RingError, WeightsError
 from primad.ring.messages import (
@@ -35,7 +36,7 @@ from primad.ring.messages import (
     Status,
 )
 from primad.system.children.channel import LENGTH, frame
-from primad.system.children.spawn import CUT_SHORT, SPIN_COUNT, RingProcess, _last_line, environment
+from primad.system.children.spawn import SPIN_COUNT, environment
 from primad.system.hidden_gpus import NO_GPU
 from tests.fakes.ring import generate
 

@@ -18,6 +18,7 @@ import msgspec
 
 from halda import CpuProfile, ModelProfile, Plan, arrange, assignments
 from primad.daemon.layer_files import Workspace, copy_layers, place_windows
+from primad.daemon.ring_process import RingProcess
 from primad.engine.build import build_id
 from primad.engine.protocol import GREEDY, EngineOptions, KvType, Sampling, WindowSource
 from primad.gguf.model import open_model
@@ -48,7 +49,6 @@ from primad.ring.messages import (
 )
 from primad.ring.speculation.drafter import Drafting
 from primad.ring.speculation.messages import DraftModel
-from primad.system.children.spawn import RingProcess
 from tools.lab import LabError, disk
 from tools.lab.delayed import DelayedLink
 from tools.lab.memory import LimitedGroup

@@ -14,10 +14,9 @@ import pydantic_core
 
 from primad.api.answering.backend import Backend, TokenPieces
 from primad.api.answering.calls.events import CallPart
+from primad.api.answering.job import Choice, FinishReason, Job
 from primad.api.answering.reading import AnswerReading
 from primad.api.answering.text import Placed, Released, Transcript
-from primad.api.dialects.openai.job import Choice, Job
-from primad.api.dialects.openai.shapes import FinishReason
 from primad.errors import RequestError, RingError
 from primad.ring.messages import Finished, PromptProgress, Sampled
 

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from primad.api.http.access import caller
-from primad.api.http.dialect import Framing
+from primad.api.http.framing import Framing
 from primad.errors import PrimadError, RequestError
 from primad.settings.timings import ApiTimings
 from primad.system.shares import Shares

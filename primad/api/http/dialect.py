@@ -20,33 +20,8 @@ from primad.errors import PrimadError
 if TYPE_CHECKING:
     from primad.api.http.endpoint import Endpoint
 
-EVENT_STREAM: Final = "text/event-stream"
 COMPONENT: Final = "#/components/schemas/{}"
 """Where the OpenAPI document has a schema, by its name."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Framing:
-    """How messages become the bytes of a stream: each by ``message``, an error that ends it by ``error``, ``end`` after an
-    answer that is whole, and ``waiting`` while nothing else comes ("" for nothing)."""
-
-    media_type: str
-    message: Callable[[Any], bytes]
-    error: Callable[[PrimadError], bytes]
-    end: bytes
-    waiting: bytes
-
-
-class NamedEvent(msgspec.Struct, frozen=True):
-    """A server-sent event that has a name besides its data."""
-
-    name: str
-    data: dict[str, Any]
-
-
-def named_event(event: NamedEvent) -> bytes:
-    """The bytes of ``event``."""
-    return f"event: {event.name}\ndata: ".encode() + msgspec.json.encode(event.data) + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,12 +17,12 @@ from starlette.responses import Response
 from primad.api.answering.backend import Backend, Embeddings, ModelNames, Preparation, Prepared, ServedModel
 from primad.api.answering.choices import together
 from primad.api.answering.generation import MAX_TOKENS_AT_ONCE, Answered, Written, write
+from primad.api.answering.job import Choice, Job
 from primad.api.answering.timings import AnswerClock
-from primad.api.dialects.openai.job import Choice, Job
 from primad.api.http.access import caller, charged
 from primad.api.http.connection import MessageStream, read_json, while_connected
-from primad.api.http.dialect import Framing
 from primad.api.http.errors import RETRY_AFTER_S
+from primad.api.http.framing import Framing
 from primad.api.http.metrics import Metrics
 from primad.errors import RequestError, RingError
 from primad.settings.timings import ApiTimings

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 from starlette.responses import Response
 
-from primad.api.dialects.openai.shapes import ErrorBody, ErrorDetail
+from primad.api.http.error_body import ErrorBody, ErrorDetail
 from primad.errors import PrimadError, PromptTooLongError, RequestError, RingError
 
 RETRY_AFTER_S: Final = 5

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import Request
 
-from primad.api.dialects.openai.prepared import PreparedTexts
+from primad.api.answering.job import PreparedTexts
 from primad.api.http.access import caller, charge
 from primad.api.http.connection import while_connected
 from primad.api.http.endpoint import Endpoint

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
-from primad.api.http.dialect import EVENT_STREAM, Framing
 from primad.api.http.errors import error_body
+from primad.api.http.framing import EVENT_STREAM, Framing
 from primad.api.http.status import StatusBody
 from primad.errors import PrimadError, RequestError
 

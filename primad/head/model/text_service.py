@@ -24,8 +24,8 @@ import msgspec
 import psutil
 
 from primad.api.answering.backend import ModelSettings, Preparation, Prepared
+from primad.api.answering.job import SEEDS
 from primad.api.answering.pieces import ModelPieces
-from primad.api.dialects.openai.sampling import SEEDS
 from primad.errors import EngineError, PrimadError, RequestError, RingError
 from primad.head.model.text_messages import (
     Failed,

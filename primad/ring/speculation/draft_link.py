@@ -6,8 +6,10 @@ Where it ends, hangs or cannot be started, what it would have guessed is not com
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import subprocess
+from typing import IO
 
 import msgspec
 
@@ -15,7 +17,8 @@ from primad.errors import ProtocolError
 from primad.ring.speculation.draft_model import ModelDrafters
 from primad.ring.speculation.messages import MOST_UNTOLD_BYTES, Drafted, DraftModel, DraftTask
 from primad.system.children.channel import RingChannel, frame
-from primad.system.children.child import begin_guessing
+from primad.system.children.child import begin_child
+from primad.system.hidden_gpus import NO_GPU
 
 logger = logging.getLogger(__name__)
 
@@ -85,3 +88,9 @@ class DraftingLink:
         if process is not None:
             process.kill()
             process.wait()
+
+
+def begin_guessing(theirs: socket.socket, errors: IO[bytes] | None) -> subprocess.Popen[bytes]:
+    """Run the process that guesses, as ``begin_child``: without a GPU, and not bound to cores, which a ring may have."""
+    variables = {**os.environ, **NO_GPU, "OMP_PROC_BIND": "false"}
+    return begin_child("primad.ring.speculation.process", theirs, variables, errors)

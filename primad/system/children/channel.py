@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 from primad.errors import ProtocolError
-from primad.ring.messages import encode
+from primad.system.wire import encode
 
 LENGTH: Final = struct.Struct("<I")
 MAX_FRAME_BYTES: Final = 64 << 20

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Mapping
 from typing import IO
 
-from primad.system.hidden_gpus import NO_GPU
-
 
 def begin_child(
     module: str, theirs: socket.socket, variables: Mapping[str, str], errors: IO[bytes] | None
@@ -33,12 +31,6 @@ def begin_child(
         process.stdin.write(theirs.share(process.pid))
         process.stdin.close()
     return process
-
-
-def begin_guessing(theirs: socket.socket, errors: IO[bytes] | None) -> subprocess.Popen[bytes]:
-    """Run the process that guesses, as ``begin_child``: without a GPU, and not bound to cores, which a ring may have."""
-    variables = {**os.environ, **NO_GPU, "OMP_PROC_BIND": "false"}
-    return begin_child("primad.ring.speculation.process", theirs, variables, errors)
 
 
 def inherited(argument: str) -> socket.socket:

@@ -10,8 +10,8 @@ import msgspec
 
 from primad.api.answering.generation import Answered, GivenCall, GivenPart, Written
 from primad.api.dialects.anthropic.job import stop_reason
-from primad.api.http.dialect import NamedEvent
 from primad.api.http.errors import status_of
+from primad.api.http.framing import NamedEvent
 from primad.errors import PrimadError, PromptTooLongError
 
 _KINDS: Final = {

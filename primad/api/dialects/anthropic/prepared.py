@@ -6,9 +6,10 @@ import msgspec
 
 from primad.api.answering.backend import Asking
 from primad.api.answering.chat import tokenize_prompt
+from primad.api.answering.job import Job, check_model
 from primad.api.dialects.anthropic.job import NAMES, chat_request
 from primad.api.dialects.anthropic.schema import CountRequest, MessagesRequest
-from primad.api.dialects.openai.job import Job, chat_job, check_model
+from primad.api.dialects.openai.job import chat_job
 from primad.api.dialects.openai.schema import parse, said_as
 from primad.api.dialects.openai.tool_use import chat_text
 

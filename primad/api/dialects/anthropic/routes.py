@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from primad.api.answering.backend import ServedModel
+from primad.api.answering.job import Job
 from primad.api.dialects.anthropic import prepared
 from primad.api.dialects.anthropic.answers import (
     AnthropicError,
@@ -21,9 +22,9 @@ from primad.api.dialects.anthropic.answers import (
 )
 from primad.api.dialects.anthropic.prepared import TokenCount
 from primad.api.dialects.anthropic.schema import CountRequest, MessagesRequest
-from primad.api.dialects.openai.job import Job
-from primad.api.http.dialect import EVENT_STREAM, Dialect, Framing, NamedEvent, Route, named_event
+from primad.api.http.dialect import Dialect, Route
 from primad.api.http.endpoint import Endpoint, json_response
+from primad.api.http.framing import EVENT_STREAM, Framing, NamedEvent, named_event
 from primad.errors import PrimadError
 
 

@@ -13,11 +13,11 @@ from primad import __version__
 from primad.api.answering.backend import ServedModel
 from primad.api.answering.chat import CHATML
 from primad.api.answering.generation import Answered, Written
+from primad.api.answering.job import Choice
 from primad.api.answering.text import Placed
 from primad.api.answering.timings import AnswerClock, AnswerTimings
 from primad.api.answering.tool_prompt import mentions
 from primad.api.dialects.llama_server.settings import GenerationSettings
-from primad.api.dialects.openai.job import Choice
 from primad.api.dialects.openai.logprobs import IMPOSSIBLE
 from primad.ring.messages import Sampled
 

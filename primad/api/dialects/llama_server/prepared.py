@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from primad.api.answering.backend import Asking, TextModel, Vocabulary
+from primad.api.answering.job import Job, check_tokens
 from primad.api.dialects.llama_server.schema import (
     DetokenizeRequest,
     InfillRequest,
@@ -15,7 +16,7 @@ from primad.api.dialects.llama_server.schema import (
     TokenizeRequest,
 )
 from primad.api.dialects.llama_server.settings import GenerationSettings, settings_of
-from primad.api.dialects.openai.job import Job, check_tokens, completion_job
+from primad.api.dialects.openai.job import completion_job
 from primad.api.dialects.openai.schema import MAX_ECHO_CHARS, parse
 from primad.api.dialects.openai.tool_use import chat_text
 

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from primad.api.answering.backend import Preparation, ServedModel
 from primad.api.answering.choices import together
+from primad.api.answering.job import Job
 from primad.api.answering.timings import AnswerClock
 from primad.api.dialects.llama_server import prepared
 from primad.api.dialects.llama_server.answers import CompletionEnd, CompletionPart, RawAnswer, Slot, picked, props
@@ -26,11 +27,11 @@ from primad.api.dialects.llama_server.schema import (
     TemplateRequest,
     TokenizeRequest,
 )
-from primad.api.dialects.openai.job import Job
 from primad.api.dialects.openai.routes import EVENTS
-from primad.api.http.dialect import EVENT_STREAM, Dialect, Route
+from primad.api.http.dialect import Dialect, Route
 from primad.api.http.endpoint import Endpoint, json_response
 from primad.api.http.errors import error_body
+from primad.api.http.framing import EVENT_STREAM
 from primad.api.http.long_answer import LongAnswer
 
 _EVENTS: Final = replace(EVENTS, end=b"")

@@ -8,11 +8,12 @@ import msgspec
 from pydantic import Field
 
 from primad.api.answering.backend import Asking
+from primad.api.answering.job import Job, PreparedTexts, check_model
 from primad.api.dialects.ollama.job import NAMES, chat_request, generate_request, plain
 from primad.api.dialects.ollama.schema import ModelRequest, OllamaChatRequest, OllamaGenerateRequest, OllamaRequest
 from primad.api.dialects.openai.fields import Strict, expecting
-from primad.api.dialects.openai.job import Job, chat_job, check_model, completion_job
-from primad.api.dialects.openai.prepared import MAX_TEXTS, Dimensions, PreparedTexts, Texts
+from primad.api.dialects.openai.job import chat_job, completion_job
+from primad.api.dialects.openai.prepared import MAX_TEXTS, Dimensions, Texts
 from primad.api.dialects.openai.schema import ChatRequest, CompletionRequest, parse, said_as
 from primad.errors import RequestError
 

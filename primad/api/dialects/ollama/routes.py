@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from primad.api.answering.backend import Preparation, ServedModel
+from primad.api.answering.job import Job
 from primad.api.answering.timings import AnswerClock
 from primad.api.dialects.ollama import embedding, prepared
 from primad.api.dialects.ollama.answers import (
@@ -26,9 +27,9 @@ from primad.api.dialects.ollama.answers import (
     tags,
 )
 from primad.api.dialects.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
-from primad.api.dialects.openai.job import Job
-from primad.api.http.dialect import Dialect, Framing, Route
+from primad.api.http.dialect import Dialect, Route
 from primad.api.http.endpoint import Endpoint, json_response
+from primad.api.http.framing import Framing
 from primad.api.http.long_answer import LongAnswer
 from primad.errors import PrimadError
 

@@ -11,8 +11,8 @@ from msgspec import UNSET, UnsetType
 
 from primad.api.answering.backend import TokenPieces
 from primad.api.answering.generation import Answered, GivenCall, GivenPart, Written
+from primad.api.answering.job import Choice, FinishReason
 from primad.api.answering.text import Placed
-from primad.api.dialects.openai.job import Choice
 from primad.api.dialects.openai.logprobs import chat_logprobs, completion_logprobs, encoded_chat, encoded_completion
 from primad.api.dialects.openai.shapes import (
     AssistantMessage,
@@ -26,7 +26,6 @@ from primad.api.dialects.openai.shapes import (
     CompletionChoice,
     CompletionLogprobs,
     Delta,
-    FinishReason,
     FunctionDelta,
     GivenFunction,
     MessageCall,

@@ -13,8 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from primad.api.answering.backend import Embeddings
+from primad.api.answering.job import PreparedTexts
 from primad.api.dialects.openai import prepared
-from primad.api.dialects.openai.prepared import EmbeddingRequest, PreparedTexts, RerankRequest
+from primad.api.dialects.openai.prepared import EmbeddingRequest, RerankRequest
 from primad.api.dialects.openai.shapes import Model, ModelMeta
 from primad.api.http.dialect import Route
 from primad.api.http.endpoint import Endpoint, json_response

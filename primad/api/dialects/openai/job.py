@@ -2,122 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
 
-import msgspec
 import numpy as np
 
-from primad.api.answering.backend import ModelSettings, TextModel, Vocabulary
+from primad.api.answering.backend import TextModel
 from primad.api.answering.chat import tokenize_prompt
 from primad.api.answering.fill_in import fill_in_prompt
+from primad.api.answering.job import Job, Prompt, check_model, check_tokens
 from primad.api.answering.reading import AnswerReading
 from primad.api.dialects.openai.chat_fields import Message
-from primad.api.dialects.openai.sampling import SEEDS, first_seed, grammar_of, sampling_of
+from primad.api.dialects.openai.sampling import first_seed, grammar_of, sampling_of
 from primad.api.dialects.openai.schema import MAX_CHOICES, MAX_ECHO_CHARS, ChatRequest, CompletionRequest
 from primad.api.dialects.openai.shift import answer_room, shifted
 from primad.api.dialects.openai.tool_use import answer_rules, chat_text
-from primad.errors import PromptTooLongError, RequestError, printable
-from primad.ring.messages import Sampling
-
-
-class Prompt(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Token ids (int32, little-endian) to continue by at most ``max_tokens`` (0: they are only computed, for the cache);
-    ``echo`` is told before each answer."""
-
-    ids: bytes
-    max_tokens: int
-    echo: str
-
-    @cached_property
-    def tokens(self) -> list[int]:
-        """The token ids; made when they are needed, as a request may have many prompts."""
-        tokens: list[int] = np.frombuffer(self.ids, "<i4").tolist()
-        return tokens
-
-    @property
-    def size(self) -> int:
-        """How many they are."""
-        return len(self.ids) // 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """One answer to write: continue a prompt by at most ``max_tokens``; ``echo`` is text to return before it."""
-
-    index: int
-    source: Prompt
-    sampling: Sampling
-
-    @property
-    def prompt(self) -> list[int]:
-        """The token ids to continue."""
-        return self.source.tokens
-
-    @property
-    def max_tokens(self) -> int:
-        """As above."""
-        return self.source.max_tokens
-
-    @property
-    def echo(self) -> str:
-        """As above."""
-        return self.source.echo
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A request's whole work: each of ``prompts`` continued ``n`` times, with seeds from that of ``sampling`` on.
-
-    ``reading`` says what is looked for in each answer, None for nothing. With ``tells_progress`` a stream says how much of
-    its prompt is computed; what of it was computed before is computed again unless it ``reuses`` that. ``priority`` and
-    ``speculates`` are as in ``ring.messages``. So long after its first token (``decode_limit_s``) an answer ends with the
-    next line, None: never.
-    """
-
-    prompts: tuple[Prompt, ...]
-    n: int = 1
-    sampling: Sampling
-    stops: tuple[str, ...]
-    logprobs: int | None
-    reading: AnswerReading | None
-    tells_progress: bool
-    reuses: bool
-    priority: int
-    speculates: bool = True
-    decode_limit_s: float | None = None
-
-    @cached_property
-    def choices(self) -> tuple[Choice, ...]:
-        """The answers to write, ``n`` of the first prompt before those of the second."""
-        return tuple(
-            Choice(
-                index=place * self.n + number,
-                source=prompt,
-                sampling=msgspec.structs.replace(self.sampling, seed=(self.sampling.seed + number) % SEEDS),
-            )
-            for place, prompt in enumerate(self.prompts)
-            for number in range(self.n)
-        )
-
-    @property
-    def prompt_tokens(self) -> int:
-        """The tokens of all prompts, each counted once however many choices it has."""
-        return sum(prompt.size for prompt in self.prompts)
-
-
-def check_model(name: str | None, served: Sequence[ModelSettings]) -> None:
-    """Raise ``RequestError`` (404), which lists the names of the ``served``, unless ``name`` is one of them, or empty."""
-    names = [name for model in served for name in model.all_names]
-    if name and not any(model.is_called(name) for model in served):
-        these = f"these are: {', '.join(names)}; --alias and --any-model give it others" if names else "nothing is yet"
-        raise RequestError(
-            f"the model '{printable(name, 200)}' is not served here; {these}",
-            status=404,
-            code="model_not_found",
-            param="model",
-        )
+from primad.errors import PromptTooLongError, RequestError
 
 
 def chat_job(request: ChatRequest, served: TextModel, *, seed: int, now: datetime) -> Job:
@@ -228,10 +127,3 @@ def check_length(text: str, served: TextModel, *, at: str) -> None:
     least = 0 if longest is None else -(-len(text) // longest)
     if least >= served.context_tokens:
         raise PromptTooLongError(least, served.context_tokens, at, at_least=True)
-
-
-def check_tokens(tokens: list[int], vocabulary: Vocabulary, *, at: str) -> None:
-    """Raise ``RequestError`` that names the field ``at`` unless the model has all ``tokens``."""
-    largest = max(tokens, default=0)
-    if largest >= vocabulary.size:
-        raise RequestError(f"token id {largest} is outside the vocabulary of {vocabulary.size}", param=at)

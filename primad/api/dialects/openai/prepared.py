@@ -9,8 +9,9 @@ from pydantic import Field
 
 from primad.api.answering.backend import Asking
 from primad.api.answering.chat import tokenize_prompt
+from primad.api.answering.job import Job, PreparedTexts, check_model
 from primad.api.dialects.openai.fields import Strict, expecting
-from primad.api.dialects.openai.job import Job, chat_job, check_model, completion_job
+from primad.api.dialects.openai.job import chat_job, completion_job
 from primad.api.dialects.openai.samplers import MAX_TOKENS
 from primad.api.dialects.openai.schema import ChatRequest, CompletionRequest, SamplingRequest, parse
 from primad.api.dialects.openai.shapes import InputTokens
@@ -33,22 +34,6 @@ class PreparedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     include_usage: bool
     times_parts: bool
-
-
-class PreparedTexts(msgspec.Struct, frozen=True, kw_only=True):
-    """Texts to embed, or lists of token ids, from the field ``param``, which has a list of them if ``numbered``."""
-
-    model: str | None
-    texts: list[str | list[int]]
-    param: str
-    numbered: bool = False
-    dimensions: int | None = None
-    cuts: bool = False
-    as_base64: bool = False
-
-    def called(self, index: int) -> str:
-        """What errors call the text ``index``."""
-        return f"{self.param}[{index}]" if self.numbered else self.param
 
 
 class PreparedRanking(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,12 +17,12 @@ from starlette.responses import Response
 from primad.api.answering.backend import ServedModel
 from primad.api.answering.choices import together
 from primad.api.answering.generation import NOTHING_GUESSED, Guessed, Written, cached_tokens
+from primad.api.answering.job import Choice, Job, check_model
 from primad.api.answering.timings import AnswerClock, AnswerTimings
 from primad.api.dialects.anthropic.models import ANTHROPIC, model_entry, model_list
 from primad.api.dialects.openai import embeddings, schema, shapes
 from primad.api.dialects.openai import prepared as preparations
 from primad.api.dialects.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
-from primad.api.dialects.openai.job import Choice, Job, check_model
 from primad.api.dialects.openai.shapes import (
     CompletionTokensDetails,
     Model,
@@ -31,9 +31,10 @@ from primad.api.dialects.openai.shapes import (
     ReadPrompt,
     Usage,
 )
-from primad.api.http.dialect import EVENT_STREAM, Dialect, Framing, Route
+from primad.api.http.dialect import Dialect, Route
 from primad.api.http.endpoint import Endpoint, json_response
 from primad.api.http.errors import error_body
+from primad.api.http.framing import EVENT_STREAM, Framing
 from primad.api.http.long_answer import LongAnswer
 from primad.errors import PrimadError
 

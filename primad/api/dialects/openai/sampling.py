@@ -11,13 +11,12 @@ from typing import Any, Final
 
 from primad.api.answering.backend import TextModel, Vocabulary
 from primad.api.answering.grammar import of_schema, of_text
+from primad.api.answering.job import SEEDS
 from primad.api.dialects.openai.sampler_order import in_order
 from primad.api.dialects.openai.samplers import SamplerFields
 from primad.errors import RequestError, printable
 from primad.ring.messages import GREEDY, Sampling
 
-SEEDS: Final = 2**32 - 1
-"""llama.cpp seeds are 32 bits wide, and the largest means "choose one", so seeds are taken modulo this."""
 BREAKERS: Final = ("\n", ":", '"', "*")
 """Where DRY lets a repetition begin anew, as in llama.cpp."""
 

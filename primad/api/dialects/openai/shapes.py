@@ -10,10 +10,10 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from primad.api.answering.job import FinishReason
 from primad.api.answering.timings import AnswerTimings
+from primad.api.http.error_body import ErrorBody
 from primad.api.http.status import StatusBody
-
-FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,23 +242,6 @@ class HealthBody(msgspec.Struct, frozen=True, kw_only=True):
     status: Literal["ok", "loading"]
     detail: str
     model: str | None
-
-
-class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong, in one line; ``param`` names the request's field. A prompt that does not fit tells both sizes."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-    n_prompt_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    n_ctx: int | msgspec.UnsetType = msgspec.UNSET
-
-
-class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """OpenAI's error object."""
-
-    error: ErrorDetail
 
 
 ANSWERS = (ChatCompletion, ChatChunk, Completion, Model, ModelList, InputTokens, HealthBody, StatusBody, ErrorBody)

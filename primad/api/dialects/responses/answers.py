@@ -10,8 +10,8 @@ import msgspec
 
 from primad.api.answering.generation import Answered, GivenCall, GivenPart, Written, whole_calls
 from primad.api.dialects.responses.prepared import SaidAgain
-from primad.api.http.dialect import NamedEvent
 from primad.api.http.errors import error_body
+from primad.api.http.framing import NamedEvent
 from primad.errors import PrimadError
 
 OutputKind = Literal["reasoning", "message"]

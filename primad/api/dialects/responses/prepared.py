@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from primad.api.answering.backend import Asking
-from primad.api.dialects.openai.job import Job, chat_job
+from primad.api.answering.job import Job
+from primad.api.dialects.openai.job import chat_job
 from primad.api.dialects.openai.prepared import counted
 from primad.api.dialects.openai.schema import parse, said_as
 from primad.api.dialects.openai.shapes import InputTokens

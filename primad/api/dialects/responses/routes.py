@@ -13,14 +13,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from primad.api.answering.backend import ServedModel
-from primad.api.dialects.openai.job import Job
+from primad.api.answering.job import Job
 from primad.api.dialects.openai.routes import EVENTS
 from primad.api.dialects.responses import prepared as preparations
 from primad.api.dialects.responses.answers import ResponseAnswer, ResponseBody
 from primad.api.dialects.responses.schema import ResponsesRequest
-from primad.api.http.dialect import EVENT_STREAM, Dialect, NamedEvent, Route, named_event
+from primad.api.http.dialect import Dialect, Route
 from primad.api.http.endpoint import Endpoint, json_response
 from primad.api.http.errors import error_body
+from primad.api.http.framing import EVENT_STREAM, NamedEvent, named_event
 from primad.errors import PrimadError
 
 _EVENTS: Final = replace(EVENTS, message=named_event, end=b"")

@@ -1,0 +1,223 @@
+"""The daemon's side of a ring process: start it, talk to it, notice its end, end it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from primad.errors import PrimadError, ProtocolError, RingError, WeightsError
+from primad.ring.messages import RingBroken, RingCommand, RingEvent, cause_of, event_decoder
+from primad.system.children.channel import Frames, frame
+from primad.system.children.child import begin_child
+from primad.system.children.spawn import GRACE_S, connected, environment, how_it_ended
+
+LEAVE_S: Final = 0.5
+"""A ring process that computes or loads does not notice in this time that it is to leave, and is killed."""
+
+
+CUT_SHORT: Final = "a layer file was cut short or its disk failed while it was read (SIGBUS)"
+
+
+LOG_BYTES: Final = 1 << 16
+
+
+MOST_ARRIVED: Final = 64
+
+
+class _Events(asyncio.StreamReaderProtocol):
+    """Cuts what arrives into events, a turn of the loop earlier than its reader would, which gets nothing.
+
+    Each goes to ``hear``, and to ``next`` if that says that it does not want it, or if others wait there.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        super().__init__(reader)
+        self.hear: Callable[[RingEvent], bool] = lambda _: False
+        self._frames = Frames()
+        self._arrived = deque[bytes]()
+        self._news = asyncio.Event()
+        self._is_gone = False
+        self._error: Exception | None = None
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._error is not None:
+            return
+        try:
+            for body in self._frames.feed(data):
+                if self._arrived or not self._hears(body):
+                    self._arrived.append(body)
+                    self._news.set()
+        except Exception as exc:  # noqa: BLE001 (whoever reads the events raises it)
+            self._error = exc
+            self._news.set()
+        if len(self._arrived) >= MOST_ARRIVED and self._transport is not None:
+            self._transport.pause_reading()
+
+    def eof_received(self) -> bool | None:
+        self._end()
+        return super().eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._end()
+
+    async def next(self) -> bytes | None:
+        """The next one that was not heard; None when it is gone. Raises what ``hear`` raised."""
+        while not self._arrived:
+            if self._error is not None:
+                raise self._error
+            if self._is_gone:
+                return None
+            self._news.clear()
+            await self._news.wait()
+        body = self._arrived.popleft()
+        if not self._arrived and self._transport is not None and not self._is_gone:
+            self._transport.resume_reading()
+        return body
+
+    def _hears(self, body: bytes) -> bool:
+        try:
+            event: RingEvent = event_decoder.decode(body)
+        except msgspec.DecodeError:
+            return False
+        return type(event) is not RingBroken and self.hear(event)
+
+    def _end(self) -> None:
+        self._is_gone = True
+        self._news.set()
+
+
+class RingProcess:
+    """One ring process. ``start`` it, ``send`` it commands, read ``events`` to the end, ``close`` it."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        log: Path,
+    ) -> None:
+        self._process = process
+        self._writer = writer
+        self._log = log
+        protocol = writer.transport.get_protocol()
+        assert isinstance(protocol, _Events), "it was asked for"
+        self._events = protocol
+
+    @classmethod
+    async def start(cls, log: Path, *, threads: int, place: int = 0, gpu: bool = False) -> RingProcess:
+        """Start a ring process for ``threads`` compute threads, whose standard error goes to the file ``log``.
+
+        ``place`` and ``gpu`` are as in ``environment``. Raises ``RingError`` when this device cannot start another process.
+        """
+        variables = environment(os.environ, threads, place, gpu=gpu)
+        try:
+            return cls(
+                *await connected(lambda theirs: cls._begin(log, theirs, variables), "the ring process", _Events), log
+            )
+        except RingError:
+            raise
+        except BaseException:
+            _remove_empty(log)
+            raise
+
+    @staticmethod
+    def _begin(log: Path, theirs: socket.socket, variables: dict[str, str]) -> subprocess.Popen[bytes]:
+        with log.open("wb") as errors:
+            return begin_child("primad.ring.process", theirs, variables, errors)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    async def send(self, *commands: RingCommand) -> None:
+        """Give it commands, which it reads together; when it is gone, ``events`` says so."""
+        with contextlib.suppress(OSError):
+            self._writer.write(b"".join(map(frame, commands)))
+            await self._writer.drain()
+
+    def listen(self, hear: Callable[[RingEvent], bool]) -> None:
+        """From now on each event goes to ``hear`` as it arrives, and to ``events`` if that says that it does not want it, or
+        if others wait there. What ``hear`` raises ``events`` raises."""
+        self._events.hear = hear
+
+    async def events(self) -> AsyncIterator[RingEvent]:
+        """Its events as they come.
+
+        Raises the error that it broke by (``messages.FAULTS``), or ``WeightsError`` where that is its weights, and
+        ``RingError`` when it ends; it never ends quietly.
+        """
+        while True:
+            try:
+                body = await self._events.next()
+                if body is None:
+                    raise await self._obituary()
+                event: RingEvent = event_decoder.decode(body)
+            except msgspec.DecodeError as exc:
+                raise ProtocolError(f"not an event of the ring process: {exc}") from exc
+            if type(event) is RingBroken:
+                raise cause_of(event)
+            yield event
+
+    async def _obituary(self) -> PrimadError:
+        try:
+            code = await asyncio.to_thread(self._process.wait, GRACE_S)
+        except subprocess.TimeoutExpired:
+            return RingError("the ring process closed its connection")
+        if sys.platform != "win32" and code == -signal.SIGBUS:
+            return WeightsError(CUT_SHORT, None)
+        how = how_it_ended(code)
+        last = _last_line(self._log)
+        return RingError(f"the ring process {how}" + (f": {last}" if last else ""))
+
+    async def close(self) -> None:
+        """End it: it leaves by itself when its connection closes, and is killed ``LEAVE_S`` later if it does not.
+
+        What it has not taken yet is dropped, since it may never take it. Cancelled over it, it is killed at once.
+        """
+        self._writer.transport.abort()
+        try:
+            await asyncio.to_thread(self._process.wait, LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        except BaseException:
+            self._process.kill()
+            raise
+        finally:
+            _remove_empty(self._log)
+
+
+def _remove_empty(log: Path) -> None:
+    """A log without a word would only add up, one for each ring."""
+    with contextlib.suppress(OSError):
+        if log.stat().st_size == 0:
+            log.unlink()
+
+
+def _last_line(log: Path) -> str:
+    """The last line before the stacks that Python writes when a signal ends it."""
+    try:
+        text = log.read_bytes()[-LOG_BYTES:].decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    lines = text.partition("Fatal Python error: ")[0].strip().splitlines()
+    return lines[-1].strip() if lines else ""
