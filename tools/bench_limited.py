@@ -20,7 +20,7 @@ from primad.gguf.profile import model_profile
 from primad.profiler.effort import Effort
 from primad.profiler.measure import measure_home, ram_read_bytes_per_s
 from primad.profiler.processors import measure_cpu
-from primad.system.measuring_lock import measuring
+from primad.system.process_start import measuring
 from tools.bench_solver import CONTEXT, Predicted, device_here, links_between, loopback, out, predicted_row
 from tools.lab.local_ring import LocalRing, types_of
 from tools.lab.memory import LimitedGroup

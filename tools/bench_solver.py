@@ -61,7 +61,7 @@ from primad.network.messages import Echo  # noqa: E402
 from primad.profiler.effort import Effort  # noqa: E402
 from primad.profiler.measure import ram_read_bytes_per_s  # noqa: E402
 from primad.profiler.processors import measure_cpu  # noqa: E402
-from primad.system.measuring_lock import measuring  # noqa: E402
+from primad.system.process_start import measuring  # noqa: E402
 from primad.trust.identity import new_identity  # noqa: E402
 from tools.lab.local_ring import LocalRing, even_windows, types_of  # noqa: E402
 from tools.lab.plain_llama import PROMPT  # noqa: E402

@@ -24,7 +24,7 @@ from primad.gguf.architectures import SUPPORTED, Architecture, borders, is_unkno
 from primad.gguf.header import Header
 from primad.gguf.windows import vocabulary_size
 from primad.settings.config import checks_folder
-from primad.system.whole_file import write_whole
+from primad.system.files import write_whole
 
 VERSION: Final = 2
 """Grows when other things are compared."""

@@ -37,7 +37,7 @@ from primad.cli.status import status
 from primad.cli.trust import revoke, trust
 from primad.errors import ConfigError, NotNowError, PrimadError, Stopped
 from primad.settings.config import load_config
-from primad.system.hidden_gpus import hide_gpus
+from primad.system.gpus import hide_gpus
 from primad.system.notify import MOST_STATUS_CHARS, notify
 from primad.system.terminal import start_logging
 

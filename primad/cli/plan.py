@@ -105,7 +105,7 @@ def plan(
 
         primad plan --model-shape llama3-8b --fleet apple-home --what-if ram:mac-mini-m4-24gb=32GiB --json
     """
-    from primad.planning.plot import check_plot
+    from primad.planning.table import check_plot
 
     del help_all
     wishes = _wishes(fleet, run_config(run, draft), answer)
@@ -135,10 +135,15 @@ def _ask(
     from primad.certify.verdict import load_verdict, windows_line, with_verdict
     from primad.gguf.architectures import why_whole
     from primad.gguf.model import open_model
-    from primad.planning.adapters import open_adapters, parse_lora, whole_line, with_adapters
-    from primad.planning.angles import with_rope
+    from primad.planning.adapters import (
+        open_adapters,
+        parse_lora,
+        whole_line,
+        with_adapters,
+        with_expert_use,
+        with_rope,
+    )
     from primad.planning.check_run import check_run
-    from primad.planning.experts import with_expert_use
     from primad.planning.question import ask, check
     from primad.planning.sources import read_model
 
@@ -177,8 +182,7 @@ def _ask(
 def _draft(given: Path | None, header: Header, home: Path) -> PlannedDraft | None:
     """The model that guesses. Raises ``ConfigError`` for one that cannot."""
     from primad.gguf.architectures import why_whole
-    from primad.planning.draft_choice import AUTO, choose_draft, models_here
-    from primad.planning.draft_model import MOST_CONTEXT, draft_profile, memory_of
+    from primad.planning.draft_model import AUTO, MOST_CONTEXT, choose_draft, draft_profile, memory_of, models_here
     from primad.planning.question import PlannedDraft
 
     if given is None:
@@ -202,9 +206,8 @@ def _unknown(_: Iterable[int]) -> None:
 
 def _answer(asked: Question, wanted: AnswerOptions, checked: Checked) -> None:
     from primad.planning.explain import explain
-    from primad.planning.plot import plot
     from primad.planning.schema import encode
-    from primad.planning.table import show
+    from primad.planning.table import plot, show
     from primad.planning.whatif import change
     from primad.profiler.store import load_profiles
 

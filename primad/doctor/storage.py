@@ -18,7 +18,7 @@ from primad.layers.eviction import CachedLayer
 from primad.profiler.records import read_home
 from primad.settings.config import layer_folder
 from primad.settings.quantities import show_count
-from primad.system.disk import reserve_bytes
+from primad.system.files import reserve_bytes
 from primad.system.memory import memory
 from primad.trust.identity import FILE_NAME
 

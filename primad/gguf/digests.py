@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from primad.gguf.header import Header
-from primad.system.whole_file import write_whole
+from primad.system.files import write_whole
 
 MODELS_KEPT: Final = 16
 VERSION: Final = 2

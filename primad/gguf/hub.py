@@ -23,7 +23,7 @@ from primad.gguf.hub_ranges import DEFAULT_HUB, HubError, HubRanges, own_hubs
 from primad.gguf.model import PART_NAME
 from primad.gguf.origins import RemoteFile
 from primad.gguf.ranged import HEADERS, RangedModel, keep_header, open_ranged
-from primad.system.disk import lacking_room
+from primad.system.files import lacking_room
 
 PREFIX: Final = "hf:"
 PREFERRED: Final = ("Q4_K_M", "Q4_K_XL", "Q4_K_S", "Q4_0", "MXFP4", "IQ4_XS", "IQ4_NL", "Q5_K_M", "Q8_0")

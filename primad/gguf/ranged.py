@@ -26,7 +26,7 @@ from primad.gguf.layers import CHUNK_BYTES, SmallTensor, metadata_split
 from primad.gguf.model import open_model
 from primad.gguf.origins import RemoteFile
 from primad.gguf.windows import MAX_SMALL_BYTES
-from primad.system.whole_file import write_whole
+from primad.system.files import write_whole
 
 HEADERS: Final = ".header"
 _ORIGIN: Final = "origin.json"

@@ -31,17 +31,16 @@ from primad.head.members.worker_link import Caller
 from primad.head.model.learning import Learning
 from primad.head.model.limits import Lending
 from primad.head.model.service import Service
-from primad.head.own_device import OwnDevice
 from primad.head.rings.backend import RingBackend
 from primad.head.rings.kv_backup import KvBackup
-from primad.head.rings.planner import Planner
+from primad.head.rings.planner import OwnDevice, Planner
 from primad.head.rings.rings import Rings
 from primad.layers.server import LayerServer
 from primad.membership import types
+from primad.membership.due import waiting_line
 from primad.membership.news import news
 from primad.membership.step import phase_of, step, wake_at
 from primad.membership.types import DevicePhase
-from primad.membership.waiting import waiting_line
 from primad.network.addresses import resolved_host
 from primad.network.admin import (
     AdminAnswer,

@@ -33,20 +33,17 @@ from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
 from primad.head.daemon import HeadDaemon
 from primad.head.desk import HeadDesk
-from primad.head.facts import facts_of
 from primad.head.model.options import ServeOptions, bind_http, is_for_several, model_id
 from primad.head.model.service import service_of
 from primad.head.model.text_service import TextService
-from primad.head.model.vocabulary import chat_template_of
+from primad.head.model.vocabulary import chat_template_of, facts_of
 from primad.head.rings.backend import RingBackend
 from primad.network.local_heads import announced_head
 from primad.network.own_places import own_names
 from primad.network.sockets import raise_descriptor_limit
-from primad.planning.adapters import check_adapters, open_adapters, with_adapters
-from primad.planning.angles import with_rope
+from primad.planning.adapters import check_adapters, open_adapters, with_adapters, with_rope
 from primad.planning.check_run import check_run
-from primad.planning.draft_choice import AUTO, choose_draft, models_here
-from primad.planning.draft_model import MOST_CONTEXT, draft_model, no_room_here
+from primad.planning.draft_model import AUTO, MOST_CONTEXT, choose_draft, draft_model, models_here, no_room_here
 from primad.ring.speculation.messages import DraftModel
 from primad.settings.config import LOOPBACK, Config, models_folder
 from primad.settings.quantities import show_bytes

@@ -38,8 +38,7 @@ from primad.kv.cells import (
     unpack,
 )
 from primad.kv.keys import KvBlock
-from primad.system.disk import lacking_room
-from primad.system.files import PRIVATE
+from primad.system.files import PRIVATE, lacking_room
 
 logger = logging.getLogger(__name__)
 

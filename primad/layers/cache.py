@@ -3,13 +3,15 @@
     <folder>/<digest>.gguf       a layer file; only its header changes when the layer moves to another window
     <folder>/<digest>-1.gguf     a second copy, where one device computes two layers of equal content
     <folder>/<digest>.tree       the digests of its chunks; its modification time is when the layer was last used
-    <folder>/origins.json        what layers of hubs turned out to be (``origin_book.py``)
+    <folder>/origins.json        what layers of hubs turned out to be (``cache.py``)
     <folder>/in-use-<pid>.json   what a running process must not lose (``leases.py``)
     <folder>/partial/            files on their way (``partial.py``); chunks that arrived are kept for the next run
 
 A file appears under its name only after all its chunks were hashed and flushed, so a crash leaves nothing half-written
 there. A file (or copy) that was there before this process started is hashed once, the first time it is asked for, and again
 when its size or modification time say that somebody else wrote to it.
+
+What layers of a hub turned out to be: a digest by the name of an origin, so that none is drawn again after a stop.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from primad.errors import DiskError, ModelError
 from primad.gguf.layer_file import Stamp, StoredLayer, hash_file, save_tree, stamp_of
@@ -43,12 +47,14 @@ from primad.gguf.layers import (
 )
 from primad.layers.eviction import CachedLayer, Disk, oldest_first
 from primad.layers.leases import Leases
-from primad.layers.origin_book import OriginBook
 from primad.layers.partial import PartialLayer
+from primad.system.files import write_whole
 
 STALE_S: Final = 7 * 86_400.0
 _DIGEST: Final = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 _FILE: Final = re.compile(rf"({_DIGEST.pattern})(-\d+)?\.(gguf|tree)")
+MOST_ORIGINS: Final = 10_000
+"""Of so many layers it is remembered, the latest."""
 
 
 class LayerCache:
@@ -410,3 +416,30 @@ def _taken(path: Path) -> int:
         return 0
     blocks = getattr(status, "st_blocks", None)
     return status.st_size if blocks is None else min(status.st_size, int(blocks) * 512)
+
+
+class OriginBook:
+    """The digests of layers that were drawn, in the file ``memory``. One process at a time writes to it."""
+
+    def __init__(self, memory: Path) -> None:
+        self._memory = memory
+        self._known: dict[str, str] | None = None
+
+    def _read(self) -> dict[str, str]:
+        if self._known is None:
+            self._known = {}
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                self._known = msgspec.json.decode(self._memory.read_bytes(), type=dict[str, str])
+        return self._known
+
+    def get(self, name: str) -> str | None:
+        """The digest of the layer of this origin, if it was drawn here."""
+        return self._read().get(name)
+
+    def put(self, name: str, digest: str) -> None:
+        """The layer of this origin turned out to be ``digest``. A disk that refuses costs another fetch, nothing else."""
+        known = self._read()
+        known.pop(name, None)
+        self._known = dict(list(known.items())[-(MOST_ORIGINS - 1) :]) | {name: digest}
+        with contextlib.suppress(OSError):
+            write_whole(self._memory, msgspec.json.encode(self._known))

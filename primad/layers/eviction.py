@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from primad.system.disk import reserve_bytes
+from primad.system.files import reserve_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

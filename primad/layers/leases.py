@@ -15,8 +15,8 @@ from typing import Final
 
 import msgspec
 
+from primad.system.files import write_whole
 from primad.system.process_start import start_of, still_runs
-from primad.system.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from primad.gguf.model import open_model
 from primad.gguf.origins import RemoteFile
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.layers.cache import LayerCache
-from primad.system.whole_file import write_whole
+from primad.system.files import write_whole
 
 _COMPARED: Final = "compared"
 """The file beside a model's header that says with which hashes it was compared."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
@@ -32,6 +33,7 @@ LOAD_PARTS: Final = 16
 """Further is so much of all that it lacks, or of its windows: who needs more than 80 minutes is not waited for either."""
 REGAIN_S: Final = 60.0
 """Between two looks for a better plan since devices have room again."""
+_ON_THEIR_WAY: Final = (DevicePhase.PAIRED, DevicePhase.PROFILED, DevicePhase.SUSPECTED)
 
 
 def settled_s(state: State, serving: ServingRing) -> float:
@@ -293,3 +295,40 @@ def _end_hold(state: State, now: float, effects: list[Effect]) -> State:
         return state
     effects.append(Fail(f"no ring could be formed within {state.settings.hold_s:g} s"))
     return replace(state, holding_s=None)
+
+
+def waiting_line(state: State, measuring: Collection[str], measuring_s: float, now: float) -> str | None:
+    """For whom ``--wait`` waits; None when it does not.
+
+    ``measuring`` are the trusted devices that measure themselves, which takes about ``measuring_s`` seconds.
+    """
+    settings = state.settings
+    if state.has_served or state.ended or state.attempt is not None or settings.solo or not settings.wanted:
+        return None
+    left = settings.wanted - len(usable(state, now))
+    if left <= 0:
+        return None
+    known = [
+        _standing(name, device)
+        for name, device in sorted(state.devices.items())
+        if device.phase is not DevicePhase.READY and name not in measuring
+    ]
+    known += [f"{name} is paired and measures itself, about {measuring_s:.0f} s more" for name in sorted(measuring)]
+    on_their_way = {name for name, device in state.devices.items() if device.phase in _ON_THEIR_WAY}
+    if left > len(on_their_way | set(measuring)):
+        known.append("start 'primad join' on the others")
+    return f"waiting for {left} of {settings.wanted} devices: " + "; ".join(known)
+
+
+def _standing(name: str, device: Device) -> str:
+    match device.phase:
+        case DevicePhase.DISCOVERED:
+            return f"{name} is in sight, but not paired ('primad pair' shows a code for it)"
+        case DevicePhase.PROFILED | DevicePhase.SUSPECTED:
+            return f"{name} is here, and the links to it are measured"
+        case DevicePhase.GONE:
+            return f"{name} is gone" + (f" ({device.reason})" if device.reason else "")
+        case _:
+            return f"{name} is paired" + (
+                f", but {device.reason}" if device.reason else ", and is asked what it measured"
+            )

@@ -2,7 +2,7 @@
 
 With E = 1 / (1 - a) tokens in a row that hold, where a is the share of guesses that do, a ring in which M rows of one answer
 are on their way at once has E M / (M + E - 1) times the tokens: behind a guess that failed the ring fills anew. What steps
-of several rows win stands in ``primad/ring/speculation/waiting.py``.
+of several rows win stands in ``primad/ring/speculation/pace.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from primad.planning.drafting import drafting_of
 from primad.planning.question import PlannedDraft, Question, default_workload
 from primad.planning.schema import DraftJson, GainJson
 from primad.ring.speculation.drafter import Drafting
-from primad.ring.speculation.waiting import best_wait, rate_without_waiting
+from primad.ring.speculation.pace import best_wait, rate_without_waiting
 from primad.settings.quantities import show_bytes
 
 SHARES: Final = (0.6, 0.7, 0.8)

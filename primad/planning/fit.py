@@ -13,7 +13,7 @@ import msgspec
 
 from halda import DeviceProfile, Infeasible
 from primad.gguf.published import published_file
-from primad.planning.bottleneck import bottleneck
+from primad.planning.describe import bottleneck
 from primad.planning.explain import best_plan
 from primad.planning.plan import Planned
 from primad.planning.question import Question

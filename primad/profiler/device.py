@@ -24,8 +24,8 @@ from primad.profiler.store import utc_now
 from primad.settings.config import layer_folder
 from primad.settings.limits import NO_LIMITS, OwnerLimits
 from primad.settings.profiles import Implausible, check_profile
-from primad.system.measuring_lock import measuring
 from primad.system.memory import children, memory
+from primad.system.process_start import measuring
 from primad.system.wireless import is_wireless
 
 if TYPE_CHECKING:

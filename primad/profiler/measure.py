@@ -26,8 +26,7 @@ from primad.profiler.processors import Advance, measure_cpu, measure_gpu, sweep_
 from primad.profiler.records import VERSION, HomeRecord, MachineRecord, UnusedGpu, host_id
 from primad.profiler.store import utc_now
 from primad.profiler.trials import child_trials
-from primad.system.others import Others
-from primad.system.processors import usable_cores
+from primad.system.processors import Others, usable_cores
 
 _OF_DISK: Final = 0.12
 """Share of all time in which the disk is measured."""

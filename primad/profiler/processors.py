@@ -35,8 +35,7 @@ from primad.profiler.synthetic import BIG
 from primad.profiler.trial_messages import HeadTimes, TimeHead
 from primad.profiler.trials import child_trials
 from primad.settings.profiles import Implausible, check_gpu, with_bounded_costs
-from primad.system.others import Others
-from primad.system.processors import usable_cores
+from primad.system.processors import Others, usable_cores
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from halda import CpuProfile, DiskProfile, GpuProfile
 from primad.engine.build import build_id
 from primad.errors import ConfigError
 from primad.settings.profiles import Implausible, check_cpu, check_disk, check_gpu
+from primad.system.files import write_whole
 from primad.system.processors import usable_cpus
-from primad.system.whole_file import write_whole
 
 VERSION: Final = 14
 """Grows when the way of measuring changes."""

@@ -14,11 +14,11 @@ from typing import Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from primad.engine.protocol import GREEDY, Hidden, HiddenWindow, LogitsRow, LogitsWindow, Sampler, Tokens
 from primad.errors import AlteredStepError, GrammarError, LateStepError, NotFiniteError, SenderError
 from primad.ring.lateness import Lateness
-from primad.ring.logprobs import log_softmax, most_likely
 from primad.ring.messages import (
     HIDDEN_DTYPE,
     MAX_SKIPPED,
@@ -395,3 +395,19 @@ class Head:
             found = self._tail.sampler(generate.sampling, generate.prompt, generate.sampled)
             self._samplers[generate.request] = found
         return found
+
+
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Log-probabilities (vocabulary,) of ``logits``."""
+    shifted = logits.astype(np.float64) - float(logits.max())
+    return shifted - math.log(float(np.exp(shifted).sum()))
+
+
+def most_likely(logprobs: NDArray[np.float64], count: int) -> tuple[tuple[int, float], ...]:
+    """The ``count`` most likely tokens with their log-probabilities, best first, ties by token."""
+    count = min(count, len(logprobs))
+    if count == 0:
+        return ()
+    best = np.argpartition(-logprobs, count - 1)[:count]
+    ordered = sorted(best.tolist(), key=lambda token: (-logprobs[token], token))
+    return tuple((int(token), float(logprobs[token])) for token in ordered)

@@ -18,7 +18,7 @@ from typing import Final
 import zmq
 
 from primad.errors import PrimadError, RingError
-from primad.ring.gpu_watch import GpuWatch, watch_gpu
+from primad.ring.gpu_room import GpuWatch, watch_gpu
 from primad.ring.messages import Open, RingBroken, RingCommand, broken_by, command_decoder
 from primad.ring.roles import Role, open_role
 from primad.settings.timings import RingTimings, Timings

@@ -66,9 +66,8 @@ from primad.ring.messages import (
 from primad.ring.slots import KvSequence, Running, Slots
 from primad.ring.speculation.drafter import Drafting, Guess
 from primad.ring.speculation.lookup import PromptLookup
-from primad.ring.speculation.pace import Losses
+from primad.ring.speculation.pace import Losses, Tally
 from primad.ring.speculation.speculation import BeginsDrafter, Speculation
-from primad.ring.speculation.tally import Tally
 from primad.ring.speculation.tree import NO_TREE, TreeNode, TreeRows, child, depth, placed
 
 

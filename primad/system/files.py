@@ -1,9 +1,10 @@
-"""Small files that only their owner may read: written whole or not at all, bounded when read."""
+"""Files that are written whole or not at all, those that only their owner may read, and what stays free of a disk."""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import stat
 import sys
 import tempfile
@@ -23,6 +24,8 @@ PRIVATE: Final = 0o600
 LOCK_PATIENCE_S: Final = 3.0
 """A lock is held to write one small file. A daemon waits for it no longer than its peers wait for the daemon."""
 _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+RESERVE_BYTES: Final = 1 << 30
+RESERVE_SHARE: Final = 0.02
 
 
 @contextmanager
@@ -119,3 +122,27 @@ def is_ours(path: Path) -> bool:
     if sys.platform == "win32":  # the user's own folders are closed to others by their access lists
         return True
     return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def reserve_bytes(total_bytes: int) -> int:
+    """What stays free of a disk of ``total_bytes``: a full system disk stops more than us."""
+    return min(RESERVE_BYTES, int(total_bytes * RESERVE_SHARE))
+
+
+def lacking_room(folder: Path, size_bytes: int) -> str:
+    """In words what is free where ``folder`` is, if ``size_bytes`` do not fit; else empty. Raises ``OSError``."""
+    usage = shutil.disk_usage(folder)
+    reserve = reserve_bytes(usage.total)
+    if usage.free - size_bytes >= reserve:
+        return ""
+    return f"{usage.free} bytes of disk are free, of which {reserve} stay free"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Put ``data`` in place of ``path``. Raises ``OSError``; then nothing has changed."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        partial.write_bytes(data)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,16 +1,24 @@
-"""What a graphics card has free by the counters of its system: they see what all programs take of it.
+"""Graphics cards: what one has free, and processes that see none.
 
 llama.cpp's own figures do so with most drivers, but with some they know of this process alone.
+
+GPUs that a process does not see.
+
+llama.cpp wakes the driver of each GPU as soon as it is loaded, and one that is broken would end or stop its process. So who
+does not need a GPU does not see it, and also spares the memory that a driver takes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 _DEVICES: Final = Path("/sys/bus/pci/devices")
+NO_GPU: Final = {"GGML_DISABLE_VULKAN": "1", "CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
+"""What a process has in its environment for that."""
 
 
 def free_vram(pci: str, devices: Path = _DEVICES) -> int | None:
@@ -51,3 +59,9 @@ def _nvml() -> Any:
     except pynvml.NVMLError:
         return None
     return pynvml
+
+
+def hide_gpus() -> None:
+    """From now on this process sees none when it loads llama.cpp; children that are given ``os.environ`` do."""
+    for name, value in NO_GPU.items():
+        os.putenv(name, value)

@@ -2,16 +2,24 @@
 
 A start is told twice, in seconds since the epoch and since the machine's start, because a clock that is set moves one or
 the other, depending on the system.
+
+Daemons on one machine measure one after another: timings taken at once would disturb each other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Final
 
+import filelock
+import platformdirs
 import psutil
 
 _SAME_START_S: Final = 2.0
 """Two readings of a process's start differ by less."""
+TURN_TIMEOUT_S: Final = 180.0
 
 
 def start_of(pid: int) -> tuple[float, float]:
@@ -30,3 +38,17 @@ def still_runs(pid: int, created: float, since_boot: float) -> bool:
     except (psutil.Error, ValueError, OverflowError):
         return False
     return abs(now[0] - created) < _SAME_START_S or abs(now[1] - since_boot) < _SAME_START_S
+
+
+@contextmanager
+def measuring() -> Iterator[None]:
+    """Wait for this process's turn to measure, at most ``TURN_TIMEOUT_S``; then go on anyway."""
+    folder = Path(platformdirs.user_cache_dir("primad", appauthor=False))
+    lock = filelock.FileLock(folder / "measuring.lock", timeout=TURN_TIMEOUT_S)
+    with suppress(OSError, filelock.Timeout):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()

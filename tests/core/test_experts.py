@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from halda.streaming import read_bytes, read_lines
 from primad.engine.streaming.experts import LIKELY, Change, ExpertUsage, LayerExperts, Pool
 from primad.engine.streaming.residency import Residency, by_expert, ladder
-from primad.planning.experts import grouped
+from primad.planning.adapters import grouped
 from tests.fakes import planning
 
 

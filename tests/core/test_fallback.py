@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.ring.speculation.fallback import FIRST, Fallback
-from primad.ring.speculation.waiting import best_wait, rate_without_waiting, tokens_of
+from primad.ring.speculation.pace import best_wait, rate_without_waiting, tokens_of
+from primad.ring.speculation.speculation import FIRST, Fallback
 
 COSTS = (1.0, 1.05, 1.1, 1.15, 1.2)
 

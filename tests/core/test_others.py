@@ -6,8 +6,8 @@ from collections import namedtuple
 
 import pytest
 
-from primad.system import others as module
-from primad.system.others import Others
+from primad.system import processors as module
+from primad.system.processors import Others
 
 Times = namedtuple("Times", "user nice system idle iowait guest")
 

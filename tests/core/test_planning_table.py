@@ -9,9 +9,8 @@ from rich.console import Console
 
 from primad.errors import ConfigError
 from primad.planning.explain import explain
-from primad.planning.plot import check_plot, plot
 from primad.planning.question import Wishes, ask
-from primad.planning.table import show
+from primad.planning.table import check_plot, plot, show
 from primad.planning.whatif import change
 from tests.fakes.planning import GB, device, helping, model, wishes
 

@@ -19,9 +19,8 @@ from primad.kv.keys import KvBlock
 from primad.ring import scheduler
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
-from primad.ring.head import Send, Tell
+from primad.ring.head import Send, Tell, log_softmax, most_likely
 from primad.ring.keeping import prompt_blocks
-from primad.ring.logprobs import log_softmax, most_likely
 from primad.ring.messages import (
     PROTOCOL,
     Drained,

@@ -10,7 +10,7 @@ from primad.engine.rope import Rope
 from primad.errors import ConfigError
 from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
-from primad.planning.angles import with_rope
+from primad.planning.adapters import with_rope
 from primad.planning.default_context import first_context
 from tools import synth
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.api.dialects.openai.chat_fields import Message
-from primad.api.dialects.openai.shift import answer_room, shifted
+from primad.api.dialects.openai.chat_fields import Message, answer_room, shifted
 from primad.errors import PromptTooLongError
 from tests.core.test_api_job import chat, served
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from primad.system.starvation import OwnTime
+from primad.system.processors import OwnTime
 
 
 class Machine:

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 
 from primad.membership import types as m
+from primad.membership.due import waiting_line
 from primad.membership.step import wake_at
-from primad.membership.waiting import waiting_line
 from tests.fakes.membership import SETTINGS, Shell
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from primad.system.measuring_lock import measuring
+from primad.system.process_start import measuring
 from tests.e2e.cluster import heading, joining, primad
 from tests.e2e.streams import ask
 

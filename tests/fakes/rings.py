@@ -11,7 +11,7 @@ from typing import Any
 from halda import CutOff, DeviceProfile, Infeasible, LeftOut, Plan, Prediction, Window
 from primad.api.http.status import AnswerFigures
 from primad.errors import PrimadError, RingError
-from primad.head.blame import Blame
+from primad.head.members.core import Blame
 from primad.head.rings.ring import RingInputs
 from primad.kv.keys import KvBlock
 from primad.network.contacts import Contact

@@ -17,8 +17,7 @@ from primad.gguf.profile import model_profile
 from primad.head.model.options import ServeOptions
 from primad.head.serve import draft_of
 from primad.planning.check_run import check_sequences, check_speculate
-from primad.planning.draft_choice import choose_draft, models_here
-from primad.planning.draft_model import MOST_CONTEXT, draft_model
+from primad.planning.draft_model import MOST_CONTEXT, choose_draft, draft_model, models_here
 from primad.planning.run_config import RunConfig
 from tools.synth import write_model
 

@@ -24,7 +24,7 @@ from primad.gguf.digests import LayerDigests
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter
-from primad.planning.experts import grouped, with_expert_use
+from primad.planning.adapters import grouped, with_expert_use
 from primad.settings.config import digests_file, usage_folder
 from tools import synth
 

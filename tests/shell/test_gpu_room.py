@@ -22,8 +22,7 @@ from primad.gguf.header import read_header
 from primad.gguf.layers import HEADER_BYTES, layer_header
 from primad.gguf.windows import ModelCutter
 from primad.profiler.synthetic import SMALL, write_window
-from primad.ring.gpu_room import fewer_on_gpu, load_what_fits
-from primad.ring.gpu_watch import GpuWatch
+from primad.ring.gpu_room import GpuWatch, fewer_on_gpu, load_what_fits
 from primad.ring.messages import GpuLoaded, GpuLow, Open
 from primad.settings.limits import NO_LIMITS, OwnerLimits
 from tests.fakes.profile import GPU, PROFILE

@@ -24,9 +24,9 @@ from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.head import daemon as daemon_module
-from primad.head.blame import ParticipationError
 from primad.head.daemon import HeadDaemon
 from primad.head.members import devices as devices_module
+from primad.head.members.core import ParticipationError
 from primad.head.members.link_book import LinkBook
 from primad.head.model.options import ServeOptions
 from primad.head.model.service import service_of

@@ -20,7 +20,7 @@ from primad.errors import (
     RingError,
     SenderError,
 )
-from primad.head.blame import (
+from primad.head.members.core import (
     AGAIN,
     SENT,
     Blame,

@@ -28,8 +28,8 @@ from primad.gguf.origins import RemoteFile
 from primad.gguf.ranged import RangedModel
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.gguf.windows import ModelCutter
-from primad.head.blame import ParticipationError
-from primad.head.drawn import learn_drawn
+from primad.head.members.core import ParticipationError
+from primad.head.rings.loads import learn_drawn
 from primad.layers.cache import LayerCache
 from primad.layers.draw import draw_layers
 from primad.layers.givers import HubWays, WantedLayer

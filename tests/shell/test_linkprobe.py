@@ -11,8 +11,8 @@ import pytest
 import zmq.asyncio
 
 from halda import LinkProfile
-from primad.head.blame import DeviceLostError
 from primad.head.members import link_book as links_module
+from primad.head.members.core import DeviceLostError
 from primad.head.members.link_book import ANSWER_S, LinkBook
 from primad.head.members.worker_link import Caller, WorkerLink, greet
 from primad.membership import types

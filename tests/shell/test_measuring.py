@@ -18,7 +18,7 @@ from primad.profiler.device import is_profiled
 from primad.profiler.effort import Effort
 from primad.profiler.records import write
 from primad.settings.config import Config, load_config, open_home
-from primad.system.measuring_lock import measuring
+from primad.system.process_start import measuring
 from tests.fakes.profile import home_record, machine_record
 
 

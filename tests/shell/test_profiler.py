@@ -46,8 +46,7 @@ from primad.settings.limits import NO_LIMITS
 from primad.settings.profiles import check_disk, check_profile
 from primad.system import gpus as vram
 from primad.system.memory import Memory
-from primad.system.others import Others
-from primad.system.processors import usable_cpus
+from primad.system.processors import Others, usable_cpus
 from tests.fakes.profile import CPU, DISK, GPU, PROFILE, SEEDED_CPU, home_record, machine_record, seed
 
 TINY = LayerShape(width=256, feed_forward=512, heads=4, heads_kv=2)

@@ -37,7 +37,7 @@ from primad.ring.messages import (
 )
 from primad.system.children.channel import LENGTH, frame
 from primad.system.children.spawn import SPIN_COUNT, environment
-from primad.system.hidden_gpus import NO_GPU
+from primad.system.gpus import NO_GPU
 from tests.fakes.ring import generate
 
 PATIENCE_S = 180
@@ -392,7 +392,7 @@ def test_only_a_ring_process_with_gpu_layers_sees_gpus():
 def test_a_command_hides_gpus_from_itself_and_not_from_its_children():
     """llama.cpp asks the C library; children are given what Python has."""
     ask = (
-        "import ctypes, os; from primad.system.hidden_gpus import hide_gpus; hide_gpus();"
+        "import ctypes, os; from primad.system.gpus import hide_gpus; hide_gpus();"
         " getenv = ctypes.CDLL(None).getenv; getenv.restype = ctypes.c_char_p;"
         " print(getenv(b'GGML_DISABLE_VULKAN'), os.environ.get('GGML_DISABLE_VULKAN'))"
     )

@@ -11,7 +11,7 @@ from primad.engine.rope import ROPE_SCALINGS, Rope
 from primad.gguf.architectures import layer_count
 from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
-from primad.planning.angles import with_rope
+from primad.planning.adapters import with_rope
 from tests.shell.test_cut_exact import OPTIONS, PROMPT, Route
 from tools import synth
 

@@ -19,7 +19,7 @@ from primad.engine.rope import AS_THE_MODEL_SAYS
 from primad.errors import RingError
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from primad.head.blame import Blame
+from primad.head.members.core import Blame
 from primad.head.members.link_book import LinkBook
 from primad.head.model.service import ModelSource, Service
 from primad.head.rings.ring import HeadRing

@@ -23,7 +23,7 @@ from primad.daemon.station import Station
 from primad.engine.protocol import WindowSource
 from primad.errors import ClusterError
 from primad.gguf.layers import LayerRef
-from primad.head.blame import ParticipationError
+from primad.head.members.core import ParticipationError
 from primad.head.members.participation import Participation
 from primad.head.members.worker_link import Caller, WorkerLink, greet, probe
 from primad.kv import keys

@@ -14,7 +14,7 @@ import pytest
 import zmq.asyncio
 
 from primad.errors import ClusterError
-from primad.head.blame import DeviceLostError, ParticipationError
+from primad.head.members.core import DeviceLostError, ParticipationError
 from primad.head.members.participation import MISSES, MOST_REPEATS, Participation
 from primad.head.members.worker_link import Caller, WorkerLink, greet, probe
 from primad.membership import types

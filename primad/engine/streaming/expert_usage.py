@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from primad.engine.streaming.experts import ExpertUsage
-from primad.system.whole_file import write_whole
+from primad.system.files import write_whole
 
 MOST_FILES: Final = 4096
 """Of some fifty models with as many layers as the largest have; some 8 MB."""

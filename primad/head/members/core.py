@@ -1,10 +1,25 @@
-"""The membership core, as those see it who work for it."""
+"""The membership core, as those see it who work for it; what ends a ring, and which device is to blame.
+
+What ends a ring, and which device is to blame for it, or which ones may be.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
 
+from halda import Plan
+from primad.errors import AlteredStepError, ClusterError, LoadAgainError, PrimadError, RingError, SenderError
 from primad.membership import types
+from primad.ring.messages import SENDER
+
+UNREACHED: Final = "route"
+"""The fault of a device to which no way leads from the head, though it was found."""
+AGAIN: Final = "again"
+"""That of one that has other room than it loaded for: it is none."""
+SENT: Final = "sender"
+"""The device before this one in the ring is at fault, as this one says."""
 
 
 class Core(Protocol):
@@ -15,3 +30,89 @@ class Core(Protocol):
 
     def describe(self, what: str) -> None:
         """What goes on, for the health check while nothing is served."""
+
+
+class DeviceLostError(ClusterError):
+    """``device`` does not answer any more, or works for another head."""
+
+    def __init__(self, message: str, device: str) -> None:
+        super().__init__(message)
+        self.device = device
+
+
+class ParticipationError(ClusterError):
+    """The participation of ``device`` failed; ``fault`` is what it was doing (``messages.Fault``, or one of these)."""
+
+    def __init__(self, message: str, device: str, fault: str) -> None:
+        super().__init__(message)
+        self.device = device
+        self.fault = fault
+
+
+class StuckStepError(RingError):
+    """A step is out for too long. One of the ``parties`` has it, or a connection of theirs lost it."""
+
+    def __init__(self, message: str, parties: Sequence[str]) -> None:
+        super().__init__(message)
+        self.parties = tuple(parties)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blame:
+    """``device`` is to blame, or one of the ``parties`` is, the accused first; None and none: no worker.
+
+    ``reason`` names it. ``lasting``: it will not do better soon.
+    """
+
+    reason: str
+    device: str | None = None
+    parties: tuple[str, ...] = ()
+    lasting: bool = False
+
+
+def loads_again(error: PrimadError) -> bool:
+    """Whether nothing is wrong with the ring that ``error`` ended but that a device has other room than it loaded for."""
+    return isinstance(error, LoadAgainError) or (isinstance(error, ParticipationError) and error.fault == AGAIN)
+
+
+def workers_of(plan: Plan) -> list[str]:
+    """The workers of ``plan``, in the order in which a step reaches them."""
+    found = [plan.after(plan.head)]
+    while found[-1] != plan.head:
+        found.append(plan.after(found[-1]))
+    return found[:-1]
+
+
+def blamed(error: PrimadError, plan: Plan) -> Blame:
+    """Who is to blame for ``error`` that ended a ring of ``plan``. The head is trusted, and never is.
+
+    A worker that fails by itself is; but the device before it may have given it what makes it fail.
+    """
+    reason, workers = str(error), workers_of(plan)
+
+    def among(*devices: str) -> tuple[str, ...]:
+        return tuple(device for device in devices if device in workers)
+
+    match error:
+        case DeviceLostError(device=device):
+            return Blame(reason=reason, device=device)
+        case StuckStepError(parties=parties):
+            return Blame(reason=reason, parties=among(*parties))
+        case AlteredStepError():
+            return Blame(reason=reason, parties=tuple(workers))
+        case SenderError():
+            return Blame(reason=reason.replace(SENDER, workers[-1]), parties=(workers[-1],))
+        case ParticipationError(device=device, fault=fault) if fault != AGAIN:
+            around = [plan.head, *workers, plan.head]
+            before, after = (around[workers.index(device) + step] if device in workers else device for step in (0, 2))
+            if fault == "next" and device == plan.head:
+                return Blame(reason=reason, device=workers[0])
+            if fault == "next":
+                return Blame(reason=reason, parties=among(after, device))
+            if fault == SENT:
+                said = reason.removeprefix(f"{device}: ").replace(SENDER, before)
+                return Blame(reason=f"{said}, as {device} says", parties=among(before, device))
+            parties = among(device, before) if fault == "ring" and before in workers else ()
+            return Blame(reason=reason, device=device, parties=parties, lasting=fault in ("disk", UNREACHED))
+        case _:
+            return Blame(reason=reason)

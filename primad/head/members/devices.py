@@ -17,8 +17,7 @@ from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
 from primad.errors import ClusterError
-from primad.head.blame import DeviceLostError
-from primad.head.members.core import Core
+from primad.head.members.core import Core, DeviceLostError
 from primad.head.members.link_book import LinkBook
 from primad.head.members.sight import Sight, Sighted
 from primad.head.members.worker_link import Caller, WorkerLink, greet_named, probe, tell_revoked

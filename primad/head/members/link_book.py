@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from halda import LinkProfile
 from primad.daemon.reporter import Reporter
-from primad.head.blame import DeviceLostError
+from primad.head.members.core import DeviceLostError
 from primad.head.members.worker_link import WorkerLink
 from primad.network.contacts import MAX_ADDRESSES, Contact
 from primad.network.linkprobe import MOST_S, UNREACHABLE_S, MeasuredLinks, cut_link, measure_links

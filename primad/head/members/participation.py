@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from primad.errors import ClusterError
-from primad.head.blame import AGAIN, SENT, DeviceLostError, ParticipationError
+from primad.head.members.core import AGAIN, SENT, DeviceLostError, ParticipationError
 from primad.network.messages import (
     DrawnLayer,
     HeadMessage,

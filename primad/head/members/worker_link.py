@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from halda import DeviceProfile, LinkProfile
 from primad.errors import ClusterError
-from primad.head.blame import DeviceLostError
+from primad.head.members.core import DeviceLostError
 from primad.head.members.participation import MISSES, MOST_REPEATS, Participation, Unheard
 from primad.kv.keys import KvBlock
 from primad.layers.cells import LayerRuns

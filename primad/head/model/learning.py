@@ -24,7 +24,7 @@ from primad.planning.corrections import (
 )
 from primad.planning.forecast import Promise
 from primad.ring.messages import Status
-from primad.system.whole_file import write_whole
+from primad.system.files import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from halda import DeviceProfile
 from primad.api.page.desk import Loan
 from primad.errors import ConfigError
 from primad.settings.config import NAME
-from primad.system.whole_file import write_whole
+from primad.system.files import write_whole
 
 LEAST_RAM_BYTES: Final = 64 << 20
 MOST_KEPT: Final = 1024

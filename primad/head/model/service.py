@@ -26,7 +26,7 @@ from primad.gguf.ranged_cutter import RangedCutter
 from primad.gguf.windows import ModelCutter
 from primad.head.model.options import ServeOptions, model_id
 from primad.layers.server import LayerSource
-from primad.planning.experts import with_expert_use
+from primad.planning.adapters import with_expert_use
 from primad.planning.question import PlannedDraft, workload_of
 from primad.ring.speculation.messages import DraftModel
 from primad.settings.config import digests_file

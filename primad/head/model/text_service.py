@@ -39,10 +39,10 @@ from primad.head.model.text_messages import (
 from primad.settings.quantities import show_bytes
 from primad.system.children.channel import LENGTH, frame, frame_bytes
 from primad.system.children.spawn import how_it_ended
-from primad.system.hidden_gpus import NO_GPU
+from primad.system.gpus import NO_GPU
 from primad.system.memory import staying
+from primad.system.processors import OwnTime
 from primad.system.shares import Shares, Turns
-from primad.system.starvation import OwnTime
 from primad.system.tasks import Tasks, settle
 
 MOST_PROCESSES: Final = 2

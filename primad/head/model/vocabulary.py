@@ -1,14 +1,15 @@
-"""What a model file says of chat and sampling."""
+"""What a model file says of chat, sampling and itself."""
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from primad.api.answering.backend import SamplingDefaults
+from primad.api.answering.backend import ModelFacts, SamplingDefaults
 from primad.api.answering.chat import check_template
 from primad.errors import ConfigError, ModelError
-from primad.gguf.constants import GGUFValueType
+from primad.gguf.constants import GGUFValueType, LlamaFileType
 from primad.gguf.header import Header
 
 CHAT_TEMPLATE = "tokenizer.chat_template"
@@ -68,3 +69,33 @@ def chat_template_in(path: Path) -> str:
     except ModelError as exc:
         raise ConfigError(f"{at}: {exc.__cause__}; name a file with a Jinja template") from exc
     return source
+
+
+def facts_of(header: Header) -> ModelFacts:
+    """The facts of the model of ``header``. Raises ``ModelError`` for a header that lacks its context."""
+    architecture = header.text("general.architecture")
+    tensors = header.tensors.values()
+    return ModelFacts(
+        architecture=architecture,
+        basename=_text(header, "general.basename"),
+        quantization=_quantization(int(header.number("general.file_type", -1))),
+        parameters=sum(prod(tensor.shape) for tensor in tensors),
+        size_bytes=sum(tensor.bytes for tensor in tensors),
+        trained_context_tokens=header.count(f"{architecture}.context_length"),
+        width=header.count(f"{architecture}.embedding_length"),
+    )
+
+
+def _text(header: Header, key: str) -> str:
+    """What is there as text; "" for nothing, and for what is none: clients only show it."""
+    try:
+        return header.text(key, "")
+    except ModelError:
+        return ""
+
+
+def _quantization(file_type: int) -> str:
+    try:
+        return LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    except ValueError:
+        return ""

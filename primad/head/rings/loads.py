@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from halda import Plan
+from primad.errors import ModelError
 from primad.gguf.adapter import Adapter
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.gguf.windows import WindowSpec
+from primad.head.members.core import ParticipationError
+from primad.head.members.participation import Participation
 from primad.head.rings.ring_inputs import RingInputs
 from primad.head.rings.routes import Ways
 from primad.layers.fetch import hash_layers, in_thread
@@ -119,3 +122,25 @@ def _place_of(inputs: RingInputs, name: str) -> int:
     rest = plan.devices[plan.devices.index(name) :]
     hosts = {worker: link.profile.host for worker, link in inputs.devices.workers.items()}
     return sum(hosts.get(other) == hosts[name] for other in rest)
+
+
+def learn_drawn(cutter: RangedCutter | None, workers: Mapping[str, Participation]) -> None:
+    """Know from now on by their digests the layers that ``workers`` fetched.
+
+    Raises ``ParticipationError`` for one that says another thing of a layer than was known of it.
+    """
+    if cutter is None:
+        return
+    for name, worker in workers.items():
+        for each in worker.drawn:
+            try:
+                known = cutter.learn(each.name, each.tree)
+            except ModelError as exc:
+                raise ParticipationError(f"{name}: {exc}", name, "fetch") from exc
+            if known is not None:
+                raise ParticipationError(
+                    f"{name}: fetched other bytes for layer {known[:12]} than another device did, so one of the two was not "
+                    "given what the hub has; 'primad rm' the model here and serve it anew",
+                    name,
+                    "fetch",
+                )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
 from halda import CutOff, DeviceProfile, Infeasible, LinkProfile, evaluate, instance
+from primad.daemon.gpu_care import GpuCare
+from primad.daemon.memory_watch import MemoryWatch
 from primad.errors import PlanError, PrimadError
 from primad.gguf.architectures import cuttable, turns_by_context, why_whole
 from primad.head.members.devices import Devices
@@ -16,7 +18,6 @@ from primad.head.members.worker_link import WorkerLink
 from primad.head.model.learning import Learning
 from primad.head.model.limits import Lending
 from primad.head.model.service import Service
-from primad.head.own_device import OwnDevice
 from primad.planning.extra_buffers import as_planned
 from primad.planning.forecast import Promise
 from primad.planning.plan import FoundPlan, PlanRequest, complete, search
@@ -244,3 +245,27 @@ class Planner:
         """Why two of ``devices`` do not reach each other."""
         names = list(devices)
         return next((why for each in names if (why := self._devices.book.why_cut(each, names)) is not None), None)
+
+
+class OwnDevice:
+    """``profile`` gives this device's profile as of now, ``memory_watch`` hears when its memory is low. ``gpu_care`` knows
+    what plans may have of its GPU."""
+
+    def __init__(self, profile: Callable[[], DeviceProfile], memory_watch: MemoryWatch, gpu_care: GpuCare) -> None:
+        self._profile, self._memory_watch, self._gpu_care = profile, memory_watch, gpu_care
+
+    async def profile(self) -> DeviceProfile:
+        """Its profile as of now, with no more memory than plans may have since it was short of it."""
+        profile = self._gpu_care.now(await asyncio.to_thread(self._profile))
+        most = self._memory_watch.most_bytes(profile.ram_available_bytes)
+        return replace(profile, ram_available_bytes=most)
+
+    async def begin(self) -> DeviceProfile:
+        """Its profile as of now, which a ring is formed with."""
+        profile = await self.profile()
+        self._memory_watch.begin(profile.ram_available_bytes)
+        return profile
+
+    async def press(self, needed_bytes: int) -> None:
+        """It is short of so much memory: plans from now on have less of it."""
+        await self._memory_watch.press(needed_bytes)

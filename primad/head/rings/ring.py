@@ -21,12 +21,11 @@ from primad.api.http.status import AnswerFigures
 from primad.daemon.layer_files import distrust, release_files
 from primad.daemon.loaded_process import LoadedProcess
 from primad.errors import ClusterError, LateStepError, NextDeviceError, PrimadError, RingError, WeightsError
-from primad.head.blame import ParticipationError, StuckStepError, blamed, workers_of
-from primad.head.drawn import learn_drawn
+from primad.head.members.core import ParticipationError, StuckStepError, blamed, workers_of
 from primad.head.members.participation import Participation
 from primad.head.rings.drafting import GuessesElsewhere
 from primad.head.rings.load_own import load_own
-from primad.head.rings.loads import loads_of
+from primad.head.rings.loads import learn_drawn, loads_of
 from primad.head.rings.ring_inputs import RingInputs
 from primad.head.rings.routes import Ways
 from primad.head.rings.status import Costs, device_status, link_status, plan_lines, promises

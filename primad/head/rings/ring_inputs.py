@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from halda import DeviceProfile
 from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
-from primad.head.blame import Blame
+from primad.head.members.core import Blame
 from primad.head.members.link_book import LinkBook
 from primad.head.members.worker_link import WorkerLink
 from primad.head.model.service import Service

@@ -21,20 +21,17 @@ from primad.api.answering.backend import ServedModel
 from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
 from primad.errors import ModelError, PlanError, PrimadError
-from primad.head.blame import Blame, blamed, loads_again
-from primad.head.facts import facts_of
-from primad.head.members.core import Core
+from primad.head.members.core import Blame, Core, blamed, loads_again
 from primad.head.members.devices import Devices
 from primad.head.members.worker_link import WorkerLink
 from primad.head.model.learning import Learning
 from primad.head.model.limits import Lending
 from primad.head.model.options import model_id
 from primad.head.model.service import Service
-from primad.head.model.vocabulary import sampling_defaults
-from primad.head.own_device import OwnDevice
+from primad.head.model.vocabulary import facts_of, sampling_defaults
 from primad.head.rings.backend import GoOn, RingBackend, StatusOf
 from primad.head.rings.kv_backup import KvBackup
-from primad.head.rings.planner import Planner
+from primad.head.rings.planner import OwnDevice, Planner
 from primad.head.rings.ring import HeadRing
 from primad.head.rings.ring_inputs import RingDevices, RingInputs
 from primad.head.rings.status import at_once_line, attention_line, chains_line, left_out_line, predicted_line

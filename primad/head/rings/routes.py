@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from primad.head.blame import UNREACHED, ParticipationError
+from primad.head.members.core import UNREACHED, ParticipationError
 from primad.head.members.worker_link import WorkerLink
 from primad.head.rings.ring_inputs import RingInputs
 from primad.network.contacts import Contact, is_address

@@ -18,7 +18,7 @@ from primad.ring.speculation.draft_model import ModelDrafters
 from primad.ring.speculation.messages import MOST_UNTOLD_BYTES, Drafted, DraftModel, DraftTask
 from primad.system.children.channel import RingChannel, frame
 from primad.system.children.child import begin_child
-from primad.system.hidden_gpus import NO_GPU
+from primad.system.gpus import NO_GPU
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,12 @@
 The rows of an answer come back in the order of the log, so a guess is judged when everything before it is decided: the
 token that is drawn from the row before it either is the one that was guessed, and its own row goes on, or it is not, and
 nothing of what is ahead is of any use. Sampling sees no difference: no token is drawn from a row whose history did not hold.
+
+When a model that guesses has guessed enough for the step that verifies it, where each step takes long.
+
+A target that streams takes a pass over the disk for each step, so it pays to wait a little for guesses. LLMCad (Xu et al.,
+2023) falls back to the target where the guesses are so unsure, one behind the other, that the next would hardly hold: below
+``alpha``, which is halved after a step of which all held, and rises with the share of those that did not.
 """
 
 from __future__ import annotations
@@ -13,10 +19,8 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from primad.ring.speculation.drafter import Drafter, Drafting, Guess, HeldShare
-from primad.ring.speculation.fallback import Fallback
-from primad.ring.speculation.pace import Losses, Pace
+from primad.ring.speculation.pace import Losses, Pace, best_wait, rate_without_waiting
 from primad.ring.speculation.tree import TreeNode, best_tree, child, depth
-from primad.ring.speculation.waiting import best_wait, rate_without_waiting
 
 WORTH_IT: Final = 1.1
 """Steps of several rows must promise so much: what they cost is predicted, not measured."""
@@ -24,6 +28,10 @@ WAITS: Final = 0.5
 """Of the time of a token without drafts a step waits at most for guesses."""
 _FIRST_SHARE: Final = (2.1, 3.0)
 """Guesses that held, and all, until more is known."""
+FIRST: Final = 0.01
+_LEAST, _MOST = 0.0005, 0.5
+_RISES: Final = 2.0
+"""So many times after a step of which nothing held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +176,19 @@ class Speculation:
         """Nothing of what is on its way counts."""
         self._ahead.clear()
         self._tree = []
+
+
+class Fallback:
+    """Of one answer; unless it ``adapts`` alpha stays as it is."""
+
+    def __init__(self, *, adapts: bool = True) -> None:
+        self.alpha = FIRST
+        self._adapts = adapts
+
+    def verified(self, right: int, wrong: int) -> None:
+        """Of a step's guesses so many were ``right``; the ``wrong`` ones are the first that was not and all behind it."""
+        assert right + wrong > 0
+        if not self._adapts:
+            return
+        times = 0.5 if not wrong else _RISES ** (wrong / (right + wrong))
+        self.alpha = min(_MOST, max(_LEAST, self.alpha * times))

@@ -13,7 +13,7 @@ from typing import Final
 
 from primad.errors import RingError
 from primad.system.children.channel import LENGTH, frame_bytes
-from primad.system.hidden_gpus import NO_GPU
+from primad.system.gpus import NO_GPU
 
 GRACE_S: Final = 1.0
 SPIN_COUNT: Final = 5000

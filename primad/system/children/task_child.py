@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from primad.system.children.spawn import how_it_ended
-from primad.system.starvation import OwnTime
+from primad.system.processors import OwnTime
 
 Answer = TypeVar("Answer")
 _LOOK_S: Final = 1.0

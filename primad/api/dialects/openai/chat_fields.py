@@ -1,18 +1,65 @@
-"""A conversation as a request has it: its messages, what goes to the chat template beside them, and its tools."""
+"""A conversation as a request has it: its messages, what goes to the chat template beside them, and its tools.
+
+Which messages of a conversation that became too long for the context are left out: the oldest ones. Pure.
+
+What a request may say to the model's own chat template beside the messages.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import bisect
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from primad.api.dialects.openai.fields import Strict, expecting, only
 from primad.api.dialects.openai.history import understood
-from primad.api.dialects.openai.template_fields import TemplateFields
+from primad.api.dialects.openai.thinking_fields import thinking_variables
 from primad.api.dialects.openai.tool_fields import ToolCall, ToolFields
 
 NO_AUDIO = only(None, why="this server answers with text only")
+_TOLD: Final = ("system", "developer")
+_LEAST_SHARE: Final = 4
+"""At least one of so many tokens of the context is left for an answer that says no limit."""
+MAX_DOCUMENTS: Final = 128
+MAX_TEMPLATE_VARIABLES: Final = 32
+_OURS: Final = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "bos_token",
+        "eos_token",
+        "strftime_now",
+        "raise_exception",
+    }
+)
+"""What the template is given by the server, which a request cannot replace."""
+
+
+class TemplateFields(Strict):
+    """Variables of the chat template. What a template does not mention changes nothing."""
+
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Annotated[str, Field(min_length=1, max_length=32)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)] | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _none_of_ours(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in sorted(_OURS.intersection(value or ())):
+            raise PydanticCustomError("reserved", "'{name}' is what the server gives; leave it out", {"name": name})
+        return value
+
+    def variables_for(self, template: str) -> dict[str, Any]:
+        """The variables of ``template``, by its own names. ``chat_template_kwargs`` is nearest to it: the last word."""
+        said = thinking_variables(template, self.enable_thinking, self.reasoning_effort)
+        documents = {} if self.documents is None else {"documents": self.documents}
+        return said | documents | (self.chat_template_kwargs or {})
 
 
 class TextPart(Strict):
@@ -133,3 +180,24 @@ class ChatFields(TemplateFields, ToolFields):
         """The messages as chat templates read them, without an empty one of the assistant's that clients end with."""
         found = [message.for_template() for message in self.messages]
         return found[:-1] if len(found) > 1 and self.messages[-1].is_empty else found
+
+
+def answer_room(context_tokens: int, limit: int | None) -> int:
+    """How many tokens are to be left for an answer of at most ``limit``: never more than half of the context."""
+    return min(context_tokens // _LEAST_SHARE if limit is None else limit, context_tokens // 2)
+
+
+def shifted(messages: Sequence[Message], fits: Callable[[list[Message]], bool]) -> list[Message]:
+    """``messages`` without as few of the oldest exchanges as makes it ``fits``.
+
+    An exchange begins with a user's message, so that calls keep their results. What the system says stays, and the last
+    exchange in any case.
+    """
+    starts = [i for i, message in enumerate(messages) if message.role == "user"]
+
+    def without(count: int) -> list[Message]:
+        first = starts[count] if count else 0
+        return [message for i, message in enumerate(messages) if i >= first or message.role in _TOLD]
+
+    count = bisect.bisect_left(range(max(len(starts) - 1, 0)), True, key=lambda count: fits(without(count)))
+    return without(count) if starts else list(messages)

@@ -11,10 +11,9 @@ from primad.api.answering.chat import tokenize_prompt
 from primad.api.answering.fill_in import fill_in_prompt
 from primad.api.answering.job import Job, Prompt, check_model, check_tokens
 from primad.api.answering.reading import AnswerReading
-from primad.api.dialects.openai.chat_fields import Message
+from primad.api.dialects.openai.chat_fields import Message, answer_room, shifted
 from primad.api.dialects.openai.sampling import first_seed, grammar_of, sampling_of
 from primad.api.dialects.openai.schema import MAX_CHOICES, MAX_ECHO_CHARS, ChatRequest, CompletionRequest
-from primad.api.dialects.openai.shift import answer_room, shifted
 from primad.api.dialects.openai.tool_use import answer_rules, chat_text
 from primad.errors import PromptTooLongError, RequestError
 
