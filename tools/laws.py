@@ -1,8 +1,8 @@
 """Laws of the source that neither ruff nor import-linter sees; ``tools/check`` runs it. It prints what breaks one.
 
-No public type name is defined twice in what runs; tools import nothing of the tests; tests import no tools but the lab and
-the model maker; nothing imports ``packaging/``, whose scripts know each other alone; what runs prints in one place alone,
-and logs from there.
+No public type name is defined twice in what runs, which imports no tools; tools import nothing of the tests; tests import no
+tools but the lab, research and the model maker; nothing imports ``packaging/``, whose scripts know each other alone;
+what runs prints in one place alone, and logs from there.
 
     tools/laws.py [ROOT]
 """
@@ -35,7 +35,7 @@ PRINTING: Final = {
 }
 """Calls by which a text would reach a terminal or a log as it is. Bytes between processes (``stdout.buffer``) are none."""
 _MAY_PRINT: Final = re.compile("|".join(rf"\b{re.escape(name)}\(" for name in PRINTING))
-FOR_TESTS: Final = ("tools.lab", "tools.synth", "tools.synthetic")
+FOR_TESTS: Final = ("tools.lab", "tools.research", "tools.synth", "tools.synthetic")
 
 
 def type_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
@@ -93,7 +93,11 @@ def names_defined_twice(root: Path) -> Iterator[str]:
 
 
 def wrong_imports(root: Path) -> Iterator[str]:
-    """Lines about tools that import tests, and about tests that import tools which are not for them."""
+    """Lines about what runs and imports tools, tools that import tests, and tests that import tools not for them."""
+    for path, tree in trees(root, *PRODUCT):
+        for module, line in imported(tree):
+            if module.partition(".")[0] == "tools":
+                yield f"{path}:{line}: what runs imports {module}, which only a checkout has"
     for path, tree in trees(root, "tools"):
         for module, line in imported(tree):
             if module.partition(".")[0] == "tests":
@@ -107,7 +111,7 @@ def wrong_imports(root: Path) -> Iterator[str]:
 def imports_of_packaging(root: Path) -> Iterator[str]:
     """Lines about files that import a script of ``packaging/``, by its own name or through the folder's."""
     scripts = {path.stem for path in (root / "packaging").rglob("*.py")}
-    for path, tree in trees(root, *PRODUCT, "solver/halda_research", "tools", "tests", "examples"):
+    for path, tree in trees(root, *PRODUCT, "tools", "tests", "examples"):
         for module, line in imported(tree):
             first, _, rest = module.partition(".")
             if first in scripts or (first == "packaging" and rest.partition(".")[0] in scripts):

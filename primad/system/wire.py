@@ -8,5 +8,5 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Any message of this file as msgpack bytes."""
+    """``message`` as msgpack bytes."""
     return _encoder.encode(message)

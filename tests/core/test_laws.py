@@ -102,3 +102,9 @@ def test_what_runs_prints_and_logs_in_one_place_each(tmp_path: Path) -> None:
         f"primad/a.py:1: calls print; {what}",
         f"solver/halda/b.py:3: calls sys.stderr.write; {what}",
     ]
+
+
+def test_what_runs_imports_no_tools(tmp_path: Path) -> None:
+    write(tmp_path, primad__a="from tools.research.published import solve_published")
+    (line,) = broken(tmp_path)
+    assert line == "primad/a.py:1: what runs imports tools.research.published, which only a checkout has"
