@@ -167,8 +167,8 @@ def test_changes_of_two_stores_add_up(store: TrustStore, home: Path, identity: I
 def test_changes_of_many_processes_add_up(store: TrustStore, home: Path):
     code = (
         "import sys; from pathlib import Path; from primad.trust.identity import load_identity, new_identity\n"
-        "from primad.system import private_file; from primad.trust.trust import TrustStore, trusted_now\n"
-        "private_file.LOCK_PATIENCE_S = 100\n"  # a disk that stands still is no matter here
+        "from primad.system import files; from primad.trust.trust import TrustStore, trusted_now\n"
+        "files.LOCK_PATIENCE_S = 100\n"  # a disk that stands still is no matter here
         "home = Path(sys.argv[1]); store = TrustStore(home, load_identity(home))\n"
         "for number in range(5): store.add(trusted_now(f'd{number}', new_identity().public, 'paired'))"
     )

@@ -1,4 +1,4 @@
-"""The routes of llama-server's own dialect. Its OpenAI paths are ``api/openai``'s."""
+"""The routes of llama-server's own dialect. Its OpenAI paths are ``api/dialects/openai``'s."""
 
 from __future__ import annotations
 
