@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from halda.assignment import in_memory
 from primad.certify.keys import KeyChange
-from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
+from primad.engine.llama.embedding import TokenEmbedding
+from primad.engine.llama.windows import FirstWindow, MiddleWindow, TailWindow, WholeModel
 from primad.engine.protocol import EngineOptions, KvType, Rows, WindowSource
 from primad.gguf.architectures import layer_count, recurrent_layers
 from primad.gguf.header import Header

@@ -2,7 +2,7 @@
 
 A model that was made to write has an output matrix, and llama.cpp multiplies every row of a text by it before it pools:
 2 GB for 2,048 rows of Gemma, and 2 GB more to copy them to, which nobody reads. So the graph of such a model is stopped at
-the norm before, as ``llama.py`` stops that of a window, and the rows are pooled here. Since its rows do not look ahead, a
+the norm before, as ``llama`` stops that of a window, and the rows are pooled here. Since its rows do not look ahead, a
 text is computed in parts, for which less is copied.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from primad.engine.llama import EVAL_CALLBACK, node_name
+from primad.engine.llama.tap import EVAL_CALLBACK, node_name
 from primad.engine.vocabulary import LlamaVocabulary
 from primad.errors import EngineError
 from primad.system.allocator import without_top

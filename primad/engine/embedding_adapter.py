@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primad.engine.devices import CPU, bind_call, ggml_libraries
-from primad.engine.llama import TokenRows, ggml_base
+from primad.engine.llama.embedding import TokenRows
+from primad.engine.llama.tap import ggml_base
 from primad.engine.protocol import Hidden
 from primad.errors import EngineError
 from primad.gguf.adapter import Adapter

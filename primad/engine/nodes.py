@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from primad.engine.binding import why
-from primad.engine.llama import EVAL_CALLBACK, ggml_base, node_name
+from primad.engine.llama.tap import EVAL_CALLBACK, ggml_base, node_name
 from primad.errors import EngineError
 from primad.system.allocator import without_top
 

@@ -2,7 +2,7 @@
 
 A window is a contiguous run of layers with its own KV cache. It takes rows (tokens or hidden states) and gives hidden
 states; the tail window, and the window that is the whole model, keep logits instead, from which a ``Sampler`` draws.
-Everything is synchronous and belongs to one thread. ``engine/llama.py`` is the implementation; ``tests/fakes/engine.py``
+Everything is synchronous and belongs to one thread. ``engine/llama`` is the implementation; ``tests/fakes/engine.py``
 is a strict one that remembers every layer and position.
 
 Daemons speak of options and files and never see an array, so numpy is not loaded for them.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from primad.engine.binding import why
-from primad.engine.llama import ggml_base, node_name
+from primad.engine.llama.tap import ggml_base, node_name
 from primad.engine.tensor import Tensor
 from primad.errors import EngineError
 from primad.gguf.constants import GGUFValueType

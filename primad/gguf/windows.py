@@ -1,7 +1,7 @@
 """Cut a model into windows: for each, the metadata split and the layers it is loaded from.
 
 Every window takes hidden states, so none needs the token embedding; llama.cpp still asks for one, and gets a single row.
-The tail's output matrix stands under the embedding's name (see ``engine/llama.py``), or beside a copy of it where the
+The tail's output matrix stands under the embedding's name (see ``engine/llama``), or beside a copy of it where the
 architecture does not fall back on tied weights.
 
 Where layers take inputs beside the hidden state (``layer_inputs``), the window's part of the matrix that makes them is one

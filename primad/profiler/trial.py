@@ -109,7 +109,7 @@ def _options(threads: int, batch_threads: int, *, flash: bool = True, gpu: str =
 def _compare(task: CompareRows) -> ExactRows:
     import numpy as np
 
-    from primad.engine.llama import MiddleWindow
+    from primad.engine.llama.windows import MiddleWindow
 
     most = max(COMPARED)
     options = msgspec.structs.replace(
@@ -160,7 +160,7 @@ def _compare(task: CompareRows) -> ExactRows:
 
 def _replayed(task: CompareRows, hidden: Hidden) -> int:
     """How many rows of one sequence flash attention computes together bit for bit like single ones."""
-    from primad.engine.llama import MiddleWindow
+    from primad.engine.llama.windows import MiddleWindow
 
     options = msgspec.structs.replace(_options(task.threads, task.threads), context=KV_CELL_PADDING, rows=max(COMPARED))
     window = MiddleWindow(task.window, options)
@@ -195,7 +195,7 @@ def _hold(task: HoldWindow) -> Callable[[], float]:
     """Loads the window; each call computes a step and says what it took."""
     import numpy as np
 
-    from primad.engine.llama import MiddleWindow
+    from primad.engine.llama.windows import MiddleWindow
 
     window = MiddleWindow(task.window, _options(task.threads, task.threads))
     hidden = np.random.default_rng(0).standard_normal((1, task.width), np.float32)
@@ -222,7 +222,7 @@ def _step_on(step: Callable[[], float], seconds: float) -> tuple[float, ...]:
 def _time(task: TimeWindow) -> TrialTimes:
     import numpy as np  # only the child loads it and llama.cpp
 
-    from primad.engine.llama import MiddleWindow
+    from primad.engine.llama.windows import MiddleWindow
 
     options = _options(task.threads, task.batch_threads, flash=task.flash, gpu=task.gpu)
     window = MiddleWindow(task.window, options)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from primad.engine.devices import free_bytes
 from primad.engine.embedding_adapter import EmbeddingAdapter
-from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
+from primad.engine.llama.embedding import TokenEmbedding
+from primad.engine.llama.windows import FirstWindow, MiddleWindow, TailWindow, WholeModel
 from primad.engine.protocol import EngineOptions, HiddenWindow, RouteWindow, WindowSource
 from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.engine.streaming.units import WindowUnits, units_of_model, units_of_window

@@ -14,7 +14,7 @@ import pytest
 from halda import DeviceProfile, HelpedSpeed, Plan, Window, Workload, evaluate, instance
 from halda.cost import GPU_RUNTIME_BYTES
 from primad.engine.binding import hear_llama
-from primad.engine.llama import WholeModel
+from primad.engine.llama.windows import WholeModel
 from primad.gguf.adapter import Adapter
 from primad.gguf.architectures import layer_count
 from primad.gguf.header import read_header

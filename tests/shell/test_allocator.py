@@ -44,7 +44,7 @@ def test_a_worker_that_waits_loads_no_arrays_no_web_server_and_no_solver():
 
 def test_the_whole_packages_are_there_for_who_imports_them_later():
     program = """
-import primad.engine.llama as ours
+import primad.engine.llama.model as ours
 from primad.gguf.constants import GGMLQuantizationType
 import gguf, llama_cpp
 assert gguf.GGMLQuantizationType is GGMLQuantizationType and gguf.GGUFReader and gguf.__spec__.name == "gguf"

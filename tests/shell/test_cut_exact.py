@@ -10,7 +10,8 @@ from msgspec.structs import replace as replace_fields
 
 from halda.assignment import in_memory
 from primad.engine.embedding_adapter import EmbeddingAdapter
-from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
+from primad.engine.llama.embedding import TokenEmbedding
+from primad.engine.llama.windows import FirstWindow, MiddleWindow, TailWindow, WholeModel
 from primad.engine.protocol import AdapterFile, EngineOptions, Rows, WindowSource
 from primad.errors import EngineError
 from primad.gguf.adapter import adapter_header
@@ -317,7 +318,7 @@ def test_a_graph_that_never_asks_for_the_hidden_states_is_told(monkeypatch, tmp_
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture="llama", layers=3)
     route = Route(read_header(path), [0, 1, 2, 3], tmp_path)
-    monkeypatch.setattr("primad.engine.llama._ENTRIES", frozenset())
+    monkeypatch.setattr("primad.engine.llama.tap._ENTRIES", frozenset())
     with pytest.raises(EngineError, match="without its hidden states"):
         route.logits(PROMPT[:64], 0)
     assert np.isfinite(route.logits(PROMPT[64:], 64)).all(), "a small step has them in its batch"

@@ -12,7 +12,8 @@ import pytest
 
 from halda import WindowAssignment
 from halda.assignment import in_memory
-from primad.engine.llama import FirstWindow, TailWindow, TokenEmbedding, WholeModel
+from primad.engine.llama.embedding import TokenEmbedding
+from primad.engine.llama.windows import FirstWindow, TailWindow, WholeModel
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.engine.streaming.expert_loader import ExpertLoader
 from primad.engine.streaming.experts import Change, Pool

@@ -8,7 +8,8 @@ from halda import Plan, Window, assignments
 from halda.assignment import in_memory
 from halda.plan import OutputPlace
 from primad.daemon.layer_files import Workspace, place_windows
-from primad.engine.llama import MiddleWindow, TailWindow, WholeModel, n_gpu_layers
+from primad.engine.llama.model import n_gpu_layers
+from primad.engine.llama.windows import MiddleWindow, TailWindow, WholeModel
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.gguf.windows import WindowSpec
 from primad.kv.store import KvStore

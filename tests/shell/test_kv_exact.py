@@ -15,7 +15,7 @@ from halda.assignment import in_memory
 from halda.profile import KV_BLOCK
 from primad.engine import kv_cache
 from primad.engine.binding import llama
-from primad.engine.llama import WholeModel
+from primad.engine.llama.windows import WholeModel
 from primad.engine.protocol import Rows
 from primad.errors import EngineError
 from primad.gguf.architectures import layer_count

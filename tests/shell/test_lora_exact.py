@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from llama_cpp import llama_cpp as llama
 
-from primad.engine.llama import load_adapters
+from primad.engine.llama.model import load_adapters
 from primad.engine.protocol import AdapterFile
 from primad.gguf.adapter import open_adapter
 from primad.gguf.architectures import layer_of

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from primad.engine import llama, quiet
-from primad.engine.llama import WholeModel
+from primad.engine import quiet
+from primad.engine.llama.tap import Tap
+from primad.engine.llama.windows import WholeModel
 from primad.gguf.architectures import layer_count
 from primad.gguf.header import read_header
 from primad.gguf.windows import vocabulary_size
@@ -26,7 +27,7 @@ def asked(monkeypatch):
         nodes.append(node)
         return dict.__getitem__(tap, node) if node in tap else tap.__missing__(node)
 
-    monkeypatch.setattr(llama._Tap, "__getitem__", note, raising=False)
+    monkeypatch.setattr(Tap, "__getitem__", note, raising=False)
     return nodes
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from halda import WindowAssignment
 from halda.assignment import in_memory
-from primad.engine.llama import FirstWindow, MiddleWindow, TailWindow, TokenEmbedding, WholeModel
+from primad.engine.llama.embedding import TokenEmbedding
+from primad.engine.llama.windows import FirstWindow, MiddleWindow, TailWindow, WholeModel
 from primad.engine.protocol import EngineOptions
 from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.engine.streaming.units import WindowUnits, units_of_model, units_of_window

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from halda.assignment import in_memory
-from primad.engine.llama import WholeModel
+from primad.engine.llama.windows import WholeModel
 from primad.engine.protocol import EngineOptions, Rows, WindowSource
 from primad.engine.vocabulary import LlamaVocabulary
 from primad.ring.head import Head, Tell

@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from halda.assignment import WindowAssignment
-from primad.engine.llama import WholeModel
+from primad.engine.llama.windows import WholeModel
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.engine.vocabulary import LlamaVocabulary
 from primad.errors import EngineError

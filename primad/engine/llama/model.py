@@ -1,0 +1,357 @@
+"""A loaded llama.cpp model with one context: its parameters, its adapters, and where its tensors lie."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from halda import WindowAssignment
+from primad.engine.binding import forget, llama, why
+from primad.engine.devices import find_gpu
+from primad.engine.kv_cache import KvCache
+from primad.engine.layer_inputs import LayerInputs
+from primad.engine.llama.batch import LlamaBatch
+from primad.engine.llama.tap import EVAL_CALLBACK, Tap, ggml_base
+from primad.engine.protocol import (
+    KV_CELL_PADDING,
+    AdapterFile,
+    EngineOptions,
+    KvType,
+    Rows,
+    WindowSource,
+)
+from primad.engine.quiet import Quiet
+from primad.engine.rope import ROPE_SCALINGS, Rope
+from primad.engine.streaming.prefetch import WindowStream
+from primad.engine.streaming.scratch import LARGE_ROWS
+from primad.engine.streaming.units import EXPERT_TENSORS
+from primad.errors import EngineError
+from primad.gguf.architectures import (
+    ENTRY_KEY,
+    EXIT_KEY,
+    LAST_EXIT_KEY,
+    SUPPORTED,
+    Architecture,
+)
+from primad.kv.cells import CellShape, LayerCells
+
+logger = logging.getLogger(__name__)
+
+_KV_TYPES: Final[dict[KvType, int]] = {
+    "f16": llama.GGML_TYPE_F16,
+    "q8_0": llama.GGML_TYPE_Q8_0,
+    "q4_0": llama.GGML_TYPE_Q4_0,
+}
+
+_LAZY: Final = 2
+"""llama.cpp's LLAMA_LAZY_MODE_ON: stand-ins of zeros are not read ahead."""
+_BUCKETS: Final = 13
+"""Of a ``std::unordered_map`` of libstdc++ with 1 to 13 entries."""
+_MOST_LOADS: Final = 100
+"""Of one adapter, until it lies where it is to."""
+
+
+_STOP: Final = llama.ggml_abort_callback(lambda _: True)
+_GO_ON: Final = llama.ggml_abort_callback()
+
+
+def n_gpu_layers(assignment: WindowAssignment, predicting: int = 0) -> int:
+    """What llama.cpp is told, for the layers and the output matrix of a window that go to the GPU.
+
+    It counts the output as one more layer, the last of all, and offloads from the end: n + 1 is the last n layers and the
+    output, 1 the output alone, and layers without the output cannot be asked for. A window that ends in hidden states has a
+    stand-in of one row in the place of the output, which may lie on the GPU as well. Behind the layers of a whole model may
+    be some that are ``predicting`` tokens: llama.cpp does not load them, but counts them.
+    """
+    if assignment.gpu_layers:
+        return assignment.gpu_layers + predicting + 1
+    return 1 if assignment.output == "gpu" else 0
+
+
+def _turn(params: Any, rope: Rope) -> None:
+    """Set what ``rope`` says in the parameters of a context."""
+    if rope.scaling is not None:
+        params.rope_scaling_type = ROPE_SCALINGS.index(rope.scaling)
+    params.rope_freq_base, params.rope_freq_scale = rope.freq_base, rope.freq_scale
+    params.yarn_ext_factor, params.yarn_attn_factor = rope.yarn_ext_factor, rope.yarn_attn_factor
+    params.yarn_beta_fast, params.yarn_beta_slow = rope.yarn_beta_fast, rope.yarn_beta_slow
+    params.yarn_orig_ctx = rope.yarn_orig_ctx
+
+
+class _TensorPlace(ctypes.Structure):
+    """``struct llama_model_tensor_buft_override`` (llama.h)."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+def _experts_on_cpu(assignment: WindowAssignment) -> Any:
+    """Where llama.cpp is to put the tensors of layers on the GPU that are to be in RAM; the last entry is empty."""
+    layers = range(assignment.cpu_layers, assignment.ram_layers)
+    cpu = ggml_base.ggml_backend_cpu_buffer_type()
+    places = [_TensorPlace(rf"^blk\.{layer}\.{EXPERT_TENSORS}".encode(), cpu) for layer in layers]
+    return (_TensorPlace * (len(places) + 1))(*places)
+
+
+def _text_of(model: Any, key: bytes) -> str:
+    """The value of a key of text in the metadata of ``model``; empty for none."""
+    buffer = ctypes.create_string_buffer(128)
+    size = llama.llama_model_meta_val_str(model, key, buffer, len(buffer))
+    return buffer.value.decode(errors="replace") if size > 0 else ""
+
+
+def _architecture_of(model: Any) -> Architecture | None:
+    """What ``model`` says of its graph, which the head derived, or what the table knows."""
+    name = _text_of(model, b"general.architecture")
+    entry, leaves, leaves_last = (_text_of(model, key.encode()) for key in (ENTRY_KEY, EXIT_KEY, LAST_EXIT_KEY))
+    if not entry:
+        return SUPPORTED.get(name)
+    return Architecture(name=name, is_fed=True, entries=(entry,), exit=leaves, last_exit=leaves_last)
+
+
+def load_adapters(model: Any, adapters: Sequence[AdapterFile]) -> list[Any]:
+    """LoRA adapters, which end with ``model``. They are loaded before there is a context, which has room for them then.
+
+    llama.cpp adds up what they give in the order of a hash map of their addresses. libstdc++'s has so many buckets that each
+    of ours can have its own, and then it is the last one first; so one that would share a bucket is loaded once more.
+    Raises ``EngineError``.
+    """
+    loaded: list[Any] = []
+    taken: set[int] = set()
+    refused: list[Any] = []
+    for adapter in adapters:
+        for left in reversed(range(_MOST_LOADS)):
+            handle = llama.llama_adapter_lora_init(model, adapter.path.encode())
+            if not handle:
+                raise EngineError(f"llama.cpp cannot load the adapter {adapter.path}: {why('it does not say why')}")
+            bucket = int(ctypes.cast(handle, ctypes.c_void_p).value or 0) % _BUCKETS
+            if bucket not in taken or not left or len(taken) == _BUCKETS:
+                break
+            refused.append(handle)
+        loaded.append(handle)
+        taken.add(bucket)
+    for handle in refused:
+        llama.llama_adapter_lora_free(handle)
+    return loaded
+
+
+def _count_of(model: Any, architecture: Architecture, key: str) -> int:
+    """The count at ``key`` in the metadata of ``model``; 0 for none."""
+    return int(_text_of(model, f"{architecture.name}.{key}".encode()) or 0) if key else 0
+
+
+class LlamaModel:
+    """A loaded llama.cpp model with one context: the part that every kind of window shares."""
+
+    _takes_tokens: ClassVar = False
+
+    def __init__(
+        self, source: WindowSource, options: EngineOptions, *, tap: Tap, outputs: int, predicting: int = 0
+    ) -> None:
+        self._options = options
+        self._batch = LlamaBatch(options.rows, options.numbers)
+        self._tap = tap
+        self._inputs: LayerInputs | None = None
+        params = llama.llama_model_default_params()
+        params.n_gpu_layers = n_gpu_layers(source.assignment, predicting)
+        params.lazy_mode = params.lazy_mode if self._takes_tokens else _LAZY
+        # Whoever names no device gets them all: their memory for what the CPU computes, and layers spread over several.
+        named = [find_gpu(options.gpu)] if source.assignment.uses_gpu else []
+        devices = (ctypes.c_void_p * (len(named) + 1))(*named, None)
+        params.devices = ctypes.cast(devices, ctypes.c_void_p)
+        experts = _experts_on_cpu(source.assignment)
+        if source.assignment.cpu_experts:
+            params.tensor_buft_overrides = ctypes.cast(experts, ctypes.c_void_p)
+        params.use_extra_bufts = source.extra_buffers
+        params.no_host = True  # else a GPU's buffers in RAM come before them; files are mapped, so no weights lie there
+        paths = (source.metadata, *source.layers)
+        names = (ctypes.c_char_p * len(paths))(*(path.encode() for path in paths))
+        self._model = (
+            llama.llama_model_load_from_splits(names, len(paths), params)
+            if len(paths) > 1
+            else llama.llama_model_load_from_file(paths[0].encode(), params)
+        )
+        if not self._model:
+            raise EngineError(f"llama.cpp cannot load {paths[0]}: {why('it does not say why')}")
+        try:
+            adapters = load_adapters(self._model, source.adapters)
+        except EngineError:
+            llama.llama_model_free(self._model)
+            raise
+        self._is_recurrent = bool(
+            llama.llama_model_is_recurrent(self._model) or llama.llama_model_is_hybrid(self._model)
+        )
+        known = _architecture_of(self._model)
+        self._each = 0 if known is None or self._takes_tokens else _count_of(self._model, known, known.layer_inputs)
+        self._sharing = 0 if known is None else _count_of(self._model, known, known.shares_cells)
+        params = self._context_params(outputs)
+        # Without, the CPU computes its layers, of prompts too. A GPU would read a projection's input before it is there.
+        params.op_offload = source.assignment.helped and not self._each
+        self._context = llama.llama_init_from_model(self._model, params)
+        if not self._context:
+            llama.llama_model_free(self._model)
+            raise EngineError(f"llama.cpp cannot open a context of {options.context} tokens: {why('out of memory?')}")
+        if adapters:
+            handles = (ctypes.POINTER(ctypes.c_void_p) * len(adapters))(*adapters)
+            scales = (ctypes.c_float * len(adapters))(*(each.scale for each in source.adapters))
+            llama.llama_set_adapters_lora(self._context, handles, len(adapters), scales)
+        self._quiet = Quiet(ggml_base, self._context, self._callback)
+        self._memory = llama.llama_get_memory(self._context)
+        self._is_fed = known is not None and known.is_fed
+        self._width = int(llama.llama_model_n_embd(self._model))
+        tap.find(known or SUPPORTED["llama"], source.assignment.layers, self._width, is_whole=self._takes_tokens)
+        first = source.assignment.first
+        if self._each and first and source.assignment.gpu_layers == source.assignment.layers:
+            self.release()
+            raise EngineError(f"layer {first} takes what its window needs beside hidden states: it cannot be on a GPU")
+        self.layers: Final = range(first, first + source.assignment.layers)
+        self._is_copying = False
+
+    def _context_params(self, outputs: int) -> Any:
+        options = self._options
+        params = llama.llama_context_default_params()
+        params.n_ctx = -(-options.context // KV_CELL_PADDING) * KV_CELL_PADDING * options.sequences
+        rows = options.rows
+        if self._is_recurrent:
+            rows = -(-rows // options.numbers) * options.numbers  # else llama.cpp aborts over Kimi Linear
+        params.n_batch = params.n_ubatch = rows
+        params.n_seq_max = options.numbers
+        params.n_outputs_max = max(min(outputs, options.rows), options.numbers)  # with fewer llama.cpp aborts
+        params.n_outputs_max_per_seq = params.n_outputs_max
+        params.n_threads = options.threads
+        params.n_threads_batch = options.batch_threads
+        params.kv_unified = options.sequences == 1  # else each sequence has cells of its own, and its bits
+        params.swa_full = True  # else sliding layers use their cells again, and a position's cell is not known
+        params.no_perf = True
+        params.type_k = params.type_v = _KV_TYPES[options.kv_type]
+        if options.kv_type != "f16":  # llama.cpp quantises values only for it
+            params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        elif not options.flash:
+            params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        _turn(params, options.rope)
+        params.offload_kqv = True  # keys and values lie where their layer does
+        # A bound method of a dict subclass: see the module's docstring. Kept alive beside the context.
+        self._callback = EVAL_CALLBACK(self._tap.__getitem__)
+        params.cb_eval = ctypes.cast(self._callback, type(params.cb_eval))
+        return params
+
+    def share_scratch(self) -> None:
+        """Other windows of this process need scratch memory as well: give it back after every large step."""
+        self._tap.shares_scratch = True
+
+    def attach(self, stream: WindowStream | None) -> None:
+        """Stream this window's units from now on; None: all are in memory, whatever the system does."""
+        self._tap.stream = stream
+
+    def kv_remove(self, sequence: int, start: int, end: int) -> None:
+        if not llama.llama_memory_seq_rm(self._memory, sequence, start, end):
+            raise EngineError(f"llama.cpp cannot forget positions {start} to {end} of sequence {sequence}")
+
+    def kv_copy(self, source: int, target: int, end: int) -> None:
+        # Sequences with cells of their own are copied whole: llama.cpp aborts where a part is asked for. Of one that shares
+        # them what it had before is not forgotten.
+        if self._options.sequences == 1:
+            self.kv_remove(target, 0, -1)
+        llama.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+        self.kv_remove(target, end, -1)
+        self._is_copying = self._options.sequences > 1
+
+    @property
+    def kv_supported(self) -> bool:
+        """Whether KV cells can be taken out and put back. Tried when first asked, which must be before rows are computed."""
+        return self._kv is not None
+
+    @property
+    def kv_shapes(self) -> list[CellShape]:
+        return self._kv.shapes() if self._kv is not None else []
+
+    @cached_property
+    def _kv(self) -> KvCache | None:
+        if self._is_recurrent:
+            logger.info(
+                "KV cells of layers %d to %d are not kept: some have a state", self.layers.start, self.layers.stop - 1
+            )
+            return None
+        free = range(self._options.sequences)
+        sequence = next((i for i in free if llama.llama_memory_seq_pos_max(self._memory, i) < 0), None)
+        assert sequence is not None, "whether KV cells can leave must be asked before every sequence has some"
+        try:
+            for stops in (True, False):
+                if len(self._tap.cache.keys) < len(self.layers) - self._sharing:
+                    self._look(sequence, stops=stops)
+            cache = KvCache(
+                ggml_base,
+                self._context,
+                self._tap.cache,
+                first=self.layers.start,
+                layers=len(self.layers),
+                sharing=self._sharing,
+                sequence=sequence,
+            )
+        except EngineError as exc:
+            logger.warning(
+                "KV cells of layers %d to %d cannot be kept: %s", self.layers.start, self.layers.stop - 1, exc
+            )
+            return None
+        finally:
+            forget()
+        return cache
+
+    def kv_cells(self, sequence: int, start: int, end: int) -> list[LayerCells]:
+        return self._settled().read(sequence, start, end)
+
+    def kv_restore(self, sequence: int, blocks: Sequence[Sequence[LayerCells]]) -> None:
+        self._settled().restore(sequence, blocks)
+
+    def _settled(self) -> KvCache:
+        """The cells as they are: llama.cpp puts off copying a sequence until the next step."""
+        if self._kv is None:
+            raise EngineError("this build of llama.cpp does not give or take the KV cells of this window")
+        if self._is_copying:
+            self._look(0, stops=True)
+        return self._kv
+
+    def _look(self, sequence: int, *, stops: bool) -> None:
+        """Have llama.cpp prepare a step of one row and, if it ``stops``, not compute it, where its backend can leave it."""
+        position = llama.llama_memory_seq_pos_max(self._memory, sequence) + 1
+        hidden = np.zeros((1, llama.llama_model_n_embd(self._model)), np.float32)
+        content = np.zeros(1, np.int32) if self._takes_tokens or self._is_fed else hidden
+        rows = Rows(content=content, positions=[position], sequences=[[sequence]], outputs=[True])
+        self._tap.clear()
+        self._tap.looks = True
+        self._quiet.end()
+        llama.llama_set_abort_callback(self._context, _STOP if stops else _GO_ON, None)
+        llama.llama_decode(self._context, self._batch.fill(rows, fed=False, every_row_out=True))
+        llama.llama_set_abort_callback(self._context, _GO_ON, None)
+        self._tap.looks = False
+        self._is_copying = False
+        self.kv_remove(sequence, position, -1)
+
+    def release(self) -> None:
+        self.__dict__.pop("_kv", None)
+        llama.llama_free(self._context)
+        llama.llama_model_free(self._model)
+        del self._context, self._model, self._memory, self._quiet
+
+    def _decode(self, rows: Rows, *, every_row_out: bool) -> None:
+        is_hidden = rows.content.dtype == np.float32
+        feed = rows.content if is_hidden and (self._is_fed or len(rows) > LARGE_ROWS) else None
+        self._tap.begin(len(rows), feed, self._inputs)  # type: ignore[arg-type]
+        if self._tap.must_see or (self._quiet.is_on and len(rows) > 1):
+            self._quiet.end()
+        batch = self._batch.fill(rows, fed=feed is not None, every_row_out=every_row_out)
+        code = llama.llama_decode(self._context, batch)
+        self._is_copying = False
+        self._tap.check()
+        if code == 1:
+            raise EngineError(f"the context of {self._options.context} tokens is full")
+        if code != 0:
+            raise EngineError(f"llama.cpp failed to compute a step (code {code}): {why('it does not say why')}")
+        self._tap.end()
+        if self._tap.is_scratch_full:
+            llama.llama_synchronize(self._context)
+            self._tap.give_back()

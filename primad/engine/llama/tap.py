@@ -1,0 +1,304 @@
+"""ggml's calls that llama_cpp does not bind, and the evaluation callback that takes hidden states out."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from primad.engine.binding import llama
+from primad.engine.kv_cache import CacheTensors
+from primad.engine.kv_cache import bind as bind_cache
+from primad.engine.layer_inputs import BEHIND, SCALED, SELECTED, LayerInputs
+from primad.engine.protocol import Hidden
+from primad.engine.quiet import bind as bind_quiet
+from primad.engine.quiet import leave_out
+from primad.engine.streaming.prefetch import WindowStream
+from primad.engine.streaming.residency import Residency
+from primad.engine.streaming.scratch import LARGE_ROWS, Scratch
+from primad.engine.streaming.scratch import bind as bind_scratch
+from primad.engine.tensor import Tensor
+from primad.errors import EngineError
+from primad.gguf.architectures import SUPPORTED, Architecture
+
+_ENTRIES: Final = frozenset(
+    (b"embd", b"attn_norm_in-0", SCALED, b"inp_embd_scaled", b"model.input_embed", b"model.embed_tokens")
+)
+"""What llama.cpp's graphs call the first hidden state: the rows of the embedding, and those of them that are scaled."""
+
+
+_POSITIONS: Final = b"pos_embd"
+"""What they call the rows of the positions' own embedding."""
+
+
+def _ggml() -> ctypes.CDLL:
+    """libggml-base, which holds the tensor calls that llama_cpp does not bind."""
+    folder = Path(llama.__file__).parent / "lib"
+    names = ("libggml-base.so", "libggml-base.dylib", "ggml-base.dll", "libggml-base.dll")
+    path = next((folder / name for name in names if (folder / name).exists()), None)
+    if path is None:
+        raise EngineError(f"llama-cpp-python at {folder} has no ggml-base library; install a stock llama-cpp-python")
+    library = ctypes.CDLL(str(path))
+    library.ggml_get_name.restype = ctypes.c_char_p
+    library.ggml_get_name.argtypes = [ctypes.c_void_p]
+    library.ggml_nbytes.restype = ctypes.c_size_t
+    library.ggml_nbytes.argtypes = [ctypes.c_void_p]
+    library.ggml_backend_tensor_get.restype = None
+    library.ggml_backend_tensor_get.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+    library.ggml_backend_tensor_set.restype = None
+    library.ggml_backend_tensor_set.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+    library.ggml_nelements.restype = ctypes.c_int64
+    library.ggml_nelements.argtypes = [ctypes.c_void_p]
+    library.ggml_nrows.restype = ctypes.c_int64
+    library.ggml_nrows.argtypes = [ctypes.c_void_p]
+    library.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
+    library.ggml_backend_cpu_buffer_type.argtypes = []
+    library.ggml_get_type_traits.restype = ctypes.POINTER(_TypeTraits)
+    library.ggml_get_type_traits.argtypes = [ctypes.c_int]
+    bind_scratch(library)
+    bind_cache(library)
+    bind_quiet(library)
+    return library
+
+
+class _TypeTraits(ctypes.Structure):
+    """The leading fields of ``struct ggml_type_traits`` (ggml.h)."""
+
+    _fields_ = (
+        ("type_name", ctypes.c_char_p),
+        ("block", ctypes.c_int64),
+        ("block_interleave", ctypes.c_int64),
+        ("type_bytes", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.c_void_p),
+    )
+
+
+EVAL_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
+"""The callback's true prototype has two more parameters; in the C calling convention a callee may ignore them."""
+
+
+ggml_base: Final = _ggml()
+
+
+def node_name(node: int) -> bytes:
+    """What llama.cpp calls a node of its graph, as its evaluation callback is given it."""
+    name: bytes = ggml_base.ggml_get_name(node)
+    return name
+
+
+class Tap(dict[int, bool]):
+    """The evaluation callback of one window: finds the output of layer ``last``, copies it and stops the graph there.
+
+    Keys are addresses of graph nodes that are not wanted. llama.cpp builds its graph anew when its shape changes, so an
+    address may come to mean another node; ``forward`` then sees that nothing was taken, calls ``clear`` and repeats.
+    On the way the layers' outputs that stand for borders of streamed units are told. One that is missed for the same
+    reason costs page faults, no more; so the keys are forgotten whenever the number of rows changes.
+    """
+
+    def __init__(self, last: int | None) -> None:
+        super().__init__()
+        self._last = last
+        self._asked = False
+        self._hidden: Hidden | None = None
+        self._cuts = False
+        self._end: int | None = None
+        self._feed: Hidden | None = None
+        self._inputs: LayerInputs | None = None
+        self._scaled: int | None = None
+        self._awaited: set[bytes] = set()
+        self._borders: dict[bytes, int] = {}
+        self._routers: dict[bytes, tuple[int, int]] = {}
+        self._residency: Residency | None = None
+        self._rows = 0
+        self._scratch = Scratch(ggml_base)
+        self.cache = CacheTensors(ggml_base)
+        self.looks = False
+        """Whether the graph is only looked at: nothing is taken, fed or told."""
+        self.shares_scratch = False
+        self.stream: WindowStream | None = None
+        self.error: EngineError | None = None
+        self.find(SUPPORTED["llama"], 0, 0)
+
+    def find(self, architecture: Architecture, layers: int, width: int, *, is_whole: bool = False) -> None:
+        """The graph is this one's, of so many ``layers`` of this ``width``, or the ``whole`` model's."""
+        self._architecture, self._layers, self._width = architecture, layers, width
+        self._positions = _POSITIONS if architecture.adds_positions and not is_whole else None
+        last = self._last
+        self._wanted = None if last is None else architecture.exit_of(last, is_last=True).encode()
+        self._entries = frozenset(entry.encode() for entry in architecture.entries)
+
+    def begin(self, rows: int, feed: Hidden | None, inputs: LayerInputs | None) -> None:
+        """``rows`` rows are about to be computed, of ``feed`` unless the batch says of what; ``inputs`` are beside them.
+
+        Raises ``EngineError`` when the first unit cannot be read.
+        """
+        before, self._rows = self._rows, rows
+        self._feed, self._inputs, self._scaled = feed, inputs, None
+        self._awaited = set() if feed is None else {b""} if inputs is None else {b"", SELECTED, BEHIND}
+        if self._scratch.begin(rows) or feed is not None:
+            self.clear()
+        if self.stream is None:
+            return
+        if rows > LARGE_ROWS:
+            self.stream.streamer.brace()
+        elif before > LARGE_ROWS:
+            self.stream.streamer.settle()
+        if self._residency is not self.stream.streamer.residency or before != rows:
+            self._residency = self.stream.streamer.residency
+            self._borders = {
+                self._architecture.exit_of(layer, is_last=layer == self._layers - 1).encode(): unit
+                for layer, unit in self.stream.borders().items()
+            }
+            self._routers = {f"ffn_moe_topk-{layer}".encode(): each for layer, each in self.stream.routers.items()}
+            self.clear()
+        self.stream.arrive()
+
+    @property
+    def must_see(self) -> bool:
+        """Whether something of the step that begins, or just ended, is to be seen besides its end."""
+        return bool(self._borders or self._routers) or self._feed is not None or self._scratch.is_full
+
+    def cut(self) -> None:
+        """What the next step's graph has behind the output of ``last`` is to be left out of it."""
+        self.clear()  # else nodes there may go unnoticed
+        self._cuts = True
+
+    @property
+    def has_cut(self) -> bool:
+        """Whether the graph that was computed last now ends with the output of ``last``: it is asked once."""
+        was_cut, self._cuts = self._cuts and self._end is not None, False
+        return was_cut
+
+    def check(self) -> None:
+        """Raises the ``EngineError`` of a border that could not be crossed."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def end(self) -> None:
+        """The rows were computed. Raises ``EngineError`` when a weight file is not the model's any more."""
+        self._feed = None
+        if self._awaited:
+            raise EngineError("llama.cpp computed a window without its hidden states; its build is unknown to primad")
+        if self.stream is not None and not self.stream.depart():
+            self.clear()  # a router stood at an address that was another node's
+
+    @property
+    def is_scratch_full(self) -> bool:
+        """Whether scratch memory is to be given back when the next step is not large, or belongs to another window."""
+        return self._scratch.is_full and (self._rows <= LARGE_ROWS or self.shares_scratch)
+
+    def give_back(self) -> None:
+        """Nothing of the last step is needed any more: let the system have its scratch memory."""
+        if self._scratch.give_back() and self.stream is not None:
+            self.stream.streamer.spare(self._scratch.size)
+
+    def take(self) -> Hidden | None:
+        """What the last computation left, once; None when the graph never came by the wanted tensor."""
+        hidden, self._hidden = self._hidden, None
+        return hidden
+
+    def read(self) -> Hidden | None:
+        """What the last computation left where the graph ends that was cut."""
+        if self._end is not None:
+            self._copy(self._end)
+        return self.take()
+
+    def __missing__(self, node: int) -> bool:
+        self._scratch.note(node)
+        name = ggml_base.ggml_get_name(node)
+        self.cache.note(node, name)
+        if name == self._positions:
+            self._zero_positions(node)
+            return False
+        if self.looks:
+            return False
+        if self._cuts and self._end is not None:
+            if not leave_out(node, name):
+                self._end = None
+            return False
+        border, router = self._borders.get(name), self._routers.get(name)
+        is_entry = self._feed is not None and name in (self._entries or _ENTRIES)
+        is_beside = self._inputs is not None and name in (SELECTED, BEHIND)
+        if name != self._wanted and border is None and router is None and not is_entry and not is_beside:
+            self[node] = False
+            return False
+        if not self._asked:
+            self._asked = True
+            return True
+        self._asked = False
+        if is_entry:
+            self._scaled = node if name == SCALED else self._scaled
+            return self._enter(node, self._feed, b"")
+        if is_beside:
+            return self._enter_beside(node, name)
+        if router is not None:
+            return self._pick(node, *router)
+        if border is not None:
+            return self._cross(border)
+        self._copy(node)
+        self._end = node if self._cuts else None
+        return self._cuts
+
+    def _enter(self, node: int, feed: Hidden | None, what: bytes) -> bool:
+        assert feed is not None
+        if ggml_base.ggml_nbytes(node) != feed.nbytes:
+            return False  # of another shape than known: ``end`` says so
+        ggml_base.ggml_backend_tensor_set(node, feed.ctypes.data, 0, feed.nbytes)
+        self._awaited.discard(what)
+        return True
+
+    def _enter_beside(self, node: int, name: bytes) -> bool:
+        assert self._inputs is not None
+        if name == SELECTED:
+            return self._enter(node, self._inputs.selected, name)
+        return self._scaled is not None and self._enter(self._scaled, self._inputs.embedding, name)
+
+    def _zero_positions(self, node: int) -> None:
+        """Have the rows of positions, which the head has added, looked up in a matrix of one row, which is 0.
+
+        Asked whether it is wanted, ``node`` is not computed yet, and nothing else reads the numbers that it looks up.
+        """
+        tensor = Tensor.from_address(node)
+        if tensor.name != _POSITIONS:
+            return  # of a build with another struct
+        size = ggml_base.ggml_nbytes(tensor.sources[1])
+        zeros = np.zeros(size, np.uint8)
+        ggml_base.ggml_backend_tensor_set(tensor.sources[1], zeros.ctypes.data, 0, size)
+
+    def _cross(self, unit: int) -> bool:
+        assert self.stream is not None
+        try:
+            self.stream.streamer.reach(unit)
+        except EngineError as exc:
+            self.error = exc  # through C it would be lost
+            return False
+        return True
+
+    def _pick(self, node: int, place: int, experts: int) -> bool:
+        """The node is a view of the experts in order of preference, all of them, a row for each row; it sees the first."""
+        rows, elements, size = (
+            ggml_base.ggml_nrows(node),
+            ggml_base.ggml_nelements(node),
+            ggml_base.ggml_nbytes(node),
+        )
+        used = elements // max(rows, 1)
+        picks = np.zeros((rows, experts), np.int32)
+        if rows and size != 4 * ((rows - 1) * experts + used):
+            return True  # of another shape than known: the experts come by page faults
+        ggml_base.ggml_backend_tensor_get(node, picks.ctypes.data, 0, size)
+        assert self.stream is not None
+        try:
+            self.stream.pick(place, picks[:, :used])
+        except EngineError as exc:
+            self.error = exc
+            return False
+        return True
+
+    def _copy(self, node: int) -> None:
+        size = ggml_base.ggml_nbytes(node)
+        self._hidden = np.empty((size // (4 * self._width), self._width), np.float32)
+        ggml_base.ggml_backend_tensor_get(node, self._hidden.ctypes.data, 0, size)

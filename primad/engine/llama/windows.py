@@ -1,0 +1,182 @@
+"""The windows of a route, and the whole model of a single device."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from primad.engine.binding import llama
+from primad.engine.layer_inputs import LayerInputs, split, with_hidden
+from primad.engine.llama.embedding import TokenEmbedding
+from primad.engine.llama.model import LlamaModel
+from primad.engine.llama.tap import Tap
+from primad.engine.masks import Allowed, GrammarMask, Words
+from primad.engine.protocol import EngineOptions, Hidden, Rows, Sampling, Tokens, WindowSource
+from primad.engine.sampling import ChainSampler, DrySamplers, GreedySampler
+from primad.engine.vocabulary import LlamaVocabulary
+from primad.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+
+MAX_OUTPUT_ROWS: Final = 64
+"""Rows of one step that may want logits: bounds the logits buffer (vocabulary * 4 bytes each)."""
+
+
+class _HiddenWindow(LlamaModel):
+    """Layers from hidden state to hidden state."""
+
+    def __init__(self, source: WindowSource, options: EngineOptions) -> None:
+        assert source.assignment.output != "gpu"
+        super().__init__(source, options, tap=Tap(source.assignment.layers - 1), outputs=options.rows)
+
+    def forward(self, rows: Rows) -> Hidden:
+        if not self._each:
+            return self._forward(rows)
+        content: Hidden = rows.content  # type: ignore[assignment]
+        hidden, self._inputs = split(content, self._width, self._each, self.layers)
+        return with_hidden(content, self._forward(replace(rows, content=hidden)))
+
+    def _forward(self, rows: Rows) -> Hidden:
+        hidden = self._compute(rows)
+        if hidden is None:
+            self._repeat(rows)
+            hidden = self._tap.take()
+        if hidden is None or len(hidden) != len(rows):
+            raise EngineError(
+                "llama.cpp computed a window without its last layer's output; its build is unknown to primad"
+            )
+        return hidden
+
+    def _compute(self, rows: Rows) -> Hidden | None:
+        """The output; None where the graph was built anew and has it at an address that was another node's."""
+        self._decode(rows, every_row_out=True)
+        has_same_graph = self._quiet.kept_graph()
+        if self._quiet.is_on:
+            llama.llama_synchronize(self._context)
+            return self._tap.read()
+        if self._tap.has_cut:
+            self._quiet.begin()
+        elif has_same_graph and len(rows) == 1 and not self._tap.must_see and self._quiet.has_one_part:
+            self._tap.cut()
+        return self._tap.take()
+
+    def _repeat(self, rows: Rows) -> None:
+        """Compute ``rows`` once more with a callback that knows no node yet: the graph was built anew."""
+        logger.debug("graph rebuilt: repeating a step of %d rows", len(rows))
+        self._tap.clear()
+        for position, sequences in zip(rows.positions, rows.sequences, strict=True):
+            for sequence in sequences:
+                self.kv_remove(sequence, position, position + 1)
+        self._decode(rows, every_row_out=True)
+
+
+class FirstWindow(_HiddenWindow):
+    """The route's first window: token ids in, hidden states out."""
+
+    def __init__(self, source: WindowSource, options: EngineOptions, embedding: TokenEmbedding) -> None:
+        super().__init__(source, options)
+        self._embedding = embedding
+
+    def forward(self, rows: Rows) -> Hidden:
+        tokens: Tokens = rows.content  # type: ignore[assignment]
+        hidden, table = self._embedding.rows(tokens, rows.positions), self._embedding.layers
+        return super().forward(replace(rows, content=hidden if table is None else table.joined(hidden, tokens)))
+
+
+class MiddleWindow(_HiddenWindow):
+    """Any window but the first and the tail: hidden states in, hidden states out."""
+
+
+class _LogitsWindow(LlamaModel):
+    """A window that ends in logits."""
+
+    def __init__(
+        self,
+        source: WindowSource,
+        options: EngineOptions,
+        ends: frozenset[int],
+        *,
+        vocabulary: int,
+        file: Path | None = None,
+        predicting: int = 0,
+        embedding: TokenEmbedding | None = None,
+    ) -> None:
+        assert source.assignment.output == "gpu" or not source.assignment.gpu_layers
+        super().__init__(source, options, tap=Tap(None), outputs=MAX_OUTPUT_ROWS, predicting=predicting)
+        self._ends = ends
+        self._logits_type = ctypes.c_float * vocabulary
+        self._vocabulary = vocabulary
+        self._embedding = embedding
+        self._words = Words(lambda: LlamaVocabulary(file or Path(source.metadata)))
+        self._dry = DrySamplers(self._words)
+
+    def forward(self, rows: Rows) -> None:
+        self._decode(rows, every_row_out=False)
+        if not self._tap.must_see:
+            self._quiet.begin()
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        pointer = llama.llama_get_logits_ith(self._context, row)
+        if not pointer:
+            raise EngineError(f"row {row} of the last step has no logits")
+        row_of = self._logits_type.from_address(ctypes.addressof(pointer.contents))
+        logits: NDArray[np.float32] = np.frombuffer(row_of, np.float32)  # type: ignore[call-overload]
+        return logits
+
+    def sampler(
+        self, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]
+    ) -> GreedySampler | ChainSampler:
+        mask = GrammarMask(self._words, sampling.grammar, sampled) if sampling.grammar is not None else None
+        allowed = Allowed(sampling, self._ends, len(sampled), mask, vocabulary=self._vocabulary)
+        if sampling.is_greedy and not sampling.changes_logits:
+            return GreedySampler(self, allowed)
+        return ChainSampler(
+            self._context,
+            self,
+            self._dry,
+            sampling,
+            prompt,
+            sampled,
+            allowed,
+            context_tokens=self._options.context,
+        )
+
+    def is_end(self, token: int) -> bool:
+        return token in self._ends
+
+    def release(self) -> None:
+        self._dry.release()
+        self._words.release()
+        super().release()
+
+
+class TailWindow(_LogitsWindow):
+    """The route's last window: hidden states in, logits out. The ``embedding`` has what its layers take beside them."""
+
+    def forward(self, rows: Rows) -> None:
+        if self._each:
+            assert self._embedding is not None
+            assert self._embedding.layers is not None
+            content: Hidden = rows.content  # type: ignore[assignment]
+            tokens = self._embedding.layers.tokens_of(content)
+            selected = self._embedding.layers.selected(tokens, self.layers)
+            self._inputs = LayerInputs(self._embedding.rows(tokens, rows.positions), selected)
+            rows = replace(rows, content=np.ascontiguousarray(content[:, : self._width]))
+        super().forward(rows)
+
+
+class WholeModel(_LogitsWindow):
+    """The single window of a single-device plan: the user's file as it is, token ids in, logits out.
+
+    The last ``predicting`` of its layers are for multi-token prediction and in no plan.
+    """
+
+    _takes_tokens: ClassVar = True
