@@ -38,7 +38,9 @@ from primad.certify.verdict import VERSION, CheckVerdict, ForbiddenCut, RouteOut
 from primad.engine.build import build_id
 from primad.engine.protocol import KvType
 from primad.errors import DiskError, EngineError, ModelError, printable
-from primad.gguf.architectures import borders, cuttable, known, layer_count
+from primad.gguf.architectures.cuts import borders, cuttable
+from primad.gguf.architectures.layers import layer_count
+from primad.gguf.architectures.table import known
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.system.children.spawn import environment

@@ -7,7 +7,8 @@ from itertools import pairwise
 from typing import Final
 
 from primad.errors import ConfigError, ModelError
-from primad.gguf.architectures import borders, layer_count
+from primad.gguf.architectures.cuts import borders
+from primad.gguf.architectures.layers import layer_count
 from primad.gguf.header import Header
 from primad.gguf.windows import window_metadata
 

@@ -16,7 +16,7 @@ from primad.certify.check import Wanted, check
 from primad.certify.derive import provisional
 from primad.certify.verdict import CheckVerdict, load_verdict, save_verdict, verdict_line
 from primad.errors import DiskError, EngineError, printable
-from primad.gguf.architectures import NotCutError, is_unknown
+from primad.gguf.architectures.table import NotCutError, is_unknown
 from primad.gguf.header import Header
 
 FIRST_LOAD_S: Final = 600.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-from primad.gguf.architectures import SUPPORTED
+from primad.gguf.architectures.table import SUPPORTED
 from primad.gguf.header import Header, Scalar, Value, array_value, scalar_value
 from primad.gguf.windows import window_metadata
 

@@ -21,7 +21,7 @@ from primad.certify.keys import KeyChange
 from primad.engine.llama.embedding import TokenEmbedding
 from primad.engine.llama.windows import FirstWindow, MiddleWindow, TailWindow, WholeModel
 from primad.engine.protocol import EngineOptions, KvType, Rows, WindowSource
-from primad.gguf.architectures import layer_count, recurrent_layers
+from primad.gguf.architectures.layers import layer_count, recurrent_layers
 from primad.gguf.header import Header
 from primad.gguf.layers import LayerRef, layer_header
 from primad.gguf.windows import ModelCutter, vocabulary_size

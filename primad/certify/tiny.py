@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from primad.gguf.architectures import counts_vocabulary
+from primad.gguf.architectures.cuts import counts_vocabulary
 from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header, Scalar, Value, array_value, scalar_value
 from primad.gguf.windows import vocabulary_size

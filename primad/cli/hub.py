@@ -72,7 +72,7 @@ def served_model(given: Path, config: Config, *, whole: bool, several: bool) -> 
     hub gives no byte ranges, and where the model cannot be cut, or is not certified, for which its header is enough. Raises
     as ``model_path``, and ``NotCutError`` for the latter where ``several`` devices were asked for.
     """
-    from primad.gguf.architectures import NotCutError
+    from primad.gguf.architectures.table import NotCutError
     from primad.gguf.hub import header_of, hub_name, kept
     from primad.gguf.hub_ranges import HubError
 
@@ -98,7 +98,8 @@ def served_model(given: Path, config: Config, *, whole: bool, several: bool) -> 
 def _check_cut(header: Header, config: Config) -> None:
     """Raises ``NotCutError`` where one device has to have the whole model, ``ModelError`` for an incomplete one."""
     from primad.certify.first import certified
-    from primad.gguf.architectures import ADVICE, NotCutError, cuttable
+    from primad.gguf.architectures.cuts import cuttable
+    from primad.gguf.architectures.table import ADVICE, NotCutError
 
     header, why = certified(header, config.home, _say)
     if why:

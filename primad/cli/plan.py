@@ -133,7 +133,7 @@ def _ask(
 ) -> tuple[Question, Checked]:
     """What is asked, and what tells whether windows of the model are exact."""
     from primad.certify.verdict import load_verdict, windows_line, with_verdict
-    from primad.gguf.architectures import why_whole
+    from primad.gguf.architectures.cuts import why_whole
     from primad.gguf.model import open_model
     from primad.planning.adapters import (
         open_adapters,
@@ -181,7 +181,7 @@ def _ask(
 
 def _draft(given: Path | None, header: Header, home: Path) -> PlannedDraft | None:
     """The model that guesses. Raises ``ConfigError`` for one that cannot."""
-    from primad.gguf.architectures import why_whole
+    from primad.gguf.architectures.cuts import why_whole
     from primad.planning.draft_model import AUTO, MOST_CONTEXT, choose_draft, draft_profile, memory_of, models_here
     from primad.planning.question import PlannedDraft
 

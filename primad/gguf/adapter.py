@@ -21,7 +21,8 @@ import msgspec
 from msgspec import Meta
 
 from primad.errors import ModelError, ProtocolError
-from primad.gguf.architectures import layer_count, layer_of
+from primad.gguf.architectures.layers import layer_count
+from primad.gguf.architectures.tensors import layer_of
 from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header, TensorInfo, read_header, scalar_value
 from primad.gguf.layers import CHUNK_BYTES, MAX_WINDOW_LAYERS, LayerCut, LayerRef, cut, gguf_header

@@ -11,22 +11,19 @@ from typing import Final
 
 from halda import LayerProfile, ModelProfile
 from primad.errors import ModelError
-from primad.gguf.architectures import (
-    LAYER_INPUTS,
-    LAYER_PROJECTION,
+from primad.gguf.architectures.cuts import borders, tail_layers
+from primad.gguf.architectures.layers import (
     attending_layers,
     block_count,
-    borders,
     indexed_layers,
-    known,
     layer_count,
     layer_inputs,
-    layer_of,
     recurrent_layers,
     sharing_layers,
     sliding_layers,
-    tail_layers,
 )
+from primad.gguf.architectures.table import known
+from primad.gguf.architectures.tensors import LAYER_INPUTS, LAYER_PROJECTION, layer_of
 from primad.gguf.header import Header
 from primad.gguf.windows import beside_values, token_embedding
 

@@ -19,7 +19,8 @@ from typing import Final
 import msgspec
 
 from primad.errors import DiskError
-from primad.gguf.architectures import ADVICE, NotCutError, TensorRole, tensor_role
+from primad.gguf.architectures.table import ADVICE, NotCutError
+from primad.gguf.architectures.tensors import TensorRole, tensor_role
 from primad.gguf.header import Header, read_header, read_header_of
 from primad.gguf.hub_ranges import HubRanges
 from primad.gguf.layers import CHUNK_BYTES, SmallTensor, metadata_split

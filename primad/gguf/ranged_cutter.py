@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from primad.errors import ModelError
-from primad.gguf.architectures import block_count, borders, layer_count, layer_inputs
+from primad.gguf.architectures.cuts import borders
+from primad.gguf.architectures.layers import block_count, layer_count, layer_inputs
 from primad.gguf.hub_ranges import HubRanges
 from primad.gguf.layers import (
     CHUNK_BYTES,

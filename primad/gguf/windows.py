@@ -24,21 +24,11 @@ from msgspec.structs import astuple
 
 from primad.errors import ModelError
 from primad.gguf.adapter import MAX_ADAPTERS, AdapterSpec
-from primad.gguf.architectures import (
-    LAYER_INPUTS,
-    LAYER_PROJECTION,
-    Architecture,
-    TensorRole,
-    borders,
-    cuttable,
-    is_shared_tensor,
-    known,
-    layer_count,
-    layer_inputs,
-    sliding_layers,
-    tensor_role,
-    window_values,
-)
+from primad.gguf.architectures.cuts import borders, cuttable
+from primad.gguf.architectures.layers import layer_count, layer_inputs, sliding_layers
+from primad.gguf.architectures.table import Architecture, known
+from primad.gguf.architectures.tensors import LAYER_INPUTS, LAYER_PROJECTION, TensorRole, is_shared_tensor, tensor_role
+from primad.gguf.architectures.values import window_values
 from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, TokenType
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header, TensorInfo, Value

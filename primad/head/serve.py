@@ -26,7 +26,8 @@ from primad.daemon.measuring import OwnProfile
 from primad.daemon.reporter import Reporter
 from primad.daemon.run import own_station, run
 from primad.errors import ConfigError
-from primad.gguf.architectures import ADVICE, NotCutError, cuttable, why_whole
+from primad.gguf.architectures.cuts import cuttable, why_whole
+from primad.gguf.architectures.table import ADVICE, NotCutError
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile

@@ -20,7 +20,8 @@ from halda import ModelProfile
 from primad.engine.rope import Rope
 from primad.errors import ConfigError
 from primad.gguf.adapter import MAX_ADAPTERS, MOST, Adapter, open_adapter
-from primad.gguf.architectures import layer_count, multiple_that_slides
+from primad.gguf.architectures.cuts import multiple_that_slides
+from primad.gguf.architectures.layers import layer_count
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header, TensorInfo
 from primad.gguf.layers import cut_layer, layer_digest

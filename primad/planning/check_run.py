@@ -6,7 +6,7 @@ from pathlib import Path
 
 from halda import ModelProfile
 from primad.errors import ConfigError
-from primad.gguf.architectures import SUPPORTED
+from primad.gguf.architectures.table import SUPPORTED
 from primad.planning.by_hand import plan_by_hand
 from primad.planning.question import workload_of
 from primad.planning.run_config import RunConfig

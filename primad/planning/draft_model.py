@@ -13,7 +13,7 @@ from typing import Final
 from halda import ModelProfile
 from halda.cost import kv_bytes_per_token
 from primad.errors import ConfigError, ModelError
-from primad.gguf.architectures import block_count
+from primad.gguf.architectures.layers import block_count
 from primad.gguf.header import Header
 from primad.gguf.hub import kept_models
 from primad.gguf.model import open_model

@@ -17,7 +17,7 @@ from primad.engine.streaming.units import WindowUnits, units_of_model, units_of_
 from primad.engine.vocabulary import LlamaVocabulary
 from primad.errors import EngineError
 from primad.gguf.adapter import open_adapter
-from primad.gguf.architectures import block_count, layer_count
+from primad.gguf.architectures.layers import block_count, layer_count
 from primad.gguf.header import Header, read_header
 from primad.gguf.model import open_model
 from primad.gguf.windows import control_tokens

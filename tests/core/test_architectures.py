@@ -9,26 +9,17 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFValueType
 
 from primad.errors import ModelError
-from primad.gguf.architectures import (
-    SUPPORTED,
-    Embedding,
-    Recurrent,
-    Sliding,
-    TensorRole,
+from primad.gguf.architectures.cuts import borders, cut_multiple, cuttable
+from primad.gguf.architectures.layers import (
     attending_layers,
-    borders,
-    cut_multiple,
-    cuttable,
-    embedding_scale,
     indexed_layers,
-    is_shared_tensor,
     layer_count,
-    layer_of,
     recurrent_layers,
     sliding_layers,
-    tensor_role,
-    window_values,
 )
+from primad.gguf.architectures.table import SUPPORTED, Embedding, Recurrent, Sliding
+from primad.gguf.architectures.tensors import TensorRole, embedding_scale, is_shared_tensor, layer_of, tensor_role
+from primad.gguf.architectures.values import window_values
 from primad.gguf.header import Header, TensorInfo, Value, array_value, scalar_value
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import beside_values

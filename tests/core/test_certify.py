@@ -30,7 +30,7 @@ from primad.certify.verdict import (
     windows_line,
 )
 from primad.errors import ConfigError, DiskError, EngineError, ModelError
-from primad.gguf.architectures import borders
+from primad.gguf.architectures.cuts import borders
 from primad.gguf.header import array_value, scalar_value
 from primad.gguf.windows import window_metadata
 from tests.core.test_architectures import model

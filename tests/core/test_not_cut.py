@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from primad.errors import ModelError
-from primad.gguf.architectures import ADVICE, cuttable
+from primad.gguf.architectures.cuts import cuttable
+from primad.gguf.architectures.table import ADVICE
 from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
 from primad.head.model.options import ServeOptions

@@ -19,7 +19,8 @@ import numpy as np
 
 from halda.cost import lacks_flash
 from primad.engine.devices import list_gpus
-from primad.gguf.architectures import block_count, cut_multiple, layer_count, tail_layers
+from primad.gguf.architectures.cuts import cut_multiple, tail_layers
+from primad.gguf.architectures.layers import block_count, layer_count
 from primad.gguf.header import Header, read_header
 from primad.gguf.profile import model_profile
 from tests.core.test_architectures import value

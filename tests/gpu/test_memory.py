@@ -16,7 +16,7 @@ from halda.cost import GPU_RUNTIME_BYTES
 from primad.engine.binding import hear_llama
 from primad.engine.llama.windows import WholeModel
 from primad.gguf.adapter import Adapter
-from primad.gguf.architectures import layer_count
+from primad.gguf.architectures.layers import layer_count
 from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import vocabulary_size

@@ -16,7 +16,7 @@ import pytest
 from primad.certify.check import Wanted, check
 from primad.certify.child import MakeTiny, Tried, TryCuts, TryWhole
 from primad.certify.verdict import CheckVerdict, ForbiddenCut, load_verdict, save_verdict
-from primad.gguf.architectures import SUPPORTED
+from primad.gguf.architectures.table import SUPPORTED
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.profiler.store import save_profile

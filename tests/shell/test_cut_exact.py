@@ -15,15 +15,10 @@ from primad.engine.llama.windows import FirstWindow, MiddleWindow, TailWindow, W
 from primad.engine.protocol import AdapterFile, EngineOptions, Rows, WindowSource
 from primad.errors import EngineError
 from primad.gguf.adapter import adapter_header
-from primad.gguf.architectures import (
-    SUPPORTED,
-    block_count,
-    borders,
-    cut_multiple,
-    cuttable,
-    embedding_scale,
-    layer_count,
-)
+from primad.gguf.architectures.cuts import borders, cut_multiple, cuttable
+from primad.gguf.architectures.layers import block_count, layer_count
+from primad.gguf.architectures.table import SUPPORTED
+from primad.gguf.architectures.tensors import embedding_scale
 from primad.gguf.header import array_value, read_header, scalar_value
 from primad.gguf.layers import layer_header
 from primad.gguf.profile import model_profile

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from primad.certify.verdict import CheckVerdict
-from primad.gguf.architectures import SUPPORTED
+from primad.gguf.architectures.table import SUPPORTED
 from tools import synth
 from tools.lab import zoo
 

@@ -24,7 +24,8 @@ from primad.engine.streaming.residency import ladder
 from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.engine.streaming.units import units_of_model, units_of_window
 from primad.errors import EngineError
-from primad.gguf.architectures import embedding_scale, layer_count
+from primad.gguf.architectures.layers import layer_count
+from primad.gguf.architectures.tensors import embedding_scale
 from primad.gguf.header import read_header
 from primad.gguf.layers import layer_header
 from primad.gguf.windows import ModelCutter, token_embedding, vocabulary_size

@@ -18,7 +18,7 @@ from primad.cli.hub import served_model
 from primad.daemon.bring import bring_layers
 from primad.errors import ClusterError, DiskError, ModelError
 from primad.gguf import hub_ranges
-from primad.gguf.architectures import NotCutError
+from primad.gguf.architectures.table import NotCutError
 from primad.gguf.digests import LayerDigests
 from primad.gguf.hub import HubName, header_of, kept_models, remove
 from primad.gguf.hub_ranges import HubError, HubRanges, own_hubs

@@ -9,7 +9,7 @@ import pytest
 
 from halda.assignment import in_memory
 from primad.engine.protocol import GREEDY, WindowSource
-from primad.gguf.architectures import layer_count
+from primad.gguf.architectures.layers import layer_count
 from primad.gguf.header import read_header
 from primad.ring.head import Tell
 from primad.ring.keeping import prompt_blocks

@@ -18,7 +18,7 @@ from primad.engine.binding import llama
 from primad.engine.llama.windows import WholeModel
 from primad.engine.protocol import Rows
 from primad.errors import EngineError
-from primad.gguf.architectures import layer_count
+from primad.gguf.architectures.layers import layer_count
 from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import vocabulary_size

@@ -9,7 +9,7 @@ from llama_cpp import llama_cpp as llama
 from primad.engine.llama.model import load_adapters
 from primad.engine.protocol import AdapterFile
 from primad.gguf.adapter import open_adapter
-from primad.gguf.architectures import layer_of
+from primad.gguf.architectures.tensors import layer_of
 from primad.gguf.header import read_header
 from tests.fakes.gguf import write_adapter
 from tests.shell.test_cut_exact import PROMPT, Route, cuts_of

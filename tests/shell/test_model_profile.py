@@ -14,7 +14,8 @@ from halda import Workload
 from halda.cost import compute_buffer_bytes, kv_bytes
 from primad.engine.binding import hear_llama
 from primad.engine.llama.windows import WholeModel
-from primad.gguf.architectures import cuttable, layer_count
+from primad.gguf.architectures.cuts import cuttable
+from primad.gguf.architectures.layers import layer_count
 from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import vocabulary_size

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from primad.engine import quiet
 from primad.engine.llama.tap import Tap
 from primad.engine.llama.windows import WholeModel
-from primad.gguf.architectures import layer_count
+from primad.gguf.architectures.layers import layer_count
 from primad.gguf.header import read_header
 from primad.gguf.windows import vocabulary_size
 from tests.shell.test_cut_exact import OPTIONS, PROMPT, Route, assigned, files_of, rows

@@ -8,7 +8,7 @@ from llama_cpp import llama_cpp as llama
 from msgspec.structs import replace
 
 from primad.engine.rope import ROPE_SCALINGS, Rope
-from primad.gguf.architectures import layer_count
+from primad.gguf.architectures.layers import layer_count
 from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
 from primad.planning.adapters import with_rope

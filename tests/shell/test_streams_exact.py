@@ -20,7 +20,7 @@ from primad.engine.protocol import EngineOptions
 from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.engine.streaming.units import WindowUnits, units_of_model, units_of_window
 from primad.errors import WeightsError
-from primad.gguf.architectures import layer_count
+from primad.gguf.architectures.layers import layer_count
 from primad.gguf.header import Header, read_header
 from primad.gguf.layers import layer_header
 from primad.gguf.windows import ModelCutter, vocabulary_size

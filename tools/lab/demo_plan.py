@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import accumulate
 from pathlib import Path
 
-from primad.gguf.architectures import borders, layer_count
+from primad.gguf.architectures.cuts import borders
+from primad.gguf.architectures.layers import layer_count
 from primad.gguf.model import open_model
 from tools.lab.local_ring import even_windows
 

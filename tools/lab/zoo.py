@@ -1,6 +1,6 @@
 """Tiny models of architectures that ``tools/synth.py`` has no layout of: llama.cpp itself says which tensors they have.
 
-Their metadata stands here, with as little as makes each rule of ``primad/gguf/architectures.py`` count: layers that slide or
+Their metadata stands here, with as little as makes each rule of ``primad/gguf/architectures`` count: layers that slide or
 hold experts, values that differ by layer, layers for multi-token prediction.
 """
 

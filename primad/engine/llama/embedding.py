@@ -16,7 +16,8 @@ from primad.engine.llama.tap import ggml_base
 from primad.engine.protocol import Hidden
 from primad.engine.streaming.units import is_still_whole
 from primad.errors import EngineError, WeightsError
-from primad.gguf.architectures import LAYER_INPUTS, embedding_scale, layer_inputs
+from primad.gguf.architectures.layers import layer_inputs
+from primad.gguf.architectures.tensors import LAYER_INPUTS, embedding_scale
 from primad.gguf.constants import GGMLQuantizationType
 from primad.gguf.header import Header, TensorInfo
 from primad.gguf.windows import position_embedding, sent_layers, token_embedding

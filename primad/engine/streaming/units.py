@@ -13,7 +13,7 @@ from primad.engine.streaming.expert_loader import ExpertFiles, ExpertTensor
 from primad.engine.streaming.expert_usage import whole_model_key
 from primad.engine.streaming.pages import FileRange
 from primad.errors import EngineError, ModelError
-from primad.gguf.architectures import SUPPORTED
+from primad.gguf.architectures.table import SUPPORTED
 from primad.gguf.header import Header, TensorInfo, read_header
 from primad.gguf.layer_file import hash_file
 from primad.gguf.layers import DIGEST_BYTES, HEADER_BYTES, is_tree_of

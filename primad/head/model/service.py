@@ -13,7 +13,7 @@ from primad.certify.verdict import windows_line
 from primad.daemon.station import Station
 from primad.errors import ModelError, PrimadError, WeightsError
 from primad.gguf.adapter import Adapter
-from primad.gguf.architectures import cuttable
+from primad.gguf.architectures.cuts import cuttable
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header
 from primad.gguf.hub_library import token

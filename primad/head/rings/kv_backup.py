@@ -25,7 +25,7 @@ from primad.daemon.cells import HeldCells
 from primad.daemon.reporter import Reporter
 from primad.daemon.station import Station
 from primad.errors import ClusterError
-from primad.gguf.architectures import turns_by_context
+from primad.gguf.architectures.tensors import turns_by_context
 from primad.gguf.windows import control_tokens
 from primad.head.members.devices import Devices
 from primad.head.model.service import Service

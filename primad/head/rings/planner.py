@@ -12,7 +12,8 @@ from halda import CutOff, DeviceProfile, Infeasible, LinkProfile, evaluate, inst
 from primad.daemon.gpu_care import GpuCare
 from primad.daemon.memory_watch import MemoryWatch
 from primad.errors import PlanError, PrimadError
-from primad.gguf.architectures import cuttable, turns_by_context, why_whole
+from primad.gguf.architectures.cuts import cuttable, why_whole
+from primad.gguf.architectures.tensors import turns_by_context
 from primad.head.members.devices import Devices
 from primad.head.members.worker_link import WorkerLink
 from primad.head.model.learning import Learning

@@ -1,0 +1,433 @@
+"""The architectures that are known, as a table: what each entry says, and why others are refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from primad.errors import ModelError
+from primad.gguf.header import Header
+
+MAX_LAYERS: Final = 512
+"""llama.cpp's LLAMA_MAX_LAYERS."""
+
+ADVICE: Final = "serve it on one device alone, or take another model"
+
+
+class NotCutError(ModelError):
+    """The model cannot be cut exactly; ``reason`` says why, the error also what to do."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(f"{reason}; {advice}")
+        self.reason = reason
+
+
+class Embedding(Enum):
+    """How llama.cpp turns rows of ``token_embd.weight`` into the first layer's input."""
+
+    PLAIN = "as they are"
+    SQRT_WIDTH = "times sqrt(embedding_length)"
+    KEY = "times the key embedding_scale"
+
+
+class Sliding(Enum):
+    """Whether the architecture's graph knows sliding-window attention."""
+
+    NEVER = "the key, if there, is ignored"
+    OPTIONAL = "slides if the key is there; the same graph otherwise"
+    ALWAYS = "always slides: at least one layer has to"
+    NEEDED = "at least one layer has to slide, and those that do are made otherwise"
+    NEEDED_IF_ANY = "the same if the key is there; without it another graph"
+    FIXED = "slides by layer number, as the key says or without it; cuts keep to the pattern"
+
+
+class Recurrent(Enum):
+    """Which layers keep a state in place of cells by position."""
+
+    NEVER = "none"
+    INTERVAL = "all but each full_attention_interval-th, or as attention.recurrent_layers says"
+    HEADS = "those without KV heads"
+    ALL = "every one, beside its cells"
+    TENSORS = "those with tensors of a state"
+    ONLY = "every one, and none has cells"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What the cutter has to know about one ``general.architecture``."""
+
+    name: str
+    tied_output_fallback: bool = True
+    """Without ``output.weight`` llama.cpp takes ``token_embd.weight`` as the output matrix."""
+    embedding: Embedding = Embedding.PLAIN
+    default_embedding_scale: float = 0.0
+    """Value llama.cpp takes where the key ``embedding_scale`` is missing; 0 means that nothing is scaled."""
+    sliding: Sliding = Sliding.NEVER
+    sliding_period: int = 0
+    """llama.cpp's default pattern: in each ``sliding_period`` layers the last one does not slide."""
+    slides_last: bool = False
+    """It is the first one that does not."""
+    cut_multiple: int = 1
+    """The first layer of every window has to be a multiple of this, and of the key ``step``."""
+    step: str = ""
+    needs: str = ""
+    """A key of flags by layer, of which every window has to have one that is set: llama.cpp aborts over unused inputs."""
+    skips_attention: bool = False
+    """Layers without KV heads have no attention; every window has to have one that has it, for the same reason."""
+    needs_indexer: bool = False
+    """Every window has to have a layer that chooses what attention sees, for the same reason."""
+    takes_over: bool = False
+    """Windows begin at one that does: those behind it may see what it chose."""
+    most_sequences: int = 0
+    """Answers at once; 0: as many as llama.cpp has. With more nodes for each sequence than it counted on it aborts."""
+    is_fed: bool = False
+    """Hidden states are no input of the graph; they are put where it has looked up tokens."""
+    knows: frozenset[str] = frozenset()
+    """Keys that stand in the way of others."""
+    refuses: tuple[tuple[str, str], ...] = ()
+    """Keys that stand in the way here alone, and why."""
+    by_layer: frozenset[str] = frozenset()
+    """Keys of one value a layer, which may differ."""
+    drops: frozenset[str] = frozenset()
+    """Keys that windows do without."""
+    recurrent: Recurrent = Recurrent.NEVER
+    output_norm: str = "output_norm"
+    exit: str = "l_out-{layer}"
+    """What the graph calls a layer's output, by the ``layer`` or the one ``after`` it."""
+    last_exit: str = ""
+    """What it calls the last one's, if otherwise."""
+    adds_positions: bool = False
+    """The head adds a row of ``position_embd.weight`` to each row of the embedding; in windows this is 0."""
+    predicts: bool = False
+    """Its last layers may be for multi-token prediction, which the graph leaves out."""
+    layer_inputs: str = ""
+    """The key of how many values each layer takes beside the hidden state, of rows of ``per_layer_token_embd.weight`` and
+    what ``per_layer_model_proj.weight`` makes of the tokens' embedding."""
+    shares_cells: str = ""
+    """The key of how many layers, the last ones, use the KV cells of the two before them."""
+    shares_where_full: bool = False
+    """What every window shares is used only by layers that do not slide."""
+    entries: tuple[str, ...] = ()
+    """What the graph calls the rows of tokens, and the hidden state that it makes of them. Where there are some the route's
+    first window is fed at the first one and the others at the last; none: at those that the engine knows."""
+
+    def exit_of(self, layer: int, *, is_last: bool) -> str:
+        """What the graph calls the output of ``layer``, counted from the window's first."""
+        name = (is_last and self.last_exit) or self.exit
+        return name.replace("{layer}", str(layer)).replace("{after}", str(layer + 1))
+
+
+_SECTIONS: Final = frozenset(("rope.dimension_sections",))
+"""Positions of several parts, which are equal for text."""
+_DEEPSTACK: Final = frozenset(("n_deepstack_layers",))
+"""Layers that take image features."""
+_DENSE: Final = frozenset(("leading_dense_block_count",))
+"""Which layers have no experts, where tensors say it and the key is not looked at."""
+HEAD_COUNTS: Final = "attention.head_count_kv"
+_KV_HEADS: Final = frozenset((HEAD_COUNTS,))
+RECURRENT_LAYERS: Final = "attention.recurrent_layers"
+_STATES: Final = frozenset((RECURRENT_LAYERS,))
+SLIDING_KEYS: Final = "attention.sliding_window"
+INDEXER_TYPES: Final = "attention.indexer.types"
+_ROPE: Final = "attention.rope_pattern"
+_XIELU: Final = frozenset(f"xielu.{key}" for key in ("alpha_n", "alpha_p", "beta", "eps"))
+"""These keys have no prefix."""
+
+SUPPORTED: Final[dict[str, Architecture]] = {
+    entry.name: entry
+    for entry in (
+        Architecture(name="llama"),
+        Architecture(name="mistral3"),
+        Architecture(name="qwen2"),
+        Architecture(name="qwen2moe", tied_output_fallback=False),
+        Architecture(name="qwen3"),
+        Architecture(name="qwen3moe"),
+        Architecture(name="gemma3", embedding=Embedding.SQRT_WIDTH, sliding=Sliding.OPTIONAL, sliding_period=6),
+        Architecture(name="phi3"),
+        Architecture(name="olmo2", tied_output_fallback=False, sliding=Sliding.OPTIONAL, sliding_period=4),
+        Architecture(name="olmoe", tied_output_fallback=False),
+        Architecture(name="granite", embedding=Embedding.KEY),
+        Architecture(name="granitemoe", embedding=Embedding.KEY),
+        Architecture(name="minicpm", embedding=Embedding.KEY, default_embedding_scale=12.0),
+        Architecture(name="smollm3", cut_multiple=4),
+        Architecture(name="starcoder2"),
+        Architecture(name="stablelm", tied_output_fallback=False),
+        Architecture(name="internlm2", tied_output_fallback=False),
+        Architecture(name="arcee"),
+        Architecture(name="seed_oss"),
+        Architecture(name="exaone"),
+        Architecture(name="exaone4"),
+        Architecture(name="command-r"),
+        Architecture(name="cohere2", sliding=Sliding.ALWAYS, sliding_period=4),
+        Architecture(name="gpt-oss", tied_output_fallback=False, sliding=Sliding.ALWAYS, sliding_period=2),
+        Architecture(name="deepseek"),
+        Architecture(name="deepseek2", predicts=True),
+        Architecture(name="dots1", tied_output_fallback=False),
+        Architecture(name="hunyuan-moe"),
+        Architecture(name="minimax-m2", tied_output_fallback=False),
+        Architecture(
+            name="afmoe",
+            embedding=Embedding.SQRT_WIDTH,
+            sliding=Sliding.OPTIONAL,
+            sliding_period=4,
+            cut_multiple=4,
+            is_fed=True,
+        ),
+        Architecture(name="apertus", tied_output_fallback=False, by_layer=_XIELU),
+        Architecture(name="bailingmoe2", tied_output_fallback=False, predicts=True),
+        Architecture(name="chatglm"),
+        Architecture(name="ernie4_5", knows=_SECTIONS, is_fed=True),
+        Architecture(name="ernie4_5-moe", step="interleave_moe_layer_step", knows=_SECTIONS, is_fed=True),
+        Architecture(
+            name="exaone-moe", tied_output_fallback=False, sliding=Sliding.NEEDED, sliding_period=4, predicts=True
+        ),
+        Architecture(name="falcon"),
+        Architecture(name="gemma", embedding=Embedding.SQRT_WIDTH, is_fed=True),
+        Architecture(
+            name="gemma2", embedding=Embedding.SQRT_WIDTH, sliding=Sliding.ALWAYS, sliding_period=2, is_fed=True
+        ),
+        Architecture(
+            name="gemma4",
+            embedding=Embedding.SQRT_WIDTH,
+            sliding=Sliding.NEEDED,
+            is_fed=True,
+            knows=frozenset(("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa")),
+            by_layer=_KV_HEADS | {"feed_forward_length"},
+            layer_inputs="embedding_length_per_layer_input",
+            shares_cells="attention.shared_kv_layers",
+            shares_where_full=True,
+        ),
+        Architecture(name="glm4", knows=_SECTIONS, is_fed=True, predicts=True),
+        Architecture(name="glm4moe", knows=_SECTIONS, is_fed=True, predicts=True),
+        Architecture(name="grovemoe"),
+        Architecture(name="hunyuan-dense"),
+        Architecture(name="hy_v3", predicts=True, drops=_DENSE),
+        Architecture(
+            name="llama4", sliding=Sliding.FIXED, cut_multiple=4, step="interleave_moe_layer_step", is_fed=True
+        ),
+        Architecture(
+            name="mimo2",
+            tied_output_fallback=False,
+            predicts=True,
+            sliding=Sliding.NEEDED,
+            by_layer=_KV_HEADS,
+        ),
+        Architecture(
+            name="laguna",
+            sliding=Sliding.OPTIONAL,
+            sliding_period=4,
+            slides_last=True,
+            cut_multiple=4,
+            knows=frozenset(("rope.dimension_count_swa",)),
+        ),
+        Architecture(name="mistral4", predicts=True),
+        Architecture(name="nemotron", tied_output_fallback=False),
+        Architecture(name="phi2", tied_output_fallback=False),
+        Architecture(name="phimoe", tied_output_fallback=False),
+        Architecture(
+            name="step35",
+            tied_output_fallback=False,
+            sliding=Sliding.NEEDED,
+            knows=frozenset(("rope.dimension_count_swa",)),
+            by_layer=frozenset((*_KV_HEADS, "attention.head_count", "swiglu_clamp_exp", "swiglu_clamp_shexp")),
+            exit="attn_norm_in-{after}",
+            last_exit="h_nextn",
+            predicts=True,
+        ),
+        Architecture(name="qwen2vl", knows=_SECTIONS, is_fed=True),
+        Architecture(name="qwen3vl", knows=_SECTIONS, is_fed=True, drops=_DEEPSTACK),
+        Architecture(name="qwen3vlmoe", knows=_SECTIONS, is_fed=True, drops=_DEEPSTACK),
+        Architecture(name="arctic"),
+        Architecture(name="bailingmoe", tied_output_fallback=False, drops=_DENSE),
+        Architecture(name="bailingmoe3", recurrent=Recurrent.HEADS, by_layer=_KV_HEADS, is_fed=True, predicts=True),
+        Architecture(name="bitnet"),
+        Architecture(name="codeshell", tied_output_fallback=False),
+        Architecture(name="cohere2moe", sliding=Sliding.FIXED, cut_multiple=4, predicts=True),
+        Architecture(name="dbrx", tied_output_fallback=False),
+        Architecture(name="gptneox", tied_output_fallback=False),
+        Architecture(name="grok", embedding=Embedding.KEY, default_embedding_scale=78.38367176906169),
+        Architecture(name="jais2"),
+        Architecture(name="maincoder"),
+        Architecture(
+            name="openelm",
+            by_layer=_KV_HEADS | {"attention.head_count", "feed_forward_length"},
+        ),
+        Architecture(name="orion", tied_output_fallback=False),
+        Architecture(name="pangu-embedded"),
+        Architecture(name="plamo", tied_output_fallback=False),
+        Architecture(name="qwen", tied_output_fallback=False),
+        Architecture(name="refact"),
+        Architecture(name="xverse", tied_output_fallback=False),
+        Architecture(name="falcon-h1", recurrent=Recurrent.ALL, is_fed=True),
+        Architecture(name="mamba", recurrent=Recurrent.ONLY, is_fed=True),
+        Architecture(name="mamba2", recurrent=Recurrent.ONLY, is_fed=True),
+        Architecture(
+            name="plamo2",
+            recurrent=Recurrent.HEADS,
+            by_layer=_KV_HEADS | {"attention.head_count"},
+            entries=("embedding_output",),
+            exit="ffn_residual-{layer}",
+            is_fed=True,
+        ),
+        Architecture(
+            name="rwkv6",
+            tied_output_fallback=False,
+            recurrent=Recurrent.ONLY,
+            step="rescale_every_n_layers",
+            entries=("embd", "node_22"),
+            is_fed=True,
+        ),
+        Architecture(name="rwkv6qwen2", tied_output_fallback=False, recurrent=Recurrent.ONLY, is_fed=True),
+        Architecture(name="jais", tied_output_fallback=False),
+        Architecture(name="olmo", output_norm=""),
+        Architecture(name="mellum", tied_output_fallback=False, sliding=Sliding.OPTIONAL, sliding_period=4),
+        Architecture(name="plamo3", sliding=Sliding.OPTIONAL, sliding_period=8),
+        Architecture(
+            name="maple", tied_output_fallback=False, sliding=Sliding.NEEDED, by_layer=frozenset(("swiglu_clamp_exp",))
+        ),
+        Architecture(
+            name="spark2_5",
+            sliding=Sliding.NEEDED,
+            knows=frozenset(("rope.dimension_count_swa",)),
+            by_layer=_KV_HEADS | {"attention.head_count"},
+        ),
+        Architecture(
+            name="granite_swa",
+            embedding=Embedding.KEY,
+            sliding=Sliding.ALWAYS,
+            by_layer=_KV_HEADS | {"attention.head_count", _ROPE},
+            needs=_ROPE,
+        ),
+        Architecture(
+            name="smallthinker", sliding=Sliding.NEEDED_IF_ANY, sliding_period=4, slides_last=True, cut_multiple=4
+        ),
+        Architecture(name="hunyuan_vl", knows=_SECTIONS, is_fed=True),
+        Architecture(name="paddleocr", knows=_SECTIONS, is_fed=True),
+        Architecture(
+            name="deci",
+            by_layer=_KV_HEADS | {"attention.head_count", "feed_forward_length"},
+            skips_attention=True,
+        ),
+        Architecture(name="deepseek2-ocr"),
+        Architecture(name="deepseek32", knows=_SECTIONS, predicts=True),
+        Architecture(
+            name="glm-dsa", knows=_SECTIONS, by_layer=frozenset((INDEXER_TYPES,)), takes_over=True, predicts=True
+        ),
+        Architecture(name="minimax-m3", tied_output_fallback=False, needs_indexer=True, most_sequences=8),
+        Architecture(
+            name="muse-glimmer",
+            tied_output_fallback=False,
+            sliding=Sliding.NEEDED,
+            sliding_period=4,
+            entries=("embd", "embd_norm"),
+            is_fed=True,
+        ),
+        Architecture(name="gpt2", adds_positions=True, is_fed=True),
+        Architecture(name="starcoder", adds_positions=True, is_fed=True),
+        Architecture(name="mpt", adds_positions=True, is_fed=True),
+        Architecture(
+            name="granitehybrid",
+            embedding=Embedding.KEY,
+            recurrent=Recurrent.HEADS,
+            by_layer=_KV_HEADS,
+            is_fed=True,
+        ),
+        Architecture(
+            name="kimi-linear", tied_output_fallback=False, recurrent=Recurrent.HEADS, by_layer=_KV_HEADS, is_fed=True
+        ),
+        Architecture(name="jamba", recurrent=Recurrent.HEADS, by_layer=_KV_HEADS, is_fed=True),
+        *(
+            Architecture(
+                name=name,
+                output_norm="token_embd_norm",
+                recurrent=Recurrent.HEADS,
+                by_layer=_KV_HEADS,
+                is_fed=True,
+                refuses=((SLIDING_KEYS, "layers that slide"),),
+            )
+            for name in ("lfm2", "lfm2moe")
+        ),
+        *(
+            Architecture(
+                name=name,
+                tied_output_fallback=False,
+                recurrent=Recurrent.HEADS,
+                exit="nemotron_h_block_out-{layer}",
+                by_layer=_KV_HEADS | {"feed_forward_length"},
+                is_fed=True,
+                predicts=True,
+            )
+            for name in ("nemotron_h", "nemotron_h_moe")
+        ),
+        *(
+            Architecture(
+                name=name,
+                knows=_SECTIONS,
+                recurrent=Recurrent.INTERVAL,
+                by_layer=_STATES,
+                is_fed=True,
+                predicts=True,
+            )
+            for name in ("qwen35", "qwen35moe")
+        ),
+        Architecture(name="qwen3next", recurrent=Recurrent.INTERVAL, by_layer=_STATES, is_fed=True, predicts=True),
+    )
+}
+
+_REASONS: Final[dict[str, tuple[str, ...]]] = {
+    "its layers mix in values of the first one": ("rwkv7", "arwkv7"),
+    "its layers hand on several hidden states at once, and the first pick experts by token": ("deepseek4",),
+    "llama.cpp tells its layers apart by number: the first 10, and those from 20 on": ("gemma3n",),
+    "its layers take inputs beside the hidden state": ("talkie",),
+    "its layers are scaled by the number of layers": ("minicpm3", "minimax-01"),
+    "its layers are computed more than once": ("hrm_text", "nanbeige"),
+    "llama.cpp aborts in its attention": ("plm",),
+    "it is not a causal text decoder": (
+        *(
+            "bert",
+            "nomic-bert",
+            "nomic-bert-moe",
+            "modern-bert",
+            "neo-bert",
+            "jina-bert-v2",
+            "jina-bert-v3",
+            "eurobert",
+        ),
+        *("gemma-embedding", "llama-embed", "t5", "t5encoder", "llada", "llada-moe", "rnd1"),
+    ),
+}
+REFUSED: Final = {name: reason for reason, names in _REASONS.items() for name in names}
+
+ATTENTION_INTERVAL: Final = "full_attention_interval"
+DEEPSEEK2: Final = frozenset(("deepseek2", "mistral4"))
+"""Told apart by the number of layers, among other things."""
+
+PER_LAYER: Final = (
+    "feed_forward_length",
+    "expert_feed_forward_length",
+    "expert_used_count",
+    "attention.head_count",
+    "attention.head_count_kv",
+)
+"""Keys that may be an array over the layers. The graphs above read layer 0 for all, so only equal values are exact."""
+
+ENTRY_KEY: Final = "primad.entry"
+EXIT_KEY: Final = "primad.exit"
+LAST_EXIT_KEY: Final = "primad.last_exit"
+"""Keys of a window that no table knows: where its graph is fed, and what its layers' outputs are called there."""
+
+
+def known(header: Header) -> Architecture | None:
+    """The model's entry: the one that was derived for it, or the table's; None where there is neither."""
+    return header.derived or SUPPORTED.get(header.text("general.architecture"))
+
+
+def is_unknown(header: Header) -> bool:
+    """Whether nothing is known of the architecture, not even that it cannot be cut."""
+    name = header.text("general.architecture")
+    return name not in SUPPORTED and name not in REFUSED
+
+
+def refusal(header: Header, subject: str, reason: str) -> ModelError:
+    return NotCutError(f"{header.path}: {subject} cannot be cut into windows exactly: {reason}", ADVICE)
