@@ -16,7 +16,8 @@ import msgspec
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from primad.gguf.architectures.table import SUPPORTED, Recurrent, Sliding  # noqa: E402
+from primad.gguf.architecture import Recurrent, Sliding  # noqa: E402
+from primad.gguf.architectures.table import SUPPORTED  # noqa: E402
 from primad.gguf.published import published_models, published_profile  # noqa: E402
 from primad.network import layer_messages, messages  # noqa: E402
 from primad.planning import schema  # noqa: E402

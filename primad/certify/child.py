@@ -19,7 +19,7 @@ import msgspec
 from primad.certify.derive import GraphNode
 from primad.engine.protocol import KvType
 from primad.errors import PrimadError
-from primad.gguf.architectures.table import Architecture
+from primad.gguf.architecture import Architecture
 from primad.gguf.model import open_model
 from primad.system.terminal import escape_uncaught
 

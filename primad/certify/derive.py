@@ -20,9 +20,10 @@ from typing import Final
 import msgspec
 
 from primad.errors import ModelError
+from primad.gguf.architecture import Architecture, Recurrent, Sliding
 from primad.gguf.architectures.cuts import LEFT_TO_TRIAL, cut_multiple, cuttable
 from primad.gguf.architectures.layers import block_count, layer_count, recurrent_layers
-from primad.gguf.architectures.table import Architecture, Recurrent, Sliding, is_unknown
+from primad.gguf.architectures.table import is_unknown
 from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header
 

@@ -20,8 +20,9 @@ from primad.certify.keys import is_own
 from primad.engine.build import build_id
 from primad.engine.protocol import KvType
 from primad.errors import printable
+from primad.gguf.architecture import Architecture
 from primad.gguf.architectures.cuts import borders, why_whole
-from primad.gguf.architectures.table import SUPPORTED, Architecture, is_unknown
+from primad.gguf.architectures.table import SUPPORTED, is_unknown
 from primad.gguf.header import Header
 from primad.gguf.windows import vocabulary_size
 from primad.settings.config import checks_folder

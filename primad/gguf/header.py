@@ -20,7 +20,7 @@ from primad.errors import ModelError
 from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 if TYPE_CHECKING:
-    from primad.gguf.architectures.table import Architecture
+    from primad.gguf.architecture import Architecture
 
 MAGIC: Final = b"GGUF"
 DEFAULT_ALIGNMENT: Final = 32

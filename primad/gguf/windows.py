@@ -24,9 +24,10 @@ from msgspec.structs import astuple
 
 from primad.errors import ModelError
 from primad.gguf.adapter import MAX_ADAPTERS, AdapterSpec
+from primad.gguf.architecture import Architecture
 from primad.gguf.architectures.cuts import borders, cuttable
 from primad.gguf.architectures.layers import layer_count, layer_inputs, sliding_layers
-from primad.gguf.architectures.table import Architecture, known
+from primad.gguf.architectures.table import known
 from primad.gguf.architectures.tensors import LAYER_INPUTS, LAYER_PROJECTION, TensorRole, is_shared_tensor, tensor_role
 from primad.gguf.architectures.values import window_values
 from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, TokenType

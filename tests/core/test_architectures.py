@@ -9,6 +9,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFValueType
 
 from primad.errors import ModelError
+from primad.gguf.architecture import Embedding, Recurrent, Sliding
 from primad.gguf.architectures.cuts import borders, cut_multiple, cuttable
 from primad.gguf.architectures.layers import (
     attending_layers,
@@ -17,7 +18,7 @@ from primad.gguf.architectures.layers import (
     recurrent_layers,
     sliding_layers,
 )
-from primad.gguf.architectures.table import SUPPORTED, Embedding, Recurrent, Sliding
+from primad.gguf.architectures.table import SUPPORTED
 from primad.gguf.architectures.tensors import TensorRole, embedding_scale, is_shared_tensor, layer_of, tensor_role
 from primad.gguf.architectures.values import window_values
 from primad.gguf.header import Header, TensorInfo, Value, array_value, scalar_value

@@ -12,9 +12,10 @@ from primad.certify.derive import GraphNode, derived, multiples, named, provisio
 from primad.certify.first import FIRST_LOAD_S, certified, warning
 from primad.certify.verdict import load_verdict, save_verdict, windows_line, with_verdict
 from primad.errors import EngineError, ModelError
+from primad.gguf.architecture import Architecture, Recurrent, Sliding
 from primad.gguf.architectures.cuts import cut_multiple, cuttable
 from primad.gguf.architectures.layers import attending_layers, recurrent_layers
-from primad.gguf.architectures.table import ENTRY_KEY, EXIT_KEY, Architecture, NotCutError, Recurrent, Sliding
+from primad.gguf.architectures.table import ENTRY_KEY, EXIT_KEY, NotCutError
 from primad.gguf.architectures.tensors import embedding_scale
 from primad.gguf.profile import model_profile
 from tests.core.test_architectures import model, window

@@ -17,9 +17,10 @@ from primad.certify.keys import made_wrong, rewritten
 from primad.certify.tiny import WAYS, tiny_values
 from primad.certify.verdict import verdict_key
 from primad.errors import PrimadError
+from primad.gguf.architecture import Architecture
 from primad.gguf.architectures.cuts import borders, cuttable
 from primad.gguf.architectures.layers import layer_count
-from primad.gguf.architectures.table import Architecture, is_unknown
+from primad.gguf.architectures.table import is_unknown
 from primad.gguf.architectures.tensors import embedding_scale
 from primad.gguf.header import Value, array_value, scalar_value
 from primad.gguf.layers import SmallTensor, metadata_split

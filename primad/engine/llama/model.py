@@ -31,7 +31,8 @@ from primad.engine.streaming.prefetch import WindowStream
 from primad.engine.streaming.scratch import LARGE_ROWS
 from primad.engine.streaming.units import EXPERT_TENSORS
 from primad.errors import EngineError
-from primad.gguf.architectures.table import ENTRY_KEY, EXIT_KEY, LAST_EXIT_KEY, SUPPORTED, Architecture
+from primad.gguf.architecture import Architecture
+from primad.gguf.architectures.table import ENTRY_KEY, EXIT_KEY, LAST_EXIT_KEY, SUPPORTED
 from primad.kv.cells import CellShape, LayerCells
 
 logger = logging.getLogger(__name__)

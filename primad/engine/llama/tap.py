@@ -21,7 +21,8 @@ from primad.engine.streaming.scratch import LARGE_ROWS, Scratch
 from primad.engine.streaming.scratch import bind as bind_scratch
 from primad.engine.tensor import Tensor
 from primad.errors import EngineError
-from primad.gguf.architectures.table import SUPPORTED, Architecture
+from primad.gguf.architecture import Architecture
+from primad.gguf.architectures.table import SUPPORTED
 
 _ENTRIES: Final = frozenset(
     (b"embd", b"attn_norm_in-0", SCALED, b"inp_embd_scaled", b"model.input_embed", b"model.embed_tokens")

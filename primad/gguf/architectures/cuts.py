@@ -6,6 +6,7 @@ import math
 from typing import Final
 
 from primad.errors import ModelError
+from primad.gguf.architecture import Architecture, Recurrent, Sliding
 from primad.gguf.architectures.layers import (
     attending_layers,
     block_count,
@@ -25,10 +26,7 @@ from primad.gguf.architectures.table import (
     RECURRENT_LAYERS,
     REFUSED,
     SLIDING_KEYS,
-    Architecture,
     NotCutError,
-    Recurrent,
-    Sliding,
     known,
     refusal,
 )

@@ -6,6 +6,7 @@ import re
 from typing import Final
 
 from primad.errors import ModelError
+from primad.gguf.architecture import Recurrent, Sliding
 from primad.gguf.architectures.table import (
     ATTENTION_INTERVAL,
     HEAD_COUNTS,
@@ -13,8 +14,6 @@ from primad.gguf.architectures.table import (
     MAX_LAYERS,
     RECURRENT_LAYERS,
     SUPPORTED,
-    Recurrent,
-    Sliding,
     known,
     refusal,
 )

@@ -7,8 +7,9 @@ import re
 from enum import Enum
 from typing import Final
 
+from primad.gguf.architecture import Embedding
 from primad.gguf.architectures.layers import block_count, layer_count, layer_inputs
-from primad.gguf.architectures.table import Embedding, is_unknown, known, refusal
+from primad.gguf.architectures.table import is_unknown, known, refusal
 from primad.gguf.header import Header, single
 
 LAYER_INPUTS: Final = "per_layer_token_embd.weight"

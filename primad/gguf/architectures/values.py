@@ -6,6 +6,7 @@ import math
 from typing import Final
 
 from primad.errors import ModelError
+from primad.gguf.architecture import Architecture, Embedding, Sliding
 from primad.gguf.architectures.cuts import borders, check_count, is_deepseek2_lite, tail_layers, vocabulary_size
 from primad.gguf.architectures.layers import indexed_layers, layer_count, sliding_layers
 from primad.gguf.architectures.table import (
@@ -16,9 +17,6 @@ from primad.gguf.architectures.table import (
     LAST_EXIT_KEY,
     PER_LAYER,
     SLIDING_KEYS,
-    Architecture,
-    Embedding,
-    Sliding,
     known,
 )
 from primad.gguf.constants import GGUFValueType

@@ -1,0 +1,101 @@
+"""What the cutter has to know about one architecture. A header may bring an entry of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Embedding(Enum):
+    """How llama.cpp turns rows of ``token_embd.weight`` into the first layer's input."""
+
+    PLAIN = "as they are"
+    SQRT_WIDTH = "times sqrt(embedding_length)"
+    KEY = "times the key embedding_scale"
+
+
+class Sliding(Enum):
+    """Whether the architecture's graph knows sliding-window attention."""
+
+    NEVER = "the key, if there, is ignored"
+    OPTIONAL = "slides if the key is there; the same graph otherwise"
+    ALWAYS = "always slides: at least one layer has to"
+    NEEDED = "at least one layer has to slide, and those that do are made otherwise"
+    NEEDED_IF_ANY = "the same if the key is there; without it another graph"
+    FIXED = "slides by layer number, as the key says or without it; cuts keep to the pattern"
+
+
+class Recurrent(Enum):
+    """Which layers keep a state in place of cells by position."""
+
+    NEVER = "none"
+    INTERVAL = "all but each full_attention_interval-th, or as attention.recurrent_layers says"
+    HEADS = "those without KV heads"
+    ALL = "every one, beside its cells"
+    TENSORS = "those with tensors of a state"
+    ONLY = "every one, and none has cells"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What the cutter has to know about one ``general.architecture``."""
+
+    name: str
+    tied_output_fallback: bool = True
+    """Without ``output.weight`` llama.cpp takes ``token_embd.weight`` as the output matrix."""
+    embedding: Embedding = Embedding.PLAIN
+    default_embedding_scale: float = 0.0
+    """Value llama.cpp takes where the key ``embedding_scale`` is missing; 0 means that nothing is scaled."""
+    sliding: Sliding = Sliding.NEVER
+    sliding_period: int = 0
+    """llama.cpp's default pattern: in each ``sliding_period`` layers the last one does not slide."""
+    slides_last: bool = False
+    """It is the first one that does not."""
+    cut_multiple: int = 1
+    """The first layer of every window has to be a multiple of this, and of the key ``step``."""
+    step: str = ""
+    needs: str = ""
+    """A key of flags by layer, of which every window has to have one that is set: llama.cpp aborts over unused inputs."""
+    skips_attention: bool = False
+    """Layers without KV heads have no attention; every window has to have one that has it, for the same reason."""
+    needs_indexer: bool = False
+    """Every window has to have a layer that chooses what attention sees, for the same reason."""
+    takes_over: bool = False
+    """Windows begin at one that does: those behind it may see what it chose."""
+    most_sequences: int = 0
+    """Answers at once; 0: as many as llama.cpp has. With more nodes for each sequence than it counted on it aborts."""
+    is_fed: bool = False
+    """Hidden states are no input of the graph; they are put where it has looked up tokens."""
+    knows: frozenset[str] = frozenset()
+    """Keys that stand in the way of others."""
+    refuses: tuple[tuple[str, str], ...] = ()
+    """Keys that stand in the way here alone, and why."""
+    by_layer: frozenset[str] = frozenset()
+    """Keys of one value a layer, which may differ."""
+    drops: frozenset[str] = frozenset()
+    """Keys that windows do without."""
+    recurrent: Recurrent = Recurrent.NEVER
+    output_norm: str = "output_norm"
+    exit: str = "l_out-{layer}"
+    """What the graph calls a layer's output, by the ``layer`` or the one ``after`` it."""
+    last_exit: str = ""
+    """What it calls the last one's, if otherwise."""
+    adds_positions: bool = False
+    """The head adds a row of ``position_embd.weight`` to each row of the embedding; in windows this is 0."""
+    predicts: bool = False
+    """Its last layers may be for multi-token prediction, which the graph leaves out."""
+    layer_inputs: str = ""
+    """The key of how many values each layer takes beside the hidden state, of rows of ``per_layer_token_embd.weight`` and
+    what ``per_layer_model_proj.weight`` makes of the tokens' embedding."""
+    shares_cells: str = ""
+    """The key of how many layers, the last ones, use the KV cells of the two before them."""
+    shares_where_full: bool = False
+    """What every window shares is used only by layers that do not slide."""
+    entries: tuple[str, ...] = ()
+    """What the graph calls the rows of tokens, and the hidden state that it makes of them. Where there are some the route's
+    first window is fed at the first one and the others at the last; none: at those that the engine knows."""
+
+    def exit_of(self, layer: int, *, is_last: bool) -> str:
+        """What the graph calls the output of ``layer``, counted from the window's first."""
+        name = (is_last and self.last_exit) or self.exit
+        return name.replace("{layer}", str(layer)).replace("{after}", str(layer + 1))
