@@ -20,11 +20,13 @@ from typing import Any, Final
 
 import pulp
 
-from halda import milp
 from halda.cuts import good_cuts
 from halda.evaluate import Objective, Prediction, evaluate, is_regular, residency, stream
 from halda.helping import OF_FIRST_TOKEN, able_to_help, others_to_try, with_help
 from halda.instance import ExpertPlace, Instance, instance
+from halda.milp.build import EVEN_MS, Program, build
+from halda.milp.layouts import Layout, alone_layout, cut_layout, even_layout, fixed_layout, new_problem
+from halda.milp.time import TIE
 from halda.orders import (
     EXACT_DEVICES,
     RingOrder,
@@ -355,8 +357,8 @@ class _Search:
         )
 
     def _alone(self) -> None:
-        problem, head = milp.new_problem("alone"), self._instance.only([0])
-        outcome, program = self._run(problem, milp.alone_layout(problem, head), head, required=frozenset())
+        problem, head = new_problem("alone"), self._instance.only([0])
+        outcome, program = self._run(problem, alone_layout(problem, head), head, required=frozenset())
         self._note(outcome)
         if outcome.found:
             total = len(self._instance.model.layers)
@@ -367,7 +369,7 @@ class _Search:
 
     def _may_win(self, rounds: int, orders: Sequence[RingOrder] | None) -> bool:
         """Whether any ring of ``rounds`` rounds or more can be better than the best so far."""
-        problem = milp.new_problem("bound")
+        problem = new_problem("bound")
         layout = self._even(problem, rounds, orders, loose=True)
         outcome, _ = self._run(problem, layout, most_s=self._most_s(orders))
         self._least_s = max(self._least_s, outcome.bound / MS)
@@ -385,7 +387,7 @@ class _Search:
 
     def _rounds(self, rounds: int, orders: Sequence[RingOrder] | None) -> None:
         """Look for the best ring of ``rounds`` rounds; what the even layout leaves open is cut exactly, or stays open."""
-        problem = milp.new_problem(f"rounds_{rounds}")
+        problem = new_problem(f"rounds_{rounds}")
         layout = self._even(problem, rounds, orders)
         outcome, program = self._run(problem, layout, most_s=self._most_s(orders))
         bound_s, differ = max(self._least_s, outcome.bound / MS), len(self._instance.kinds) > 1
@@ -410,17 +412,17 @@ class _Search:
         *,
         loose: bool = False,
         columns: int | None = None,
-    ) -> milp.Layout:
+    ) -> Layout:
         """The even layout; of hops that have no order yet the least that they can be."""
         shares = least_hops(self._instance) if orders is None else None
-        return milp.even_layout(problem, self._instance, rounds, orders, loose=loose, columns=columns, shares=shares)
+        return even_layout(problem, self._instance, rounds, orders, loose=loose, columns=columns, shares=shares)
 
     def _try_hops(self, rounds: int, ring: Sequence[int]) -> None:
         """With many devices: lay the hops of a good ring to its members, solve again, and again from what comes out."""
         for _ in range(_HOP_TRIALS):
             shares = hops_around(self._instance, good_order(self._instance, ring))
-            problem = milp.new_problem("hops")
-            layout = milp.even_layout(problem, self._instance, rounds, None, shares=shares)
+            problem = new_problem("hops")
+            layout = even_layout(problem, self._instance, rounds, None, shares=shares)
             outcome, program = self._run(problem, layout, cutoff=False, most_s=_LONG_S)
             if not outcome.found:
                 return
@@ -446,7 +448,7 @@ class _Search:
         most = model.last_cut // (rounds * cut) * cut
         for columns in [total] if rounds == 1 else range(most, 0, -cut):
             if rounds > 1:
-                problem = milp.new_problem("columns")
+                problem = new_problem("columns")
                 layout = self._even(problem, rounds, orders, columns=columns)
                 outcome, program = self._run(problem, layout)
                 if outcome.found:
@@ -463,8 +465,8 @@ class _Search:
 
     def _cut_in_order(self, rounds: int, sequence: Sequence[int], columns: int) -> None:
         orders = induced_orders(self._instance, sequence)
-        problem = milp.new_problem("cut")
-        layout = milp.cut_layout(problem, self._instance, rounds, orders, sequence, columns)
+        problem = new_problem("cut")
+        layout = cut_layout(problem, self._instance, rounds, orders, sequence, columns)
         outcome, program = self._run(problem, layout)
         self._note(outcome)
         if outcome.found:
@@ -472,7 +474,7 @@ class _Search:
             self._offer(rounds, self._cut_route(program, rounds, sequence, order))
 
     def _cut_route(
-        self, program: milp.Program, rounds: int, sequence: Sequence[int], order: RingOrder
+        self, program: Program, rounds: int, sequence: Sequence[int], order: RingOrder
     ) -> tuple[Window, ...]:
         """Read windows off the staircases."""
         found, names = program.layout.variables, [device.device for device in self._instance.devices]
@@ -496,7 +498,7 @@ class _Search:
         apart = _height(found["tail_whole"]) - _height(found["tail_start"])
         return (*route, Window(device=names[0], first=tail_first, last=total, gpu_layers=tail_gpu, cpu_experts=apart))
 
-    def _take_even(self, program: milp.Program) -> tuple[int, ...]:
+    def _take_even(self, program: Program) -> tuple[int, ...]:
         """Make a plan of an even layout's solution. Answers its ring."""
         layout, names = program.layout, [device.device for device in self._instance.devices]
         found = layout.variables
@@ -519,7 +521,7 @@ class _Search:
         self._offer(layout.rounds, (*route, tail))
         return order
 
-    def _order(self, layout: milp.Layout, w: Sequence[int]) -> tuple[int, ...]:
+    def _order(self, layout: Layout, w: Sequence[int]) -> tuple[int, ...]:
         if layout.picked:
             return next(
                 order.members for order, z in zip(layout.orders, layout.picked, strict=True) if round(z.value())
@@ -528,10 +530,10 @@ class _Search:
 
     def _offer(self, rounds: int, route: tuple[Window, ...]) -> None:
         """Keep the plan with these windows, and the streaming that suits them best, if it is the best so far."""
-        plan, problem = self._plan(rounds, route), milp.new_problem("fixed")
+        plan, problem = self._plan(rounds, route), new_problem("fixed")
         index = {device.device: m for m, device in enumerate(self._instance.devices)}
         members = self._instance.only([index[name] for name in plan.devices])
-        outcome, program = self._run(problem, milp.fixed_layout(members, plan), members, required=frozenset())
+        outcome, program = self._run(problem, fixed_layout(members, plan), members, required=frozenset())
         if not outcome.found:
             return
         unit = self._instance.largest_layer_bytes
@@ -568,7 +570,7 @@ class _Search:
         if not is_regular(plan, self._instance):
             return
         prediction = evaluate(plan, self._instance)
-        value = self._objective_s(prediction) + milp.TIE * prediction.tpot_s
+        value = self._objective_s(prediction) + TIE * prediction.tpot_s
         slack = _SAME if not is_quick and self._wins_ties(plan.rounds) else -_SAME
         if not prediction.short and value < self._best_s * (1 + slack):
             self._best, self._best_is_quick = (value, plan), is_quick
@@ -591,14 +593,14 @@ class _Search:
     def _run(
         self,
         problem: Any,
-        layout: milp.Layout,
+        layout: Layout,
         question: Instance | None = None,
         required: frozenset[int] | None = None,
         *,
         cutoff: bool = True,
         most_s: float = math.inf,
-    ) -> tuple[Outcome, milp.Program]:
-        program = milp.build(
+    ) -> tuple[Outcome, Program]:
+        program = build(
             problem,
             question or self._instance,
             layout,
@@ -609,7 +611,7 @@ class _Search:
         most = math.inf
         if cutoff and self._best is not None:
             slack = self._best_s * MS * _SAME
-            most = self._best_s * MS + (slack + milp.EVEN_MS if self._wins_ties(layout.rounds) else -slack)
+            most = self._best_s * MS + (slack + EVEN_MS if self._wins_ties(layout.rounds) else -slack)
         # Without any plan yet a program gets time enough to find one.
         least_s = _LEAST_S if self._best is not None else _FIRST_S
         is_steep = _STEEP_S < self._best_s < math.inf
@@ -626,26 +628,26 @@ class _Search:
         size, text = min(found)
         return Infeasible(text, short_bytes=round(size))
 
-    def _elastic_layouts(self) -> Iterator[tuple[Any, milp.Layout, Instance]]:
+    def _elastic_layouts(self) -> Iterator[tuple[Any, Layout, Instance]]:
         instance = self._instance
         if not self._required - {0}:
-            problem, head = milp.new_problem("short_alone"), self._instance.only([0])
-            yield problem, milp.alone_layout(problem, head), head
+            problem, head = new_problem("short_alone"), self._instance.only([0])
+            yield problem, alone_layout(problem, head), head
         if len(instance.devices) == 1 or not instance.model.borders:
             return
         if len(instance.kinds) > 1 and self._is_small(1):
             for sequence in device_sequences(instance)[:_ELASTIC_ORDERS]:
-                problem, orders = milp.new_problem("short_cut"), induced_orders(instance, sequence)
+                problem, orders = new_problem("short_cut"), induced_orders(instance, sequence)
                 columns = len(instance.model.layers)
-                yield problem, milp.cut_layout(problem, instance, 1, orders, sequence, columns), instance
+                yield problem, cut_layout(problem, instance, 1, orders, sequence, columns), instance
             return
-        problem = milp.new_problem("short_ring")
+        problem = new_problem("short_ring")
         rings = exact_orders(instance, self._objective) if len(instance.devices) <= EXACT_DEVICES else None
-        yield problem, milp.even_layout(problem, instance, 1, rings), instance
+        yield problem, even_layout(problem, instance, 1, rings), instance
 
-    def _elastic(self, problem: Any, layout: milp.Layout, question: Instance) -> tuple[float, str] | None:
+    def _elastic(self, problem: Any, layout: Layout, question: Instance) -> tuple[float, str] | None:
         required = self._required if len(question.devices) > 1 else frozenset[int]()
-        milp.build(problem, question, layout, self._objective, required, elastic=True)
+        build(problem, question, layout, self._objective, required, elastic=True)
         outcome = run(problem, _SHORT_S)
         if not (outcome.found or outcome.proven):
             outcome = run(problem, max(_FIRST_S, self._limit_s))

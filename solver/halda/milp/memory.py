@@ -1,0 +1,154 @@
+"""Memory: what fits, what streams, and what is held ahead of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pulp
+
+from halda.instance import Instance
+from halda.milp.layouts import Layout, integer
+from halda.variables import Expression, positive
+
+
+@dataclass(slots=True)
+class StreamVariables:
+    """Per member: ``streams`` is 1 where it streams, ``bytes`` of them with ``ahead`` held ahead (in units of memory).
+
+    ``steps`` has for each of the least that may be held ahead whether that is, and no more. ``decode`` is what streams while
+    tokens are drawn.
+    """
+
+    streams: list[Any] = field(default_factory=list)
+    bytes: list[Any] = field(default_factory=list)
+    ahead: list[Any] = field(default_factory=list)
+    steps: list[list[tuple[Expression, float]]] = field(default_factory=list)
+    decode: list[Any] = field(default_factory=list)
+
+
+def uses_of_cpu(problem: Any, instance: Instance, layout: Layout, uses_gpu: Sequence[Any]) -> list[Expression]:
+    """Whether the processor of each member computes anything of a layer: without a GPU it does if it takes part."""
+    found: list[Expression] = []
+    for m, member in enumerate(instance.members):
+        if not member.has_gpu:
+            found.append(layout.used[m])
+            continue
+        uses = integer(problem, f"cpu_used_{m}", 0, 1)
+        problem += pulp.lpSum(layout.in_ram(m)) <= len(instance.model.layers) * uses, f"{m} uses its processor"
+        problem += uses + uses_gpu[m] >= layout.used[m], f"{m} uses either"
+        found.append(uses)
+    return found
+
+
+def add_streaming(problem: Any, instance: Instance, layout: Layout) -> StreamVariables:
+    """Who streams how much, with how much held ahead."""
+    unit, found = instance.largest_layer_bytes, StreamVariables()
+    streamable = [size / unit for size in instance.streamable]
+    total = sum(count * size for count, size in zip(instance.kind_totals, streamable, strict=True))
+    for m, member in enumerate(instance.members):
+        first, *further = member.ahead_steps
+        streams = integer(problem, f"streams_{m}", 0, int(not member.is_helped))
+        size, ahead, decode = (positive(problem, f"{name}_{m}") for name in ("streamed", "ahead", "in_decode"))
+        most = dot(layout.in_ram(m), streamable)
+        problem += size <= most - streams * (instance.pool_bytes / unit), f"{m} streams what its CPU computes"
+        problem += size <= total * streams, f"{m} streams"
+        least: Expression = streams * (first.ahead_bytes / unit)
+        enough: Expression = streams * (first.wide_bytes / unit)
+        is_wide = 1 if instance.by_expert else integer(problem, f"wide_{m}", 0, 1)
+        below, above, reached = first, streams, [streams]
+        for i, step in enumerate(further, 1):
+            beyond = integer(problem, f"beyond_{m}_{i}", 0, 1)
+            problem += size <= below.share * most + (1 - below.share) * total * beyond, f"{m} streams a share {i}"
+            problem += beyond <= above, f"{m} streams less than share {i} before"
+            least += beyond * ((step.ahead_bytes - below.ahead_bytes) / unit)
+            enough += beyond * ((step.wide_bytes - below.wide_bytes) / unit)
+            below, above = step, beyond
+            reached.append(beyond)
+        problem += ahead >= least, f"{m} reads ahead"
+        if not instance.by_expert:
+            problem += ahead <= least + total * is_wide, f"{m} reads no more ahead than it needs"
+            problem += ahead >= enough - 2 * (1 - is_wide), f"{m} reads ahead two parts"
+        problem += ahead <= size, f"{m} reads ahead what streams"
+        problem += decode >= size - member.decode.spare_bytes / unit, f"{m} streams less in decode"
+        found.streams.append(streams)
+        found.bytes.append(size)
+        found.ahead.append(ahead)
+        found.steps.append(
+            [
+                (now - after - is_wide, step.ahead_bytes / unit)
+                for now, after, step in zip(reached, [*reached[1:], 0], member.ahead_steps, strict=True)
+            ]
+        )
+        found.decode.append(decode)
+    return found
+
+
+def add_memory(
+    problem: Any,
+    instance: Instance,
+    layout: Layout,
+    streams: StreamVariables,
+    uses_gpu: Sequence[Any],
+    output_on_gpu: Any,
+    fullest: Any,
+    *,
+    elastic: bool,
+) -> list[Expression]:
+    """RAM, VRAM and disk of every device and machine are hard limits; the slacks where ``elastic``. Unit: largest layers.
+
+    ``fullest`` is at least the share of its RAM that each device gives.
+    """
+    unit = instance.largest_layer_bytes
+    sizes = [size / unit for size in instance.size_bytes]
+    with_kv = [size + kv / unit for size, kv in zip(sizes, instance.kv_bytes, strict=True)]
+    experts = [size / unit for size in instance.expert_bytes]
+    output, ram, vram, disk = instance.model.output_bytes / unit, [], [], []
+    for m, member in enumerate(instance.members):
+        windows = layout.windows[m]
+        besides = instance.gpu_runtime_bytes(windows, helps=member.is_helped) / unit
+        apart = dot(layout.apart[m], experts)
+        on_gpu = dot(layout.gpu[m], with_kv) - apart + (layout.used[m] if member.is_helped else uses_gpu[m]) * besides
+        on_cpu = dot(layout.cpu[m], with_kv) + apart - streams.bytes[m] + streams.ahead[m]
+        on_cpu += streams.streams[m] * (instance.reserve_bytes / unit)
+        on_cpu += layout.used[m] * (instance.runtime_bytes(windows) / unit)
+        if m == 0:
+            on_gpu += output_on_gpu * output
+            if member.is_helped:
+                on_gpu += (1 - output_on_gpu) * (instance.output_copy_bytes / unit)
+            on_cpu += instance.head_bytes(windows) / unit + (1 - output_on_gpu) * output
+        vram.append(on_gpu)
+        ram.append(on_cpu + on_gpu if member.shares_memory else on_cpu)
+        disk.append(dot(layout.cpu[m], sizes) + dot(layout.gpu[m], sizes) if len(instance.devices) > 1 else 0)
+    slacks: list[Expression] = []
+
+    def limit(what: str, where: str, needed: Expression, available: int) -> None:
+        slack: Expression = 0
+        if elastic:
+            slack = positive(problem, f"short_{what}_{where}")
+            slacks.append(slack)
+        if not isinstance(needed, int):
+            problem.addConstraint(needed <= available / unit + slack, f"{what} of {where}")
+
+    for m, member in enumerate(instance.members):
+        limit("RAM", str(m), ram[m], member.ram_limit)
+        problem.addConstraint(ram[m] <= max(1, member.ram_limit) / unit * fullest, f"{m} is as full as the fullest")
+        limit("VRAM", str(m), vram[m], member.vram_limit)
+        limit("disk", str(m), disk[m], member.disk_limit)
+    for host in instance.hosts:
+        if len(host) > 1:
+            profiles = [instance.devices[m] for m in host]
+            name = "_".join(map(str, host))
+            limit("RAM", name, pulp.lpSum(ram[m] for m in host), max(p.ram_available_bytes for p in profiles))
+            there = max(p.gpu.vram_available_bytes if p.gpu is not None else 0 for p in profiles)
+            limit("VRAM", name, pulp.lpSum(vram[m] for m in host), there)
+    for here in instance.disks:
+        if len(here) > 1:
+            free = max(instance.devices[m].disk.free_bytes for m in here)
+            limit("disk", "_".join(map(str, here)), pulp.lpSum(disk[m] for m in here), free)
+    return slacks
+
+
+def dot(counts: Sequence[Expression], weights: Sequence[float]) -> Expression:
+    return pulp.lpSum(count * weight for count, weight in zip(counts, weights, strict=True))
