@@ -34,7 +34,8 @@ from primad.ring.chunks import Chunking, Pieces
 from primad.ring.grouping import Batching
 from primad.ring.head import Head, Tell
 from primad.ring.messages import Finished, Generate, Sampled, StepLimits
-from primad.ring.scheduler import Draw, Scheduler
+from primad.ring.scheduler.scheduler import Scheduler
+from primad.ring.scheduler.state import Draw
 from tools.bench_solver import device_here, links_between
 from tools.lab.local_ring import LocalRing, even_windows, types_of
 from tools.lab.memory import LimitedGroup

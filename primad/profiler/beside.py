@@ -60,7 +60,7 @@ def time_head(task: TimeHead) -> tuple[float, ...]:
     from primad.ring.chunks import Chunking
     from primad.ring.head import Head, Tell
     from primad.ring.messages import Finished, Generate, StepLimits
-    from primad.ring.scheduler import Scheduler
+    from primad.ring.scheduler.scheduler import Scheduler
     from primad.system.children.channel import frame
 
     tail = _Nothing(task, np.ones(task.vocabulary, np.float32), np.ones(task.sweep_bytes // 8, np.uint64))

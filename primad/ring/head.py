@@ -38,7 +38,8 @@ from primad.ring.messages import (
     Step,
     StepLimits,
 )
-from primad.ring.scheduler import Draw, PlannedStep, Scheduler
+from primad.ring.scheduler.scheduler import Scheduler
+from primad.ring.scheduler.state import Draw, PlannedStep
 from primad.ring.speculation.tree import child
 from primad.ring.worker import Shelf, apply, check_sent, not_finite, rows_of, skipped, visit
 

@@ -27,7 +27,7 @@ from primad.ring.chunks import Chunking
 from primad.ring.gpu_room import load_what_fits
 from primad.ring.head import Head
 from primad.ring.messages import GpuLoaded, HeadPart, Open, StepLimits
-from primad.ring.scheduler import Scheduler
+from primad.ring.scheduler.scheduler import Scheduler
 from primad.ring.speculation.lookup import PromptLookup
 from primad.ring.speculation.speculation import BeginsDrafter
 

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from primad.engine.protocol import Sampling
-from primad.ring import scheduler as scheduler_module
 from primad.ring.messages import KvCopy, KvRemove
+from primad.ring.scheduler import admission
 from primad.ring.speculation.drafter import Drafting, Guess
 from primad.ring.speculation.tree import NO_TREE, OPENS_AT, TreeNode, best_tree, child, depth, placed
 from tests.core.test_speculation import (
@@ -189,7 +189,7 @@ def test_a_tree_of_which_nothing_held_leaves_the_text_as_it_was():
 def short_turns():
     """What one owner has computed is often set back for another one's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler_module, "LEAST_TURN", 3)
+        patch.setattr(admission, "LEAST_TURN", 3)
         yield
 
 
@@ -231,7 +231,7 @@ def check_nothing_is_left(ring: FakeRing, sampling: Sampling = GREEDY) -> None:
             1,
             *(0 for _ in range(ring.model.options.branches)),
         ]
-    assert len(ring.scheduler._slots._free) == 1
+    assert len(ring.scheduler._state.slots._free) == 1
 
 
 @rings

@@ -24,7 +24,7 @@ from primad.ring.messages import (
     PromptProgress,
     Sampled,
 )
-from primad.ring.scheduler import Draw
+from primad.ring.scheduler.state import Draw
 from tests.fakes.ring import FakeRing, generate
 
 SMALL = ([[2, 1, 3]], 2)

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from primad.errors import AlteredStepError, EngineError, NotFiniteError, RingError, SenderError
 from primad.kv.keys import KvBlock
-from primad.ring import scheduler
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 from primad.ring.head import Send, Tell, log_softmax, most_likely
@@ -34,6 +33,7 @@ from primad.ring.messages import (
     Serving,
     Step,
 )
+from primad.ring.scheduler import admission
 from primad.ring.worker import Worker
 from tests.fakes.engine import VOCABULARY, WIDTH, FakeModel
 from tests.fakes.keeper import FakeKeeper
@@ -803,7 +803,7 @@ def test_generations_at_once_say_what_each_says_alone_whoever_comes_goes_and_die
     them; no cell is another text's or comes twice.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "LEAST_TURN", data.draw(st.sampled_from([1, 3])))
+        patch.setattr(admission, "LEAST_TURN", data.draw(st.sampled_from([1, 3])))
         say_what_each_says_alone(data, shape, sampling)
 
 

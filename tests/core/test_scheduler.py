@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primad.errors import RingError
-from primad.ring import scheduler as scheduler_module
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 from primad.ring.messages import Cancel, Finished, KvCopy, KvRemove, PromptProgress, Sampled
-from primad.ring.scheduler import LEAST_TURN, Draw, PlannedStep, Scheduler
+from primad.ring.scheduler import state
+from primad.ring.scheduler.admission import LEAST_TURN
+from primad.ring.scheduler.scheduler import Scheduler
+from primad.ring.scheduler.state import Draw, PlannedStep
 from primad.ring.slots import COPIED_CELLS
 from tests.fakes.ring import chunks_of, generate
 
@@ -484,7 +486,7 @@ def test_a_short_answer_is_some_times_slower_beside_forty_of_another_owner_and_n
     made.submit(msgspec.structs.replace(generate(99, [99] * 20, tokens=30), owner="short"))
     alone = 30
     assert len(finish(made, 99)) <= 3 * alone + tokens % 100
-    assert len(made._running) + sum(map(len, made._waiting.values())) > 30
+    assert len(made._state.running) + sum(map(len, made._state.waiting.values())) > 30
 
 
 def test_an_owner_alone_is_never_set_back():
@@ -502,12 +504,12 @@ def test_a_sequence_that_is_free_is_another_owners_though_few_run_at_once():
 
 
 def test_of_owners_who_ask_no_more_nothing_is_kept_without_end(monkeypatch):
-    monkeypatch.setattr(scheduler_module, "MOST_OWNERS", 5)
+    monkeypatch.setattr(state, "MOST_OWNERS", 5)
     made = scheduler(rows=64)
     for request in range(20):
         made.submit(msgspec.structs.replace(generate(request, [1], tokens=1), owner=f"from {request}"))
         commit(made, next_step(made).step, draw_of(1), 0)
-    assert list(made._owners) == [f"from {request}" for request in range(15, 20)]
+    assert list(made._state.owners) == [f"from {request}" for request in range(15, 20)]
 
 
 def begun(made: Scheduler) -> list[int]:

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from primad.engine.protocol import Sampling
 from primad.errors import AlteredStepError
-from primad.ring import scheduler as scheduler_module
 from primad.ring.grouping import Batching
 from primad.ring.head import Send
 from primad.ring.messages import Cancel, Drained, KvRemove, Sampled
-from primad.ring.scheduler import Draw, PlannedStep, Scheduler
+from primad.ring.scheduler import admission
+from primad.ring.scheduler.scheduler import Scheduler
+from primad.ring.scheduler.state import Draw, PlannedStep
 from primad.ring.speculation.drafter import Drafting, Guess
 from primad.ring.speculation.pace import BEGINS_AFTER
 from primad.ring.speculation.speculation import BeginsDrafter
@@ -104,7 +105,7 @@ def sampled(ring: FakeRing, request: int) -> list[int]:
 def short_turns():
     """What one owner has computed is often set back for another one's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler_module, "LEAST_TURN", 3)
+        patch.setattr(admission, "LEAST_TURN", 3)
         yield
 
 
@@ -178,7 +179,7 @@ def test_a_cancel_at_any_moment_leaves_no_cell_and_no_number_behind(data):
         assert ring.answer(request)[0] == ring.model.answer(text, TOKENS, GREEDY)
     held = [[window.held(number) for number in range(ring.model.options.sequences)] for window in ring.windows]
     ring.ask(generate(4, [1], tokens=1))
-    assert len(ring.scheduler._slots._free) == ring.model.options.sequences
+    assert len(ring.scheduler._state.slots._free) == ring.model.options.sequences
     assert all(cells <= CONTEXT for each in held for cells in each)
 
 

@@ -20,7 +20,7 @@ from primad.ring.chunks import Chunking, Pieces
 from primad.ring.grouping import Batching
 from primad.ring.head import MASKS_LOOK_S, Head, HeadEvent, Send, Tell
 from primad.ring.messages import Cancel, Finished, Generate, Sampled, Skip, Step, StepLimits, decode_route
-from primad.ring.scheduler import Scheduler
+from primad.ring.scheduler.scheduler import Scheduler
 from primad.ring.speculation.drafter import Drafting
 from primad.ring.speculation.lookup import PromptLookup
 from primad.ring.speculation.speculation import BeginsDrafter

@@ -47,7 +47,7 @@ from primad.ring.messages import (
     event_decoder,
 )
 from primad.ring.process import _serve
-from primad.ring.scheduler import Scheduler
+from primad.ring.scheduler.scheduler import Scheduler
 from primad.ring.worker import Worker
 from primad.settings.timings import RingTimings
 from primad.system.children.channel import LENGTH, RingChannel, frame, frame_bytes

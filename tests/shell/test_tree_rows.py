@@ -15,7 +15,7 @@ from primad.engine.protocol import EngineOptions, Rows, WindowSource
 from primad.engine.vocabulary import LlamaVocabulary
 from primad.ring.head import Head, Tell
 from primad.ring.messages import Sampled, StepLimits
-from primad.ring.scheduler import Scheduler
+from primad.ring.scheduler.scheduler import Scheduler
 from primad.ring.speculation.drafter import Drafting, Guess
 from tests.fakes.drafter import Nothing
 from tests.fakes.ring import chunks_of, generate

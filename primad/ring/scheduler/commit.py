@@ -1,0 +1,92 @@
+"""What a step that is back means for its generations."""
+
+from __future__ import annotations
+
+from primad.ring.messages import (
+    Finished,
+    Generate,
+    GenerationEvent,
+    PromptProgress,
+    Sampled,
+)
+from primad.ring.scheduler.state import Draw, SchedulerState
+from primad.ring.slots import Running
+
+
+def reused_events(running: Running) -> list[GenerationEvent]:
+    """What was there of its prompt, unless that was told."""
+    reused, running.reused = running.reused, 0
+    return [PromptProgress(request=running.generate.request, tokens=reused, reused=reused)] if reused else []
+
+
+def finished_event(
+    generate: Generate,
+    sampled: int,
+    reason: str,
+    *,
+    prompt_s: float,
+    decode_s: float,
+    error: str | None = None,
+    drafted: int = 0,
+    accepted: int = 0,
+) -> Finished:
+    return Finished(
+        request=generate.request,
+        reason=reason,
+        error=error,
+        prompt_tokens=len(generate.prompt),
+        completion_tokens=sampled,
+        prompt_s=prompt_s,
+        decode_s=decode_s,
+        drafted=drafted,
+        accepted=accepted,
+    )
+
+
+def all_drawn(state: SchedulerState, running: Running, draw: Draw, now: float, lap_s: float) -> list[GenerationEvent]:
+    told: list[GenerationEvent] = []
+    for each in (draw, *draw.more):
+        if running.last_token_s is not None:
+            state.tally.count(lap_s, now - running.last_token_s)
+        running.last_token_s = now
+        told += one_drawn(state, running, each, now)
+    return told
+
+
+def one_drawn(state: SchedulerState, running: Running, draw: Draw, now: float) -> list[GenerationEvent]:
+    request = running.generate.request
+    if running.first_token_s is None:
+        running.first_token_s = now
+    if draw.error is not None:
+        return [finish(state, running, draw.reason, now, error=draw.error)]
+    if draw.ends:
+        return [finish(state, running, "stop", now)]
+    running.sampled.append(draw.token)
+    running.mirostat_mu = draw.mirostat_mu
+    if running.speculation is not None:
+        accepted = running.speculation.accepted
+        if not running.speculation.took(draw.token, now):
+            state.take_back(running, running.known - 1)
+        state.tally.accepted += running.speculation.accepted - accepted
+    sampled = Sampled(
+        request=request, token=draw.token, logprob=draw.logprob, top=draw.top, mirostat_mu=draw.mirostat_mu
+    )
+    if state.is_full(running.generate, len(running.sampled)):
+        return [sampled, finish(state, running, "length", now)]
+    return [sampled]
+
+
+def finish(state: SchedulerState, running: Running, reason: str, now: float, *, error: str | None = None) -> Finished:
+    first_token_s = running.first_token_s if running.first_token_s is not None else now
+    state.release(running.generate.request)
+    speculation = running.speculation
+    return finished_event(
+        running.generate,
+        len(running.sampled),
+        reason,
+        error=error,
+        prompt_s=first_token_s - running.started_s,
+        decode_s=now - first_token_s,
+        drafted=speculation.drafted if speculation is not None else 0,
+        accepted=speculation.accepted if speculation is not None else 0,
+    )

@@ -1,0 +1,71 @@
+"""Steps of next tokens, of generations that are computed together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from primad.ring.grouping import Candidate
+from primad.ring.messages import (
+    KvRemove,
+)
+from primad.ring.scheduler.drafts import drafts_with
+from primad.ring.scheduler.state import PlannedStep, SchedulerState
+from primad.ring.slots import KvSequence, Running
+from primad.ring.speculation.tree import NO_TREE
+
+
+def may_decode(state: SchedulerState) -> bool:
+    """Whether a step of next tokens may be handed out, or is worth waiting for others to come with it."""
+    under_way = sum(step.decodes and bool(step.draws) and not step.is_draft for step in state.in_flight.values())
+    return under_way < state.batching.most_steps(state.decoding)
+
+
+def decode_step(state: SchedulerState, ready: Sequence[Running], first: Running) -> PlannedStep:
+    """The next token of ``first`` and of those among ``ready`` that come with it."""
+    by_number = {each.sequence.number: each for each in ready}
+    candidates = [
+        Candidate(sequence=each.sequence.number, owner=each.generate.owner, cells=each.sequence.cells)
+        for each in (first, *(other for other in ready if other is not first))
+    ]
+    step = PlannedStep(step=state.steps, requests=[], tokens=[], positions=[], sequences=[], draws={}, ops=[])
+    chosen: list[Running] = []
+    numbers = state.batching.together(candidates, state.decoding)
+    for number in numbers:
+        running, sequence = by_number.get(number), state.slots.sequences[number]
+        if running is None:
+            add_bridge(state, step, sequence)
+            continue
+        step.ops.extend(sequence.take_ops())
+        step.requests.append(running.generate.request)
+        step.tokens.extend(running.tokens(sequence.cells, sequence.cells + 1))
+        step.positions.append(sequence.cells)
+        step.sequences.append(number)
+        sequence.cells += 1
+        if not running.has_step:
+            step.draws[len(step.tokens) - 1] = [running.generate]
+        chosen.append(running)
+    tree = drafts_with(state, step, first) if len(numbers) == 1 else NO_TREE
+    return state.hand_out(step, chosen, decodes=True, tree=tree)
+
+
+def add_bridge(state: SchedulerState, step: PlannedStep, sequence: KvSequence) -> None:
+    """A row of nobody behind the cells of ``sequence``, forgotten with the next step in which it has a row.
+
+    Drafts there may be skipped, and would leave a hole before it.
+    """
+    for running in state.running.values():
+        if running.sequence is sequence:
+            state.take_back(running, running.certain)
+    step.ops.extend(sequence.take_ops())
+    step.tokens.append(0)
+    step.positions.append(sequence.cells)
+    step.sequences.append(sequence.number)
+    sequence.ops.append(KvRemove(sequence.number, sequence.cells, -1))
+
+
+def step_without_rows(state: SchedulerState) -> PlannedStep | None:
+    """A step that only keeps what is to be kept."""
+    if not state.slots.keeps:
+        return None
+    step = PlannedStep(step=state.steps, requests=[], tokens=[], positions=[], sequences=[], draws={}, ops=[])
+    return state.hand_out(step, [], decodes=False)

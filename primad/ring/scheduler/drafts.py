@@ -1,0 +1,142 @@
+"""Drafts in steps of their own, or with the next token of their generation, and what becomes of them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from primad.ring.messages import (
+    KvCopy,
+    KvRemove,
+)
+from primad.ring.scheduler.state import Draw, PlannedStep, SchedulerState
+from primad.ring.slots import Running
+from primad.ring.speculation.drafter import Guess
+from primad.ring.speculation.tree import NO_TREE, TreeRows, child, depth, placed
+
+MOST_DRAFTS: Final = 64
+"""Steps of drafts on their way, those that became void among them."""
+
+
+def draft_step(state: SchedulerState) -> PlannedStep | None:
+    """A step for the surest draft, where no row of anybody waits for its place in the ring."""
+    steps = state.in_flight.values()
+    if state.drafting is None or not all(step.decodes for step in steps):
+        return None
+    drafts = sum(step.is_draft for step in steps)
+    if sum(bool(step.draws) for step in steps) >= state.drafting.room or drafts >= MOST_DRAFTS:
+        return None
+    best: tuple[float, Running, Guess] | None = None
+    for running in state.running.values():
+        guess = next_guess(state, running)
+        if guess is not None and (best is None or guess.sure > best[0]):
+            best = guess.sure, running, guess
+    return step_ahead(state, best[1], best[2]) if best is not None else None
+
+
+def next_guess(state: SchedulerState, running: Running) -> Guess | None:
+    """What may follow all that is on its way for it, if the token behind that is wanted."""
+    speculation = running.speculation
+    if speculation is None or not running.sampled or not running.is_decoding or running.has_step:
+        return None
+    if running.held_back_s is not None:
+        return None
+    return speculation.next() if drafts_wanted(state, running) else None
+
+
+def drafts_wanted(state: SchedulerState, running: Running) -> int:
+    """How many more drafts of it would have a token behind them that it may have."""
+    ahead = running.sequence.cells - running.certain
+    room = min(running.generate.max_tokens, state.context - len(running.generate.prompt)) - len(running.sampled)
+    return max(0, room - ahead - 1)
+
+
+def step_ahead(state: SchedulerState, running: Running, guess: Guess) -> PlannedStep:
+    """A step with the row of ``guess`` alone."""
+    sequence, generate = running.sequence, running.generate
+    step = PlannedStep(
+        step=state.steps,
+        requests=[generate.request],
+        tokens=[guess.token],
+        positions=[sequence.cells],
+        sequences=[sequence.number],
+        draws={0: [generate]},
+        ops=sequence.take_ops(),
+    )
+    sequence.cells += 1
+    assert running.speculation is not None
+    running.speculation.handed_out([guess], step.step)
+    state.tally.drafted += 1
+    return state.hand_out(step, [running], decodes=True, is_draft=True)
+
+
+def drafts_with(state: SchedulerState, step: PlannedStep, running: Running) -> TreeRows:
+    """Drafts of ``running`` whose rows ``step``, which has its next token, computes as well."""
+    speculation, sequence = running.speculation, running.sequence
+    if speculation is None or not step.draws:
+        return NO_TREE
+    nodes, text = speculation.together(most_drafts(state, running, sequence.cells - 1)), sequence.cells
+    tree = placed(nodes, state.pool)
+    step.ops.extend(KvCopy(sequence.number, number, text - 1) for number, _ in tree.ends)
+    if tree.ends:
+        step.shared[0] = tree.sequences(-1, sequence.number)
+    for node, each in enumerate(nodes):
+        row = len(step.tokens)
+        step.tokens.append(each.guess.token)
+        step.positions.append(text + depth(nodes, node) - 1)
+        step.sequences.append(sequence.number)
+        step.draws[row] = [running.generate]
+        if tree.ends:
+            step.shared[row] = tree.sequences(node, sequence.number)
+    sequence.cells = text + len(tree.main)
+    if nodes:
+        speculation.handed_out_tree(nodes)
+    state.tally.drafted += len(nodes)
+    return tree
+
+
+def settle(state: SchedulerState, running: Running | None, tree: TreeRows, draw: Draw | None) -> None:
+    """A step with ``tree`` is back: of its cells those of the path that held stay, in its text's own sequence.
+
+    Behind the token that was drawn last nothing is: had its own row been drawn from, there would be another one.
+    """
+    if not tree.nodes:
+        return
+    removes = [KvRemove(number, 0, -1) for number, _ in tree.ends]
+    if running is None:
+        state.slots.first(*removes)
+        return
+    if running.speculation is not None:
+        running.speculation.take_back()
+    at = -1
+    for token in [each.token for each in (draw, *draw.more)][:-1] if draw is not None else []:
+        found = child(tree.nodes, at, token)
+        if found is None:
+            break
+        at = found
+    sequence, holder = running.sequence, tree.holder(at)
+    text = sequence.cells - len(tree.main)
+    cells = text + depth(tree.nodes, at)
+    if holder is not None:
+        state.slots.first(KvCopy(holder, sequence.number, cells))
+    elif cells < sequence.cells:
+        sequence.ops.append(KvRemove(sequence.number, cells, -1))
+    sequence.cells = cells
+    state.slots.first(*removes)
+
+
+def most_drafts(state: SchedulerState, running: Running, cells: int) -> int:
+    """How many drafts of ``running`` a step may have with its next token, which is behind so many ``cells``."""
+    if state.drafting is None or state.waiting or len(state.running) > 1:
+        return 0
+    room = min(running.generate.max_tokens, state.context - len(running.generate.prompt)) - len(running.sampled)
+    rows = min(state.batching.in_one_step(cells, state.drafting.rows), state.context - cells)
+    return max(0, min(rows, room) - 1)
+
+
+def waits_for_drafts(state: SchedulerState, running: Running) -> bool:
+    """Whether its next step waits for guesses."""
+    speculation, cells = running.speculation, running.sequence.cells
+    if speculation is None or state.in_flight or cells != running.known - 1:
+        return False
+    state.waits_until_s = speculation.waits(most_drafts(state, running, cells), state.now_s)
+    return state.waits_until_s is not None

@@ -1,0 +1,64 @@
+"""Steps of prompts, and of what an earlier epoch sampled."""
+
+from __future__ import annotations
+
+from primad.ring.scheduler.state import PlannedStep, SchedulerState
+from primad.ring.slots import Running
+
+
+def chunk_step(state: SchedulerState, running: Running) -> PlannedStep:
+    """The next chunk of its prompt, or the next piece of it."""
+    prompt, sequence = running.generate.prompt, running.sequence
+    first = sequence.cells
+    if first >= running.chunk_end:
+        running.chunk_end = state.chunking.end(prompt, first)
+    last = state.chunking.piece(first, running.chunk_end, len(prompt), state.decoding)
+    if last == running.chunk_end:
+        sequence.computed.ends.append(last)
+    sequence.cells = last
+    step = PlannedStep(
+        step=state.steps,
+        requests=[running.generate.request],
+        tokens=prompt[first:last],
+        positions=list(range(first, last)),
+        sequences=[sequence.number] * (last - first),
+        draws={} if running.has_step else {last - first - 1: [running.generate]},
+        ops=sequence.take_ops(),
+    )
+    handed_out = state.hand_out(step, [running], decodes=False)
+    if running.is_decoding:
+        join(state, running, step)
+    return handed_out
+
+
+def join(state: SchedulerState, leader: Running, step: PlannedStep) -> None:
+    """Those with the prompt that ``step`` ends go on behind it; their first tokens are drawn from its last row."""
+    for running in state.running.values():
+        if running.behind is leader:
+            state.slots.copy(running, state.steps)
+            state.in_flight[step.step].computed[running.generate.request] = running.sequence.cells
+            if not running.has_step:
+                step.draws.setdefault(len(step.tokens) - 1, []).append(running.generate)
+
+
+def replay_step(state: SchedulerState, running: Running) -> PlannedStep:
+    """Tokens that an earlier epoch sampled for it, but for the last one, behind which another one is drawn."""
+    sequence, known = running.sequence, running.known - 1
+    first = sequence.cells
+    if running.generate.replays_rows:
+        last = state.batching.replayed(first, known)
+    else:
+        if first >= running.chunk_end:
+            running.chunk_end = min(first + state.chunking.rows, known)
+        last = state.chunking.piece(first, running.chunk_end, known, state.decoding - 1)
+    sequence.cells = last
+    step = PlannedStep(
+        step=state.steps,
+        requests=[running.generate.request],
+        tokens=running.tokens(first, last),
+        positions=list(range(first, last)),
+        sequences=[sequence.number] * (last - first),
+        draws={},
+        ops=sequence.take_ops(),
+    )
+    return state.hand_out(step, [running], decodes=True)

@@ -1,0 +1,283 @@
+"""The queue of generations, and the next step of the log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from primad.engine.protocol import LogitsRow
+from primad.errors import RingError
+from primad.ring.chunks import Chunking
+from primad.ring.grouping import Batching
+from primad.ring.messages import (
+    Cancel,
+    Finished,
+    Generate,
+    GenerationEvent,
+    KvForgotten,
+    KvKept,
+    PromptProgress,
+)
+from primad.ring.scheduler.admission import share, wait, waits_no_longer
+from primad.ring.scheduler.commit import all_drawn, finish, finished_event, reused_events
+from primad.ring.scheduler.decode import decode_step, may_decode, step_without_rows
+from primad.ring.scheduler.drafts import draft_step, settle, waits_for_drafts
+from primad.ring.scheduler.prefill import chunk_step, replay_step
+from primad.ring.scheduler.state import Draw, PlannedStep, SchedulerState
+from primad.ring.speculation.drafter import Drafting
+from primad.ring.speculation.lookup import PromptLookup
+from primad.ring.speculation.pace import Tally
+from primad.ring.speculation.speculation import BeginsDrafter
+from primad.ring.speculation.tree import TreeNode
+
+
+class Scheduler:
+    """The queue of generations and those that run. ``context`` is that of each of the ring's ``sequences``.
+
+    Of prompts, and of every ``keep_rows`` rows of an answer, the cells are kept (``keeping.py``); None: of nothing.
+    ``drafting`` says how drafts are computed, which a ``drafter`` makes; None: there are none.
+    """
+
+    def __init__(
+        self,
+        *,
+        context: int,
+        chunking: Chunking,
+        depth: int,
+        sequences: int = 1,
+        at_once: int | None = None,
+        batching: Batching | None = None,
+        keep_rows: int | None = None,
+        drafting: Drafting | None = None,
+        drafter: BeginsDrafter = PromptLookup,
+    ) -> None:
+        self._state = SchedulerState(
+            context=context,
+            chunking=chunking,
+            depth=depth,
+            sequences=sequences,
+            at_once=at_once,
+            batching=batching,
+            keep_rows=keep_rows,
+            drafting=drafting,
+            drafter=drafter,
+        )
+
+    @property
+    def tally(self) -> Tally:
+        """What became of drafts."""
+        return self._state.tally
+
+    @property
+    def waits_until_s(self) -> float | None:
+        """Until when there is no next step since guesses come soon."""
+        return self._state.waits_until_s
+
+    @property
+    def in_flight(self) -> int:
+        """Steps handed out and not yet committed."""
+        return len(self._state.in_flight)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to compute, to keep or to wait for."""
+        return not (self._state.running or self._state.waiting or self._state.in_flight or self._state.slots.keeps)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether ``drain`` was called and every step is back."""
+        return self._state.drains and not self._state.in_flight and not self._state.slots.keeps
+
+    @property
+    def running(self) -> int:
+        """How many generations hold a sequence."""
+        return len(self._state.running)
+
+    @property
+    def drafts_anything(self) -> bool:
+        """Whether drafts are computed here."""
+        return self._state.drafting is not None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a draft is on its way."""
+        return any(step.is_draft or step.tree.nodes for step in self._state.in_flight.values())
+
+    def runs(self, request: int) -> bool:
+        """Whether generation ``request`` holds a sequence."""
+        return request in self._state.running
+
+    def is_held_back(self, request: int) -> bool:
+        """Whether generation ``request`` has no step until its next token is drawn with ``draw_held_back``."""
+        running = self._state.running.get(request)
+        return running is not None and running.held_back_s is not None
+
+    def ends_prompt(self, request: int) -> bool:
+        """Whether generation ``request`` waits for its first token."""
+        running = self._state.running.get(request)
+        return running is not None and not running.sampled
+
+    def keep_ending(self, request: int, logits: LogitsRow) -> None:
+        """The first token of ``request`` is drawn from ``logits``, and so is that of its prompt when that comes again."""
+        self._state.slots.keep_ending(self._state.running[request], logits)
+
+    def take_found(self) -> list[tuple[Generate, LogitsRow]]:
+        """Those whose prompt was there whole, since this was asked last, with what their first token is drawn from: with
+        ``draw_held_back``."""
+        found = []
+        for running in self._state.running.values():
+            if running.ending is not None:
+                found.append((running.generate, running.ending))
+                running.ending, running.held_back_s = None, 0.0
+        return found
+
+    def submit(self, generate: Generate) -> Finished | None:
+        """Queue a generation; its end, when the tokens of earlier epochs are all that it may have.
+
+        Its prompt has at least one token and fits the context with one token to spare. Raises ``RingError`` after
+        ``drain``.
+        """
+        assert 0 < len(generate.prompt) < self._state.context
+        assert generate.max_tokens > 0
+        assert all(each.before == before.key for before, each in pairwise(generate.blocks))
+        if self._state.drains:
+            raise RingError(f"request {generate.request} was given to a ring that drains; give it to the next one")
+        self._state.slots.lease(generate)
+        if self._state.is_full(generate, len(generate.sampled)):
+            self._state.slots.end_lease(generate)
+            return finished_event(generate, len(generate.sampled), "length", prompt_s=0.0, decode_s=0.0)
+        wait(self._state, generate)
+        return None
+
+    def drain(self) -> None:
+        """Hand out no row from now on; one more step keeps those of answers that are in no block."""
+        self._state.drains = True
+        for running in self._state.running.values():
+            self._state.slots.keep_rest(running)
+
+    def cancel(self, cancel: Cancel) -> None:
+        """Forget a generation, wherever it is; what is in flight for it is dropped when it comes back."""
+        if cancel.request in self._state.running:
+            self._state.release(cancel.request)
+        for waiting in [each for of in self._state.waiting.values() for each in of if each.request == cancel.request]:
+            waits_no_longer(self._state, waiting)
+            self._state.set_back.pop(cancel.request, None)
+            self._state.slots.end_lease(waiting)
+
+    def next_step(self, now: float) -> PlannedStep | None:
+        """The next step of the log, or None when the ring must answer first or there is nothing to do."""
+        self._state.now_s, self._state.waits_until_s = now, None
+        if self._state.drains:
+            return step_without_rows(self._state)
+        if sum(not step.is_draft for step in self._state.in_flight.values()) >= self._state.depth:
+            return None
+        leaving = share(self._state, now) if self._state.waiting else None
+        self._state.slots.go_on(self._state.running, self._state.steps)
+        ready = sorted(
+            (running for running in self._state.running.values() if running.has_step and running is not leaving),
+            key=lambda each: (self._state.owners.get(each.generate.owner, 0), each.waits_since),
+        )
+        for running in ready:
+            if not running.is_decoding:
+                return chunk_step(self._state, running)
+            of_earlier_epoch = running.sequence.cells < running.known - 1
+            if of_earlier_epoch and (self._state.batching.replays > 1 or not running.generate.replays_rows):
+                return replay_step(self._state, running)
+            if of_earlier_epoch or may_decode(self._state):
+                if waits_for_drafts(self._state, running):
+                    return None
+                return decode_step(self._state, [each for each in ready if each.is_decoding], running)
+        if not ready and (step := draft_step(self._state)) is not None:
+            return step
+        return None if self._state.in_flight else step_without_rows(self._state)
+
+    def refill(self, now: float) -> PlannedStep | None:
+        """A draft, if nobody waits for a step: it keeps the ring full while the head computes what came back."""
+        if (
+            self._state.drains
+            or self._state.waiting
+            or any(running.has_step for running in self._state.running.values())
+        ):
+            return None
+        self._state.now_s = now
+        return draft_step(self._state)
+
+    def take_begun(self) -> list[GenerationEvent]:
+        """What is to be told of those that hold a sequence since it was asked last."""
+        begun, self._state.begun = self._state.begun, []
+        return begun
+
+    def take_void(self) -> list[int]:
+        """The steps that became void since this was asked last; none where the ring does not skip them."""
+        void, self._state.void = self._state.void, []
+        return void if self._state.drafting is not None and self._state.drafting.skips else []
+
+    def is_void(self, step: int) -> bool:
+        """Whether nothing that step ``step`` computes is of use."""
+        return self._state.in_flight[step].is_void
+
+    def skips(self, step: int) -> bool:
+        """Whether step ``step`` is not computed any further."""
+        return self._state.drafting is not None and self._state.drafting.skips and self.is_void(step)
+
+    def commit(self, step: int, drawn: Mapping[int, Draw | None], now: float) -> list[GenerationEvent]:
+        """Take back step ``step`` with what was ``drawn`` for its requests, as far as somebody wanted it still.
+
+        None: it is drawn later, and the generation held back until then.
+        """
+        back = self._state.in_flight.pop(step)
+        self._state.slots.back(step)
+        told: list[GenerationEvent] = []
+        settled = False
+        for request, computed in back.computed.items():
+            running = self._state.running.get(request)
+            if running is None:
+                continue
+            told += reused_events(running)
+            if request in drawn:
+                draw, lap_s = drawn[request], now - back.since_s
+                if draw is None:
+                    running.held_back_s = lap_s
+                    self._state.take_back(running, running.certain)
+                else:
+                    told += all_drawn(self._state, running, draw, now, lap_s)
+                settle(self._state, running, back.tree, draw)
+                settled = True
+            elif computed < len(running.generate.prompt):
+                told.append(PromptProgress(request=request, tokens=computed))
+        if not settled:
+            settle(self._state, None, back.tree, None)
+        return told
+
+    def fail(self, step: int, error: str, now: float) -> list[GenerationEvent]:
+        """End the generations that step ``step`` is for with ``error``. The ring ends with them."""
+        found = [
+            self._state.running[request]
+            for request in self._state.in_flight[step].computed
+            if request in self._state.running
+        ]
+        return [finish(self._state, running, "error", now, error=error) for running in found]
+
+    def draw_held_back(self, request: int, draw: Draw, now: float) -> list[GenerationEvent]:
+        """The next token of ``request`` was drawn, which was held back for it."""
+        running = self._state.running[request]
+        lap_s, running.held_back_s = running.held_back_s, None
+        assert lap_s is not None
+        return [*reused_events(running), *all_drawn(self._state, running, draw, now, lap_s)]
+
+    def kv_news(self) -> list[KvKept | KvForgotten]:
+        """What is kept, and what nothing needs any more, since this was asked last."""
+        return self._state.slots.news()
+
+    def wants_draws(self, step: int) -> list[tuple[int, Generate]]:
+        """The rows of step ``step`` from which a token is wanted still, each with the generation that wants it.
+
+        The rows behind one for each of ``drafts`` are not among them.
+        """
+        found = self._state.in_flight[step]
+        rows = list(found.draws.items())[: len(found.draws) - len(found.tree.nodes)]
+        return [(row, each) for row, of in rows for each in of if each.request in self._state.running]
+
+    def drafts(self, step: int) -> Sequence[TreeNode]:
+        """The drafts that step ``step`` has behind its first row: from the row of one that held another token is drawn."""
+        return self._state.in_flight[step].tree.nodes

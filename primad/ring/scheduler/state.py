@@ -1,0 +1,183 @@
+"""What the scheduler knows: who waits, who runs, which steps are on their way; and what every part does to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from primad.ring.chunks import Chunking
+from primad.ring.grouping import Batching
+from primad.ring.messages import (
+    Generate,
+    GenerationEvent,
+    KvOp,
+    KvRemove,
+)
+from primad.ring.slots import Running, Slots
+from primad.ring.speculation.drafter import Drafting
+from primad.ring.speculation.lookup import PromptLookup
+from primad.ring.speculation.pace import Losses, Tally
+from primad.ring.speculation.speculation import BeginsDrafter
+from primad.ring.speculation.tree import NO_TREE, TreeRows
+
+MOST_OWNERS: Final = 1024
+"""Whose latest step is known, of those who asked last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """One step before it is computed: row ``i`` is ``tokens[i]`` at ``positions[i]`` of ``sequences[i]``.
+
+    ``requests`` are the generations that it is for, ``draws`` the rows that want an output, with those that do. Rows of a
+    tree of drafts may be in several sequences, or in another one, which ``shared`` names.
+    """
+
+    step: int
+    requests: list[int]
+    tokens: list[int]
+    positions: list[int]
+    sequences: list[int]
+    draws: dict[int, list[Generate]]
+    ops: list[KvOp]
+    shared: dict[int, list[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """The token that was sampled for a step: ``ends`` when it ends the generation; ``top`` as in ``Sampled``.
+
+    ``error``: none could be sampled, and the generation ends with it, for ``reason`` as in ``Finished``. ``mirostat_mu``
+    as in ``Sampled``. ``more`` were sampled behind it, each from the row of a draft that held.
+    """
+
+    token: int
+    ends: bool
+    error: str | None = None
+    reason: str = "refused"
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    mirostat_mu: float | None = None
+    more: tuple[Draw, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInFlight:
+    """A step on its way: whose rows it has, with how many tokens each will have behind it. ``decodes``: no prompt's.
+
+    ``tree`` has the drafts among its rows, behind the first of its only generation; one that ``is_draft`` has no other row.
+    """
+
+    computed: dict[int, int]
+    draws: dict[int, list[Generate]]
+    decodes: bool
+    since_s: float
+    tree: TreeRows = NO_TREE
+    is_draft: bool = False
+    is_void: bool = False
+
+
+class SchedulerState:
+    """The state of one ``Scheduler``, whose parts read and change it."""
+
+    def __init__(
+        self,
+        *,
+        context: int,
+        chunking: Chunking,
+        depth: int,
+        sequences: int = 1,
+        at_once: int | None = None,
+        batching: Batching | None = None,
+        keep_rows: int | None = None,
+        drafting: Drafting | None = None,
+        drafter: BeginsDrafter = PromptLookup,
+    ) -> None:
+        self.context = context
+        branches = drafting.branches if drafting is not None else 0
+        assert not branches or (sequences == 1 and keep_rows is None), "branches share the cells of one sequence"
+        self.pool = range(sequences, sequences + branches)
+        self.drafting, self.drafter = drafting, drafter
+        self.losses = Losses()
+        self.void: list[int] = []
+        self.tally = Tally()
+        self.chunking = chunking
+        self.batching = batching or Batching()
+        self.depth = depth
+        self.at_once = min(sequences, at_once or sequences)
+        self.sequences = sequences
+        self.waiting: dict[str, list[Generate]] = {}
+        """By owner, who began to wait first; of each in the order in which they begin."""
+        self.running: dict[int, Running] = {}
+        self.set_back: dict[int, Running] = {}
+        """Those that wait again, as they were."""
+        self.slots = Slots(sequences, context=context, chunking=chunking, keep_rows=keep_rows)
+        self.in_flight: dict[int, StepInFlight] = {}
+        self.begun: list[GenerationEvent] = []
+        self.steps = 0
+        self.owners: dict[str, int] = {}
+        """Who asks, and the latest step for them, counted as for ``waits_since``; who had one last comes last."""
+        self.drains = False
+        self.now_s = 0.0
+        self.waits_until_s: float | None = None
+        """Until when there is no next step since guesses come soon."""
+
+    def hand_out(
+        self,
+        step: PlannedStep,
+        of: Sequence[Running],
+        *,
+        decodes: bool,
+        tree: TreeRows = NO_TREE,
+        is_draft: bool = False,
+    ) -> PlannedStep:
+        step.ops[:0] = self.slots.take_first(step.step)
+        for running in self.running.values():
+            self.slots.keep(running)
+        self.in_flight[step.step] = StepInFlight(
+            computed={each.generate.request: each.sequence.cells for each in of},
+            draws=step.draws,
+            decodes=decodes,
+            since_s=self.now_s,
+            tree=tree,
+            is_draft=is_draft,
+        )
+        self.steps += 1
+        more = max(0, math.ceil(self.decoding / self.batching.rows) - 1)
+        for running in of:
+            running.sequence.used = self.steps
+            if is_draft:
+                continue  # it takes nobody's turn
+            running.waits_since = self.steps + (0 if running.is_decoding else more)
+            self.owners.pop(running.generate.owner, None)
+            self.owners[running.generate.owner] = running.waits_since
+        if len(self.owners) > MOST_OWNERS:
+            del self.owners[next(iter(self.owners))]
+        return step
+
+    @property
+    def decoding(self) -> int:
+        return sum(running.is_decoding for running in self.running.values())
+
+    def is_full(self, generate: Generate, sampled: int) -> bool:
+        """Whether ``sampled`` tokens are all that ``generate`` may have."""
+        return sampled >= generate.max_tokens or len(generate.prompt) + sampled >= self.context
+
+    def take_back(self, running: Running, cells: int) -> None:
+        """Nothing that is ahead of it counts: what is behind so many ``cells`` is forgotten with its next row."""
+        speculation, sequence = running.speculation, running.sequence
+        if speculation is None or not speculation.tokens:
+            return
+        for number in sorted(speculation.steps):
+            step = self.in_flight.get(number)
+            if step is not None and step.is_draft:
+                self.in_flight[number] = replace(step, draws={}, is_void=True)
+                self.void.append(number)
+        speculation.take_back()
+        sequence.cells = cells
+        sequence.ops.append(KvRemove(sequence.number, cells, -1))
+
+    def release(self, request: int) -> None:
+        self.take_back(self.running[request], self.running[request].certain)
+        self.slots.release(self.running.pop(request))
