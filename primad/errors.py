@@ -17,7 +17,7 @@
     │   ├── SenderError      the device before this one sent what is no step, or not all steps
     │   ├── AlteredStepError a step came back otherwise than it left
     │   ├── LateStepError    a step did not come back in time
-    │   └── LoadAgainError   a device has other room than it loaded for; no device is to blame
+    │   └── LoadAgainError   a device has other room than it loaded for; no device is at fault
     └── RequestError      an HTTP request that cannot be served as asked (carries status, code, parameter)
         └── PromptTooLongError  the prompt does not fit the context (carries both sizes)
 
@@ -28,10 +28,10 @@ translated once, at the border, with ``raise ... from exc``. ``assert`` is for o
 from __future__ import annotations
 
 
-def printable(text: object, most: int = 300) -> str:
-    """A foreign text as part of one line: what a terminal could obey is escaped, ``most`` characters are kept."""
-    kept = "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text)[:most])
-    return kept if len(str(text)) <= most else kept + "..."
+def printable(text: object, maximum: int = 300) -> str:
+    """A foreign text as part of one line: what a terminal could obey is escaped, ``maximum`` characters are kept."""
+    kept = "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text)[:maximum])
+    return kept if len(str(text)) <= maximum else kept + "..."
 
 
 class PrimadError(Exception):
@@ -114,7 +114,7 @@ class LateStepError(RingError):
 
 
 class LoadAgainError(RingError):
-    """A device has other room than it loaded its layers for, and loads them again; neither it nor another is to blame."""
+    """A device has other room than it loaded its layers for, and loads them again; neither it nor another is at fault."""
 
 
 class RequestError(PrimadError):

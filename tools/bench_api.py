@@ -187,7 +187,7 @@ def show(figures: ApiFigures) -> list[dict[str, Any]]:
     rows = [asdict(figures)]
     for name, value, unit, side, bound in figures.rows():
         out.print(f"{name:<38} {value:7.3f} {unit} ({side} {bound:g})")
-        least = side == "at least"
-        wanted = {"at_least": bound if least else None, "at_most": None if least else bound}
-        rows.append({"what": f"{name}: {unit}", "value": value, "is_ratio": least} | wanted)
+        minimum = side == "at least"
+        wanted = {"at_least": bound if minimum else None, "at_most": None if minimum else bound}
+        rows.append({"what": f"{name}: {unit}", "value": value, "is_ratio": minimum} | wanted)
     return rows

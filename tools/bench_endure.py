@@ -45,8 +45,8 @@ from tools.lab.memory_runs import (
     AFTER,
     busy_share,
     device_in,
-    most_read_bytes,
-    plan_alone,
+    max_read_bytes,
+    plan_single_device,
     prefetch_rate,
     reserved_bytes,
 )
@@ -127,7 +127,7 @@ class _Bench:
         ran, question, answer = Ran(), None, None
         try:
             question = self._question(limit, prompt_tokens, neighbour_bytes)
-            _say(self.path, share, question)
+            _report_line(self.path, share, question)
             answer = self._whole(question)
             ran = asyncio.run(endure(self.path, question, limit, threads=self._threads))
         except Infeasible as exc:
@@ -165,7 +165,7 @@ class _Bench:
         failure: Infeasible | None = None
         for kv_type in self._kv_types:
             try:
-                return plan_alone(device, self.model, context, kv_type=kv_type, prompt_tokens=prompt)
+                return plan_single_device(device, self.model, context, kv_type=kv_type, prompt_tokens=prompt)
             except Infeasible as exc:
                 failure = exc
         assert failure is not None
@@ -231,11 +231,11 @@ class _Bench:
             prompt_stall_s=ran.told_of_prompt("stall_s"),
             private_bytes=ran.statuses[-1].private_bytes if ran.statuses else None,
             anonymous_bytes=ran.anonymous_bytes,
-            most_anonymous_bytes=None if held is None else ran.most_anonymous_bytes,
+            max_anonymous_bytes=None if held is None else ran.max_anonymous_bytes,
             peak_bytes=None if held is None else held.peak_bytes,
             limit_hits=None if held is None else held.limit_hits,
             oom_kills=None if held is None else held.oom_kills,
-            swap_bytes=None if held is None else ran.most_swap_bytes,
+            swap_bytes=None if held is None else ran.max_swap_bytes,
             swap_in_bytes=ran.swap_in_bytes,
             swap_total_bytes=psutil.swap_memory().total,
             distinct_tokens=len(set(ran.tokens)) if ran.tokens else None,
@@ -262,13 +262,13 @@ class _Bench:
         row.predicted_tokens_per_s, row.predicted_prompt_s = prediction.tokens_per_s, prediction.ttft_s
         row.predicted_bytes_per_token = prediction.devices[0].disk_bytes_per_token
         row.reserved_bytes = reserved_bytes(solution, self.model)
-        row.streamed_bytes, row.ahead_bytes = streaming.streamed_bytes, streaming.ahead_bytes
-        row.most_read_bytes = most_read_bytes(solution, ran.others_bytes)
+        row.streamed_bytes, row.read_ahead_bytes = streaming.streamed_bytes, streaming.read_ahead_bytes
+        row.max_read_bytes = max_read_bytes(solution, ran.others_bytes)
         if row.prompt_s is not None:
             row.prompt_tokens_per_s = question.prompt_tokens / row.prompt_s
 
 
-def _say(path: Path, share: float, question: Question) -> None:
+def _report_line(path: Path, share: float, question: Question) -> None:
     work, prediction = question.workload, question.solution.prediction
     what = f"prompt of {question.prompt_tokens} tokens"
     if question.neighbour_bytes:
@@ -276,8 +276,8 @@ def _say(path: Path, share: float, question: Question) -> None:
     streaming = question.solution.plan.streaming_of(DEVICE)
     out.print(
         f"{path.stem} at {share:g}, {what}: KV cache {work.kv_type}, {work.chunk_rows} rows a step, "
-        f"{_mega(streaming.streamed_bytes)} MB streamed, {_mega(streaming.ahead_bytes)} held ahead; "
-        f"the plan promises a first token after "
+        f"{_mega(streaming.streamed_bytes)} MB streamed, {_mega(streaming.read_ahead_bytes)} read ahead; "
+        f"the plan forecasts a first token after "
         f"{prediction.ttft_s:.0f} s and {prediction.tokens_per_s:.2f} tokens/s"
     )
 
@@ -311,10 +311,10 @@ def show(rows: Sequence[Row]) -> None:
             f"{_number(row.prompt_tokens_per_s, 1)} ({_number(row.baseline_prompt_tokens_per_s, 1)})",
             f"{_number(row.tokens_per_s, 2)} ({_number(row.baseline_tokens_per_s, 2)})",
             f"{_mega(row.bytes_read_per_token)} ({_mega(row.bytes_read_first)}, {_mega(row.bytes_read_last)})",
-            _mega(row.most_read_bytes),
+            _mega(row.max_read_bytes),
             _number(row.stall_ms_per_token, 0),
-            f"{_mega(row.streamed_bytes)} ({_mega(row.ahead_bytes)})",
-            f"{_mega(row.anonymous_bytes)} (peak {_mega(row.most_anonymous_bytes)})",
+            f"{_mega(row.streamed_bytes)} ({_mega(row.read_ahead_bytes)})",
+            f"{_mega(row.anonymous_bytes)} (peak {_mega(row.max_anonymous_bytes)})",
             "-" if row.oom_kills is None else str(row.oom_kills),
             _mega(row.swap_bytes),
             "-" if row.same_tokens is None else f"{row.tokens} {'same' if row.same_tokens else 'DIFFERENT'}",

@@ -67,9 +67,9 @@ def measure(model: Path, options: argparse.Namespace) -> list[Asked]:
                 asked = Asked(model=model.stem, system=system, processes=processes, streams=streams)
                 found.append((asked, started))
 
-        most = max(options.streams)
-        add(SERVER, 1, _llama_server(options.server, model, folder, most))
-        add(f"{SERVER} --no-repack", 1, _llama_server(options.server, model, folder, most, "--no-repack"))
+        maximum = max(options.streams)
+        add(SERVER, 1, _llama_server(options.server, model, folder, maximum))
+        add(f"{SERVER} --no-repack", 1, _llama_server(options.server, model, folder, maximum, "--no-repack"))
         plan = ("--objective", options.objective, "--extra-buffers", options.extra_buffers)
         for count in options.devices:
             (folder / str(count)).mkdir()
@@ -129,9 +129,9 @@ def ratios(rows: Sequence[Asked]) -> list[dict[str, Any]]:
         best = max(beside, key=lambda each: statistics.median(each.tokens_per_s))
         first = min(beside, key=lambda each: statistics.median(each.first_s))
         what = f"{row.model}: {row.processes} processes, {row.streams} answers at once, of the best {SERVER}"
-        least = WANTED.get(row.processes) if row.streams == 1 else None
+        minimum = WANTED.get(row.processes) if row.streams == 1 else None
         values = by_round(row.tokens_per_s, best.tokens_per_s)
-        found.append({"what": f"{what}: tokens/s", "value": statistics.median(values), "at_least": least})
+        found.append({"what": f"{what}: tokens/s", "value": statistics.median(values), "at_least": minimum})
         values = by_round(row.first_s, first.first_s)
         found.append({"what": f"{what}: time to the first token", "value": statistics.median(values), "at_least": None})
     return found

@@ -15,7 +15,7 @@ A model of ``--preset`` is written to ``--folder`` where the disk has room for i
 ``--rounds`` and ``--ring`` make several devices of this machine: each has a cgroup with memory, CPU time and a disk speed
 of its own, and the network is loopback. Since one device computes at a time, each may have all the cores; but all disks
 together are this machine's one disk, so to show where rounds help, ``--rounds`` makes the processors slow, not the disks
-fast: one thread and half a processor each, and a model of many small layers, so that little of it is held ahead.
+fast: one thread and half a processor each, and a model of many small layers, so that little of it is read ahead.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from tools.lab.memory_runs import (
     Run,
     busy_share,
     device_in,
-    plan_alone,
+    plan_single_device,
     prefetch_rate,
     run_plain,
     run_ring,
@@ -94,8 +94,8 @@ class Row:
     read would take at the rate that the disk was measured at meanwhile, over the time that a token took. ``read_ratio`` is
     what was read over what the plan says, which should be at most 1.05. Of the experts that were picked a token
     ``hit_share`` were in memory, ``random_hit_share`` where tokens are drawn at random. ``told_bytes_per_token`` is what
-    primad itself counts; ``streamed_bytes`` and ``ahead_bytes``, which are held ahead, are the plan's. ``busy_share`` is
-    the most that others used of the processors before a run.
+    primad itself counts; ``streamed_bytes`` and ``read_ahead_bytes``, which are read ahead, are the plan's.
+    ``busy_share`` is the most that others used of the processors before a run.
     """
 
     model: str
@@ -121,7 +121,7 @@ class Row:
     streamed_layers: int
     resident_layers: int
     streamed_bytes: int
-    ahead_bytes: int
+    read_ahead_bytes: int
     anonymous_bytes: int
     peak_bytes: int
     oom_kills: int
@@ -171,7 +171,7 @@ def _limit(
     with LimitedGroup(limit) as group:
         device = device_in(group, profile, "d0", rates[0])
     try:
-        solution, workload = plan_alone(device, model, CONTEXT)
+        solution, workload = plan_single_device(device, model, CONTEXT)
     except Infeasible as exc:
         out.print(f"{path.stem} at {share:g}: no plan: {exc}")
         return None
@@ -219,7 +219,7 @@ def _limit(
         streamed_layers=kept.streamed_layers,
         resident_layers=kept.resident_layers,
         streamed_bytes=planned.streamed_bytes,
-        ahead_bytes=planned.ahead_bytes,
+        read_ahead_bytes=planned.read_ahead_bytes,
         anonymous_bytes=anonymous,
         peak_bytes=max(each.peak_bytes for each in counters),
         oom_kills=sum(each.oom_kills for each in counters),
@@ -290,7 +290,7 @@ def show(rows: Sequence[Row]) -> None:
             "-" if row.hit_share is None else f"{row.hit_share:.0%}",
             "-" if row.random_hit_share is None else f"{row.random_hit_share:.0%}",
             f"{row.streamed_layers} of {row.streamed_layers + row.resident_layers}",
-            _mega(row.ahead_bytes),
+            _mega(row.read_ahead_bytes),
             str(row.rows),
             "same" if row.same_tokens else "DIFFERENT",
             f"{row.busy_share:.0%}" + (" (not idle)" if row.busy_share > QUIET else ""),
@@ -314,7 +314,7 @@ class RingRow:
     rounds: int
     chosen: bool
     windows: list[int]
-    ahead_bytes: list[int]
+    read_ahead_bytes: list[int]
     streamed_layers: list[int]
     limit_bytes: list[int]
     disk_bytes_per_s: float | None
@@ -405,8 +405,8 @@ class _Fleet:
         layers = len(self.model.layers)
         held = sum(layer.size_bytes for layer in self.model.layers) + layers * max(question.kv_bytes)
         share = -(-layers // devices) / layers
-        ahead = 2 * self.model.largest_layer_bytes + RESERVE_BYTES if streamed else 0
-        each = int(share * held * (1 - streamed)) + ahead
+        read_ahead = 2 * self.model.largest_layer_bytes + RESERVE_BYTES if streamed else 0
+        each = int(share * held * (1 - streamed)) + read_ahead
         head = self.model.output_bytes + question.head_bytes(2)
         windows = [1 + (i == 0 and devices > 1) for i in range(devices)]  # of one round
         self.limits = [
@@ -472,7 +472,7 @@ class _Fleet:
         return min(found, key=lambda each: each[0])[1] if found else None
 
     def predicted(self, plan: Plan) -> float:
-        """Tokens a second that a plan promises."""
+        """Tokens a second that a plan forecasts."""
         return 1 / evaluate(plan, self._question(self.devices())).tpot_s
 
 
@@ -518,7 +518,7 @@ async def _rings(fleet: _Fleet, plans: Sequence[tuple[Plan, bool]], *, runs: int
             rounds=plan.rounds,
             chosen=chosen,
             windows=[len(window.layers) for window in plan.route],
-            ahead_bytes=[plan.streaming_of(name).ahead_bytes for name in plan.devices],
+            read_ahead_bytes=[plan.streaming_of(name).read_ahead_bytes for name in plan.devices],
             streamed_layers=[kept.streamed_layers for kept in assignments(plan, fleet.model).values()],
             limit_bytes=fleet.limits,
             disk_bytes_per_s=fleet.disk_bytes_per_s,
@@ -546,7 +546,7 @@ def show_rings(rows: Sequence[RingRow]) -> None:
             f"{row.rounds}" + (" (the plan's)" if row.chosen else ""),
             "+".join(map(str, row.windows)),
             "/".join(map(str, row.streamed_layers)),
-            "/".join(map(_mega, row.ahead_bytes)),
+            "/".join(map(_mega, row.read_ahead_bytes)),
             f"{row.tokens_per_s:.2f}",
             f"{row.predicted_tokens_per_s:.2f}",
             _mega(row.bytes_read_per_token),

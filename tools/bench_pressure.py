@@ -53,7 +53,7 @@ from tools.synth import layers_for
 
 LARGER: Final = 1.3
 """The model by the memory of all devices together."""
-MOST_SHARE: Final = 0.05
+MAX_SHARE: Final = 0.05
 """Memory pressure that is promised on every device."""
 PRESET: Final = "8b-q4k"
 SOLVE_S: Final = 60.0
@@ -84,7 +84,7 @@ class Pressure:
     ``before_bytes``, which the group held with nobody in it; ``drawing_share`` is the same of what the group held while
     tokens were drawn, behind the prompt. ``with_kernel_share`` adds ``kernel_bytes``,
     ``with_daemon_share`` adds ``daemon_bytes`` instead. Part of what is held is the KV cache, ``kv_bytes``;
-    ``reserved_bytes`` is what the plan keeps for it and all else that is neither weights nor held
+    ``reserved_bytes`` is what the plan keeps for it and all else that is neither weights nor read
     ahead. ``bytes_read_per_token`` is decode alone. ``machine_loss_share`` is
     the loss of what the whole machine has available as a share of all limits, other programs included, at the end.
     """
@@ -112,7 +112,7 @@ class Pressure:
     swap_bytes: int
     layers: int
     streamed_bytes: int
-    ahead_bytes: int
+    read_ahead_bytes: int
     rounds: int
     context: int
     rows: int
@@ -155,7 +155,7 @@ def bench(
         synthetic.check_room(path.parent, size, f"layer files of {path.name}")
         fleet = _Fleet(path, devices, memory_bytes, profile())
         solution, workload = fleet.solved(context, rows, kv_type)
-        _say(solution, workload)
+        _report_line(solution, workload)
         with tempfile.TemporaryDirectory(prefix="primad-bench-", dir=path.parent) as folder:
             found = asyncio.run(_run(fleet, solution, workload, Path(folder), threads=threads, tokens=tokens))
     show(found)
@@ -222,7 +222,7 @@ class _Fleet:
         return solution, replace(workload, chunk_rows=solution.prediction.chunk_rows)
 
 
-def _say(solution: Solution, workload: Workload) -> None:
+def _report_line(solution: Solution, workload: Workload) -> None:
     plan, prediction = solution.plan, solution.prediction
     windows = "+".join(str(len(window.layers)) for window in plan.route)
     sure = "" if solution.proven else f", perhaps not the best (gap {solution.gap:.0%})"
@@ -364,7 +364,7 @@ async def _run(
                 swap_bytes=watch.swap[name],
                 layers=predicted.layers,
                 streamed_bytes=predicted.streamed_bytes,
-                ahead_bytes=predicted.ahead_bytes,
+                read_ahead_bytes=predicted.read_ahead_bytes,
                 rounds=plan.rounds,
                 context=workload.context_tokens,
                 rows=workload.chunk_rows,
@@ -389,11 +389,11 @@ def _kv_bytes(model: ModelProfile, workload: Workload, solution: Solution, name:
 
 
 def _reserved_bytes(model: ModelProfile, solution: Solution, predicted: DevicePrediction) -> int:
-    """What the plan keeps on a device besides weights and what is held ahead."""
+    """What the plan keeps on a device besides weights and what is read ahead."""
     plan, name = solution.plan, predicted.device
     layers = [layer for _, window in plan.windows_of(name) for layer in window.layers]
     weights = sum(model.layers[layer].size_bytes for layer in layers) + (model.output_bytes if name == plan.head else 0)
-    return predicted.ram_bytes - (weights - predicted.streamed_bytes) - predicted.ahead_bytes
+    return predicted.ram_bytes - (weights - predicted.streamed_bytes) - predicted.read_ahead_bytes
 
 
 def _daemon_bytes() -> int:
@@ -467,7 +467,7 @@ def show(rows: list[Pressure]) -> None:
             str(row.oom_kills),
             f"{row.swap_bytes / 1e6:.0f}",
             f"{row.streamed_bytes / 1e6:.0f}",
-            f"{row.ahead_bytes / 1e6:.0f}",
+            f"{row.read_ahead_bytes / 1e6:.0f}",
             f"{row.bytes_read_per_token / 1e6:.0f}",
         )
     out.print(table)
@@ -477,7 +477,7 @@ def show(rows: list[Pressure]) -> None:
         f"{one.tokens_per_s:.2f} tokens/s (predicted {one.predicted_tokens_per_s:.2f}); the whole machine has "
         f"{one.machine_loss_share:.1%} of all limits less available than before, whoever took it"
     )
-    most = max(row.pressure_share for row in rows)
-    kept = "kept" if most <= MOST_SHARE else "NOT kept"
+    maximum = max(row.pressure_share for row in rows)
+    kept = "kept" if maximum <= MAX_SHARE else "NOT kept"
     drawing = max(row.drawing_share for row in rows)
-    out.print(f"most pressure {most:.1%} ({drawing:.1%} while tokens are drawn), promised {MOST_SHARE:.0%}: {kept}")
+    out.print(f"most pressure {maximum:.1%} ({drawing:.1%} while tokens are drawn), promised {MAX_SHARE:.0%}: {kept}")

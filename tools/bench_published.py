@@ -1,4 +1,4 @@
-"""``tools/bench published``: what plans promise beside what others measured on such devices."""
+"""``tools/bench published``: what plans forecast beside what others measured on such devices."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def _said(ratios: Sequence[float]) -> str:
     its: Summary = summary(ratios)
     if its.count == 1:
         return f"1: {its.median:.2f}"
-    spread = f"{its.median:.2f} ({its.least:.2f} to {its.most:.2f})"
+    spread = f"{its.median:.2f} ({its.minimum:.2f} to {its.maximum:.2f})"
     return f"{its.count}: {spread}; {its.near} within 25 %, half within {its.error:.0%}"
 
 
 def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Adds ``published`` to the command line."""
-    one = benches.add_parser("published", help="what plans promise beside what others measured")
+    one = benches.add_parser("published", help="what plans forecast beside what others measured")
     one.add_argument(
         "--figures", type=Path, default=FIGURES, help="published figures (default: profiles/published.json)"
     )

@@ -82,12 +82,12 @@ async def bench_streams(path: Path, options: argparse.Namespace) -> list[Served]
             ring = await _ring(stack, path, devices, rows, max(options.streams), options.cpus)
             add(ring, devices=devices, rows=rows, cpus=options.cpus)
         if options.beside:
-            most = max(options.streams)
-            add(_plain(stack, path, most, None), system=ONE_BATCH, devices=1, rows=most)
+            maximum = max(options.streams)
+            add(_plain(stack, path, maximum, None), system=ONE_BATCH, devices=1, rows=maximum)
             if options.rpc is None:
                 out.print(f'{RPC}: left out; --rpc "$(tools/setup-llama rpc)" names its library')
             else:
-                add(_plain(stack, path, most, options.rpc), system=RPC, devices=1 + RPC_SERVERS, rows=most)
+                add(_plain(stack, path, maximum, options.rpc), system=RPC, devices=1 + RPC_SERVERS, rows=maximum)
         for number in range(options.rounds + 1):
             for found, system in systems:
                 run = await system(found.streams)
@@ -236,8 +236,8 @@ def _table(rows: Sequence[Served], title: str) -> Table:
 def show_wanted(ratios: Sequence[Mapping[str, Any]]) -> None:
     """Print what ``wanted`` found."""
     for each in ratios:
-        least = "" if each["at_least"] is None else f" (wanted: at least {each['at_least']:g})"
-        out.print(f"{each['what']}: {each['value']:.2f}{least}")
+        minimum = "" if each["at_least"] is None else f" (wanted: at least {each['at_least']:g})"
+        out.print(f"{each['what']}: {each['value']:.2f}{minimum}")
 
 
 def plain_data(rows: Sequence[Served], ratios: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -4,15 +4,15 @@ Every way of drafting has a ring of its own, all loaded before the first run, an
 without drafts and with them. So each figure is a ratio of neighbours. ``as served`` is what a plan for these devices and
 links says; the others leave one thing out: no steps ahead of the next token (``one step``: plain synchronous speculation),
 nothing skipped on its way, a confidence that does not adapt (``fixed``: nor do drafts end that win nothing). ``model`` is
-as served with the same model in Q2_K that guesses as well, ``wrong model`` with one that knows nothing.
+as served with the same model in Q2_K that drafts as well, ``wrong model`` with one that knows nothing.
 
 ``two``: two devices with a core each. ``far``: four devices (``--windows``) whose hops take 10 ms longer (``--latency-ms``).
 ``streams``: one device that has memory for half of the model in Q8_0, of which several rows of a step are exact (needs
-cgroups and root). There the model that guesses works while the ring computes, or only while a step waits for it (``no
-overlap``), and steps wait for guesses down to a share that adapts, or is the same for ever (``fixed``); with rows that
-need not be exact its guesses are a ``chain`` or may be a ``tree``. Questions: code to edit, a story to go on with, a chat
-over a text, and random tokens, of which nothing can be guessed. ``--way`` has some of the ways alone, ``--target f16`` the
-model requantised first, ``--draft`` the form of it that guesses.
+cgroups and root). There the draft model works while the ring computes, or only while a step waits for it (``no
+overlap``), and steps wait for draft_tokens down to a share that adapts, or is the same for ever (``fixed``); with rows that
+need not be exact its drafts are a ``chain`` or may be a ``tree``. Questions: code to edit, a story to go on with, a chat
+over a text, and random tokens, of which nothing can be drafted. ``--way`` has some of the ways alone, ``--target f16`` the
+model requantised first, ``--draft`` the form of it that drafts.
 
 ``differing`` asks for no speed: it counts of how many of 50 answers the text is another one where a step has up to 8 rows
 whether they are exact or not, as with ``--batching fast``.
@@ -50,15 +50,15 @@ from primad.profiler.effort import Effort
 from primad.profiler.measure import measure_home, ram_read_bytes_per_s
 from primad.profiler.processors import measure_cpu
 from primad.ring.messages import Sampled
-from primad.ring.speculation.drafter import MOST_ROOM, Drafting
+from primad.ring.speculation.drafter import MAX_ROOM, Drafting
 from primad.ring.speculation.messages import DraftModel
 from tools.bench_solver import device_here, links_between
 from tools.bench_together import NO_DISK
 from tools.lab import LabError
-from tools.lab.drafted import AS_SERVED, AT_LEAST, COPIES, Differing, Drafted, DraftedAnswer, KeptAnswer
+from tools.lab.drafted import AS_SERVED, AT_LEAST, COPIES, Differing, Drafted, DraftedCompletion, KeptCompletion
 from tools.lab.local_ring import LocalRing, even_bytes, types_of
 from tools.lab.memory import LimitedGroup
-from tools.lab.memory_runs import device_in, plan_alone, prefetch_rate
+from tools.lab.memory_runs import device_in, plan_single_device, prefetch_rate
 from tools.lab.quantised import FORMS, quantised
 from tools.lab.questions import QUESTIONS, fifty
 from tools.synth import write_model
@@ -77,7 +77,7 @@ WAYS: Final = (AS_SERVED, "one step", "no skipping", "fixed", "model", "wrong mo
 DIFFERING: Final = "differing"
 FAST_ROWS: Final = 8
 DIFFERING_S: Final = 0.01
-"""So much longer a hop takes there, that the model that guesses gets ahead of the ring."""
+"""So much longer a hop takes there, that the draft model gets ahead of the ring."""
 AT_ONCE: Final = 4
 """Answers of single rows there, which a ring of two has all at once."""
 DRAWN: Final = msgspec.structs.replace(GREEDY, temperature=1.0, seed=7)
@@ -125,10 +125,10 @@ def as_served(path: Path, devices: int, latency_s: float) -> Drafting:
     hop = LinkProfile(source="", target="", address="", round_trip_s=0.0004 + 2 * latency_s, bytes_per_s=2e9)
     question = instance(found, links_between(names, [hop]), model, work, {}, plan.head)
     drafting = drafting_of("lookup", "exact", plan, question, batches_of("exact", plan, question, 1))
-    return drafting or Drafting(room=min(devices, MOST_ROOM))
+    return drafting or Drafting(room=min(devices, MAX_ROOM))
 
 
-async def ask(ring: LocalRing, question: _Question, tokens: int, *, speculates: bool) -> DraftedAnswer:
+async def ask(ring: LocalRing, question: _Question, tokens: int, *, speculates: bool) -> DraftedCompletion:
     """One answer."""
     times: list[float] = []
 
@@ -140,7 +140,7 @@ async def ask(ring: LocalRing, question: _Question, tokens: int, *, speculates: 
         question.prompt, tokens, sampling=question.sampling, speculates=speculates, heard=heard
     )
     gaps = sorted(b - a for a, b in itertools.pairwise(times))
-    return DraftedAnswer(
+    return DraftedCompletion(
         tokens=[each.token for each in told],
         first_s=times[0] - begin_s,
         next_s=statistics.fmean(gaps),
@@ -199,7 +199,7 @@ async def measure(case: str, devices: int, latency_s: float, path: Path, options
 
 
 def drafts(path: Path, folder: Path, form: str) -> dict[str, DraftModel]:
-    """What guesses for the model ``path`` in which way: another ``form`` of it, and one that was never taught."""
+    """What drafts for the model ``path`` in which way: another ``form`` of it, and one that was never taught."""
     untaught = folder / "untaught.gguf"
     write_model(untaught, vocabulary=f"from:{path}")
     found = {"model": quantised(path, form, folder, 2), "wrong model": untaught}
@@ -244,7 +244,7 @@ async def _streaming(
 ) -> tuple[dict[str, LocalRing], str]:
     """One device with one thread: from so many cells on several threads share what is attended to in another way.
 
-    Each way has a file and a memory of its own, in which what guesses has room beside it.
+    Each way has a file and a memory of its own, in which what drafts has room beside it.
     """
     model = model_profile(open_model(path))
     cpu = measure_cpu(folder, 1, lambda _: None, Effort(types=types_of(model)))
@@ -260,7 +260,7 @@ async def _streaming(
         group = stack.enter_context(LimitedGroup(model.size_bytes // 2 + BESIDE_BYTES + more))
         device = device_in(group, here, "d0", rate)
         device = replace(device, ram_available_bytes=device.ram_available_bytes - more)
-        solution, work = plan_alone(device, model, CONTEXT)
+        solution, work = plan_single_device(device, model, CONTEXT)
         question = instance([device], [], model, work, {})
         mode: BatchingMode = "fast" if way in ("tree", "chain") else "exact"
         drafting = drafting_of("lookup", mode, solution.plan, question, batches_of(mode, solution.plan, question, 1))
@@ -310,29 +310,31 @@ async def differing(path: Path, options: argparse.Namespace) -> Differing:
                 for number, told in zip(few, answers, strict=True):
                     on = await ask(fast, _Question(prompts[number], GREEDY), options.long_tokens, speculates=True)
                     off = [each.token for each in told]
-                    done[number] = KeptAnswer(model=path.stem, number=number, most=options.long_tokens, off=off, on=on)
+                    done[number] = KeptCompletion(
+                        model=path.stem, number=number, maximum=options.long_tokens, off=off, on=on
+                    )
                     _keep(options.kept, done[number])
         for number in range(len(prompts)):
             found.count(done[number].off, done[number].on)
         return found
 
 
-def _kept(options: argparse.Namespace, model: str) -> dict[int, KeptAnswer]:
+def _kept(options: argparse.Namespace, model: str) -> dict[int, KeptCompletion]:
     """The answers of ``model`` in the file ``options.kept``, by the number of their prompt."""
     if options.kept is None or not Path(options.kept).exists():
         return {}
-    every = (msgspec.json.decode(line, type=KeptAnswer) for line in Path(options.kept).read_bytes().splitlines())
-    return {each.number: each for each in every if (each.model, each.most) == (model, options.long_tokens)}
+    every = (msgspec.json.decode(line, type=KeptCompletion) for line in Path(options.kept).read_bytes().splitlines())
+    return {each.number: each for each in every if (each.model, each.maximum) == (model, options.long_tokens)}
 
 
-def _keep(file: str | None, answer: KeptAnswer) -> None:
+def _keep(file: str | None, answer: KeptCompletion) -> None:
     if file is not None:
         with Path(file).open("ab") as kept:
             kept.write(msgspec.json.encode(answer) + b"\n")
 
 
 async def _plain_and_fast(stack: AsyncExitStack, path: Path, folder: Path) -> tuple[LocalRing, LocalRing]:
-    """A ring of two that computes single rows, and one that computes up to ``FAST_ROWS`` of guesses in a step."""
+    """A ring of two that computes single rows, and one that computes up to ``FAST_ROWS`` of drafts in a step."""
     model = await asyncio.to_thread(quantised, path, "q2_k", folder, 2)
     draft = draft_model(model, open_model(path), context=CONTEXT, threads=1)
     drafting = Drafting(rows=FAST_ROWS, costs=(1.0,) * FAST_ROWS, adapts=False)
@@ -354,7 +356,7 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], mode
         "--latency-ms", type=float, nargs="+", default=[10.0], help="of each hop of far rings (default: 10)"
     )
     one.add_argument("--target", choices=list(FORMS), help="requantise the model first")
-    one.add_argument("--draft", choices=list(FORMS), default="q2_k", help="form of the model that guesses")
+    one.add_argument("--draft", choices=list(FORMS), default="q2_k", help="form of the draft model")
     one.add_argument("--prompts", type=int, default=50, help="of the case differing (default: 50)")
     one.add_argument("--long-tokens", type=int, default=200, help="of its answers (default: 200)")
     one.add_argument(

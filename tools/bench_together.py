@@ -32,14 +32,14 @@ from primad.profiler.measure import measure_home, ram_read_bytes_per_s
 from primad.profiler.processors import measure_cpu
 from primad.ring.chunks import Chunking, Pieces
 from primad.ring.grouping import Batching
-from primad.ring.head import Head, Tell
+from primad.ring.head import Head, Notify
 from primad.ring.messages import Finished, Generate, Sampled, StepLimits
 from primad.ring.scheduler.scheduler import Scheduler
-from primad.ring.scheduler.state import Draw
+from primad.ring.scheduler.state import SampledToken
 from tools.bench_solver import device_here, links_between
 from tools.lab.local_ring import LocalRing, even_windows, types_of
 from tools.lab.memory import LimitedGroup
-from tools.lab.memory_runs import device_in, plan_alone, prefetch_rate
+from tools.lab.memory_runs import device_in, plan_single_device, prefetch_rate
 from tools.lab.plain_llama import prompt_of
 
 out = Console(highlight=False)
@@ -132,7 +132,7 @@ async def long_prompt(path: Path, devices: int) -> dict[str, Any]:
         await told.until(ring, lambda: {long, short} <= told.over)
         end_s = told.tokens_s[long][0]
         longer = {request: told.count(request) + _CALM_TOKENS for request in writing}
-        await told.until(ring, lambda: all(told.count(request) >= least for request, least in longer.items()))
+        await told.until(ring, lambda: all(told.count(request) >= minimum for request, minimum in longer.items()))
     spans = (calm_s, begin_s), (end_s, time.perf_counter()), (begin_s, end_s)
     before, after, beside = (late(told.waits_s(writing, *span)) for span in spans)
     calm = max(before, after)  # answers grow while the prompt is computed, and each of their tokens takes longer
@@ -170,7 +170,7 @@ async def second_turn(path: Path, devices: int) -> dict[str, Any]:
     while len(history) < HISTORY_TOKENS:
         history += [begins, *prompt_of(99 + len(history) // 100)]
     first_s = []
-    async with _ring(path, devices, context=4096, least_rows=64, pieces=PIECES) as ring:
+    async with _ring(path, devices, context=4096, min_rows=64, pieces=PIECES) as ring:
         await ring.generate(prompt_of(300), 2)
         for _ in range(2):
             begin_s, first = time.perf_counter(), list[float]()
@@ -224,7 +224,7 @@ async def _streamed(
 ) -> tuple[float, float]:
     """Tokens a second of all ``streams``, and bytes that the kernel read for a token."""
     model = model_profile(open_model(path))
-    solution, work = plan_alone(device_in(group, here, "d0", prefetch_rate(path)), model, 256 * streams)
+    solution, work = plan_single_device(device_in(group, here, "d0", prefetch_rate(path)), model, 256 * streams)
     ring = LocalRing(
         path,
         None,
@@ -233,7 +233,7 @@ async def _streamed(
         context=256,
         rows=work.chunk_rows,
         sequences=streams,
-        batching=Batching(rows=streams, bridges=streams > 1),
+        batching=Batching(rows=streams, pads=streams > 1),
         threads=threads,
         step_timeout_s=600,
     )
@@ -249,7 +249,7 @@ async def _streamed(
 
 async def overhead(path: Path, devices: int) -> dict[str, Any]:
     """Microseconds of a step at 16 streams: of the scheduler, and of the head with a model that computes nothing."""
-    found: dict[str, Any] = {"case": "overhead", "at_most_us": 100.0}
+    found: dict[str, Any] = {"case": "overhead", "at_max_us": 100.0}
     for rows in (1, 4):
         found[f"scheduler_us_{rows}_rows"] = statistics.median(_scheduler_s(rows) for _ in range(5)) * 1e6
         found[f"head_us_{rows}_rows"] = statistics.median(_head_s(rows) for _ in range(5)) * 1e6
@@ -266,7 +266,7 @@ def _asked(tokens: int) -> list[Generate]:
 def _scheduler(rows: int) -> Scheduler:
     return Scheduler(
         context=4096,
-        chunking=Chunking(rows=512, least=64, begins=lambda _: False),
+        chunking=Chunking(rows=512, minimum=64, begins=lambda _: False),
         depth=4,
         sequences=OVERHEAD_STREAMS,
         batching=Batching(rows=rows, steps=2),
@@ -277,10 +277,10 @@ def _scheduler_s(rows: int) -> float:
     scheduler, steps = _scheduler(rows), 0
     for generate in _asked(200):
         scheduler.submit(generate)
-    draw = Draw(token=5, ends=False)
+    draw = SampledToken(token=5, ends=False)
     begin_s = time.perf_counter()
     while (step := scheduler.next_step(begin_s)) is not None:
-        scheduler.commit(step.step, {each.request: draw for _, each in scheduler.wants_draws(step.step)}, begin_s)
+        scheduler.commit(step.step, {each.request: draw for _, each in scheduler.wants_samples(step.step)}, begin_s)
         steps += 1
     return (time.perf_counter() - begin_s) / steps
 
@@ -329,7 +329,7 @@ def _head_s(rows: int) -> float:
     for generate in _asked(200):
         head.submit(generate)
     begin_s, steps = time.perf_counter(), 0
-    while isinstance(head.turn(), Tell):
+    while isinstance(head.turn(), Notify):
         steps += 1
     return (time.perf_counter() - begin_s) / steps
 

@@ -2,7 +2,7 @@
 
 No public type name is defined twice in what runs, which imports no tools; tools import nothing of the tests; tests import no
 tools but the lab, research and the model maker; nothing imports ``packaging/``, whose scripts know each other alone;
-what runs prints in one place alone, and logs from there.
+what runs prints in one place alone, and logs from there. No name is made of a word that the field has another one for.
 
     tools/laws.py [ROOT]
 """
@@ -35,6 +35,32 @@ PRINTING: Final = {
 }
 """Calls by which a text would reach a terminal or a log as it is. Bytes between processes (``stdout.buffer``) are none."""
 _MAY_PRINT: Final = re.compile("|".join(rf"\b{re.escape(name)}\(" for name in PRINTING))
+OLD_WORDS: Final = {
+    **dict.fromkeys(("guess", "guesses", "guessed", "guesser", "guessing"), "draft"),
+    **dict.fromkeys(("participation", "participations"), "stage"),
+    **dict.fromkeys(("promise", "promises", "promised"), "forecast"),
+    **dict.fromkeys(("keeper", "keepers"), "replica"),
+    **dict.fromkeys(("station", "stations"), "node"),
+    **dict.fromkeys(("helped", "helps"), "prefill offload"),
+    **dict.fromkeys(("lap", "laps"), "ring pass"),
+    **dict.fromkeys(("apart",), "experts on CPU"),
+    **dict.fromkeys(("desk",), "admin API"),
+    **dict.fromkeys(("lending", "loan", "loans"), "device limit"),
+    **dict.fromkeys(("shelf",), "KV writer"),
+    **dict.fromkeys(("giver", "givers"), "source"),
+    **dict.fromkeys(("borders",), "cut points"),
+    **dict.fromkeys(("blame", "blamed"), "fault attribution"),
+    **dict.fromkeys(("foresee", "foreseen"), "precompute"),
+    **dict.fromkeys(("knock", "knocked"), "probe"),
+    **dict.fromkeys(("brace", "void", "bridge", "bridges"), "prepare, discarded, padding"),
+    "least": "min",
+    "most": "max",
+}
+"""Words that a name may not be made of, and what the field says."""
+KEPT_NAMES: Final = frozenset(
+    {"at_least", "at_most", "_at_least", "_at_most", "AT_LEAST", "most_likely", "c_void_p", "_BRIDGE"}
+)
+"""Names with one of them in plain English, or of a library."""
 FOR_TESTS: Final = ("tools.lab", "tools.research", "tools.synth", "tools.synthetic")
 
 
@@ -130,6 +156,26 @@ def prints_elsewhere(root: Path) -> Iterator[str]:
                     yield f"{name}:{node.lineno}: calls {called}; cli/output.py prints, system/terminal.py logs"
 
 
+def old_words(root: Path) -> Iterator[str]:
+    """Lines about names that are made of a word that the field has another one for; ``docs/architecture.md`` has the
+    words."""
+    for path, tree in trees(root, *PRODUCT):
+        for name, line in named(tree):
+            for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name):
+                if word.lower() in OLD_WORDS and name not in KEPT_NAMES:
+                    yield f"{path}:{line}: {name}: say {OLD_WORDS[word.lower()]}, not {word.lower()}"
+
+
+def named(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """The names that a file gives, with their lines: types, functions, parameters, variables, fields."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name, node.lineno
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name, node.lineno
+
+
 def _is_for_tests(module: str) -> bool:
     return any(module == each or module.startswith(f"{each}.") for each in FOR_TESTS)
 
@@ -137,7 +183,13 @@ def _is_for_tests(module: str) -> bool:
 def main() -> int:
     """Print what breaks a law; the exit code."""
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent
-    broken = [*names_defined_twice(root), *wrong_imports(root), *imports_of_packaging(root), *prints_elsewhere(root)]
+    broken = [
+        *names_defined_twice(root),
+        *wrong_imports(root),
+        *imports_of_packaging(root),
+        *prints_elsewhere(root),
+        *old_words(root),
+    ]
     for line in broken:
         print(line, file=sys.stderr)
     return 1 if broken else 0

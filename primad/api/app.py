@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -39,10 +40,11 @@ from primad.api.http.metrics import MEDIA_TYPE, Counted, Metrics
 from primad.api.http.paths import TidyPaths
 from primad.api.http.status import StatusBody, status_body
 from primad.api.page import files
-from primad.api.page.desk import Desk
+from primad.api.page.desk import AdminApi
 from primad.api.page.owner import Owner
 from primad.api.page.routes import Page
 from primad.errors import PrimadError, RequestError
+from primad.settings.old_names import with_old_keys
 from primad.settings.timings import ApiTimings
 
 DIALECTS: Final = (
@@ -64,24 +66,24 @@ def create_app(
     names: ModelNames = ModelNames(),
     embeddings: Embeddings | None = None,
     owner_key: str | None = None,
-    desk: Desk | None = None,
+    admin_api: AdminApi | None = None,
 ) -> Api:
     """The API over ``backend``, whose model is also called by ``names``.
 
     ``hosts`` are names, besides localhost and IP addresses, by which clients may reach it; web pages of ``origins`` may
     ask it. ``door`` lets clients in. ``embeddings`` is a model beside that one, if there is one.
-    Who says ``owner_key`` may change things at ``desk`` by way of the page.
+    Who says ``owner_key`` may change things at ``admin_api`` by way of the page.
     Its ``state.close()`` ends what would stay open, when the server ends.
     """
     metrics = Metrics()
     endpoint = Endpoint(backend, metrics, timings, names, embeddings)
     server = _Server(endpoint, metrics)
-    page = Page(server.look, desk, Owner(owner_key), timings)
+    page = Page(server.look, admin_api, Owner(owner_key), timings)
     dialects = [route for one in DIALECTS for route in one.routes(endpoint)]
     routes = [*server.routes(), *page.routes(), *dialects]
     metrics.know(route.path for route in routes)
     app = Api(routes)
-    app.add_middleware(BodyGuard, most_bytes=MAX_BODIES_BYTES)  # the middleware that is added last sees a request first
+    app.add_middleware(BodyGuard, max_bytes=MAX_BODIES_BYTES)  # the middleware that is added last sees a request first
     app.add_middleware(KeyGuard, door=door, refuse=_refuse)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",))
@@ -128,7 +130,7 @@ class _Server:
 
     async def status(self, request: Request) -> Response:
         """Who computes which layers, and what every device did and holds."""
-        return json_response(await self.look())
+        return json_response(with_old_keys(msgspec.to_builtins(await self.look())))
 
     async def metrics(self, request: Request) -> Response:
         """Requests, tokens, times, and what every device did and holds, for Prometheus."""

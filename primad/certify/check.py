@@ -21,7 +21,7 @@ import msgspec
 from primad.certify.child import (
     HANGS_S,
     LATEST_S,
-    CheckAnswer,
+    CheckReply,
     CheckTask,
     Listed,
     ListNodes,
@@ -30,7 +30,7 @@ from primad.certify.child import (
     TryCuts,
     TryWhole,
 )
-from primad.certify.cuts import SAMPLED, CutRoute, asked_route, blamed, in_two, is_allowed, route
+from primad.certify.cuts import SAMPLED, CutRoute, asked_route, failing_cuts, in_two, is_allowed, route
 from primad.certify.derive import derived, multiples, named, provisional
 from primad.certify.keys import rewritten
 from primad.certify.tiny import WAYS
@@ -38,7 +38,7 @@ from primad.certify.verdict import VERSION, CheckVerdict, ForbiddenCut, RouteOut
 from primad.engine.build import build_id
 from primad.engine.protocol import KvType
 from primad.errors import DiskError, EngineError, ModelError, printable
-from primad.gguf.architectures.cuts import borders, cuttable
+from primad.gguf.architectures.cuts import cut_points, cuttable
 from primad.gguf.architectures.layers import layer_count
 from primad.gguf.architectures.table import known
 from primad.gguf.header import Header
@@ -51,8 +51,8 @@ KV_TYPES: Final[tuple[KvType, ...]] = ("f16", "q8_0", "q4_0")
 _FROM_OUTSIDE: Final = re.compile(r"ended by SIG(KILL|TERM|HUP|INT)\b")
 _HUNG: Final = re.compile(r"ended by SIGPROF\b")
 _BUILD_PATH: Final = re.compile(r"\S*/(?=[\w.-]+\.\w+:\d+: )")
-_ANSWER: Final = cast("type[CheckAnswer]", CheckAnswer)
-TellNext = Callable[[str], None]
+_ANSWER: Final = cast("type[CheckReply]", CheckReply)
+NotifyNext = Callable[[str], None]
 """Told what is tried next."""
 
 
@@ -66,7 +66,7 @@ class Wanted:
     time_limit_s: float = TIME_LIMIT_S
 
 
-def check(header: Header, wanted: Wanted, advance: TellNext) -> CheckVerdict:
+def check(header: Header, wanted: Wanted, advance: NotifyNext) -> CheckVerdict:
     """Try windows of the model. Raises ``ModelError`` for one that cannot be cut, ``DiskError``, ``EngineError``.
 
     For an architecture that the table does not know an entry is derived and tried.
@@ -101,7 +101,7 @@ class _Check:
 
     header: Header
     wanted: Wanted
-    advance: TellNext
+    advance: NotifyNext
     child: TaskChild
     tiny: Path
     began: float
@@ -140,7 +140,7 @@ class _Check:
             model=self.header.text("general.name", self.header.path.stem),
             architecture=self.header.text("general.architecture"),
             layers=layer_count(self.header),
-            cut_multiple=(places := borders(self.header)).step,
+            cut_multiple=(places := cut_points(self.header)).step,
             cut_offset=places.start % places.step,
             cuts=self.wanted.cuts,
             entry=self.header.derived,
@@ -194,7 +194,7 @@ class _Check:
 
     def _differs(self, how: str) -> str:
         """Why windows between all places where they may begin, or between two, do not equal the whole."""
-        routes = (route(self.header, borders(self.header)), *in_two(self.header, None))
+        routes = (route(self.header, cut_points(self.header)), *in_two(self.header, None))
         for number, windows in enumerate(routes, 1):
             self.advance(f"{how}: {number} of {len(routes)} routes")
             tried = self._try(windows, "f16")
@@ -218,14 +218,14 @@ class _Check:
             tried = self._try(route(self.header, some), "f16")
             return "" if tried.outcome == "equal" else tried.why or tried.outcome
 
-        found = blamed(
+        found = failing_cuts(
             cuts, lambda some: fails(tuple(some)) if is_allowed(self.header, route(self.header, some)) else ""
         )
         self.forbidden += [ForbiddenCut(layers=layers, why=why) for layers, why in found]
 
     def _finest(self) -> CutRoute:
         """As many windows as were asked for, or may be."""
-        cuts = [*self.wanted.cuts] or borders(self.header)
+        cuts = [*self.wanted.cuts] or cut_points(self.header)
         while cuts and not is_allowed(self.header, route(self.header, cuts)):
             cuts = cuts[1::2]
         return route(self.header, cuts)
@@ -298,7 +298,7 @@ class _Check:
             raise _TimeOverError
         self.child.timeout_s = min(LATEST_S, left_s)
         try:
-            answer: CheckAnswer | str = self.child.ask(task, _ANSWER)
+            answer: CheckReply | str = self.child.ask(task, _ANSWER)
         except msgspec.DecodeError as exc:
             answer = f"the child said what is no answer: {exc}"
         if isinstance(answer, Listed):

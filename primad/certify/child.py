@@ -82,7 +82,7 @@ class Tried(msgspec.Struct, frozen=True, tag="tried"):
 
 
 CheckTask = MakeTiny | TryWhole | ListNodes | TryCuts
-CheckAnswer = Tried | Listed
+CheckReply = Tried | Listed
 
 
 def main() -> None:
@@ -94,7 +94,7 @@ def main() -> None:
             signal.alarm(LATEST_S)
             signal.setitimer(signal.ITIMER_PROF, HANGS_S)
         try:
-            answer: CheckAnswer = _answer(decoder.decode(line))
+            answer: CheckReply = _answer(decoder.decode(line))
         except PrimadError as exc:
             answer = Tried("refused", str(exc))
         except (OSError, MemoryError) as exc:
@@ -103,7 +103,7 @@ def main() -> None:
         sys.stdout.buffer.flush()
 
 
-def _answer(task: CheckTask) -> CheckAnswer:
+def _answer(task: CheckTask) -> CheckReply:
     match task:
         case MakeTiny():
             from primad.certify.made import write_tiny

@@ -1,4 +1,4 @@
-"""Which windows are tried, and which cut is to blame where they fail."""
+"""Which windows are tried, and which cut is at fault where they fail."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Final
 
 from primad.errors import ConfigError, ModelError
-from primad.gguf.architectures.cuts import borders
+from primad.gguf.architectures.cuts import cut_points
 from primad.gguf.architectures.layers import layer_count
 from primad.gguf.header import Header
 from primad.gguf.windows import window_metadata
@@ -50,15 +50,15 @@ def is_allowed(header: Header, windows: CutRoute) -> bool:
     return True
 
 
-def in_two(header: Header, most: int | None = SAMPLED) -> list[CutRoute]:
-    """Two windows, cut in as many places as may be, or in ``most`` that are spread evenly."""
-    places = [cut for cut in borders(header) if is_allowed(header, route(header, (cut,)))]
-    if most is not None and len(places) > most:
-        places = [places[i * (len(places) - 1) // max(most - 1, 1)] for i in range(most)]
+def in_two(header: Header, maximum: int | None = SAMPLED) -> list[CutRoute]:
+    """Two windows, cut in as many places as may be, or in ``maximum`` that are spread evenly."""
+    places = [cut for cut in cut_points(header) if is_allowed(header, route(header, (cut,)))]
+    if maximum is not None and len(places) > maximum:
+        places = [places[i * (len(places) - 1) // max(maximum - 1, 1)] for i in range(maximum)]
     return [route(header, (cut,)) for cut in places]
 
 
-def blamed(cuts: Sequence[int], fails: Callable[[Sequence[int]], str]) -> list[tuple[tuple[int, ...], str]]:
+def failing_cuts(cuts: Sequence[int], fails: Callable[[Sequence[int]], str]) -> list[tuple[tuple[int, ...], str]]:
     """Which of ``cuts`` fail, and why; together they do. ``fails`` says why windows between some do, or nothing.
 
     Halves are tried until a cut fails by itself. Where neither half fails it is a window between two of them, or all
@@ -69,7 +69,7 @@ def blamed(cuts: Sequence[int], fails: Callable[[Sequence[int]], str]) -> list[t
     found: list[tuple[tuple[int, ...], str]] = []
     for half in (cuts[: len(cuts) // 2], cuts[len(cuts) // 2 :]):
         if fails(half):
-            found += blamed(half, fails)
+            found += failing_cuts(half, fails)
     if not found:
         found += [(pair, why) for pair in pairwise(cuts) if (why := fails(pair))][:1]
     return found or [(tuple(cuts), fails(cuts))]

@@ -27,8 +27,8 @@ from primad.gguf.architectures.table import is_unknown
 from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header
 
-MOST_MULTIPLES: Final = 12
-_MOST_EXITS: Final = 3
+MAX_MULTIPLES: Final = 12
+_MAX_EXITS: Final = 3
 _NUMBERED: Final = re.compile(r"(.+)-(\d+)")
 _UNNAMED: Final = re.compile(r"node_\d+|.* \(.*\)|leaf_\d+")
 _SLIDING: Final = "attention.sliding_window"
@@ -108,7 +108,7 @@ def multiples(header: Header) -> list[int]:
         multiple = cut_multiple(replace(header, derived=replace(header.derived, cut_multiple=each)))
         if multiple < layer_count(header) and multiple not in found:
             found.append(multiple)
-    return found[:MOST_MULTIPLES]
+    return found[:MAX_MULTIPLES]
 
 
 def named(header: Header, nodes: Sequence[GraphNode]) -> list[Architecture]:
@@ -165,7 +165,7 @@ def _exits(hidden: Sequence[tuple[int, str]], layers: int) -> Iterator[tuple[str
     last = max((each[layers - 1] for each in places.values() if layers - 1 in each), default=0)
     behind = next((name for place, name in hidden if place > last and not _UNNAMED.fullmatch(name)), "")
     complete = [stem for stem, each in places.items() if each.keys() >= set(range(layers - 1))]
-    for stem in sorted(complete, key=lambda stem: -places[stem][0])[:_MOST_EXITS]:
+    for stem in sorted(complete, key=lambda stem: -places[stem][0])[:_MAX_EXITS]:
         yield f"{stem}-{{layer}}", "" if layers - 1 in places[stem] else behind
     if hidden and behind:  # a layer's output that is called by what the next one does with it
         match = _NUMBERED.fullmatch(hidden[0][1])

@@ -23,7 +23,7 @@ FIRST_LOAD_S: Final = 600.0
 _BETWEEN_LINES_S: Final = 5.0
 
 
-def certified(header: Header, home: Path, say: Callable[[str], None]) -> tuple[Header, str]:
+def certified(header: Header, home: Path, report_line: Callable[[str], None]) -> tuple[Header, str]:
     """``header`` with all that its windows need, and why it is not certified if it has to be and is not.
 
     Raises ``ModelError`` for a file that is no complete model.
@@ -35,16 +35,16 @@ def certified(header: Header, home: Path, say: Callable[[str], None]) -> tuple[H
         verdict = load_verdict(home, header)
         if verdict is None:
             provisional(header)
-            say(
+            report_line(
                 f"architecture '{name}' is not known: whether its windows are exact is tried on a tiny model like it, once, "
                 f"for {FIRST_LOAD_S:.0f} s at most"
             )
-            verdict = check(header, Wanted(time_limit_s=FIRST_LOAD_S), _Progress(say))
+            verdict = check(header, Wanted(time_limit_s=FIRST_LOAD_S), _Progress(report_line))
             try:
                 save_verdict(home, header, verdict)
             except OSError as exc:
-                say(f"{home}: the verdict cannot be kept: {exc.strerror or exc}")
-            say(f"architecture '{name}': {verdict.result}, after {verdict.seconds:.0f} s")
+                report_line(f"{home}: the verdict cannot be kept: {exc.strerror or exc}")
+            report_line(f"architecture '{name}': {verdict.result}, after {verdict.seconds:.0f} s")
     except NotCutError as exc:
         return header, exc.reason
     except (DiskError, EngineError) as exc:
@@ -66,12 +66,12 @@ def warning(header: Header, verdict: CheckVerdict | None) -> str:
 class _Progress:
     """Says what is tried, now and then."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, report_line: Callable[[str], None]) -> None:
+        self._report_line = report_line
         self._said = time.monotonic()
 
     def __call__(self, what: str) -> None:
         now = time.monotonic()
         if now - self._said >= _BETWEEN_LINES_S:
             self._said = now
-            self._say(f"still trying: {printable(what)}")
+            self._report_line(f"still trying: {printable(what)}")

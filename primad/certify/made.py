@@ -23,7 +23,7 @@ from primad.gguf.header import Header
 from primad.gguf.layers import SmallTensor, metadata_split
 from primad.gguf.windows import OUTPUT, TOKEN_EMBEDDING
 
-MOST_BYTES: Final = 400 << 20
+MAX_BYTES: Final = 400 << 20
 _TOGETHER: Final = {
     "attn_qkv": ("attn_q", "attn_k", "attn_v"),
     "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps"),
@@ -39,7 +39,7 @@ def write_tiny(header: Header, path: Path, way: str) -> None:
     values = tiny_values(header, way)
     shapes = dict(_shapes(header, wanted_tensors(values)))
     size = 4 * sum(math.prod(shape) for shape in shapes.values())
-    if size > MOST_BYTES:
+    if size > MAX_BYTES:
         raise EngineError(f"a tiny model of it would take {size} bytes")
     tensors = [
         SmallTensor(name=name, type=GGMLQuantizationType.F32, shape=shape, data=_weights(name, shape).tobytes())

@@ -27,7 +27,7 @@ VOCABULARY: Final = 256
 _WIDTH: Final = 64
 _FORWARD: Final = 96
 _EXPERT_FORWARD: Final = 32
-_LEAST_HEAD: Final = 16
+_MIN_HEAD: Final = 16
 _KV_BLOCK: Final = 32
 """Values of a block of q8_0 and q4_0."""
 _CELLS: Final = tuple(f"attention.{part}_length{kind}" for part in ("key", "value") for kind in ("", "_swa"))
@@ -88,11 +88,11 @@ class _Sizes:
         self._header, self._name = header, name
         heads = self._numbers(_HEADS)
         self._heads = _divisor([each for each in heads if each > 1], 2)
-        self._width, most = header.count(f"{name}.embedding_length"), max(heads, default=0)
-        self._default = self._width // most if most else 0
+        self._width, maximum = header.count(f"{name}.embedding_length"), max(heads, default=0)
+        self._default = self._width // maximum if maximum else 0
         sizes = self._numbers(_HEAD_SIZES) or [self._default]
         cells = self._numbers(_CELLS) or [self._default]
-        self._size = _divisor(sizes, 2, cells, _LEAST_HEAD)
+        self._size = _divisor(sizes, 2, cells, _MIN_HEAD)
         if all(each % _KV_BLOCK == 0 for each in cells):
             self._size = math.gcd(self._size, _divisor([each // _KV_BLOCK for each in cells], 1))
 
@@ -124,9 +124,9 @@ class _Sizes:
             _INNER: lambda length: length // (inner * state),
             _STATE: lambda length: length // state,
         }
-        for key, most in _FORWARDS.items():
+        for key, maximum in _FORWARDS.items():
             order = sorted(set(self._numbers((key,))))
-            changes[key] = _in_order(order, most)
+            changes[key] = _in_order(order, maximum)
         if self._name in _TWICE_THE_WIDTH:
             changes[_INNER] = lambda _: 2 * embedding
             changes[_STATE] = changes["ssm.time_step_rank"] = lambda count: count
@@ -140,7 +140,7 @@ class _Sizes:
             return 1, 1
         divisor = _divisor([each for each in heads if each > 1], 2)
         each = max(inner[0] // max(heads[0], 1), 1)
-        return divisor, _divisor([each, *state], _LEAST_HEAD)
+        return divisor, _divisor([each, *state], _MIN_HEAD)
 
     def added(self, way: str) -> dict[str, Value]:
         """The size of a head where the model leaves it to its width, which is another one now."""
@@ -151,19 +151,19 @@ class _Sizes:
         return {key: size for key in lacking if key not in self._header.values}
 
 
-def _divisor(numbers: list[int], least: int, others: list[int] | None = None, others_least: int = 1) -> int:
-    """The largest that divides all ``numbers`` and leaves at least ``least`` of each, and ``others_least`` of the
+def _divisor(numbers: list[int], minimum: int, others: list[int] | None = None, others_min: int = 1) -> int:
+    """The largest that divides all ``numbers`` and leaves at least ``minimum`` of each, and ``others_min`` of the
     ``others``."""
     common = math.gcd(*numbers) if numbers else 1
-    room = min((each // least for each in numbers), default=1)
-    room = min(room, *(each // others_least for each in others or ()), common)
+    room = min((each // minimum for each in numbers), default=1)
+    room = min(room, *(each // others_min for each in others or ()), common)
     return next(each for each in range(max(room, 1), 0, -1) if common % each == 0)
 
 
-def _in_order(numbers: list[int], most: int) -> _Change:
-    """The smallest of ``numbers`` becomes ``most``, or itself if it is less, and each other one a third more than the one
+def _in_order(numbers: list[int], maximum: int) -> _Change:
+    """The smallest of ``numbers`` becomes ``maximum``, or itself if it is less, and each other one a third more than the one
     before."""
-    places = {each: min(each, most + place * (most // 3)) for place, each in enumerate(numbers)}
+    places = {each: min(each, maximum + place * (maximum // 3)) for place, each in enumerate(numbers)}
     return lambda number: places.get(number, number)
 
 

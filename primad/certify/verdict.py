@@ -21,7 +21,7 @@ from primad.engine.build import build_id
 from primad.engine.protocol import KvType
 from primad.errors import printable
 from primad.gguf.architecture import Architecture
-from primad.gguf.architectures.cuts import borders, why_whole
+from primad.gguf.architectures.cuts import cut_points, why_whole
 from primad.gguf.architectures.table import SUPPORTED, is_unknown
 from primad.gguf.header import Header
 from primad.gguf.windows import vocabulary_size
@@ -30,7 +30,7 @@ from primad.system.files import write_whole
 
 VERSION: Final = 2
 """Grows when other things are compared."""
-MOST_KEPT: Final = 256
+MAX_KEPT: Final = 256
 RouteOutcome = Literal["equal", "different", "refused", "ended", "not opened"]
 
 
@@ -117,12 +117,12 @@ def load_verdict(home: Path, header: Header, cuts: Sequence[int] = ()) -> CheckV
 
 
 def save_verdict(home: Path, header: Header, verdict: CheckVerdict) -> None:
-    """Keep ``verdict``, and of all the latest ``MOST_KEPT``. Raises ``OSError``."""
+    """Keep ``verdict``, and of all the latest ``MAX_KEPT``. Raises ``OSError``."""
     folder = checks_folder(home)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / f"{verdict_key(header, verdict.cuts)}.json", msgspec.json.encode(verdict))
     kept = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    for path in kept[:-MOST_KEPT]:
+    for path in kept[:-MAX_KEPT]:
         path.unlink(missing_ok=True)
 
 
@@ -167,13 +167,13 @@ def with_verdict(profile: ModelProfile, header: Header, verdict: CheckVerdict | 
         return profile.uncut
     if is_unknown(header):
         entry = None if verdict is None else verdict.entry
-        return profile if entry is None else _with_borders(profile, borders(replace(header, derived=entry)))
+        return profile if entry is None else _with_cut_points(profile, cut_points(replace(header, derived=entry)))
     if verdict is None or not verdict.forbidden:
         return profile
-    return _with_borders(profile, allowed(verdict, borders(header)))
+    return _with_cut_points(profile, allowed(verdict, cut_points(header)))
 
 
-def _with_borders(profile: ModelProfile, places: range) -> ModelProfile:
+def _with_cut_points(profile: ModelProfile, places: range) -> ModelProfile:
     """``profile`` with windows that begin at these ``places``."""
     if not places:
         return profile.uncut

@@ -12,9 +12,9 @@ import typer
 from primad.errors import ConfigError, printable
 from primad.settings.config import is_loopback
 
-LEAST_KEY_CHARS: Final = 16
-MOST_KEY_CHARS: Final = 512
-_KEY: Final = re.compile(rf"[!-~]{{{LEAST_KEY_CHARS},{MOST_KEY_CHARS}}}")
+MIN_KEY_CHARS: Final = 16
+MAX_KEY_CHARS: Final = 512
+_KEY: Final = re.compile(rf"[!-~]{{{MIN_KEY_CHARS},{MAX_KEY_CHARS}}}")
 _HOST: Final = re.compile(r"(\*\.)?[a-z0-9]([a-z0-9._-]{0,252})")
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*]{1,255}")
 
@@ -63,7 +63,7 @@ def check_asking(options: AskingOptions, host: str) -> None:
         raise ConfigError("--no-auth: contradicts --api-key and --api-key-file; leave one of them out")
     if options.api_key is not None and not _KEY.fullmatch(options.api_key):
         raise ConfigError(
-            f"--api-key: a key has {LEAST_KEY_CHARS} to {MOST_KEY_CHARS} letters, digits and signs without spaces; "
+            f"--api-key: a key has {MIN_KEY_CHARS} to {MAX_KEY_CHARS} letters, digits and signs without spaces; "
             "'primad key add' makes a good one"
         )
     if not has_keys and not options.no_auth and not is_loopback(host):

@@ -86,8 +86,8 @@ def list_layers(home: Home = None, kv_cache: CellsFolder = None, json: Json = Fa
         return
     if layers:
         out.print(_table(layers))
-    most = "" if limit is None else f" of at most {_size(limit)}"
-    out.print(f"{_count(layers)}, {_size(total)}{most}, in {config.layers}")
+    maximum = "" if limit is None else f" of at most {_size(limit)}"
+    out.print(f"{_count(layers)}, {_size(total)}{maximum}, in {config.layers}")
     if partial_bytes:
         out.print(f"{_size(partial_bytes)} besides of layers that are not complete yet")
     if config.kv_cache is not None:
@@ -227,8 +227,8 @@ def _counts(folder: Path, older_days: float | None, *, everything: bool) -> list
     from primad.engine.streaming.expert_usage import excess, stored
 
     if everything:
-        return excess(stored(folder), time.time(), most_files=0)
-    return [] if older_days is None else excess(stored(folder), time.time(), most_age_s=older_days * DAY_S)
+        return excess(stored(folder), time.time(), max_files=0)
+    return [] if older_days is None else excess(stored(folder), time.time(), max_age_s=older_days * DAY_S)
 
 
 def _excess(layers: list[CachedLayer], partial_bytes: int, size: int | None) -> int:

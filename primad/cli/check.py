@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from primad.certify.verdict import CheckVerdict, TriedRoute
 
-_MOST_SHOWN = 12
+_MAX_SHOWN = 12
 
 
 def check(
@@ -59,7 +59,7 @@ def check(
 
     config = load_config({"home": home})
     open_home(config)
-    layers = tuple(parse_whole(part, "--cuts", least=1, most=100_000) for part in (cuts or "").split(",") if cuts)
+    layers = tuple(parse_whole(part, "--cuts", minimum=1, maximum=100_000) for part in (cuts or "").split(",") if cuts)
     header = open_model(model_path(model, lambda: config, fetches=False), header_only=True)
     wanted = Wanted(cuts=layers, every=every, time_limit_s=time_limit)
     with RichReporter(err).waiting("trying") as show:
@@ -111,5 +111,5 @@ def _places(routes: list[TriedRoute]) -> str:
     """Where the windows of ``routes`` begin."""
     several = [f"{len(each.cuts) - 1} windows" for each in routes if len(each.cuts) != 3]
     two = [str(each.cuts[1]) for each in routes if len(each.cuts) == 3]
-    shown = f"{', '.join(two[:_MOST_SHOWN])}{' and more' if len(two) > _MOST_SHOWN else ''}"
+    shown = f"{', '.join(two[:_MAX_SHOWN])}{' and more' if len(two) > _MAX_SHOWN else ''}"
     return "; ".join([*several, *([f"two, cut at layer {shown}"] if two else [])])

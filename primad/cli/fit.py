@@ -20,7 +20,7 @@ from primad.cli.progress import RichReporter
 from primad.settings.quantities import parse_choice, show_bytes, show_ms, show_speed
 
 if TYPE_CHECKING:
-    from primad.planning.fit import Fit, FitAnswer
+    from primad.planning.fit import Fit, FitResult
     from primad.planning.question import Question
 
 _QUANTISATIONS: Final = ("q4k", "q4_k_m", "q8", "f16")
@@ -110,7 +110,7 @@ def _questions(
             )
 
 
-def _show(answer: FitAnswer) -> None:
+def _show(answer: FitResult) -> None:
     from primad.planning.table import widen
 
     widen(tables)
@@ -128,7 +128,7 @@ def _show(answer: FitAnswer) -> None:
         out.print(line)
 
 
-def what_is_marked(answer: FitAnswer) -> str:
+def what_is_marked(answer: FitResult) -> str:
     """What the star says; where no row has one, that none is fast enough, and what else may be the reason."""
     names = "each name is a --model-shape of primad plan"
     if any(each.is_best for each in answer.models):
@@ -137,7 +137,7 @@ def what_is_marked(answer: FitAnswer) -> str:
     return f"{slow}; {names}"
 
 
-def next_commands(answer: FitAnswer) -> list[str]:
+def next_commands(answer: FitResult) -> list[str]:
     """What to type for the best, and for the best that can be fetched; where none is fast enough, for the first that run."""
     from primad.planning.fit import BEST
 

@@ -89,9 +89,9 @@ def served_model(given: Path, config: Config, *, whole: bool, several: bool) -> 
                 raise
             why = exc.reason
         else:
-            _say(f"{name}: its header is here; each device fetches its own layers")
+            _report_line(f"{name}: its header is here; each device fetches its own layers")
             return found
-        _say(f"{name}: {why}; the whole file is fetched")
+        _report_line(f"{name}: {why}; the whole file is fetched")
     return model_path(given, lambda: config)
 
 
@@ -101,13 +101,13 @@ def _check_cut(header: Header, config: Config) -> None:
     from primad.gguf.architectures.cuts import cuttable
     from primad.gguf.architectures.table import ADVICE, NotCutError
 
-    header, why = certified(header, config.home, _say)
+    header, why = certified(header, config.home, _report_line)
     if why:
         raise NotCutError(why, ADVICE)
     cuttable(header)
 
 
-def _say(line: str) -> None:
+def _report_line(line: str) -> None:
     err.print(line, markup=False, highlight=False)
 
 

@@ -74,7 +74,7 @@ def show(file: File = None, home: Home = None) -> None:
         out.print(f"there are no keys in {path}; make one with 'primad key add NAME'")
     for key in keys or ():
         limits = ((key.requests_per_min, "requests"), (key.tokens_per_min, "tokens"))
-        told = ", ".join(f"{most} {what} a minute" for most, what in limits if most is not None)
+        told = ", ".join(f"{maximum} {what} a minute" for maximum, what in limits if maximum is not None)
         out.print(f"{key.name}: {told or 'no limits'}")
 
 

@@ -38,7 +38,7 @@ from primad.cli.trust import revoke, trust
 from primad.errors import ConfigError, NotNowError, PrimadError, Stopped
 from primad.settings.config import load_config
 from primad.system.gpus import hide_gpus
-from primad.system.notify import MOST_STATUS_CHARS, notify
+from primad.system.notify import MAX_STATUS_CHARS, notify
 from primad.system.terminal import start_logging
 
 app = CommandGroup(
@@ -153,7 +153,7 @@ def _fail(message: str, *, for_good: bool = False) -> NoReturn:
     """``for_good``: started again in the same way it would fail again, which a service manager wants to know."""
     line = " ".join(message.split())
     err.print(f"primad: error: {line}")
-    notify(f"STATUS=it failed: {line[:MOST_STATUS_CHARS]}")
+    notify(f"STATUS=it failed: {line[:MAX_STATUS_CHARS]}")
     code = os.environ.get(GIVE_UP_VARIABLE, "")
     sys.exit(int(code) if for_good and code.isdecimal() and int(code) < 256 else 2)
 

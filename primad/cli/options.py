@@ -169,7 +169,7 @@ def rope_of(options: RopeOptions) -> Rope:
     if scale is not None:
         freq_scale = 1 / _within(scale, "--rope-scale", above=0.0)
     yarn = {
-        f"yarn_{name}": _within(value, f"--yarn-{name.replace('_', '-')}", least=0.0)
+        f"yarn_{name}": _within(value, f"--yarn-{name.replace('_', '-')}", minimum=0.0)
         for name in ("ext_factor", "attn_factor", "beta_slow", "beta_fast")
         if (value := getattr(options, f"yarn_{name}")) is not None
     }
@@ -186,11 +186,11 @@ def rope_of(options: RopeOptions) -> Rope:
     )
 
 
-def _within(number: float, flag: str, *, above: float | None = None, least: float | None = None) -> float:
+def _within(number: float, flag: str, *, above: float | None = None, minimum: float | None = None) -> float:
     """``number``, which is finite. Raises ``ConfigError`` naming ``flag``."""
-    too_small = (above is not None and number <= above) or (least is not None and number < least)
+    too_small = (above is not None and number <= above) or (minimum is not None and number < minimum)
     if too_small or not number <= 1e12:
-        wanted = f"more than {above:g}" if above is not None else f"at least {least:g}"
+        wanted = f"more than {above:g}" if above is not None else f"at least {minimum:g}"
         raise ConfigError(f"{flag} {number:g}: give a number of {wanted} and at most 1e12")
     return number
 

@@ -16,7 +16,7 @@ from primad.settings.config import Config, check_address, load_config
 
 if TYPE_CHECKING:
     from primad.daemon.owner import OwnerPause
-    from primad.network.admin import AdminAnswer, AdminRequest
+    from primad.network.admin import AdminReply, AdminRequest
 
 LEAVE_S = 60.0
 """Handing over may mean that others load layers first."""
@@ -67,13 +67,13 @@ def pair(
         shown = {"code": answer.code, "expires_s": round(answer.expires_s, 1)}
         print_json(shown | {"port": answer.port, "addresses": answer.addresses})
         return
-    _say(f"code {answer.code}, good for {_minutes(answer.expires_s)}; on the other device type:")
-    _say(f"  primad join --code {answer.code}")
-    _say("or, where primad runs there already:")
-    _say(f"  primad pair --code {answer.code}")
-    _say("where multicast is blocked add the address of this device:")
+    _report_line(f"code {answer.code}, good for {_minutes(answer.expires_s)}; on the other device type:")
+    _report_line(f"  primad join --code {answer.code}")
+    _report_line("or, where primad runs there already:")
+    _report_line(f"  primad pair --code {answer.code}")
+    _report_line("where multicast is blocked add the address of this device:")
     for place in answer.addresses or [f"ADDRESS:{answer.port}"]:
-        _say(f"  primad join --code {answer.code} --device {place}")
+        _report_line(f"  primad join --code {answer.code} --device {place}")
 
 
 def _bring(home: Path | None, code: str, device: str | None) -> None:
@@ -93,15 +93,15 @@ def _bring(home: Path | None, code: str, device: str | None) -> None:
 
 def _pair_here(config: Config, code: str, device: str | None) -> None:
     from primad.daemon.pairing_service import pair as bring
-    from primad.daemon.run import own_station, run
+    from primad.daemon.run import own_node, run
     from primad.trust.trust import HEAD
 
     _check_owner(config.home)
-    with own_station(config) as station:
+    with own_node(config) as node:
 
         async def bring_code() -> None:
-            other = await bring(station, code, device, lambda _: None, HEAD)
-            _say(f"{config.name} is paired with {other.device} (no primad runs here now)")
+            other = await bring(node, code, device, lambda _: None, HEAD)
+            _report_line(f"{config.name} is paired with {other.device} (no primad runs here now)")
 
         try:
             run(bring_code())
@@ -149,7 +149,7 @@ def pause(home: Home = None) -> None:
     if is_running(folder) or not folder.is_dir():
         _do(home, Pause(), LEAVE_S)
     else:
-        _say(f"{_kept(folder).pause()} (no primad runs here now)")
+        _report_line(f"{_kept(folder).pause()} (no primad runs here now)")
 
 
 def resume(home: Home = None) -> None:
@@ -167,7 +167,7 @@ def resume(home: Home = None) -> None:
     if is_running(folder) or not folder.is_dir():
         _do(home, Resume())
     else:
-        _say(f"{_kept(folder).resume()} (no primad runs here now)")
+        _report_line(f"{_kept(folder).resume()} (no primad runs here now)")
 
 
 def _kept(folder: Path) -> OwnerPause:
@@ -183,10 +183,10 @@ def _do(home: Path | None, request: AdminRequest, timeout_s: float | None = None
     answer = _ask(home, request, timeout_s)
     if not isinstance(answer, Done):
         _unexpected(answer)
-    _say(answer.text)
+    _report_line(answer.text)
 
 
-def _ask(home: Path | None, request: AdminRequest, timeout_s: float | None = None) -> AdminAnswer:
+def _ask(home: Path | None, request: AdminRequest, timeout_s: float | None = None) -> AdminReply:
     """The daemon's answer. Raises ``ClusterError`` when none runs or it refuses."""
     from primad.network.admin import ASK_S, Refusal, ask
 
@@ -198,11 +198,11 @@ def _ask(home: Path | None, request: AdminRequest, timeout_s: float | None = Non
     return answer
 
 
-def _unexpected(answer: AdminAnswer) -> NoReturn:
+def _unexpected(answer: AdminReply) -> NoReturn:
     raise ClusterError(f"the primad that runs here answered {type(answer).__name__}; start it again with this version")
 
 
-def _say(line: str) -> None:
+def _report_line(line: str) -> None:
     out.print(line)
 
 

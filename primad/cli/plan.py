@@ -47,7 +47,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerOptions:
+class SolveOptions:
     """How the plan is looked for, and shown."""
 
     PANEL: ClassVar[str] = "Answer"
@@ -73,7 +73,7 @@ PLAN_SHOWN: Final = (
 )
 """What ``--help`` shows."""
 PLAN_TABLE: Final = {"lora", "seconds"} | names_of(
-    ModelOptions, FleetOptions, RunOptions, DraftOptions, RopeOptions, AnswerOptions
+    ModelOptions, FleetOptions, RunOptions, DraftOptions, RopeOptions, SolveOptions
 )
 """Options that may stand in the configuration file beside the keys of the device."""
 
@@ -86,7 +86,7 @@ def plan(
     run: RunOptions,
     draft: DraftOptions,
     rope: RopeOptions,
-    answer: AnswerOptions,
+    answer: SolveOptions,
     files: ProfileFiles = None,
     lora: Lora = None,
     help_all: HelpAll = False,
@@ -115,7 +115,7 @@ def plan(
     _answer(asked, answer, checked)
 
 
-def _wishes(fleet: FleetOptions, run: RunConfig, answer: AnswerOptions) -> Wishes:
+def _wishes(fleet: FleetOptions, run: RunConfig, answer: SolveOptions) -> Wishes:
     from primad.planning.question import Wishes
 
     return Wishes(run=run, time_limit_s=answer.time_limit, **wishes_of(fleet))
@@ -180,15 +180,15 @@ def _ask(
 
 
 def _draft(given: Path | None, header: Header, home: Path) -> PlannedDraft | None:
-    """The model that guesses. Raises ``ConfigError`` for one that cannot."""
+    """The draft model. Raises ``ConfigError`` for one that cannot."""
     from primad.gguf.architectures.cuts import why_whole
-    from primad.planning.draft_model import AUTO, MOST_CONTEXT, choose_draft, draft_profile, memory_of, models_here
+    from primad.planning.draft_model import AUTO, MAX_CONTEXT, choose_draft, draft_profile, memory_of, models_here
     from primad.planning.question import PlannedDraft
 
     if given is None:
         return None
     if given == AUTO:
-        found = choose_draft(header, models_here(header, models_folder(home)), context=MOST_CONTEXT, free_bytes=None)
+        found = choose_draft(header, models_here(header, models_folder(home)), context=MAX_CONTEXT, free_bytes=None)
         err.print(f"--draft auto: {found}", markup=False, highlight=False)
         path = found.path
     else:
@@ -196,7 +196,7 @@ def _draft(given: Path | None, header: Header, home: Path) -> PlannedDraft | Non
     if path is None:
         return None
     own, profile = draft_profile(path, header, header_only=True)
-    memory_bytes = memory_of(profile, MOST_CONTEXT)
+    memory_bytes = memory_of(profile, MAX_CONTEXT)
     return PlannedDraft(path=str(path), model=profile, memory_bytes=memory_bytes, may_move=not why_whole(own))
 
 
@@ -204,7 +204,7 @@ def _unknown(_: Iterable[int]) -> None:
     """Of a shape nothing is known."""
 
 
-def _answer(asked: Question, wanted: AnswerOptions, checked: Checked) -> None:
+def _answer(asked: Question, wanted: SolveOptions, checked: Checked) -> None:
     from primad.planning.explain import explain
     from primad.planning.schema import encode
     from primad.planning.table import plot, show

@@ -48,7 +48,7 @@ class RichReporter:
         self._told: set[tuple[str, str]] = set()
         self._waited: TaskID | None = None
 
-    def say(self, line: str) -> None:
+    def report_line(self, line: str) -> None:
         """One line for the owner."""
         self._console.print(line, markup=False)
 
@@ -80,7 +80,7 @@ class RichReporter:
         finally:
             bars.remove_task(task)
             if bars is self._progress and not bars.tasks:
-                self.settle()
+                self.resolve()
 
     def _bars(self) -> Progress:
         if self._progress is None:
@@ -98,7 +98,7 @@ class RichReporter:
             bars.remove_task(self._waited)
         self._waited = bars.add_task(words, total=None)
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Take the bars away."""
         if self._progress is not None:
             self._progress.stop()

@@ -87,14 +87,14 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOptions:
-    """Which next tokens are guessed, and by what."""
+    """Which next tokens are drafted, and by what."""
 
-    PANEL: ClassVar[str] = "Tokens that are guessed"
+    PANEL: ClassVar[str] = "Tokens that are drafted"
 
     speculate: Annotated[
         str,
         typer.Option(
-            help="Guess the next tokens from prompt and answer, and compute them ahead where the ring is idle: auto (if it "
+            help="Draft the next tokens from prompt and answer, and compute them ahead where the ring is idle: auto (if it "
             "has room for that), lookup (anyway), draft (with --draft, anyway) or off.",
             autocompletion=one_of("auto", "lookup", "draft", "off"),
         ),
@@ -102,7 +102,7 @@ class DraftOptions:
     draft: Annotated[
         Path | None,
         typer.Option(
-            help="A small GGUF file of the same family, or one by name, that guesses the next tokens. "
+            help="A small GGUF file of the same family, or one by name, that drafts the next tokens. "
             "auto: one of those that are here.",
             metavar="FILE|auto",
             show_default=False,
@@ -111,7 +111,7 @@ class DraftOptions:
     draft_on: Annotated[
         str,
         typer.Option(
-            help="The device on which the model of --draft guesses; auto: where it wins most.",
+            help="The device on which the model of --draft drafts; auto: where it wins most.",
             metavar="NAME|auto",
             autocompletion=device_names,
         ),

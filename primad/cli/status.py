@@ -142,13 +142,14 @@ def _ask(client: httpx.Client, url: str) -> tuple[str, StatusBody]:
     import msgspec
 
     from primad.api.http.status import decoder
+    from primad.settings.old_names import with_new_keys
 
     response = client.get("/status")
     check_let_in(url, response.status_code)
     if response.status_code != 200:
         raise ClusterError(f"{url}: answered {response.status_code}; is it a head, 'primad serve'?")
     try:
-        return response.text, decoder.decode(response.content)
+        return response.text, decoder.decode(with_new_keys(response.content))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise ClusterError(
             f"{url}: answers, but not as a head of this version of primad does: {printable(exc)}"
@@ -216,11 +217,13 @@ def _kept(kv: KvStatus) -> list[str]:
     lines = [
         f"{printable(copy.device)}: its KV cells are not kept twice, {printable(copy.why)}"
         for copy in kv.copies
-        if copy.keeper is None
+        if copy.replica is None
     ]
-    where = ", ".join(f"{printable(copy.device)}'s by {printable(copy.keeper)}" for copy in kv.copies if copy.keeper)
+    where = ", ".join(f"{printable(copy.device)}'s by {printable(copy.replica)}" for copy in kv.copies if copy.replica)
     if where:
-        lines.append(f"KV cells kept twice: {where}; {show_bytes(kv.twice_bytes)} now, {kv.lag_tokens} tokens behind")
+        lines.append(
+            f"KV cells kept twice: {where}; {show_bytes(kv.replicated_bytes)} now, {kv.lag_tokens} tokens behind"
+        )
     if kv.restores:
         lines.append(
             f"{kv.restores} times a ring went on with answers of another one: {kv.restored_tokens} tokens were there "
@@ -230,11 +233,11 @@ def _kept(kv: KvStatus) -> list[str]:
 
 
 def _drafts(drafts: DraftFigures) -> str:
-    """What became of tokens that were guessed."""
+    """What became of tokens that were drafted."""
     return (
         f"{drafts.drafted} tokens computed ahead: {drafts.accepted / drafts.drafted:.0%} were right, "
-        f"{drafts.skipped / drafts.drafted:.0%} were skipped; {drafts.tokens_a_lap:.2f} tokens of an answer a lap"
-        + (f"; a model guesses on {printable(drafts.model_on)}" if drafts.model_on is not None else "")
+        f"{drafts.skipped / drafts.drafted:.0%} were skipped; {drafts.tokens_per_pass:.2f} tokens of an answer a lap"
+        + (f"; a model drafts on {printable(drafts.model_on)}" if drafts.model_on is not None else "")
     )
 
 
@@ -288,13 +291,13 @@ def _planned(device: DeviceStatus) -> list[str]:
 
 
 def _figures(figures: MemoryFigures | PlannedFigures, streams_output: bool = False) -> list[str]:
-    """The columns that both rows have: resident, streamed, held ahead, read, stall."""
+    """The columns that both rows have: resident, streamed, read ahead, read, stall."""
     streamed = _UNKNOWN if figures.streamed is None else f"{figures.streamed}{' + output' * streams_output}"
-    ahead, read, stall = figures.ahead_bytes, figures.bytes_read_per_token, figures.stall_ms_per_token
+    read_ahead, read, stall = figures.read_ahead_bytes, figures.bytes_read_per_token, figures.stall_ms_per_token
     return [
         _UNKNOWN if figures.resident is None else str(figures.resident),
         streamed,
-        _UNKNOWN if ahead is None else show_bytes(ahead),
+        _UNKNOWN if read_ahead is None else show_bytes(read_ahead),
         _UNKNOWN if read is None else show_bytes(read),
         _UNKNOWN if stall is None else show_ms(stall),
     ]

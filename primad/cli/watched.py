@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from primad.api.http.status import DeviceStatus, StatusBody
 
-MOST_EVENTS: Final = 8
+MAX_EVENTS: Final = 8
 _UNKNOWN: Final = "?"
 
 
@@ -111,5 +111,5 @@ def _rate(now: Look, before: Look | None, read: Callable[[StatusBody], int | Non
 
 
 def _events(status: StatusBody) -> list[str]:
-    latest = status.events[-MOST_EVENTS:]
+    latest = status.events[-MAX_EVENTS:]
     return [f"{time.strftime('%H:%M:%S', time.localtime(each.at_s))}  {printable(each.text)}" for each in latest]

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 
 import zmq.asyncio
 
-from primad.daemon.station import Station
+from primad.daemon.station import Node
 from primad.errors import ClusterError, DiskError
 from primad.gguf.layers import LayerRef
 from primad.gguf.origins import LayerOrigin
 from primad.layers.cache import LayerCache
-from primad.layers.draw import draw_layers
+from primad.layers.draw import download_layers
 from primad.layers.fetch import fetch_layers, hash_in_thread, held_by_any, in_thread, missing_layers
-from primad.layers.givers import HubWays, WantedLayer
+from primad.layers.givers import HubRoutes, WantedLayer
 from primad.network.contacts import Contact
 
 logger = logging.getLogger(__name__)
@@ -25,62 +25,62 @@ OnNamed = Callable[[str, str, bytes], None]
 
 
 async def bring_layers(
-    station: Station,
-    ways: HubWays,
+    node: Node,
+    hub_routes: HubRoutes,
     sources: Sequence[Contact],
     origins: Sequence[LayerOrigin],
     missing: Sequence[LayerRef],
     arrived: OnArrived,
     named: OnNamed,
 ) -> None:
-    """Have ``missing`` in the cache of ``station``; ``named`` hears what those turn out to be that had no digest.
+    """Have ``missing`` in the cache of ``node``; ``named`` hears what those turn out to be that had no digest.
 
     ``sources`` are asked first for what has one. Raises ``ClusterError`` when nobody gives a layer, ``DiskError`` when this
     device's disk does not take it.
     """
-    cache, limit = station.workspace.cache, station.config.transfer_limit_bytes_per_s
+    cache, limit = node.workspace.cache, node.config.transfer_limit_bytes_per_s
     known = {origin.layer: origin for origin in origins}
     hashed = [ref for ref in missing if ref.digest not in known or known[ref.digest].name != ref.digest]
     fresh = [WantedLayer(ref, known[ref.digest]) for ref in missing if ref not in hashed]
-    fresh = [layer for layer in fresh if not await _was_drawn(cache, layer, arrived, named)]
+    fresh = [layer for layer in fresh if not await _was_downloaded(cache, layer, arrived, named)]
     if hashed:
-        await _fetch(station, ways, sources, hashed, arrived)
+        await _fetch(node, hub_routes, sources, hashed, arrived)
         left = await missing_layers(cache, hashed)
         if foreign := [ref for ref in left if ref.digest not in known]:
             raise ClusterError(f"layer {foreign[0].digest[:12]} cannot be fetched: no device has it")
         fresh += [WantedLayer(ref, known[ref.digest]) for ref in left]
 
-    def drawn(name: str, digest: str, tree: bytes) -> None:
+    def downloaded(name: str, digest: str, tree: bytes) -> None:
         cache.origins.put(name, digest)
         named(name, digest, tree)
 
     if fresh:
-        await draw_layers(ways, fresh, cache, arrived, drawn, bytes_per_s=limit)
+        await download_layers(hub_routes, fresh, cache, arrived, downloaded, bytes_per_s=limit)
 
 
 async def fetch_from(
-    station: Station,
+    node: Node,
     context: zmq.asyncio.Context,
     sources: Sequence[Contact],
     refs: Sequence[LayerRef],
     arrived: OnArrived,
 ) -> None:
-    """Have ``refs`` in the cache of ``station`` from the devices ``sources``. Raises ``ClusterError``, ``DiskError``."""
+    """Have ``refs`` in the cache of ``node`` from the devices ``sources``. Raises ``ClusterError``, ``DiskError``."""
     if refs and not sources:
         raise ClusterError(f"{len(refs)} layers are missing and no device was named that has them")
     await fetch_layers(
         context,
-        station.identity,
+        node.identity,
         sources,
         refs,
-        station.workspace.cache,
+        node.workspace.cache,
         arrived,
-        bytes_per_s=station.config.transfer_limit_bytes_per_s,
-        timings=station.timings.layers,
+        bytes_per_s=node.config.transfer_limit_bytes_per_s,
+        timings=node.timings.layers,
     )
 
 
-async def _was_drawn(cache: LayerCache, layer: WantedLayer, arrived: OnArrived, named: OnNamed) -> bool:
+async def _was_downloaded(cache: LayerCache, layer: WantedLayer, arrived: OnArrived, named: OnNamed) -> bool:
     """Whether this layer was drawn before and is still here; then it is told what it is."""
     digest = cache.origins.get(layer.origin.name)
     if digest is None:
@@ -97,13 +97,13 @@ async def _was_drawn(cache: LayerCache, layer: WantedLayer, arrived: OnArrived, 
 
 
 async def _fetch(
-    station: Station, ways: HubWays, sources: Sequence[Contact], refs: Sequence[LayerRef], arrived: OnArrived
+    node: Node, hub_routes: HubRoutes, sources: Sequence[Contact], refs: Sequence[LayerRef], arrived: OnArrived
 ) -> None:
     """Those of ``refs`` that devices of the house have; what fails is left to be drawn."""
     digests = [ref.digest for ref in refs]
-    held = await held_by_any(ways.context, station.identity, sources, digests, station.timings.layers)
+    held = await held_by_any(hub_routes.context, node.identity, sources, digests, node.timings.layers)
     try:
-        await fetch_from(station, ways.context, sources, [ref for ref in refs if ref.digest in held], arrived)
+        await fetch_from(node, hub_routes.context, sources, [ref for ref in refs if ref.digest in held], arrived)
     except DiskError:
         raise
     except ClusterError as exc:

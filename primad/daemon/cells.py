@@ -10,7 +10,7 @@ from typing import Final
 
 import zmq.asyncio
 
-from primad.daemon.station import Station
+from primad.daemon.station import Node
 from primad.errors import DiskError
 from primad.kv.keys import KvBlock
 from primad.layers.cells import CellsFetcher, LayerRuns
@@ -20,23 +20,23 @@ logger = logging.getLogger(__name__)
 
 EVICT_EVERY_S: Final = 10.0
 """The limit of a cache is held so often, besides when other devices' cells come."""
-MOST_HELD: Final = 1 << 18
+MAX_HELD: Final = 1 << 18
 """Blocks: of 256 answers of 100,000 tokens, 100 tokens each."""
 
 
 class HeldCells:
     """Blocks that somebody needs. Where the owner has a cache, others stay until there is no room for them."""
 
-    def __init__(self, station: Station, context: zmq.asyncio.Context) -> None:
-        self.store = station.workspace.cells
+    def __init__(self, node: Node, context: zmq.asyncio.Context) -> None:
+        self.store = node.workspace.cells
         self._held: set[str] = set()
         self._evict_at_s = 0.0
         self._fetcher = CellsFetcher(
             context,
-            station.identity,
+            node.identity,
             self.store,
-            bytes_per_s=station.config.transfer_limit_bytes_per_s,
-            timings=station.timings.layers,
+            bytes_per_s=node.config.transfer_limit_bytes_per_s,
+            timings=node.timings.layers,
         )
 
     async def hold(
@@ -50,8 +50,8 @@ class HeldCells:
     ) -> list[bool]:
         """Hold ``blocks`` from now on, and say of which all ``layers`` are here, ``timeout_s`` later at the latest."""
         keys = [block.key for block in blocks]
-        if len(self._held.union(keys)) > MOST_HELD:
-            logger.warning("KV cells of %d more blocks are not held: %d are the most", len(keys), MOST_HELD)
+        if len(self._held.union(keys)) > MAX_HELD:
+            logger.warning("KV cells of %d more blocks are not held: %d are the most", len(keys), MAX_HELD)
             return [False] * len(keys)
         self._held.update(keys)
         self.store.lease("held", self._held)

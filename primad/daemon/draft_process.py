@@ -1,4 +1,4 @@
-"""A daemon's side of a process that guesses for the head of another device: start it, tell it, hear it, end it."""
+"""A daemon's side of a draft process for the head of another device: start it, tell it, hear it, end it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from primad.errors import ProtocolError, RingError
-from primad.ring.speculation.draft_link import begin_guessing
-from primad.ring.speculation.messages import MOST_UNTOLD_BYTES, Drafted, DraftTask
+from primad.ring.speculation.draft_link import begin_drafting
+from primad.ring.speculation.messages import MAX_UNTOLD_BYTES, Drafted, DraftTask
 from primad.system.children.channel import frame
 from primad.system.children.spawn import GRACE_S, connected, how_it_ended, read_frame
 
@@ -21,7 +21,7 @@ _decoder = msgspec.msgpack.Decoder(Drafted)
 
 
 class DraftingProcess:
-    """One process that guesses. ``start`` it, ``tell`` it, hear its ``guesses`` to the end, ``close`` it."""
+    """One draft process. ``start`` it, ``notify`` it, hear its ``drafts`` to the end, ``close`` it."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -34,38 +34,38 @@ class DraftingProcess:
 
         def begin(theirs: socket.socket) -> subprocess.Popen[bytes]:
             with log.open("wb") as errors:
-                return begin_guessing(theirs, errors)
+                return begin_drafting(theirs, errors)
 
-        return cls(*await connected(begin, "the process that guesses"))
+        return cls(*await connected(begin, "the draft process"))
 
     @property
     def pid(self) -> int:
         """The process id."""
         return self._process.pid
 
-    def tell(self, task: DraftTask) -> None:
+    def notify(self, task: DraftTask) -> None:
         """Tell it, without waiting. Raises ``RingError`` where it has not taken what it was told before."""
         with contextlib.suppress(OSError):
             self._writer.write(frame(task))
-        if self._writer.transport.get_write_buffer_size() > MOST_UNTOLD_BYTES:
-            raise RingError("the process that guesses takes nothing more")
+        if self._writer.transport.get_write_buffer_size() > MAX_UNTOLD_BYTES:
+            raise RingError("the draft process takes nothing more")
 
-    async def guesses(self) -> AsyncIterator[Drafted]:
-        """What it guesses, as it comes. Never ends quietly: raises ``RingError`` when it is gone."""
+    async def drafts(self) -> AsyncIterator[Drafted]:
+        """What it drafts, as it comes. Never ends quietly: raises ``RingError`` when it is gone."""
         while True:
             try:
                 yield _decoder.decode(await read_frame(self._reader))
             except (asyncio.IncompleteReadError, OSError) as exc:
                 raise RingError(await self._obituary()) from exc
             except msgspec.DecodeError as exc:
-                raise ProtocolError(f"nothing that a process that guesses says: {exc}") from exc
+                raise ProtocolError(f"nothing that a draft process says: {exc}") from exc
 
     async def _obituary(self) -> str:
         try:
             code = await asyncio.to_thread(self._process.wait, GRACE_S)
         except subprocess.TimeoutExpired:
-            return "the process that guesses closed its connection"
-        return f"the process that guesses {how_it_ended(code)}"
+            return "the draft process closed its connection"
+        return f"the draft process {how_it_ended(code)}"
 
     async def close(self) -> None:
         """End it, which has nothing to leave in order."""

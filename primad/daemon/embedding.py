@@ -24,7 +24,7 @@ from primad.engine.embedding_messages import (
     EmbeddedText,
     EmbedderFailed,
     EmbedderReady,
-    EmbeddingAnswer,
+    EmbeddingReply,
     EmbeddingTask,
     EmbedText,
     LoadEmbedder,
@@ -35,7 +35,7 @@ from primad.errors import EngineError, PrimadError, RequestError, RingError
 from primad.system.children.spawn import environment, how_it_ended
 from primad.system.memory import staying
 from primad.system.shares import Shares, Turns
-from primad.system.tasks import settle
+from primad.system.tasks import resolve
 
 MAX_WAITING: Final = 64
 """Requests that may wait or be computed at one time for one caller; callers share twice as many."""
@@ -47,10 +47,10 @@ GRACE_S: Final = 60.0
 """A process that says no more ends before."""
 _LINE_BYTES: Final = 1 << 20
 
-_decoder = msgspec.json.Decoder(EmbeddingAnswer)
+_decoder = msgspec.json.Decoder(EmbeddingReply)
 _Answer = TypeVar("_Answer", TextsChecked, EmbeddedText)
 _Text = str | list[int]
-_Turn = tuple[EmbeddingTask, "asyncio.Future[EmbeddingAnswer]"]
+_Turn = tuple[EmbeddingTask, "asyncio.Future[EmbeddingReply]"]
 
 
 class EmbeddingService:
@@ -66,10 +66,10 @@ class EmbeddingService:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.name, self.created = name, int(time.time())
-        self.most_tokens = self.width = 0
+        self.max_text_tokens = self.width = 0
         self._path, self._threads, self._began, self._timeout_s = path, threads, began, timeout_s
         self._child: asyncio.subprocess.Process | None = None
-        self._places = Shares(2 * MAX_WAITING, least=1)
+        self._places = Shares(2 * MAX_WAITING, minimum=1)
         self._turns = Turns[_Turn]()
         self._asked = asyncio.Event()
         self._working: asyncio.Task[None] | None = None
@@ -163,7 +163,7 @@ class EmbeddingService:
     async def _turn(
         self, owner: str, task: EmbeddingTask, kind: type[_Answer], called: Callable[[int], str]
     ) -> _Answer:
-        future: asyncio.Future[EmbeddingAnswer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[EmbeddingReply] = asyncio.get_running_loop().create_future()
         self._turns.add(owner, (task, future))
         self._asked.set()
         answer = await future
@@ -185,7 +185,7 @@ class EmbeddingService:
                     await self._load()
                 begin_s = time.perf_counter()
                 try:
-                    settle(future, await self._ask(task))
+                    resolve(future, await self._ask(task))
                 finally:
                     self._computed_s += time.perf_counter() - begin_s
             except PrimadError as exc:
@@ -212,10 +212,10 @@ class EmbeddingService:
         self._began(self._child.pid)
         ready = await self._ask(LoadEmbedder(path=str(self._path), threads=self._threads))
         assert isinstance(ready, EmbedderReady)
-        self.most_tokens, self.width = ready.most_tokens, ready.width
+        self.max_text_tokens, self.width = ready.max_text_tokens, ready.width
         return ready
 
-    async def _ask(self, task: EmbeddingTask) -> EmbeddingAnswer:
+    async def _ask(self, task: EmbeddingTask) -> EmbeddingReply:
         """Whoever leaves before the answer is there ends the process too: the answer would be taken for another's."""
         child = self._child
         assert child is not None
@@ -236,7 +236,7 @@ class EmbeddingService:
         if not line.endswith(b"\n"):
             assert child.returncode is not None, "its end was awaited"
             raise RingError(f"the embedding process {how_it_ended(child.returncode)}")
-        answer: EmbeddingAnswer = _decoder.decode(line)
+        answer: EmbeddingReply = _decoder.decode(line)
         if isinstance(answer, EmbedderFailed):
             raise EngineError(answer.error)
         return answer
@@ -273,6 +273,6 @@ def _called_from(called: Callable[[int], str], first: int, index: int) -> str:
     return called(first + index)
 
 
-def _fail(future: asyncio.Future[EmbeddingAnswer], error: PrimadError) -> None:
+def _fail(future: asyncio.Future[EmbeddingReply], error: PrimadError) -> None:
     if not future.done():
         future.set_exception(error)

@@ -15,14 +15,14 @@ from typing import Final
 
 from halda import DeviceProfile, GpuProfile
 from primad.daemon.memory_watch import MemoryWatch
-from primad.daemon.reporter import Say
+from primad.daemon.reporter import ReportLine
 from primad.errors import PrimadError
 from primad.membership.memory_recovery import Room
 from primad.ring.messages import GpuLoaded, GpuLow
 from primad.settings.limits import OwnerLimits
 from primad.settings.timings import Timings
 
-MOST_FAILURES: Final = 2
+MAX_FAILURES: Final = 2
 _ITS_FAULT: Final = re.compile(r"SIG(ABRT|SEGV|ILL|FPE)|ended with code|llama\.cpp (failed|cannot)")
 """How a ring process ends that llama.cpp or a driver ends. One that was killed or stopped tells nothing of a GPU."""
 
@@ -36,9 +36,9 @@ class GpuCare:
 
     def __init__(self, limits: OwnerLimits, *, look_every_s: float = Timings().gpu_look_every_s) -> None:
         self._limits = limits
-        self._most_share = 1.0
+        self._max_share = 1.0
         self._failures = 0
-        self._may_help = True
+        self._may_offload = True
         self._held_bytes: dict[int, int] = {}
         self._load_again: dict[int, LoadAgain] = {}
         self._cramped: dict[int, LoadAgain] = {}
@@ -48,16 +48,16 @@ class GpuCare:
         self,
         profile: Callable[[], DeviceProfile],
         *,
-        say: Say,
+        report_line: ReportLine,
         changed: Callable[[], None],
         recovered: Callable[[], Awaitable[None]],
     ) -> None:
         """``profile`` gives the device's profile as of now (and takes a second).
 
-        ``changed`` is called, and ``say`` tells the owner, when plans are to have less of the GPU; ``recovered`` when they
-        may have more again.
+        ``changed`` is called, and ``report_line`` tells the owner, when plans are to have less of the GPU;
+        ``recovered`` when they may have more again.
         """
-        self._profile, self._say, self._changed, self._recovered = profile, say, changed, recovered
+        self._profile, self._report_line, self._changed, self._recovered = profile, report_line, changed, recovered
 
     async def run(self) -> None:
         """Look for room after there was none, until cancelled."""
@@ -76,23 +76,25 @@ class GpuCare:
             self._load_again[number] = again
         if event.layers == event.planned:
             if event.why:
-                self._without_help(event.why, is_alone=is_alone)
+                self._without_offload(event.why, is_alone=is_alone)
             return
         if not is_alone:  # the ring before this one had the room
             self._cramped[number] = again
             return
         rest = f"{event.layers} of {event.planned}" if event.layers else f"none of {event.planned}"
-        self._say(
+        self._report_line(
             f"the GPU has too little memory left: {rest} planned layers are on it, the processor computes the others "
             f"({event.why}); --max-vram says what plans may have of it"
         )
-        self._most_share *= event.layers / event.planned
+        self._max_share *= event.layers / event.planned
         self._changed()
 
-    def _without_help(self, why: str, *, is_alone: bool) -> None:
-        self._say(f"the GPU has too little memory left to help with prompts, the processor computes them ({why})")
+    def _without_offload(self, why: str, *, is_alone: bool) -> None:
+        self._report_line(
+            f"the GPU has too little memory left to help with prompts, the processor computes them ({why})"
+        )
         if is_alone:
-            self._may_help = False
+            self._may_offload = False
             self._changed()
 
     def released(self, number: int) -> None:
@@ -111,7 +113,7 @@ class GpuCare:
         if again is None:
             return
         room = event.free_bytes + sum(self._held_bytes.values())
-        self._watch.pressed(Room(room, room, room), event.needed_bytes)
+        self._watch.note_memory_low(Room(room, room, room), event.needed_bytes)
         self._changed()
         again(
             f"other programs need memory of the GPU, {event.needed_bytes >> 20} MiB more than is free; its layers are "
@@ -123,8 +125,8 @@ class GpuCare:
         if not _ITS_FAULT.search(str(error)):
             return
         self._failures += 1
-        if self._failures == MOST_FAILURES:
-            self._say(
+        if self._failures == MAX_FAILURES:
+            self._report_line(
                 f"the GPU stays unused until primad is started again: {error}; 'primad doctor' looks at it, --gpu off "
                 "leaves it out for good"
             )
@@ -137,7 +139,7 @@ class GpuCare:
         """
         gpu = profile.gpu
         if gpu is not None and not gpu.unified_memory:
-            free = self._watch.most_bytes(self._allowed_bytes(gpu))
+            free = self._watch.max_bytes(self._allowed_bytes(gpu))
             self._watch.begin(free)
             profile = replace(profile, gpu=replace(gpu, vram_available_bytes=free))
         return self.bounded(profile)
@@ -160,16 +162,16 @@ class GpuCare:
         """``profile`` with no more of the GPU than it is trusted with."""
         gpu = profile.gpu
         if gpu is not None and not gpu.unified_memory:
-            gpu = replace(gpu, vram_available_bytes=self._watch.most_bytes(gpu.vram_available_bytes))
-        if gpu is not None and not self._may_help:
-            gpu = replace(gpu, helped=())
+            gpu = replace(gpu, vram_available_bytes=self._watch.max_bytes(gpu.vram_available_bytes))
+        if gpu is not None and not self._may_offload:
+            gpu = replace(gpu, prefill_offload=())
         profile = replace(profile, gpu=gpu)
-        if gpu is None or (self._most_share == 1.0 and self._failures < MOST_FAILURES):
+        if gpu is None or (self._max_share == 1.0 and self._failures < MAX_FAILURES):
             return profile
-        if not self._most_share or self._failures >= MOST_FAILURES:
+        if not self._max_share or self._failures >= MAX_FAILURES:
             return replace(profile, gpu=None)
-        most = int(gpu.vram_total_bytes * self._most_share)
+        maximum = int(gpu.vram_total_bytes * self._max_share)
         return replace(
             profile,
-            gpu=replace(gpu, vram_total_bytes=most, vram_available_bytes=min(gpu.vram_available_bytes, most)),
+            gpu=replace(gpu, vram_total_bytes=maximum, vram_available_bytes=min(gpu.vram_available_bytes, maximum)),
         )

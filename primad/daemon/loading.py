@@ -15,7 +15,7 @@ from halda import DeviceProfile
 from primad.daemon.layer_files import lease_layers, place_windows, release_files
 from primad.daemon.loaded_process import LoadedProcess, LoadKey
 from primad.daemon.ring_process import RingProcess
-from primad.daemon.station import Station
+from primad.daemon.station import Node
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.gguf.header import read_header
 from primad.gguf.layers import LayerRef
@@ -40,13 +40,13 @@ class WindowLoad:
         self,
         load: Load,
         number: int,
-        station: Station,
+        node: Node,
         profile: DeviceProfile,
         head: HeadPart | None = None,
         embedding: LayerRef | None = None,
     ) -> None:
         self.number = number
-        self.drawn: dict[str, bytes] = {}
+        self.downloaded: dict[str, bytes] = {}
         """By the name of its origin the tree of each layer that had no digest before."""
         self.options = EngineOptions(
             context=load.context,
@@ -55,14 +55,14 @@ class WindowLoad:
             threads=profile.cpu.threads,
             batch_threads=profile.cpu.batch_threads,
             kv_type=load.kv_type,
-            lock=station.config.lock,
+            lock=node.config.lock,
             flash=load.flash,
             rope=load.rope,
             gpu="" if profile.gpu is None else profile.gpu.id,
             branches=head.drafting.branches if head is not None and head.drafting is not None else 0,
         )
         self._load, self._head, self._embedding = load, head, embedding
-        self._place, self._config, self._gpu_care = station.workspace, station.config, station.gpu_care
+        self._place, self._config, self._gpu_care = node.workspace, node.config, node.gpu_care
 
     @property
     def layers(self) -> list[LayerRef]:
@@ -72,7 +72,7 @@ class WindowLoad:
 
     def named(self, name: str, digest: str, tree: bytes) -> None:
         """The layer of this origin turned out to be ``digest``: so it is called from now on, and leased."""
-        self.drawn[name] = tree
+        self.downloaded[name] = tree
         if all(ref.digest != name for ref in self.layers):
             return  # it had its digest before
 
@@ -114,7 +114,7 @@ class WindowLoad:
                     tuple(ref.digest for ref in spec.files),
                     assignment.gpu_layers,
                     assignment.cpu_experts,
-                    assignment.helped,
+                    assignment.prefill_offload,
                     spec.adapters,
                 )
                 for spec, assignment in zip(load.windows, load.assignments, strict=True)
@@ -185,7 +185,7 @@ class WindowLoad:
             head=head,
             step_timeout_s=load.step_timeout_s,
             options=self.options,
-            ahead_bytes=load.ahead_bytes,
+            read_ahead_bytes=load.read_ahead_bytes,
             usage=str(self._place.usage),
             cells=str(self._place.cells.folder) if load.keeps else None,
         )

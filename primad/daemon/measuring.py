@@ -39,7 +39,7 @@ _RING: Final = "primad.ring.process"
 class OwnProfile:
     """The profile of the device on which a daemon runs. ``describe`` hears what is measured, the owner sees progress.
 
-    Of its memory ``promised_bytes`` are for something else than windows.
+    Of its memory ``reserved_bytes`` are for something else than windows.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class OwnProfile:
         reporter: Reporter,
         describe: Callable[[str], None] = lambda _: None,
         *,
-        promised_bytes: int = 0,
+        reserved_bytes: int = 0,
     ) -> None:
         self._config, self._reporter, self._describe = config, reporter, describe
-        self._promised_bytes = promised_bytes
+        self._reserved_bytes = reserved_bytes
 
     @property
     def is_known(self) -> bool:
@@ -62,7 +62,7 @@ class OwnProfile:
         """The profile as of now, under ``name``; what takes time was measured before."""
         config = self._config
         found = profile_device(name, config.home, config.threads, lambda _: None, limits=config.limits, effort=QUICK)
-        return replace(found, ram_available_bytes=max(0, found.ram_available_bytes - self._promised_bytes))
+        return replace(found, ram_available_bytes=max(0, found.ram_available_bytes - self._reserved_bytes))
 
     async def measure(self) -> None:
         """Measure this device unless it was before. Raises ``ConfigError`` when it cannot be."""
@@ -81,7 +81,7 @@ class OwnProfile:
             await self._ask(effort, advance)
             self._reporter.progress(self._config.name, "profile", effort.steps, effort.steps)
         finally:
-            self._reporter.settle()
+            self._reporter.resolve()
         warn_if_disturbed(self._config, self._reporter)
         warn_of_unused_gpus(self._config, self._reporter)
 
@@ -147,7 +147,7 @@ class OwnProfile:
 def warn_if_disturbed(config: Config, reporter: Reporter) -> None:
     """Say so where other programs ran while this device was measured."""
     if is_disturbed(config.home, config.threads):
-        reporter.say(
+        reporter.report_line(
             f"{config.name}: other programs ran while this device was measured, so its figures are too low; it is measured "
             "again once it is idle and 'primad join' or 'primad serve' runs, or by 'primad profile --remeasure'"
         )
@@ -156,7 +156,7 @@ def warn_if_disturbed(config: Config, reporter: Reporter) -> None:
 def warn_of_unused_gpus(config: Config, reporter: Reporter) -> None:
     """Say which GPUs are left out, and why."""
     for gpu in unused_gpus(config.home, config.threads):
-        reporter.say(str(gpu))
+        reporter.report_line(str(gpu))
 
 
 async def _idle() -> None:

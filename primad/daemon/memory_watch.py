@@ -33,43 +33,43 @@ class MemoryWatch:
         self._look_every_s = look_every_s
         self._measure, self._memory_recovered = measure, memory_recovered
         self._state: recovery.Recovery | None = None
-        self._pressed = asyncio.Event()
+        self._memory_low = asyncio.Event()
 
     def begin(self, told_bytes: int) -> None:
         """Plans have so much of this device, as measured just now."""
         self._state = recovery.begin(told_bytes, self._state)
         if not self._state.watches:
-            self._pressed.clear()
+            self._memory_low.clear()
 
-    def most_bytes(self, available_bytes: int) -> int:
+    def max_bytes(self, available_bytes: int) -> int:
         """What plans may have of what is available: no more than was told since the device was short of memory."""
         if self._state is None or not self._state.watches:
             return available_bytes
         return min(available_bytes, self._state.told_bytes)
 
-    async def press(self, needed_bytes: int) -> int:
+    async def report_memory_low(self, needed_bytes: int) -> int:
         """The device lacks so much; what there is room for beside what serves now, within what the owner allows."""
         room, _ = await asyncio.to_thread(self._measure)
-        self.pressed(room, needed_bytes)
+        self.note_memory_low(room, needed_bytes)
         return room.beside_bytes
 
-    def pressed(self, room: recovery.Room, needed_bytes: int) -> None:
-        """As ``press``, where it is known what there is room for."""
+    def note_memory_low(self, room: recovery.Room, needed_bytes: int) -> None:
+        """As ``report_memory_low``, where it is known what there is room for."""
         if self._state is not None:
-            self._state = recovery.press(self._state, room, needed_bytes=needed_bytes, now=time.monotonic())
-            self._pressed.set()
+            self._state = recovery.report_memory_low(self._state, room, needed_bytes=needed_bytes, now=time.monotonic())
+            self._memory_low.set()
 
     async def run(self) -> None:
         """Look until cancelled."""
         while True:
-            await self._pressed.wait()
+            await self._memory_low.wait()
             await asyncio.sleep(self._look_every_s)
             room, total_bytes = await asyncio.to_thread(self._measure)
             if self._state is None or not self._state.watches:  # somebody began anew meanwhile
                 continue
             self._state, told_bytes = recovery.look(self._state, room, total_bytes=total_bytes, now=time.monotonic())
             if not self._state.watches:
-                self._pressed.clear()
+                self._memory_low.clear()
             if told_bytes is not None:
                 await self._memory_recovered(told_bytes)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from primad import __version__
-from primad.daemon.reporter import Say
-from primad.daemon.station import Station
+from primad.daemon.reporter import ReportLine
+from primad.daemon.station import Node
 from primad.errors import ClusterError
 from primad.network.admin import PairingCode
 from primad.network.discovery import Discovery, look
@@ -26,7 +26,7 @@ LOOK_S: Final = 3.0
 LOOKS: Final = 5
 PATIENCE_S: Final = 55.0
 """What bringing a code takes at most, however many devices announce it; ``primad pair`` waits a little longer."""
-MOST_HOSTS: Final = 4
+MAX_HOSTS: Final = 4
 TURN_S: Final = 13.0
 """What one device that announces the code may take of that, however many places it names and however slow they are."""
 _NAME_IT: Final = "name the place that 'primad pair' prints with --device"
@@ -45,14 +45,14 @@ class _OpenCode:
 class PairingService:
     """Where this daemon lets new devices in, as ``role``. One code is open at a time; the trust store has who was paired."""
 
-    def __init__(self, station: Station, say: Say, role: TrustRole) -> None:
-        self._station = station
-        self._config, self._identity, self._trust = station.config, station.identity, station.trust
-        self._say, self._role = say, role
+    def __init__(self, node: Node, report_line: ReportLine, role: TrustRole) -> None:
+        self._node = node
+        self._config, self._identity, self._trust = node.config, node.identity, node.trust
+        self._report_line, self._role = report_line, role
         self._open: _OpenCode | None = None
         self._task: asyncio.Task[None] | None = None
         self._discovery: Discovery | None = None
-        self.name = station.config.name
+        self.name = node.config.name
 
     def use(self, discovery: Discovery) -> None:
         """Announce open codes by ``discovery``."""
@@ -77,7 +77,7 @@ class PairingService:
 
     async def _hosts(self) -> list[str]:
         """What leads to this device: its addresses, and its name in mDNS if others find it by that."""
-        hosts = own_hosts(self._config.host, self._config.interface)[:MOST_HOSTS]
+        hosts = own_hosts(self._config.host, self._config.interface)[:MAX_HOSTS]
         name, discovery = local_name(), self._discovery
         if discovery is None or is_loopback(self._config.host) or not await discovery.leads_here(name):
             return hosts
@@ -85,7 +85,7 @@ class PairingService:
 
     async def bring(self, code: str, at: str | None) -> TrustedDevice:
         """Pair with the device that shows ``code``. Raises as ``pair``."""
-        return await pair(self._station, code, at, self._say, self._role)
+        return await pair(self._node, code, at, self._report_line, self._role)
 
     def shown(self) -> PairingCode | None:
         """The code that is open."""
@@ -103,13 +103,13 @@ class PairingService:
 
     def _paired(self, device: TrustedDevice) -> None:
         kept = self._trust.add(replace(device, role=self._role))
-        self._say(f"paired with {kept.device}")
+        self._report_line(f"paired with {kept.device}")
 
     async def _run(self, server: PairingServer) -> None:
         try:
             outcome = await server.run()
             if outcome is CodeOutcome.BURNT:
-                self._say("the pairing code was tried too often and is void; 'primad pair' shows a new one")
+                self._report_line("the pairing code was tried too often and is void; 'primad pair' shows a new one")
         finally:
             assert self._open is not None
             number = self._open.code.number
@@ -118,33 +118,33 @@ class PairingService:
                 await self._discovery.set_pairing(number, None)
 
 
-async def pair(station: Station, code: str, at: str | None, say: Say, role: TrustRole) -> TrustedDevice:
+async def pair(node: Node, code: str, at: str | None, report_line: ReportLine, role: TrustRole) -> TrustedDevice:
     """Bring ``code`` to the device that shows it, at the address ``at`` (host:port) or looked for by mDNS; trust it
     as ``role``.
 
     Raises ``ClusterError`` when it is not found, or does not take the code.
     """
     known = parse_code(code)
-    config = station.config
-    who = Who(device=config.name, key=station.identity.public, cluster=config.cluster, version=__version__)
-    proofs = Proofs(config.home, station.identity, known)
+    config = node.config
+    who = Who(device=config.name, key=node.identity.public, cluster=config.cluster, version=__version__)
+    proofs = Proofs(config.home, node.identity, known)
     proofs.check()
-    errand = _Errand(known, who, proofs, say)
+    errand = _Errand(known, who, proofs, report_line)
     try:
         async with asyncio.timeout(PATIENCE_S):
             device = await (errand.bring([split_address(at)]) if at is not None else errand.search(config))
     except TimeoutError as exc:
         raise ClusterError(f"{errand}: no device took it within {PATIENCE_S:g} s; {_NAME_IT}") from exc
-    device = station.trust.add(replace(device, role=role))
-    say(f"paired with {device.device}")
+    device = node.trust.add(replace(device, role=role))
+    report_line(f"paired with {device.device}")
     return device
 
 
 class _Errand:
     """Brings ``code`` to one device after another. Each gets one proof, and ``proofs`` says how many there may be in all."""
 
-    def __init__(self, code: Code, who: Who, proofs: Proofs, say: Say) -> None:
-        self._code, self._who, self._proofs, self._say = code, who, proofs, say
+    def __init__(self, code: Code, who: Who, proofs: Proofs, report_line: ReportLine) -> None:
+        self._code, self._who, self._proofs, self._report_line = code, who, proofs, report_line
         self._refused: set[tuple[str, int]] = set()
         self._slow: list[list[tuple[str, int]]] = []
 
@@ -153,7 +153,7 @@ class _Errand:
 
     async def search(self, config: Config) -> TrustedDevice:
         """Bring the code to those that announce its number: whoever does so first need not be the one that shows it."""
-        self._say(f"looking for the device that shows the code {self._code.number}-...")
+        self._report_line(f"looking for the device that shows the code {self._code.number}-...")
         error: ClusterError | None = None
         for _ in range(LOOKS):
             announced = [
@@ -168,7 +168,7 @@ class _Errand:
                 if not self._refused.isdisjoint(places):
                     continue
                 if error is not None:
-                    self._say(f"{error}; another device announces this code and is tried")
+                    self._report_line(f"{error}; another device announces this code and is tried")
                     await asyncio.sleep(BETWEEN_TRIES_S)
                 self._proofs.check()
                 try:

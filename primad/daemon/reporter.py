@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-Say = Callable[[str], None]
+ReportLine = Callable[[str], None]
 """Tells the owner one line."""
 
 
 class Reporter(Protocol):
     """Shows lines and progress."""
 
-    def say(self, line: str) -> None:
+    def report_line(self, line: str) -> None:
         """One line for the owner."""
 
     def progress(self, device: str, phase: str, done: int, total: int) -> None:
@@ -21,5 +21,5 @@ class Reporter(Protocol):
     def wait(self, words: str) -> None:
         """``words`` say what is waited for, until other ones do or all is settled."""
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Nothing is under way any more."""

@@ -32,7 +32,7 @@ CUT_SHORT: Final = "a layer file was cut short or its disk failed while it was r
 LOG_BYTES: Final = 1 << 16
 
 
-MOST_ARRIVED: Final = 64
+MAX_ARRIVED: Final = 64
 
 
 class _Events(asyncio.StreamReaderProtocol):
@@ -67,7 +67,7 @@ class _Events(asyncio.StreamReaderProtocol):
         except Exception as exc:  # noqa: BLE001 (whoever reads the events raises it)
             self._error = exc
             self._news.set()
-        if len(self._arrived) >= MOST_ARRIVED and self._transport is not None:
+        if len(self._arrived) >= MAX_ARRIVED and self._transport is not None:
             self._transport.pause_reading()
 
     def eof_received(self) -> bool | None:

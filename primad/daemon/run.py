@@ -15,7 +15,7 @@ from halda import DeviceProfile
 from primad.daemon.layer_files import Workspace
 from primad.daemon.measuring import OwnProfile, warn_if_disturbed, warn_of_unused_gpus
 from primad.daemon.reporter import Reporter
-from primad.daemon.station import Station
+from primad.daemon.station import Node
 from primad.engine.build import build_id
 from primad.errors import NotNowError, PrimadError, Stopped
 from primad.kv.store import KvStore
@@ -100,7 +100,7 @@ def own_home(config: Config) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_station(config: Config) -> Iterator[Station]:
+def own_node(config: Config) -> Iterator[Node]:
     """This device for one daemon, which has its home folder to itself."""
     with own_home(config):
         open_kv_cache(config)
@@ -110,7 +110,7 @@ def own_station(config: Config) -> Iterator[Station]:
         identity = load_identity(config.home)
         trust = TrustStore(config.home, identity)
         try:
-            yield Station(config=config, workspace=home_place(config), identity=identity, trust=trust)
+            yield Node(config=config, workspace=home_place(config), identity=identity, trust=trust)
         finally:
             _forget_cells(config)
 
@@ -177,7 +177,7 @@ def _measured(config: Config, reporter: Reporter, *, again: bool, effort: Effort
         )
         reporter.progress(config.name, "profile", effort.steps, effort.steps)
     finally:
-        reporter.settle()
+        reporter.resolve()
     warn_if_disturbed(config, reporter)
     warn_of_unused_gpus(config, reporter)
     return measured

@@ -13,7 +13,7 @@ from primad.trust.trust import TrustStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Station:
+class Node:
     """This device's settings, its folders, its keys, the devices that it trusts, how long things may take, and how far its
     GPU is trusted."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
 COMMAND_TIMEOUT_S: Final = 3.0
-_MOST_OUTPUT: Final = 1 << 20
+_MAX_OUTPUT: Final = 1 << 20
 
 Severity = Literal["ok", "note", "warning", "error"]
 """A note is worth knowing, a warning costs something, an error keeps this device from serving."""
@@ -44,7 +44,7 @@ async def in_thread(ask: Callable[[], _Result]) -> _Result:
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[_Result] = loop.create_future()
 
-    def settle(result: _Result | None, error: BaseException | None) -> None:
+    def resolve(result: _Result | None, error: BaseException | None) -> None:
         if answer.done():
             return
         if error is not None:
@@ -59,7 +59,7 @@ async def in_thread(ask: Callable[[], _Result]) -> _Result:
         except BaseException as exc:  # noqa: BLE001  (raised again where the answer is awaited)
             error = exc
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody asks any more
-            loop.call_soon_threadsafe(settle, result, error)
+            loop.call_soon_threadsafe(resolve, result, error)
 
     threading.Thread(target=run, name="primad-doctor", daemon=True).start()
     return await answer
@@ -79,4 +79,4 @@ def output_of(*command: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str | None
         )
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
-    return done.stdout[:_MOST_OUTPUT].decode("utf-8", errors="replace")
+    return done.stdout[:_MAX_OUTPUT].decode("utf-8", errors="replace")

@@ -19,8 +19,8 @@ from primad.system.memory import memory
 if sys.platform != "win32":
     import resource
 
-LEAST_PYTHON: Final = (3, 11)
-LEAST_FILES: Final = 1024
+MIN_PYTHON: Final = (3, 11)
+MIN_FILES: Final = 1024
 _SYSTEMS: Final = ("Linux", "Darwin", "Windows")
 _LITTLE_PART: Final = 0.1
 _SWAPPING_PART: Final = 0.25
@@ -128,10 +128,10 @@ def judge_files(limit: int | None) -> list[Finding]:
     """Each link and each layer file is one."""
     if limit is None:
         return []
-    if limit >= LEAST_FILES:
+    if limit >= MIN_FILES:
         return [finding("system", "ok", f"{limit} files may be open")]
     text = f"only {limit} files may be open at once: links to many devices fail"
-    return [finding("system", "warning", text, f"ulimit -n {4 * LEAST_FILES}")]
+    return [finding("system", "warning", text, f"ulimit -n {4 * MIN_FILES}")]
 
 
 def gather_clock() -> ClockFacts:
@@ -169,8 +169,8 @@ def gather_platform() -> tuple[str, str, tuple[int, ...], bool]:
 def judge_platform(system: str, machine: str, python: Sequence[int], wide: bool) -> list[Finding]:
     """What primad is made for."""
     version = ".".join(str(part) for part in python)
-    if tuple(python[:2]) < LEAST_PYTHON:
-        text = f"Python {version} is too old; primad needs {LEAST_PYTHON[0]}.{LEAST_PYTHON[1]} or later"
+    if tuple(python[:2]) < MIN_PYTHON:
+        text = f"Python {version} is too old; primad needs {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or later"
         return [finding("system", "error", text, "https://www.python.org/downloads/")]
     if not wide:
         text = f"Python {version} is of 32 bits: models beyond 2 GiB cannot be mapped; install a 64-bit Python"

@@ -17,7 +17,7 @@ CPU: Final = 0
 _GPU: Final = 1
 _INTEGRATED_GPU: Final = 2
 """``enum ggml_backend_dev_type`` (ggml-backend.h); 3 is an accelerator beside it (BLAS, AMX)."""
-_MOST_RESERVE_BYTES: Final = 256 << 20
+_MAX_RESERVE_BYTES: Final = 256 << 20
 
 
 class GpuDevice(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ def own_memory_of(wanted: str, library: Any = None) -> tuple[Callable[[], int], 
 
 def reserve_bytes(total_bytes: int) -> int:
     """What plans leave of a GPU of its own memory for what other programs take between two looks at it."""
-    return min(_MOST_RESERVE_BYTES, total_bytes // 32)
+    return min(_MAX_RESERVE_BYTES, total_bytes // 32)
 
 
 def _memory(ggml: Any, device: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from primad.system.allocator import without_top
 with without_top("llama_cpp"):
     from llama_cpp import llama_cpp as llama
 
-MOST_TOKENS: Final = 2048
+MAX_TOKENS: Final = 2048
 """Of a text: where llama.cpp pools, it needs all of it in one step."""
 PART_ROWS: Final = 128
 """Rows that are computed in one step where they are pooled here."""
@@ -65,12 +65,12 @@ class Embedder:
         self._model = llama.llama_model_load_from_file(path.encode(), params)
         if not self._model:
             raise EngineError(f"llama.cpp cannot load {path} for embeddings")
-        self.most_tokens = min(MOST_TOKENS, int(llama.llama_model_n_ctx_train(self._model)))
+        self.max_text_tokens = min(MAX_TOKENS, int(llama.llama_model_n_ctx_train(self._model)))
         self.width = int(llama.llama_model_n_embd(self._model))
         self._vocabulary = LlamaVocabulary(Path(path))
         self._threads = threads
-        self._step_rows = self.most_tokens
-        self._batch: Any = llama.llama_batch_init(self.most_tokens, 0, 1)
+        self._step_rows = self.max_text_tokens
+        self._batch: Any = llama.llama_batch_init(self.max_text_tokens, 0, 1)
         self._tap = _NormTap()
         self._callback = EVAL_CALLBACK(self._tap.__getitem__)
         self._context = self._open(llama.LLAMA_POOLING_TYPE_UNSPECIFIED)
@@ -83,7 +83,7 @@ class Embedder:
         self.embed([0])
         if self._tap.has_norm and self._tap.has_logits and self._pooling in _POOLINGS:
             if self._is_causal():
-                self._step_rows = min(PART_ROWS, self.most_tokens)
+                self._step_rows = min(PART_ROWS, self.max_text_tokens)
             self._reopen(llama.LLAMA_POOLING_TYPE_NONE)
             self._tap.stops = True
 
@@ -101,7 +101,7 @@ class Embedder:
 
     def _open(self, pooling: int) -> Any:
         params = llama.llama_context_default_params()
-        params.n_ctx = self.most_tokens
+        params.n_ctx = self.max_text_tokens
         params.n_batch = params.n_ubatch = self._step_rows
         params.n_seq_max = 1
         params.n_threads = params.n_threads_batch = self._threads
@@ -112,7 +112,7 @@ class Embedder:
         params.cb_eval = ctypes.cast(self._callback, type(params.cb_eval))
         context = llama.llama_init_from_model(self._model, params)
         if not context:
-            raise EngineError(f"llama.cpp cannot open a context of {self.most_tokens} tokens for embeddings")
+            raise EngineError(f"llama.cpp cannot open a context of {self.max_text_tokens} tokens for embeddings")
         return context
 
     def read(self, text: str | list[int], *, cuts: bool) -> list[int]:
@@ -128,14 +128,14 @@ class Embedder:
             raise ValueError("has no token; there is nothing to embed")
         if not 0 <= min(tokens) <= max(tokens) < vocabulary.size:
             raise ValueError(f"token ids go from 0 to {vocabulary.size - 1}")
-        if len(tokens) <= self.most_tokens:
+        if len(tokens) <= self.max_text_tokens:
             return tokens
         if not cuts:
             raise ValueError(
-                f"has {len(tokens)} tokens and exceeds the available context size of {self.most_tokens}; shorten it"
+                f"has {len(tokens)} tokens and exceeds the available context size of {self.max_text_tokens}; shorten it"
             )
         ends = 1 if isinstance(text, str) and vocabulary.adds_end else 0
-        return tokens[: self.most_tokens - ends] + tokens[len(tokens) - ends :]
+        return tokens[: self.max_text_tokens - ends] + tokens[len(tokens) - ends :]
 
     def embed(self, tokens: list[int]) -> NDArray[np.float32]:
         """The vector of a text that was ``read``, of length 1."""

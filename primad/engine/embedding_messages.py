@@ -30,10 +30,10 @@ class EmbedText(msgspec.Struct, frozen=True, kw_only=True, tag="embed"):
 
 
 class EmbedderReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """Vectors have ``width`` numbers, a text at most ``most_tokens``; the process holds so many ``bytes``."""
+    """Vectors have ``width`` numbers, a text at most ``max_text_tokens``; the process holds so many ``bytes``."""
 
     width: int
-    most_tokens: int
+    max_text_tokens: int
     bytes: int
 
 
@@ -63,4 +63,4 @@ class EmbedderFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 EmbeddingTask = LoadEmbedder | CheckTexts | EmbedText
-EmbeddingAnswer = EmbedderReady | TextsChecked | EmbeddedText | TextRefused | EmbedderFailed
+EmbeddingReply = EmbedderReady | TextsChecked | EmbeddedText | TextRefused | EmbedderFailed

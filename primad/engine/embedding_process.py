@@ -18,7 +18,7 @@ from primad.engine.embedding_messages import (
     EmbeddedText,
     EmbedderFailed,
     EmbedderReady,
-    EmbeddingAnswer,
+    EmbeddingReply,
     EmbeddingTask,
     EmbedText,
     LoadEmbedder,
@@ -36,7 +36,7 @@ class _Process:
     def __init__(self) -> None:
         self._embedder: Embedder | None = None
 
-    def answer(self, task: EmbeddingTask) -> EmbeddingAnswer:
+    def answer(self, task: EmbeddingTask) -> EmbeddingReply:
         try:
             match task:
                 case LoadEmbedder():
@@ -55,7 +55,7 @@ class _Process:
 
         self._embedder = Embedder(task.path, threads=task.threads)
         held = psutil.Process().memory_info().rss
-        return EmbedderReady(width=self._embedder.width, most_tokens=self._embedder.most_tokens, bytes=held)
+        return EmbedderReady(width=self._embedder.width, max_text_tokens=self._embedder.max_text_tokens, bytes=held)
 
     def _check(self, task: CheckTexts) -> TextsChecked | TextRefused:
         assert self._embedder is not None

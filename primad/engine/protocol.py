@@ -34,7 +34,7 @@ LogitsRow: TypeAlias = "NDArray[np.float32]"
 """Of one row, shape (vocabulary,)."""
 
 
-LEAST_TEMPERATURE: Final = 1e-5
+MIN_TEMPERATURE: Final = 1e-5
 """Below, the most likely token is taken: logits divided by less are no numbers any more."""
 
 
@@ -84,7 +84,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token of the (biased, penalised) model is always taken."""
-        return self.temperature < LEAST_TEMPERATURE or (self.top_k == 1 and not self.mirostat)
+        return self.temperature < MIN_TEMPERATURE or (self.top_k == 1 and not self.mirostat)
 
     @property
     def penalises(self) -> bool:
@@ -127,7 +127,7 @@ KV_CELL_PADDING: Final = 256
 _MASK_64: Final = (1 << 64) - 1
 
 
-def draw_seed(seed: int, index: int) -> int:
+def sampling_seed(seed: int, index: int) -> int:
     """The seed (0 to 2**32 - 2) of the draw of token ``index`` of an answer whose sampling has ``seed``.
 
     Each draw has a generator of its own, so that what is sampled depends on the tokens before it and on nothing that a ring
@@ -251,7 +251,8 @@ class HiddenWindow(EngineWindow, Protocol):
 
 
 class Sampler(Protocol):
-    """Draws tokens for one generation; remembers what it drew. Token ``i`` of the answer is sampled with ``draw_seed``."""
+    """Draws tokens for one generation; remembers what it drew. Token ``i`` of the answer is sampled with
+    ``sampling_seed``."""
 
     def is_ready(self, wait_s: float) -> bool:
         """Whether ``sample`` would not wait, now or within ``wait_s``: the mask of its grammar is there."""

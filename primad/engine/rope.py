@@ -14,9 +14,9 @@ from msgspec import Meta
 RopeScaling = Literal["none", "linear", "yarn", "longrope"]
 ROPE_SCALINGS: Final[tuple[RopeScaling, ...]] = get_args(RopeScaling)
 """In llama.cpp's order (``llama_rope_scaling_type``)."""
-MOST: Final = 1e12
-_Positive = Annotated[float, Meta(ge=0, le=MOST)]
-_Factor = Annotated[float, Meta(ge=-1, le=MOST)]
+MAX: Final = 1e12
+_Positive = Annotated[float, Meta(ge=0, le=MAX)]
+_Factor = Annotated[float, Meta(ge=-1, le=MAX)]
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,11 +3,12 @@
 Bias, penalties, DRY, top-n-sigma, top-k, typical, top-p, min-p, XTC, temperature, draw; with mirostat bias, temperature,
 mirostat. Where not every token may come next, the samplers see only those that may.
 
-What draws (XTC, mirostat and the last sampler) is made anew for each token with a seed of its own (``draw_seed``), so that
-the token depends on the text before it and on nothing that a ring process remembers. Mirostat alone has a memory, ``mu``:
-the surprise that it bounds the next token by, which follows from the probabilities of all tokens before. llama.cpp
-neither tells nor takes it, but begins with twice the ``tau`` it is made with. So each token's sampler is made with half of
-``mu``, and ``mu`` is moved here, by the same rule; it goes with the tokens to whoever takes an answer over.
+What draws (XTC, mirostat and the last sampler) is made anew for each token with a seed of its own (``sampling_seed``),
+so that the token depends on the text before it and on nothing that a ring process remembers. Mirostat alone has a
+memory, ``mu``: the surprise that it bounds the next token by, which follows from the probabilities of all tokens
+before. llama.cpp neither tells nor takes it, but begins with twice the ``tau`` it is made with. So each token's sampler
+is made with half of ``mu``, and ``mu`` is moved here, by the same rule; it goes with the tokens to whoever takes an
+answer over.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import msgspec
 import numpy as np
 
 from primad.engine.masks import Allowed, Candidates, Words, likeliest
-from primad.engine.protocol import LEAST_TEMPERATURE, LogitsRow, Sampling, draw_seed
+from primad.engine.protocol import MIN_TEMPERATURE, LogitsRow, Sampling, sampling_seed
 from primad.errors import EngineError
 from primad.system.allocator import without_top
 
@@ -32,7 +33,7 @@ with without_top("llama_cpp"):
 
 MIROSTAT_WINDOW: Final = 100
 """Tokens by which mirostat 1 estimates the distribution's shape; what llama.cpp's programs use."""
-_LEAST_P: Final = 1e-30
+_MIN_P: Final = 1e-30
 _ENTRY: Final = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
@@ -206,20 +207,20 @@ class ChainSampler:
         sampling = self._sampling
         if sampling.is_greedy:
             return
-        seed = draw_seed(sampling.seed, self._sampled)
+        seed = sampling_seed(sampling.seed, self._sampled)
         if sampling.mirostat:
             yield self._mirostat(seed)
             return
         if sampling.xtc_probability > 0:
             yield llama.llama_sampler_init_xtc(
-                sampling.xtc_probability, sampling.xtc_threshold, 1, draw_seed(seed, self._sampled)
+                sampling.xtc_probability, sampling.xtc_threshold, 1, sampling_seed(seed, self._sampled)
             )
         yield self._temperature()
         yield llama.llama_sampler_init_dist(seed)
 
     def _temperature(self) -> Any:
         sampling = self._sampling
-        spread = min(sampling.temperature_range, sampling.temperature - LEAST_TEMPERATURE)
+        spread = min(sampling.temperature_range, sampling.temperature - MIN_TEMPERATURE)
         return llama.llama_sampler_init_temp_ext(sampling.temperature, spread, sampling.temperature_exponent)
 
     def _mirostat(self, seed: int) -> Any:
@@ -267,7 +268,7 @@ class ChainSampler:
             llama.llama_sampler_apply(self._chain, ctypes.byref(shown))
         chosen = shown.data[max(shown.selected, 0)]
         if self._is_mirostat:
-            surprise = -math.log2(max(chosen.p, _LEAST_P)) if len(entries) > 1 else 0.0
+            surprise = -math.log2(max(chosen.p, _MIN_P)) if len(entries) > 1 else 0.0
             self._mu -= self._sampling.mirostat_eta * (surprise - self._sampling.mirostat_tau)
         token = int(chosen.id)
         llama.llama_sampler_accept(self._chain, token)

@@ -28,7 +28,7 @@ from primad.gguf.header import Header, TensorInfo, read_header, scalar_value
 from primad.gguf.layers import CHUNK_BYTES, MAX_WINDOW_LAYERS, LayerCut, LayerRef, cut, gguf_header
 
 MAX_ADAPTERS: Final = 16
-MOST: Final = 1e6
+MAX: Final = 1e6
 _A: Final = ".lora_a"
 _B: Final = ".lora_b"
 _PART: Final = re.compile(r"blk\.\*\.[\w.-]+\.lora_[ab]", re.ASCII)
@@ -46,8 +46,8 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     architecture: Annotated[str, Meta(min_length=1, max_length=64)]
-    alpha: Annotated[float, Meta(ge=-MOST, le=MOST)]
-    scale: Annotated[float, Meta(ge=-MOST, le=MOST)]
+    alpha: Annotated[float, Meta(ge=-MAX, le=MAX)]
+    scale: Annotated[float, Meta(ge=-MAX, le=MAX)]
     numbers: Annotated[tuple[int, ...], Meta(max_length=MAX_WINDOW_LAYERS)]
     layers: Annotated[tuple[LayerRef, ...], Meta(max_length=MAX_WINDOW_LAYERS)]
 

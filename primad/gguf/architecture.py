@@ -62,7 +62,7 @@ class Architecture:
     """Every window has to have a layer that chooses what attention sees, for the same reason."""
     takes_over: bool = False
     """Windows begin at one that does: those behind it may see what it chose."""
-    most_sequences: int = 0
+    max_sequences: int = 0
     """Answers at once; 0: as many as llama.cpp has. With more nodes for each sequence than it counted on it aborts."""
     is_fed: bool = False
     """Hidden states are no input of the graph; they are put where it has looked up tokens."""

@@ -171,11 +171,11 @@ class Header:
             raise ModelError(f"{self.path}: metadata key '{key}' is {number}, not a finite number of single precision")
         return number
 
-    def count(self, key: str, default: int | None = None, *, most: int = 1 << 31) -> int:
-        """The non-negative integer at ``key``, at most ``most``. Raises ``ModelError`` otherwise."""
+    def count(self, key: str, default: int | None = None, *, maximum: int = 1 << 31) -> int:
+        """The non-negative integer at ``key``, at most ``maximum``. Raises ``ModelError`` otherwise."""
         number = self.number(key, default)
-        if number != int(number) or not 0 <= number <= most:
-            raise ModelError(f"{self.path}: metadata key '{key}' is {number}; expected a whole number up to {most}")
+        if number != int(number) or not 0 <= number <= maximum:
+            raise ModelError(f"{self.path}: metadata key '{key}' is {number}; expected a whole number up to {maximum}")
         return int(number)
 
     def _value(self, key: str) -> Value:
@@ -228,10 +228,10 @@ class _Cursor:
     def uint64(self, what: str) -> int:
         return int.from_bytes(self.take(8, what), "little")
 
-    def text(self, what: str, most: int) -> str:
+    def text(self, what: str, maximum: int) -> str:
         size = self.uint64(what)
-        if size > most:
-            raise ModelError(f"{self.path}: {what} of {size} bytes at offset {self.at}; at most {most} are allowed")
+        if size > maximum:
+            raise ModelError(f"{self.path}: {what} of {size} bytes at offset {self.at}; at most {maximum} are allowed")
         try:
             text = self.take(size, what).decode()
         except UnicodeDecodeError as exc:
@@ -280,11 +280,11 @@ def _read(cursor: _Cursor, *, header_only: bool) -> Header:
         raise ModelError(f"{path}: is GGUF version {version}; versions 2 and 3 are supported; convert the model again")
     tensor_count = cursor.uint64("the tensor count")
     value_count = cursor.uint64("the metadata count")
-    for count, smallest, most, what in (
+    for count, smallest, maximum, what in (
         (tensor_count, _SMALLEST_TENSOR_BYTES, MAX_TENSORS, "tensors"),
         (value_count, _SMALLEST_VALUE_BYTES, MAX_KEYS, "metadata keys"),
     ):
-        if count > min(cursor.size // smallest, most):
+        if count > min(cursor.size // smallest, maximum):
             raise ModelError(f"{path}: damaged header: {count} {what} in a file of {cursor.size} bytes; fetch it again")
     values: dict[str, Value] = {}
     for _ in range(value_count):

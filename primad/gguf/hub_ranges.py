@@ -26,11 +26,11 @@ from primad.gguf.hub_library import endpoint
 from primad.gguf.origins import RemoteFile
 
 DEFAULT_HUB: Final = "https://huggingface.co"
-MOST_REDIRECTS: Final = 4
-MOST_REDIRECT_BYTES: Final = 1 << 16
-MOST_WAIT_S: Final = 60.0
+MAX_REDIRECTS: Final = 4
+MAX_REDIRECT_BYTES: Final = 1 << 16
+MAX_WAIT_S: Final = 60.0
 """A hub that wants to be asked later is believed so long."""
-MOST_RANGE_S: Final = 600.0
+MAX_RANGE_S: Final = 600.0
 """A range of a few MiB that takes longer is given up, though something comes now and then."""
 _REDIRECTS: Final = frozenset((301, 302, 303, 307, 308))
 
@@ -106,14 +106,14 @@ class HubRanges:
         self.close()
 
     def _read(self, file: RemoteFile, url: str, offset: int, size: int) -> bytes:
-        for _ in range(MOST_REDIRECTS + 1):
+        for _ in range(MAX_REDIRECTS + 1):
             answer = self._ask(file, url, offset, size)
             is_hub = url == file.url or _origin(url) == _origin(file.url)
             if is_hub:
                 _check_hash(file, answer)
             if answer.status not in _REDIRECTS:
                 return self._body(file, url, answer, offset, size)
-            answer.read(MOST_REDIRECT_BYTES)
+            answer.read(MAX_REDIRECT_BYTES)
             if not answer.isclosed():
                 self.close()
             url = self._judge(file, urljoin(url, answer.headers.get("Location", "")))
@@ -147,7 +147,7 @@ class HubRanges:
             )
         if answer.headers.get("Content-Range", "") != f"bytes {offset}-{offset + size - 1}/{file.size_bytes}":
             raise HubError(f"{host} gives another range, or the file changed there", again=False)
-        data, until = bytearray(), time.monotonic() + MOST_RANGE_S
+        data, until = bytearray(), time.monotonic() + MAX_RANGE_S
         while len(data) < size and (piece := answer.read1(size - len(data))):
             data += piece
             if time.monotonic() > until:
@@ -169,14 +169,14 @@ class HubRanges:
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         kept = self._there == _origin(url)
         try:
-            return self._say(file, parts, path, headers)
+            return self._report_line(file, parts, path, headers)
         except (OSError, http.client.HTTPException):
             if not kept or self._aborted:
                 raise
             self.close()  # a connection that was idle for long may have been closed over there
-            return self._say(file, parts, path, headers)
+            return self._report_line(file, parts, path, headers)
 
-    def _say(
+    def _report_line(
         self, file: RemoteFile, parts: SplitResult, path: str, headers: dict[str, str]
     ) -> http.client.HTTPResponse:
         there = _origin(parts.geturl())
@@ -244,7 +244,7 @@ def _check_hash(file: RemoteFile, answer: http.client.HTTPResponse) -> None:
 
 def _wait_s(answer: http.client.HTTPResponse) -> float:
     text = answer.headers.get("Retry-After", "")
-    return min(float(text), MOST_WAIT_S) if text.isdecimal() and len(text) < 6 else 0.0
+    return min(float(text), MAX_WAIT_S) if text.isdecimal() and len(text) < 6 else 0.0
 
 
 def _origin(url: str) -> tuple[str, str]:

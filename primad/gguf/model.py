@@ -28,7 +28,7 @@ def open_model(path: Path, *, header_only: bool = False) -> Header:
     Raises ``ModelError`` for every kind of bad file, and names a part that is missing or belongs to another model.
     """
     header = read_header(path, header_only=header_only)
-    count = header.count(SPLIT_COUNT, 0, most=99_999)
+    count = header.count(SPLIT_COUNT, 0, maximum=99_999)
     if count > 1:
         header = _merge(header, count, header_only=header_only)
     if not header.tensors:

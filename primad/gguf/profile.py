@@ -11,7 +11,7 @@ from typing import Final
 
 from halda import LayerProfile, ModelProfile
 from primad.errors import ModelError
-from primad.gguf.architectures.cuts import borders, tail_layers
+from primad.gguf.architectures.cuts import cut_points, tail_layers
 from primad.gguf.architectures.layers import (
     attending_layers,
     block_count,
@@ -55,7 +55,7 @@ def model_profile(header: Header) -> ModelProfile:
     """
     name, layers = header.text("general.architecture"), layer_count(header)
     weights = _weights(header)
-    places = borders(header)
+    places = cut_points(header)
     attends, remembers, indexed = attending_layers(header), recurrent_layers(header), indexed_layers(header)
     index_values, scored_bytes = _indexer(header, name)
     embedding, with_cells = token_embedding(header), layers - sharing_layers(header)
@@ -261,7 +261,7 @@ def _first(header: Header, key: str, layer: int, default: int | None = None) -> 
     """The count at ``key`` for ``layer``, be it one number for all layers or an array with one for each."""
     value = header.values.get(key)
     if value is None or not value.is_array:
-        return header.count(key, default, most=1 << 20)
+        return header.count(key, default, maximum=1 << 20)
     items = value.items()
     if layer >= len(items) or not isinstance(items[layer], int):
         raise ModelError(f"{header.path}: metadata key '{key}' has no whole number for layer {layer}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from primad.errors import ModelError
-from primad.gguf.architectures.cuts import borders
+from primad.gguf.architectures.cuts import cut_points
 from primad.gguf.architectures.layers import block_count, layer_count, layer_inputs
 from primad.gguf.hub_ranges import HubRanges
 from primad.gguf.layers import (
@@ -84,7 +84,7 @@ class RangedCutter(ModelCutter):
         layers = layer_count(self.header)
         projections: list[int] = []
         if layer_inputs(self.header):
-            ends = combinations([0, *borders(self.header), layers], 2)
+            ends = combinations([0, *cut_points(self.header), layers], 2)
             projections = [self.projection_layer(*each) for each in ends]
         for layer in [*range(layers + 1), self.embedding_layer, *projections]:
             layer_cut = self.cut(layer)

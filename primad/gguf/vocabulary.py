@@ -9,7 +9,7 @@ from primad.gguf.header import Header, Scalar
 
 TOKENS: Final = "tokenizer.ggml.tokens"
 _KINDS: Final = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
-MOST_MORE: Final = 128
+MAX_MORE: Final = 128
 """Tokens that one of them has more at the end: models of one family are padded differently."""
 
 
@@ -23,7 +23,7 @@ def vocabulary_difference(one: Header, other: Header) -> str | None:
         if here != there:
             return f"its {key} is {there or 'not set'}, not {here or 'unset'}"
     ours, theirs = _tokens(one), _tokens(other)
-    if abs(len(ours) - len(theirs)) > MOST_MORE:
+    if abs(len(ours) - len(theirs)) > MAX_MORE:
         return f"it has {len(theirs)} tokens, not {len(ours)}"
     for token, (ours_is, theirs_is) in enumerate(zip(ours, theirs, strict=False)):
         if ours_is != theirs_is:

@@ -25,7 +25,7 @@ from msgspec.structs import astuple
 from primad.errors import ModelError
 from primad.gguf.adapter import MAX_ADAPTERS, AdapterSpec
 from primad.gguf.architecture import Architecture
-from primad.gguf.architectures.cuts import borders, cuttable
+from primad.gguf.architectures.cuts import cut_points, cuttable
 from primad.gguf.architectures.layers import layer_count, layer_inputs, sliding_layers
 from primad.gguf.architectures.table import known
 from primad.gguf.architectures.tensors import LAYER_INPUTS, LAYER_PROJECTION, TensorRole, is_shared_tensor, tensor_role
@@ -204,7 +204,7 @@ class ModelCutter:
         return tuple(dict.fromkeys([*self.layers_of(0, layers), self.embedding_layer]))
 
     def without_text(self) -> WindowSpec:
-        """The whole model as one window that takes tokens, and knows no text for them: what a device that guesses needs."""
+        """The whole model as one window that takes tokens, and knows no text for them: what a device that drafts needs."""
         return self._one_window(window_metadata(self.header, 0, layer_count(self.header)))
 
     def _one_window(self, values: dict[str, Value]) -> WindowSpec:
@@ -302,7 +302,7 @@ def layer_table(header: Header) -> TensorInfo | None:
 
 def sent_layers(header: Header) -> int:
     """Layers that may be in windows before the tail."""
-    return max(borders(header), default=0)
+    return max(cut_points(header), default=0)
 
 
 def beside_values(header: Header) -> int:

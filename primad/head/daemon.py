@@ -23,13 +23,13 @@ from primad.daemon.measuring import OwnProfile
 from primad.daemon.memory_watch import MemoryWatch, ram_room
 from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import Reporter
-from primad.daemon.station import Station
+from primad.daemon.station import Node
 from primad.errors import ClusterError
-from primad.head.desk import HeadDesk
+from primad.head.desk import HeadAdminApi
 from primad.head.members.devices import Devices
 from primad.head.members.worker_link import Caller
 from primad.head.model.learning import Learning
-from primad.head.model.limits import Lending
+from primad.head.model.limits import DeviceLimits
 from primad.head.model.service import Service
 from primad.head.rings.backend import RingBackend
 from primad.head.rings.kv_backup import KvBackup
@@ -43,7 +43,7 @@ from primad.membership.step import phase_of, step, wake_at
 from primad.membership.types import DevicePhase
 from primad.network.addresses import resolved_host
 from primad.network.admin import (
-    AdminAnswer,
+    AdminReply,
     AdminRequest,
     AdminServer,
     BringCode,
@@ -74,18 +74,18 @@ class HeadDaemon:
 
     def __init__(
         self,
-        station: Station,
+        node: Node,
         service: Service,
         *,
         profile: OwnProfile,
         backend: RingBackend,
         reporter: Reporter,
     ) -> None:
-        config = station.config
-        self._station, self._config, self._options = station, config, service.options
+        config = node.config
+        self._node, self._config, self._options = node, config, service.options
         self._backend, self._reporter = backend, reporter
         self._memory_watch = MemoryWatch(
-            partial(ram_room, config.limits), self._memory_recovered, look_every_s=station.timings.memory_look_every_s
+            partial(ram_room, config.limits), self._memory_recovered, look_every_s=node.timings.memory_look_every_s
         )
         self._context = zmq.asyncio.Context()
         self._events: asyncio.Queue[types.Event] = asyncio.Queue(_MAX_EVENTS)
@@ -94,9 +94,9 @@ class HeadDaemon:
         self._missing: list[str] = []
         self._news: deque[dict[str, Any]] = deque(maxlen=NEWS_KEPT)
         self._tasks = Tasks()
-        self._pairing = PairingService(station, reporter.say, WORKER)
+        self._pairing = PairingService(node, reporter.report_line, WORKER)
         self._devices = Devices(
-            station,
+            node,
             http=(resolved_host(service.options.http_host), service.options.http_port),
             caller=self._caller(),
             pairing=self._pairing,
@@ -104,42 +104,42 @@ class HeadDaemon:
             reporter=reporter,
         )
         self._profile = profile
-        own = OwnDevice(lambda: profile.now(config.name), self._memory_watch, station.gpu_care)
+        own = OwnDevice(lambda: profile.now(config.name), self._memory_watch, node.gpu_care)
         learning = Learning(config.home)
-        self._lending = Lending(config.home)
-        self._planner = Planner(service, own, self._devices, learning, self._lending)
-        self._cells = HeldCells(station, self._context)
-        self._kv = KvBackup(station, service, self._devices, self._cells, reporter)
+        self._device_limits = DeviceLimits(config.home)
+        self._planner = Planner(service, own, self._devices, learning, self._device_limits)
+        self._cells = HeldCells(node, self._context)
+        self._kv = KvBackup(node, service, self._devices, self._cells, reporter)
         backend.find_cells = self._kv.find
         backend.around = self._around
         self._rings = Rings(
-            station,
+            node,
             service,
             context=self._context,
             own=own,
             devices=self._devices,
             planner=self._planner,
             learning=learning,
-            lending=self._lending,
+            device_limits=self._device_limits,
             backend=backend,
             kv=self._kv,
             core=self,
             reporter=reporter,
         )
 
-        self.desk = HeadDesk(
-            station,
+        self.admin_api = HeadAdminApi(
+            node,
             pairing=self._pairing,
             devices=self._devices,
             planner=self._planner,
-            lending=self._lending,
-            promised=lambda: self._rings.promised,
+            device_limits=self._device_limits,
+            offered_forecast=lambda: self._rings.offered_forecast,
             core=self,
-            alone=service.options.alone,
+            single_device=service.options.single_device,
         )
-        station.gpu_care.attend(
+        node.gpu_care.attend(
             lambda: profile.now(config.name),
-            say=reporter.say,
+            report_line=reporter.report_line,
             changed=self._rings.gpu_changed,
             recovered=partial(self._memory_recovered, 0),
         )
@@ -148,56 +148,56 @@ class HeadDaemon:
         config = self._config
         return Caller(
             context=self._context,
-            identity=self._station.identity,
+            identity=self._node.identity,
             device=config.name,
             session=random.getrandbits(62),
-            build=self._station.workspace.build,
+            build=self._node.workspace.build,
             gone_after_s=config.gone_after_s,
             ping_interval_s=config.heartbeat_interval_s,
-            timings=self._station.timings.network,
+            timings=self._node.timings.network,
         )
 
     async def run(self) -> None:
         """Serve until cancelled. Raises ``PrimadError`` when it cannot serve in the first place."""
         async with AsyncExitStack() as stack:
             stack.callback(self._context.destroy, linger=0)  # also what was not begun yet when the end came
-            await stack.enter_async_context(Gate(self._context, self._station.trust.trusts))
+            await stack.enter_async_context(Gate(self._context, self._node.trust.trusts))
             stack.callback(self._devices.close)
             stack.push_async_callback(self._tasks.close)
             stack.push_async_callback(self._rings.close)
             stack.push_async_callback(self._pairing.close)
-            stack.enter_context(self._station.trust.announce_locally(self._config.name))
+            stack.enter_context(self._node.trust.announce_locally(self._config.name))
             sight = await stack.enter_async_context(AsyncExitStack())
             layers = LayerServer(
                 self._context,
                 self._config.host,
-                self._station.identity,
+                self._node.identity,
                 self._rings.find_layer,
-                cells=self._station.workspace.cells,
+                cells=self._node.workspace.cells,
                 bytes_per_s=self._config.transfer_limit_bytes_per_s,
-                allows=self._station.trust.trusts,
+                allows=self._node.trust.trusts,
             )
             self._rings.layer_port = layers.port
             async with asyncio.TaskGroup() as group:
                 services = [
                     group.create_task(layers.run()),
-                    group.create_task(AdminServer(self._station.identity, self._config.home, self._administer).run()),
+                    group.create_task(AdminServer(self._node.identity, self._config.home, self._administer).run()),
                     group.create_task(self._rings.conduct()),
                     group.create_task(self._kv.run()),
                     group.create_task(self._memory_watch.run()),
-                    group.create_task(self._station.gpu_care.run()),
+                    group.create_task(self._node.gpu_care.run()),
                     group.create_task(report(lambda: self._backend.health().detail)),
                 ]
                 measuring = group.create_task(self._profile.measure())
                 services.append(measuring)
                 try:
-                    if not self._options.alone:
+                    if not self._options.single_device:
                         self.describe("looking for devices")
                         await self._devices.discover(sight)
                         self._missing = await self._devices.greet_named()
                         services.append(group.create_task(self._devices.await_named(self._missing)))
                         services.append(group.create_task(self._devices.watch_trust()))
-                        services.append(group.create_task(self._devices.tell_revoked()))
+                        services.append(group.create_task(self._devices.notify_revoked()))
                     await measuring
                     services.append(group.create_task(self._refine()))
                     await self._drive()
@@ -223,25 +223,25 @@ class HeadDaemon:
                 self._news.append({"at_s": time.time(), "kind": str(each.kind), "text": each.text})
             for effect in effects:
                 self._do(effect)
-            self._say_who_is_awaited(now)
+            self._report_who_is_awaited(now)
             wake = wake_at(state, now)  # what came due since is over at once
             event = types.Tick()
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(wake):
                     event = await self._events.get()
 
-    def _say_who_is_awaited(self, now: float) -> None:
+    def _report_who_is_awaited(self, now: float) -> None:
         assert self._state is not None
         line = waiting_line(self._state, self._devices.measuring, QUICK.seconds, now)
         if line is not None and line != self._awaited:
             self._awaited = line
-            self._reporter.settle()
-            self._reporter.say(line)
+            self._reporter.resolve()
+            self._reporter.report_line(line)
 
     def _settings(self) -> types.Settings:
         options, config = self._options, self._config
         wanted = options.wait or None
-        wait_s = 0.0 if config.devices else self._station.timings.head.look_s
+        wait_s = 0.0 if config.devices else self._node.timings.head.look_s
         if options.wait:
             wait_s = math.inf if options.wait_timeout_s is None else options.wait_timeout_s
         elif options.wait is None and self._missing:  # who is named is waited for
@@ -255,8 +255,8 @@ class HeadDaemon:
             wanted=wanted,
             look_s=wait_s,
             hold_s=HOLD_S,
-            solo=options.alone or options.wait == 0,
-            timings=self._station.timings.membership,
+            solo=options.single_device or options.wait == 0,
+            timings=self._node.timings.membership,
         )
 
     async def _refine(self) -> None:
@@ -290,9 +290,9 @@ class HeadDaemon:
                 self._rings.abandon(epoch)
             case types.Serve() | types.Close() | types.Fail() | types.LetGo():
                 self._rings.order(effect)
-            case types.SayLine(text):
-                self._reporter.settle()
-                self._reporter.say(text)
+            case types.OwnerLine(text):
+                self._reporter.resolve()
+                self._reporter.report_line(text)
             case types.GiveUp(reason):
                 raise ClusterError(reason)
 
@@ -314,7 +314,7 @@ class HeadDaemon:
             {
                 "device": name,
                 "phase": str(phase_of(state, name)),
-                "reason": device.reason or (PAUSED if self._lending.of(name).is_paused else ""),
+                "reason": device.reason or (PAUSED if self._device_limits.of(name).is_paused else ""),
             }
             for name, device in sorted(state.devices.items())
         ]
@@ -324,9 +324,9 @@ class HeadDaemon:
         reasons = {each["device"]: each["reason"] for each in self._cluster() if each["phase"] == DevicePhase.PAIRED}
         return {key: reasons[label] for key, label in self._devices.labels.items() if reasons.get(label)}
 
-    async def _administer(self, request: AdminRequest) -> AdminAnswer:
+    async def _administer(self, request: AdminRequest) -> AdminReply:
         match request:
-            case OpenPairing() | BringCode() if self._options.alone:
+            case OpenPairing() | BringCode() if self._options.single_device:
                 return Refusal(reason=f"{self._config.name} serves with --alone; start it without to pair devices")
             case OpenPairing():
                 return await self._pairing.open()

@@ -11,11 +11,11 @@ from typing import Final
 
 from halda import DeviceProfile
 from primad.api.page.desk import (
+    DeviceLimit,
     DevicesBody,
     HeadKey,
     Imagined,
     KnownDevice,
-    Loan,
     OpenCode,
     OtherCluster,
     Paired,
@@ -23,17 +23,17 @@ from primad.api.page.desk import (
     ShownCode,
 )
 from primad.daemon.pairing_service import PairingService
-from primad.daemon.station import Station
+from primad.daemon.station import Node
 from primad.errors import ClusterError, RequestError, printable
 from primad.gguf.shapes import profiles_directory
 from primad.head.members.core import Core
 from primad.head.members.devices import Devices
-from primad.head.model.limits import Lending
+from primad.head.model.limits import DeviceLimits
 from primad.head.rings.planner import Planner
 from primad.membership import types
 from primad.network.admin import PairingCode
 from primad.network.peer import Peer
-from primad.planning.forecast import Promise
+from primad.planning.forecast import Forecast
 from primad.planning.question import parse_link
 from primad.profiler.store import load_profile
 from primad.settings.config import NAME, check_address
@@ -41,73 +41,78 @@ from primad.trust.identity import fingerprint, key_hex, parse_key
 from primad.trust.labels import free_name
 from primad.trust.trust import BY_HAND, TrustStore, trusted_now
 
-MOST_SHOWN: Final = 256
-MOST_IMAGINED: Final = 8
+MAX_SHOWN: Final = 256
+MAX_IMAGINED: Final = 8
 
 
-class HeadDesk:
-    """The desk of one head. ``promised`` is what the ring that serves promises."""
+class HeadAdminApi:
+    """The desk of one head. ``offered_forecast`` is what the ring that serves promises."""
 
     def __init__(
         self,
-        station: Station,
+        node: Node,
         *,
         pairing: PairingService,
         devices: Devices,
         planner: Planner,
-        lending: Lending,
-        promised: Callable[[], Promise | None],
+        device_limits: DeviceLimits,
+        offered_forecast: Callable[[], Forecast | None],
         core: Core,
-        alone: bool,
+        single_device: bool,
     ) -> None:
-        self._station, self._pairing, self._devices = station, pairing, devices
-        self._planner, self._lending, self._promised, self._core = planner, lending, promised, core
-        self._alone = alone
+        self._node, self._pairing, self._devices = node, pairing, devices
+        self._planner, self._device_limits, self._offered_forecast, self._core = (
+            planner,
+            device_limits,
+            offered_forecast,
+            core,
+        )
+        self._single_device = single_device
         self._imagining = False
 
     async def devices(self) -> DevicesBody:
-        own = self._station.identity.public
+        own = self._node.identity.public
         known = await asyncio.to_thread(
-            known_devices, self._station.trust, self._devices.labels, self._devices.in_sight, self._lending
+            known_devices, self._node.trust, self._devices.labels, self._devices.in_sight, self._device_limits
         )
         code = self._pairing.shown()
         return DevicesBody(
-            own=HeadKey(device=self._station.config.name, fingerprint=fingerprint(own), key=key_hex(own)),
+            own=HeadKey(device=self._node.config.name, fingerprint=fingerprint(own), key=key_hex(own)),
             devices=known,
             code=None if code is None else _open_code(code),
         )
 
     async def open_code(self) -> OpenCode:
-        self._check_not_alone()
+        self._check_not_single_device()
         return _open_code(await self._pairing.open())
 
     async def bring_code(self, shown: ShownCode) -> Paired:
-        self._check_not_alone()
+        self._check_not_single_device()
         at = None if shown.at is None else check_address(shown.at, "address")
         other = await self._pairing.bring(shown.code, at)
         return Paired(device=other.device)
 
-    def _check_not_alone(self) -> None:
-        if self._alone:
-            raise ClusterError(f"{self._station.config.name} serves with --alone; start it without to pair devices")
+    def _check_not_single_device(self) -> None:
+        if self._single_device:
+            raise ClusterError(f"{self._node.config.name} serves with --alone; start it without to pair devices")
 
     async def trust(self, device: str, key: str) -> None:
-        await asyncio.to_thread(self._station.trust.add, trusted_now(device, parse_key(key), BY_HAND))
+        await asyncio.to_thread(self._node.trust.add, trusted_now(device, parse_key(key), BY_HAND))
 
     async def revoke(self, key: str) -> None:
-        await asyncio.to_thread(self._station.trust.revoke, parse_key(key))
+        await asyncio.to_thread(self._node.trust.revoke, parse_key(key))
 
-    async def lend(self, loan: Loan) -> None:
+    async def limit_device(self, device_limit: DeviceLimit) -> None:
         labels = self._devices.labels  # which a head that serves alone does not look for
-        known = {labels.get(each.key, each.device) for each in self._station.trust.entries()}
-        if loan.device not in known or loan.device == self._station.config.name:
-            raise ClusterError(f"{printable(loan.device, 70)}: is no other device that is trusted here")
-        is_less = await asyncio.to_thread(self._lending.put, loan)
+        known = {labels.get(each.key, each.device) for each in self._node.trust.entries()}
+        if device_limit.device not in known or device_limit.device == self._node.config.name:
+            raise ClusterError(f"{printable(device_limit.device, 70)}: is no other device that is trusted here")
+        is_less = await asyncio.to_thread(self._device_limits.put, device_limit)
         self._planner.forget()
         self._core.post(
-            types.DeviceMemoryLow(loan.device, by_owner=True)
+            types.DeviceMemoryLow(device_limit.device, by_owner=True)
             if is_less
-            else types.DeviceMemoryRecovered(loan.device, by_owner=True)
+            else types.DeviceMemoryRecovered(device_limit.device, by_owner=True)
         )
 
     async def what_if(self, asked: OtherCluster) -> Imagined:
@@ -119,14 +124,12 @@ class HeadDesk:
                 raise ClusterError(f"{printable(name, 70)}: is no device to leave out; there are: {known}")
         self._imagining = True
         try:
-            more = await asyncio.to_thread(
-                _profiles, asked.profiles, {self._station.config.name, *self._devices.workers}
-            )
-            now, speed = self._promised(), parse_link(asked.link, "link")
-            promise = await self._planner.what_if(now, frozenset(asked.without), more, speed)
+            more = await asyncio.to_thread(_profiles, asked.profiles, {self._node.config.name, *self._devices.workers})
+            now, speed = self._offered_forecast(), parse_link(asked.link, "link")
+            forecast = await self._planner.what_if(now, frozenset(asked.without), more, speed)
         finally:
             self._imagining = False
-        return _imagined(promise, now)
+        return _imagined(forecast, now)
 
     def profiles(self) -> list[str]:
         return sorted(path.stem for path in _folder().glob("*.json"))
@@ -142,8 +145,8 @@ def _folder() -> Path:
 
 def _profiles(names: Sequence[str], taken: set[str]) -> list[DeviceProfile]:
     """The profiles of ``names`` that come with primad, each under a name that no device has. Raises ``ClusterError``."""
-    if len(names) > MOST_IMAGINED:
-        raise ClusterError(f"{len(names)} more devices are too many to try; give {MOST_IMAGINED} at most")
+    if len(names) > MAX_IMAGINED:
+        raise ClusterError(f"{len(names)} more devices are too many to try; give {MAX_IMAGINED} at most")
     found = []
     for name in names:
         path = _folder() / f"{name}.json"
@@ -155,21 +158,21 @@ def _profiles(names: Sequence[str], taken: set[str]) -> list[DeviceProfile]:
     return found
 
 
-def _imagined(promise: Promise, now: Promise | None) -> Imagined:
-    prediction, before = promise.prediction, None if now is None else now.prediction
+def _imagined(forecast: Forecast, now: Forecast | None) -> Imagined:
+    prediction, before = forecast.prediction, None if now is None else now.prediction
     assert prediction is not None, "a plan that was solved promises something"
     return Imagined(
         tokens_per_s=1 / prediction.tpot_s,
         ttft_ms=prediction.ttft_s * 1e3,
-        sequences=promise.sequences,
+        sequences=forecast.sequences,
         devices=[
             PlannedDevice(
                 device=name,
-                layers=promise.assignments[name].layers,
-                gpu_layers=promise.assignments[name].gpu_layers,
-                streamed=promise.assignments[name].streamed_layers,
+                layers=forecast.assignments[name].layers,
+                gpu_layers=forecast.assignments[name].gpu_layers,
+                streamed=forecast.assignments[name].streamed_layers,
             )
-            for name in promise.plan.devices
+            for name in forecast.plan.devices
         ],
         now_tokens_per_s=None if before is None else 1 / before.tpot_s,
         now_ttft_ms=None if before is None else before.ttft_s * 1e3,
@@ -177,7 +180,7 @@ def _imagined(promise: Promise, now: Promise | None) -> Imagined:
 
 
 def known_devices(
-    trust: TrustStore, labels: Mapping[str, str], peers: Iterable[Peer], lending: Lending
+    trust: TrustStore, labels: Mapping[str, str], peers: Iterable[Peer], device_limits: DeviceLimits
 ) -> list[KnownDevice]:
     """Those that are trusted, with their ``labels`` by key, those that were, and those in sight; each by name."""
     in_sight = {peer.key: peer.device for peer in peers}
@@ -189,9 +192,9 @@ def known_devices(
         names[key] = free_name(in_sight[key], taken)
         taken.add(names[key])
     found = []
-    for key in sorted(names, key=lambda key: (key not in trusted, key not in revoked, names[key], key))[:MOST_SHOWN]:
+    for key in sorted(names, key=lambda key: (key not in trusted, key not in revoked, names[key], key))[:MAX_SHOWN]:
         entry = trusted.get(key)
-        loan = lending.of(names[key]) if entry is not None else Loan(device=names[key])
+        device_limit = device_limits.of(names[key]) if entry is not None else DeviceLimit(device=names[key])
         found.append(
             KnownDevice(
                 device=names[key],
@@ -201,8 +204,8 @@ def known_devices(
                 how="" if entry is None else entry.how,
                 since="" if entry is None else entry.since,
                 in_sight=key in in_sight,
-                is_paused=loan.is_paused,
-                ram_bytes=loan.ram_bytes,
+                is_paused=device_limit.is_paused,
+                ram_bytes=device_limit.ram_bytes,
             )
         )
     return found

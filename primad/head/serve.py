@@ -18,13 +18,13 @@ from primad.api.app import create_app
 from primad.api.http.access import OF_THIS_MACHINE, OPEN, Door
 from primad.api.http.key_file import KeyFile
 from primad.api.http.keys import ApiKey, digest_of, new_key
-from primad.api.http.patience import MOST_CONNECTIONS, Patience
+from primad.api.http.patience import MAX_CONNECTIONS, Patience
 from primad.certify.first import certified, warning
 from primad.certify.verdict import load_verdict, with_verdict
 from primad.daemon.embedding import EmbeddingService
 from primad.daemon.measuring import OwnProfile
 from primad.daemon.reporter import Reporter
-from primad.daemon.run import own_station, run
+from primad.daemon.run import own_node, run
 from primad.errors import ConfigError
 from primad.gguf.architectures.cuts import cuttable, why_whole
 from primad.gguf.architectures.table import ADVICE, NotCutError
@@ -33,7 +33,7 @@ from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
 from primad.head.daemon import HeadDaemon
-from primad.head.desk import HeadDesk
+from primad.head.desk import HeadAdminApi
 from primad.head.model.options import ServeOptions, bind_http, is_for_several, model_id
 from primad.head.model.service import service_of
 from primad.head.model.text_service import TextService
@@ -44,7 +44,7 @@ from primad.network.own_places import own_names
 from primad.network.sockets import raise_descriptor_limit
 from primad.planning.adapters import check_adapters, open_adapters, with_adapters, with_rope
 from primad.planning.check_run import check_run
-from primad.planning.draft_model import AUTO, MOST_CONTEXT, choose_draft, draft_model, models_here, no_room_here
+from primad.planning.draft_model import AUTO, MAX_CONTEXT, choose_draft, draft_model, models_here, no_room_here
 from primad.ring.speculation.messages import DraftModel
 from primad.settings.config import LOOPBACK, Config, models_folder
 from primad.settings.quantities import show_bytes
@@ -69,7 +69,7 @@ def template_of(given: str | None, header: Header, reporter: Reporter) -> str | 
     does not know it answers in its marks, which would look like a fault of the server."""
     template = given or chat_template_of(header)
     if template is None:
-        reporter.say(NO_TEMPLATE)
+        reporter.report_line(NO_TEMPLATE)
     return template
 
 
@@ -90,37 +90,37 @@ def as_it_can_be(
     is_asked = is_for_several(options, config)
     if why_not and is_asked:
         raise NotCutError(f"{header.path}: {why_not}", ADVICE)
-    if options.alone or is_asked:
+    if options.single_device or is_asked:
         return options
     if reason := why_not or why_whole(header):
-        reporter.say(f"{reason}; this device serves it alone")
-        return replace(options, alone=True)
+        reporter.report_line(f"{reason}; this device serves it alone")
+        return replace(options, single_device=True)
     return options
 
 
 def draft_of(
     options: ServeOptions, config: Config, header: Header, reporter: Reporter, free_bytes: int
 ) -> tuple[DraftModel | None, bool]:
-    """The model that guesses, if there is one, and whether it fits ``free_bytes``, so much memory as is free here.
+    """The draft model, if there is one, and whether it fits ``free_bytes``, so much memory as is free here.
 
-    Raises ``ConfigError`` where it cannot guess, or must here and has no room.
+    Raises ``ConfigError`` where it cannot draft, or must here and has no room.
     """
-    path, is_here = options.draft, options.alone or options.run.draft_on == config.name
+    path, is_here = options.draft, options.single_device or options.run.draft_on == config.name
     if path == AUTO:
         paths = models_here(header, models_folder(config.home))
-        found = choose_draft(header, paths, context=MOST_CONTEXT, free_bytes=free_bytes)
+        found = choose_draft(header, paths, context=MAX_CONTEXT, free_bytes=free_bytes)
         if found.path is None and not is_here:
-            found = choose_draft(header, paths, context=MOST_CONTEXT, free_bytes=None)
-        reporter.say(f"--draft auto: {found}")
+            found = choose_draft(header, paths, context=MAX_CONTEXT, free_bytes=None)
+        reporter.report_line(f"--draft auto: {found}")
         path = found.path
     if path is None:
         return None, True
-    model = draft_model(path, header, context=MOST_CONTEXT, threads=config.threads)
+    model = draft_model(path, header, context=MAX_CONTEXT, threads=config.threads)
     has_room = model.memory_bytes <= free_bytes
     if not has_room:
         if is_here or why_whole(open_model(path)):
             raise ConfigError(f"{no_room_here(model, free_bytes)}; choose a smaller model")
-        reporter.say(f"{no_room_here(model, free_bytes)}: it guesses on a device that has room")
+        reporter.report_line(f"{no_room_here(model, free_bytes)}: it drafts on a device that has room")
     return model, has_room
 
 
@@ -141,12 +141,12 @@ def serve(
     ranged = source if isinstance(source, RangedModel) else None
     header = open_model(source) if isinstance(source, Path) else source.header
     adapters = open_adapters(options.lora, header)
-    header, why_not = (header, "") if options.alone else certified(header, config.home, reporter.say)
+    header, why_not = (header, "") if options.single_device else certified(header, config.home, reporter.report_line)
     options = as_it_can_be(options, config, header, reporter, why_not)
     verdict = load_verdict(config.home, header)
-    warned = "" if options.alone else warning(header, verdict)
+    warned = "" if options.single_device else warning(header, verdict)
     if warned:
-        reporter.say(warned)
+        reporter.report_line(warned)
     template = template_of(options.chat_template, header, reporter)
     model = with_adapters(with_verdict(model_profile(header), header, verdict), adapters)
     model = with_rope(model, header, options.rope)
@@ -155,32 +155,32 @@ def serve(
     if options.embedding is not None:
         check_embedding(options.embedding)
     draft, has_room = draft_of(options, config, header, reporter, memory().available_bytes)
-    promised_bytes = 0 if draft is None or not has_room else draft.memory_bytes
+    reserved_bytes = 0 if draft is None or not has_room else draft.memory_bytes
     own_key = new_key()
     door = door_of(options, own_key)
     with contextlib.ExitStack() as stack:
-        station = stack.enter_context(own_station(config))
+        node = stack.enter_context(own_node(config))
         listener = stack.enter_context(contextlib.closing(bind_http(http_host, options.http_port)))
         options = replace(options, http_port=listener.getsockname()[1])
         here = local_url(http_host, options.http_port)
         stack.enter_context(announced_head(config.home, config.name, here, options.http_port, own_key))
 
         async def main() -> None:
-            service = service_of(station, header, model, options, ranged, draft, adapters, head_has_room=has_room)
+            service = service_of(node, header, model, options, ranged, draft, adapters, head_has_room=has_room)
             texts = TextService(str(service.model.file), template)
             # A state cannot be cut back to what two prompts have in common.
             backend = RingBackend(texts=texts, max_wait_s=options.max_wait_s, reuses=not model.is_recurrent)
             embedding = _embedding_of(options, config)
             head = HeadDaemon(
-                station,
+                node,
                 service,
-                profile=OwnProfile(config, reporter, backend.describe, promised_bytes=promised_bytes),
+                profile=OwnProfile(config, reporter, backend.describe, reserved_bytes=reserved_bytes),
                 backend=backend,
                 reporter=reporter,
             )
             async with asyncio.TaskGroup() as group:
                 http = _http_server(
-                    backend, http_host, options, door, station.timings.api, embedding, own_key, head.desk
+                    backend, http_host, options, door, node.timings.api, embedding, own_key, head.admin_api
                 )
                 serving = group.create_task(http.serve(sockets=[listener]))
                 heading = asyncio.create_task(_run(head, embedding, reporter))
@@ -216,9 +216,9 @@ async def _run(head: HeadDaemon, embedding: EmbeddingService | None, reporter: R
     try:
         if embedding is not None:
             ready = await embedding.start()
-            reporter.say(
+            reporter.report_line(
                 f"{embedding.name} is loaded for embeddings: {ready.width} numbers each, texts of at most "
-                f"{ready.most_tokens} tokens; its process holds {show_bytes(ready.bytes)}"
+                f"{ready.max_text_tokens} tokens; its process holds {show_bytes(ready.bytes)}"
             )
         await head.run()
     finally:
@@ -270,7 +270,7 @@ def _http_server(
     timings: ApiTimings,
     embeddings: EmbeddingService | None,
     own_key: str,
-    desk: HeadDesk,
+    admin_api: HeadAdminApi,
 ) -> uvicorn.Server:
     names = ModelNames(aliases=options.aliases, any_model=options.any_model)
     hosts = (host, *own_names(), *options.allowed_hosts)
@@ -283,14 +283,14 @@ def _http_server(
         names=names,
         embeddings=embeddings,
         owner_key=own_key,
-        desk=desk,
+        admin_api=admin_api,
     )
     descriptors = raise_descriptor_limit()
-    most = MOST_CONNECTIONS if descriptors is None else min(MOST_CONNECTIONS, descriptors // 2)
+    maximum = MAX_CONNECTIONS if descriptors is None else min(MAX_CONNECTIONS, descriptors // 2)
     config = uvicorn.Config(
         app,
         lifespan="off",
-        http=Patience(timings.request_timeout_s, timings.send_timeout_s, most=most).protocol,  # type: ignore[arg-type]
+        http=Patience(timings.request_timeout_s, timings.send_timeout_s, maximum=maximum).protocol,  # type: ignore[arg-type]
         ws="none",
         log_level="error",  # its warnings are one a request that is none, as many as somebody likes to send
         access_log=False,

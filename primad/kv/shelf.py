@@ -15,13 +15,13 @@ from primad.kv.store import KvStore
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING_BYTES: Final = 64 << 20
+MAX_WAITING_BYTES: Final = 64 << 20
 """More than this does not wait to be written: whoever keeps more waits for the disk."""
 PATIENCE_S: Final = 10.0
 """A disk that takes longer has stopped; what would wait for it is not kept."""
 
 
-class KvShelf:
+class KvWriter:
     """Keeps blocks in ``store`` and gives them back, for windows whose cells are made of ``shapes``.
 
     One thread uses it; ``close`` ends the other.
@@ -78,7 +78,7 @@ class KvShelf:
         self._writer.join(PATIENCE_S)
 
     def _has_room(self, size_bytes: int) -> bool:
-        return not self._waiting_bytes or self._waiting_bytes + size_bytes <= MOST_WAITING_BYTES
+        return not self._waiting_bytes or self._waiting_bytes + size_bytes <= MAX_WAITING_BYTES
 
     def _write(self) -> None:
         while self._write_next():

@@ -53,7 +53,7 @@ from primad.system.files import write_whole
 STALE_S: Final = 7 * 86_400.0
 _DIGEST: Final = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 _FILE: Final = re.compile(rf"({_DIGEST.pattern})(-\d+)?\.(gguf|tree)")
-MOST_ORIGINS: Final = 10_000
+MAX_ORIGINS: Final = 10_000
 """Of so many layers it is remembered, the latest."""
 
 
@@ -440,6 +440,6 @@ class OriginBook:
         """The layer of this origin turned out to be ``digest``. A disk that refuses costs another fetch, nothing else."""
         known = self._read()
         known.pop(name, None)
-        self._known = dict(list(known.items())[-(MOST_ORIGINS - 1) :]) | {name: digest}
+        self._known = dict(list(known.items())[-(MAX_ORIGINS - 1) :]) | {name: digest}
         with contextlib.suppress(OSError):
             write_whole(self._memory, msgspec.json.encode(self._known))

@@ -22,7 +22,7 @@ from primad.errors import DiskError, ProtocolError
 from primad.kv.cells import CellsError
 from primad.kv.keys import KvBlock
 from primad.kv.store import KvStore
-from primad.layers.fetch import MOST_SOURCES, in_thread
+from primad.layers.fetch import MAX_SOURCES, in_thread
 from primad.layers.rate_limit import TokenBucket
 from primad.layers.source_link import SourceError, SourceLink, reach
 from primad.network.contacts import Contact
@@ -37,7 +37,7 @@ LayerRuns = Sequence[tuple[int, int]]
 
 _CELLS_AT_ONCE: Final = 256
 """Positions times layers that are asked for at a time."""
-_MOST_CELL_BYTES: Final = 64 << 10
+_MAX_CELL_BYTES: Final = 64 << 10
 """Keys and values of one cell in one layer take no more in any model that is known."""
 _INDEX_BYTES: Final = 1 << 20
 
@@ -74,7 +74,7 @@ class CellsFetcher:
         if lacking and sources:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    await _Fetch(self, {block.key: block for block in blocks}, lacking).run(sources[:MOST_SOURCES])
+                    await _Fetch(self, {block.key: block for block in blocks}, lacking).run(sources[:MAX_SOURCES])
         return [block.key not in lacking for block in blocks]
 
 
@@ -141,9 +141,9 @@ class _Fetch:
         """Fetch until all is here, or nobody has the rest."""
         async with asyncio.TaskGroup() as group:
             for source in sources:
-                group.create_task(self._draw(source))
+                group.create_task(self._download(source))
 
-    async def _draw(self, source: Contact) -> None:
+    async def _download(self, source: Contact) -> None:
         """Ask ``source`` for blocks until it has nothing more of what is lacking, or fails.
 
         What came is kept while the next is on its way.
@@ -253,7 +253,7 @@ class _Fetch:
             raise ProtocolError(f"answered with a {type(reply).__name__} that was not asked for")
         for key, size in zip(keys, reply.sizes, strict=False):
             rows = self._blocks[key].end - self._blocks[key].start
-            if not 0 <= size <= _INDEX_BYTES + rows * len(layers) * _MOST_CELL_BYTES:
+            if not 0 <= size <= _INDEX_BYTES + rows * len(layers) * _MAX_CELL_BYTES:
                 raise ProtocolError(f"says that {rows} KV cells in {len(layers)} layers take {size} bytes")
         came = bytearray(data if data is not None else b"")
         if len(came) > sum(reply.sizes) - offset:

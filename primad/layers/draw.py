@@ -21,7 +21,7 @@ from primad.gguf.hub_ranges import HubError
 from primad.gguf.layers import LayerRef, chunk_size
 from primad.layers.cache import LayerCache
 from primad.layers.fetch import in_thread
-from primad.layers.givers import Giver, HubWays, WantedLayer
+from primad.layers.givers import ChunkSource, HubRoutes, WantedLayer
 from primad.layers.partial import PartialLayer
 from primad.layers.rate_limit import TokenBucket
 
@@ -33,21 +33,21 @@ TRIES: Final = 7
 """A chunk that did not come so often in a row, over a minute, does not come that way."""
 
 
-async def draw_layers(
-    ways: HubWays,
+async def download_layers(
+    hub_routes: HubRoutes,
     layers: Sequence[WantedLayer],
     cache: LayerCache,
     progress: Callable[[int], None],
-    drawn: Callable[[str, str, bytes], None],
+    downloaded: Callable[[str, str, bytes], None],
     *,
     bytes_per_s: float | None = None,
 ) -> None:
     """Have ``layers`` in ``cache``, ``bytes_per_s`` at most (None: no cap).
 
-    ``progress`` is told bytes as they arrive, and first those that are here; ``drawn`` the name of the origin, the digest
-    and the tree of each layer when it is whole. Cancelling waits for one chunk to be written. Raises ``ClusterError`` with
-    the reasons when nobody gives a chunk, or when a layer is not what it was where it was fetched before; ``DiskError`` when
-    this device's disk does not take it.
+    ``progress`` is told bytes as they arrive, and first those that are here; ``downloaded`` the name of the origin, the
+    digest and the tree of each layer when it is whole. Cancelling waits for one chunk to be written. Raises
+    ``ClusterError`` with the reasons when nobody gives a chunk, or when a layer is not what it was where it was fetched
+    before; ``DiskError`` when this device's disk does not take it.
     """
     async with cache.turn:
         with ExitStack() as parts:
@@ -57,35 +57,35 @@ async def draw_layers(
                 begun[ref.digest] = await in_thread(parts.enter_context, cache.part(ref, hashed=False))
             lacking = sum(part.ref.file_bytes - part.present_bytes for part in begun.values())
             await in_thread(cache.make_room, lacking)
-            await _Draw(ways, layers, begun, cache, progress, drawn, bytes_per_s).run()
+            await _Download(hub_routes, layers, begun, cache, progress, downloaded, bytes_per_s).run()
 
 
-class _Draw:
+class _Download:
     """What is lacking, and who gives it: the ways that have not failed."""
 
     def __init__(
         self,
-        ways: HubWays,
+        hub_routes: HubRoutes,
         layers: Sequence[WantedLayer],
         parts: Mapping[str, PartialLayer],
         cache: LayerCache,
         progress: Callable[[int], None],
-        drawn: Callable[[str, str, bytes], None],
+        downloaded: Callable[[str, str, bytes], None],
         bytes_per_s: float | None,
     ) -> None:
-        self.makers = ways.makers([layer.origin.name for layer in layers])
-        self.again_s = ways.timings.hub_again_s
+        self.makers = hub_routes.makers([layer.origin.name for layer in layers])
+        self.again_s = hub_routes.timings.hub_again_s
         self.way = 0
         self.came = False
         self.reasons: list[str] = []
         self._layers = {layer.origin.name: layer for layer in layers}
         self._parts, self._cache = parts, cache
-        self._progress, self._drawn = progress, drawn
+        self._progress, self._drawn = progress, downloaded
         self._bucket = TokenBucket(bytes_per_s)
         self._lacking: deque[tuple[str, int]] = deque()
 
     async def run(self) -> None:
-        """Draw until all is here. Raises as ``draw_layers``."""
+        """Draw until all is here. Raises as ``download_layers``."""
         for name, part in self._parts.items():
             if part.tree is None:
                 await in_thread(self._cache.begin, part)
@@ -156,44 +156,44 @@ class _Draw:
 class _Lane:
     """One connection, by whatever way is open."""
 
-    def __init__(self, draw: _Draw) -> None:
-        self._draw = draw
+    def __init__(self, draw: _Download) -> None:
+        self._download = draw
         self._way = -1
-        self._giver: Giver | None = None
+        self._chunk_source: ChunkSource | None = None
 
     async def chunk(self, layer: WantedLayer, number: int) -> bytes:
         """A chunk, from whoever gives it. Raises ``ClusterError`` where nobody does."""
         tries = 0
         while True:
-            giver = await self._current()
+            chunk_source = await self._current()
             try:
-                data = await giver.chunk(layer, number)
+                data = await chunk_source.chunk(layer, number)
             except HubError as exc:
                 tries += 1
                 # A way that never gave anything is none: a device without a way out is not to try for a minute.
-                if not exc.again or tries >= TRIES or not (self._draw.came or self._is_last):
-                    self._draw.gives_up(self._way, f"{giver.name}: {exc}")
+                if not exc.again or tries >= TRIES or not (self._download.came or self._is_last):
+                    self._download.gives_up(self._way, f"{chunk_source.name}: {exc}")
                     tries = 0
                 else:
-                    await asyncio.sleep(max(exc.wait_s, self._draw.again_s * 2 ** (tries - 1)))
+                    await asyncio.sleep(max(exc.wait_s, self._download.again_s * 2 ** (tries - 1)))
                 continue
-            self._draw.came = True
+            self._download.came = True
             return data
 
     @property
     def _is_last(self) -> bool:
-        return self._way == len(self._draw.makers) - 1
+        return self._way == len(self._download.makers) - 1
 
-    async def _current(self) -> Giver:
-        if self._giver is None or self._way != self._draw.way:
+    async def _current(self) -> ChunkSource:
+        if self._chunk_source is None or self._way != self._download.way:
             await self.close()
-            self._draw.check()
-            self._way = self._draw.way
-            self._giver = self._draw.makers[self._way]()
-        return self._giver
+            self._download.check()
+            self._way = self._download.way
+            self._chunk_source = self._download.makers[self._way]()
+        return self._chunk_source
 
     async def close(self) -> None:
         """Close it."""
-        giver, self._giver = self._giver, None
-        if giver is not None:
-            await giver.close()
+        chunk_source, self._chunk_source = self._chunk_source, None
+        if chunk_source is not None:
+            await chunk_source.close()

@@ -45,7 +45,7 @@ UNDER_WAY: Final = 4
 """Pieces asked of one source at a time."""
 UNDER_WAY_TOTAL: Final = 16
 """Pieces asked of all sources together where there are many: so much memory a fetch takes, in chunks."""
-MOST_SOURCES: Final = 64
+MAX_SOURCES: Final = 64
 
 _Answer = TypeVar("_Answer")
 
@@ -111,7 +111,7 @@ async def held_by_any(
             logger.info("%s is not asked for layers: %s", source.device, exc)
             return []
 
-    answers = await asyncio.gather(*map(ask, sources[:MOST_SOURCES]))
+    answers = await asyncio.gather(*map(ask, sources[:MAX_SOURCES]))
     return {digest for held in answers for digest in held}
 
 
@@ -175,7 +175,7 @@ class _Fetch:
         timings: LayerTimings,
     ) -> None:
         self.timings = timings
-        self._sources = {source.key: source for source in sources[:MOST_SOURCES]}
+        self._sources = {source.key: source for source in sources[:MAX_SOURCES]}
         under_way = max(1, min(UNDER_WAY, UNDER_WAY_TOTAL // max(1, len(self._sources))))
         self.queue = ChunkQueue(self._sources, under_way)
         self.bucket = TokenBucket(bytes_per_s)
@@ -192,7 +192,7 @@ class _Fetch:
         async with asyncio.TaskGroup() as group:
             self._group = group
             self._resume()
-            tasks = [group.create_task(self._draw(context, identity, source)) for source in self._sources.values()]
+            tasks = [group.create_task(self._download(context, identity, source)) for source in self._sources.values()]
             while self._disk_error is None and self._unfinished and not self.queue.unavailable():
                 await self.wait_change()
             for task in tasks:
@@ -221,7 +221,7 @@ class _Fetch:
             if not lacking:
                 self._group.create_task(self._finish(part))
 
-    async def _draw(self, context: zmq.asyncio.Context, identity: Identity, source: Contact) -> None:
+    async def _download(self, context: zmq.asyncio.Context, identity: Identity, source: Contact) -> None:
         """Ask ``source`` for pieces until cancelled or until it fails."""
         try:
             async with reach(context, identity, source, list(self.parts), self.timings.reach_timeout_s) as (link, held):

@@ -35,7 +35,7 @@ class WantedLayer(NamedTuple):
         return self.ref.digest != self.origin.name
 
 
-class Giver(Protocol):
+class ChunkSource(Protocol):
     """One connection to somebody who gives chunks."""
 
     @property
@@ -49,7 +49,7 @@ class Giver(Protocol):
         """Close it."""
 
 
-class HubGiver:
+class HubSource:
     """The hub itself, over a connection of its own."""
 
     def __init__(self, files: Sequence[RemoteFile], token: str | None, timings: LayerTimings) -> None:
@@ -63,7 +63,7 @@ class HubGiver:
         )
 
     async def chunk(self, layer: WantedLayer, number: int) -> bytes:
-        """As ``Giver``."""
+        """As ``ChunkSource``."""
         return await in_thread_until(
             self._ranges.abort, read_chunk, self._ranges, self._files, layer.origin, layer.ref, number
         )
@@ -73,7 +73,7 @@ class HubGiver:
         self._ranges.close()
 
 
-class HeadGiver:
+class HeadSource:
     """The head ``source``, which passes on what it reads from the hub; ``names`` are the origins that will be asked for."""
 
     def __init__(
@@ -91,7 +91,7 @@ class HeadGiver:
         self._link: SourceLink | None = None
 
     async def chunk(self, layer: WantedLayer, number: int) -> bytes:
-        """As ``Giver``."""
+        """As ``ChunkSource``."""
         name, size = layer.origin.name, chunk_size(layer.ref.size_bytes, number)
         try:
             link = await self._connected()
@@ -123,7 +123,7 @@ class HeadGiver:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HubWays:
+class HubRoutes:
     """How chunks come here: from the hub's ``files``, or where that fails through the ``head``, unless this is the head."""
 
     files: Sequence[RemoteFile]
@@ -133,12 +133,12 @@ class HubWays:
     identity: Identity
     timings: LayerTimings
 
-    def makers(self, names: Sequence[str]) -> list[Callable[[], Giver]]:
+    def makers(self, names: Sequence[str]) -> list[Callable[[], ChunkSource]]:
         """What makes connections, best first."""
-        found: list[Callable[[], Giver]] = [lambda: HubGiver(self.files, self.token, self.timings)]
+        found: list[Callable[[], ChunkSource]] = [lambda: HubSource(self.files, self.token, self.timings)]
         head = self.head
         if head is not None:
-            found.append(lambda: HeadGiver(self.context, self.identity, head, names, self.timings))
+            found.append(lambda: HeadSource(self.context, self.identity, head, names, self.timings))
         return found
 
 

@@ -11,16 +11,16 @@ BURST_S: Final = 0.25
 
 
 class FairQueue(Generic[Item]):
-    """Items of several owners, at most ``most`` of each, taken in turns: an owner with many makes only itself wait."""
+    """Items of several owners, at most ``maximum`` of each, taken in turns: an owner with many makes only itself wait."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, maximum: int) -> None:
+        self._maximum = maximum
         self._waiting: dict[str, deque[Item]] = {}
 
     def put(self, owner: str, item: Item) -> bool:
         """Add ``item`` behind the others of ``owner``; False, and nothing is added, when it has too many."""
         waiting = self._waiting.setdefault(owner, deque())
-        if len(waiting) >= self._most:
+        if len(waiting) >= self._maximum:
             return False
         waiting.append(item)
         return True

@@ -26,7 +26,7 @@ from primad.system.wire import encode
 from primad.trust.identity import Identity
 
 RECEIVE_LIMIT: Final = 8
-MOST_ADDRESSES: Final = 16
+MAX_ADDRESSES: Final = 16
 """Addresses of a source that are tried, all at once."""
 _LOST: Final[dict[int, str]] = {
     zmq.EVENT_CONNECT_RETRIED: "nothing answers there",
@@ -102,7 +102,7 @@ async def reach(
     """
     tries = [
         asyncio.create_task(_greet(context, identity, source, endpoint(address, source.port), digests, timeout_s))
-        for address in source.addresses[:MOST_ADDRESSES]
+        for address in source.addresses[:MAX_ADDRESSES]
     ]
     try:
         reasons = []

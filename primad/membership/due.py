@@ -17,8 +17,8 @@ from primad.membership.types import (
     Fail,
     Greet,
     Measure,
+    OwnerLine,
     Purpose,
-    SayLine,
     Serve,
     ServingRing,
     Solve,
@@ -198,20 +198,20 @@ def _attempt(state: State, now: float, effects: list[Effect]) -> State:
     if why is Purpose.PRESSURE:
         assert state.serving is not None
         why_less = {
-            "other programs need the memory": state.memory_low - state.lent_less,
-            "the owner lends less of it": state.memory_low & state.lent_less,
+            "other programs need the memory": state.memory_low - state.newly_limited,
+            "the owner lends less of it": state.memory_low & state.newly_limited,
         }
         for reason, devices in why_less.items():
             if devices:
                 names = ", ".join(sorted(devices))
-                effects.append(SayLine(f"{names}: {reason}; looking for a plan that asks less of it"))
+                effects.append(OwnerLine(f"{names}: {reason}; looking for a plan that asks less of it"))
         instead, state = state.serving.epoch, replace(state, recover_at_s=now + RELIEVE_S)
     attempt = Attempt(epoch=epoch, why=why, candidates=candidates)
     if why is Purpose.GAIN and (state.memory_recovered or state.corrected):
         reasons = {"there is memory again": state.memory_recovered, "figures are corrected": state.corrected}
         for reason, devices in reasons.items():
             if devices:
-                effects.append(SayLine(f"{', '.join(sorted(devices))}: {reason}; looking for a better plan"))
+                effects.append(OwnerLine(f"{', '.join(sorted(devices))}: {reason}; looking for a better plan"))
         attempt = replace(attempt, memory_recovered=state.memory_recovered, corrected=state.corrected)
         state = replace(state, memory_recovered=frozenset(), corrected=frozenset(), regain_at_s=now + REGAIN_S)
     effects.append(Solve(epoch, candidates, instead))

@@ -16,7 +16,7 @@ from typing import Final
 
 WAIT_S: Final = 60.0
 """Room must have been there for so long, at least."""
-MOST_WAIT_S: Final = 1800.0
+MAX_WAIT_S: Final = 1800.0
 RELAPSE_WAITS: Final = 10
 """A lack within so many times the wait after recovery is put down to it."""
 WORTH_SHARE: Final = 0.03
@@ -72,12 +72,12 @@ class Room:
     beside_bytes: int
 
 
-def press(recovery: Recovery, room: Room, *, needed_bytes: int, now: float) -> Recovery:
+def report_memory_low(recovery: Recovery, room: Room, *, needed_bytes: int, now: float) -> Recovery:
     """The device lacks ``needed_bytes`` while there is ``room``, which may not be what it seems."""
     wait_s, recovered_s = recovery.wait_s, recovery.recovered_s
     if recovered_s is not None:
         relapsed = now - recovered_s < RELAPSE_WAITS * wait_s
-        wait_s = min(2 * wait_s, MOST_WAIT_S) if relapsed else WAIT_S
+        wait_s = min(2 * wait_s, MAX_WAIT_S) if relapsed else WAIT_S
     return Recovery(
         told_bytes=lowered(recovery.told_bytes, available_bytes=room.beside_bytes, needed_bytes=needed_bytes),
         goal_bytes=recovery.told_bytes if recovery.goal_bytes is None else recovery.goal_bytes,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from primad.membership.transitions import is_spoken_to
-from primad.membership.types import Effect, Fail, GiveUp, Purpose, SayLine, Serve, State
+from primad.membership.types import Effect, Fail, GiveUp, OwnerLine, Purpose, Serve, State
 
 
 class NewsKind(StrEnum):
@@ -41,7 +41,7 @@ def news(before: State, after: State, effects: Iterable[Effect]) -> Iterator[New
     yield from (News(NewsKind.GONE, line) for line in gone.values())
     for effect in effects:
         match effect:
-            case SayLine(text) if text not in gone.values():
+            case OwnerLine(text) if text not in gone.values():
                 yield News(NewsKind.NOTE, text)
             case Serve(epoch):
                 yield News(NewsKind.RING, f"{_members(after)} form ring {epoch}{_why(before)}")

@@ -10,10 +10,10 @@ Each rule stands in one place: here, in ``due.py`` (what is due) or in ``transit
 * A better plan is taken only if it gains enough; candidates that gave none are not asked again until they change.
 * A link that does not work is measured again while a ring serves, after a pause that doubles each time; when it works, its
   devices are planned for as if they had just come.
-* A device to blame for a break takes no part for a while, which doubles each time, unless there is no plan without it. Where
-  several may be to blame, one of them is (``doubt.py``). It does not help to go away and come back. Who goes away while
-  links are measured, or does not measure them, is to blame for that: all others wait for it.
-* A device that loads no further, or hardly, is to blame like one that fails to load.
+* A device at fault for a break takes no part for a while, which doubles each time, unless there is no plan without it. Where
+  several may be at fault, one of them is (``doubt.py``). It does not help to go away and come back. Who goes away while
+  links are measured, or does not measure them, is at fault for that: all others wait for it.
+* A device that loads no further, or hardly, is at fault like one that fails to load.
 * While no ring serves nobody waits a second time for a device by which a ring on its way failed, unless there is no plan
   without it. It takes part again beside a ring that serves, and as any other once one has served with it.
 * A device that leaves hands its layers over first; if nobody can take them it may go nonetheless.
@@ -32,7 +32,7 @@ from primad.membership.doubt import culprit, doubt
 from primad.membership.due import LOAD_PARTS, LOAD_STALL_S, pursue, settled_s, wake_at
 from primad.membership.transitions import (
     GREET_S,
-    MOST_BAR_S,
+    MAX_BAR_S,
     abandon,
     bar,
     bar_s,
@@ -70,10 +70,10 @@ from primad.membership.types import (
     Lost,
     Measured,
     NoPlan,
+    OwnerLine,
     Progressed,
     Purpose,
     RingFailed,
-    SayLine,
     Seen,
     Solved,
     State,
@@ -86,15 +86,15 @@ __all__ = ["phase_of", "step", "usable", "wake_at"]
 
 FIRST_FAILURES: Final = 3
 """After so many attempts at the first ring that one device broke there will be none."""
-MOST_BREAKS: Final = 4
+MAX_BREAKS: Final = 4
 """After so many rings in a row broke within ``settle_s`` open answers end: it may be they that break them."""
-MOST_STRANGERS: Final = 64
+MAX_STRANGERS: Final = 64
 """Announcements of devices that are not trusted are forgotten beyond so many: anyone can make them."""
-_MOST_GREET_S: Final = 10.0
+_MAX_GREET_S: Final = 10.0
 _MEASURE_AGAIN_S: Final = 2.0
-MOST_AGAIN_S: Final = 3600.0
+MAX_AGAIN_S: Final = 3600.0
 """The longest pause until a link that did not work is measured again."""
-_MOST_PAUSE_S: Final = 30.0
+_MAX_PAUSE_S: Final = 30.0
 
 
 def step(state: State, event: Event, now: float) -> tuple[State, tuple[Effect, ...]]:
@@ -138,7 +138,7 @@ def _take(state: State, event: Event, now: float, effects: list[Effect]) -> Stat
         case DeviceLeaving(device, reason):
             return _leaving(state, device, reason, effects)
         case DeviceMemoryLow(device, by_owner):
-            return _pressed(state, device, by_owner)
+            return _memory_low(state, device, by_owner)
         case DeviceMemoryRecovered(device, by_owner):
             return _memory_recovered(state, device, by_owner)
         case DevicesCorrected(devices):
@@ -165,7 +165,7 @@ def _seen(state: State, name: str, trusted: bool, now: float) -> State:
     phase = DevicePhase.PAIRED if trusted else DevicePhase.DISCOVERED
     if known is None:
         strangers = sum(device.phase is DevicePhase.DISCOVERED for device in state.devices.values())
-        if not trusted and strangers >= MOST_STRANGERS:
+        if not trusted and strangers >= MAX_STRANGERS:
             return state
         return put(state, name, Device(phase=phase, heard_s=now, greet_at_s=now))
     if is_spoken_to(known):
@@ -192,7 +192,7 @@ def _welcomed(state: State, name: str, now: float, effects: list[Effect]) -> Sta
     # A bar for what would last is as long as any when the device comes anew: its owner may have made room and started it
     # again.
     until_s = known.barred_until_s
-    if until_s > now + MOST_BAR_S:
+    if until_s > now + MAX_BAR_S:
         until_s = now + bar_s(known.failures)
     fresh = replace(
         known, phase=DevicePhase.PROFILED, heard_s=now, greeting=False, greets=0, reason="", barred_until_s=until_s
@@ -206,7 +206,7 @@ def _refused(state: State, name: str, reason: str, now: float) -> State:
         return state
     if not known.in_sight:
         return without(state, name, now)
-    pause_s = min(GREET_S * 2**known.greets, _MOST_GREET_S) if state.has_served else GREET_S
+    pause_s = min(GREET_S * 2**known.greets, _MAX_GREET_S) if state.has_served else GREET_S
     greets = min(known.greets + 1, 10)
     return put(state, name, replace(known, greeting=False, greets=greets, greet_at_s=now + pause_s, reason=reason))
 
@@ -227,7 +227,7 @@ def _measured(state: State, event: Measured, now: float) -> State:
         else:
             state = put(state, name, replace(device, phase=DevicePhase.READY, reason=""))
     if event.unreached:
-        at_s = now + min(state.settings.timings.again_s * 2.0 ** min(state.agains, 10), MOST_AGAIN_S)
+        at_s = now + min(state.settings.timings.again_s * 2.0 ** min(state.agains, 10), MAX_AGAIN_S)
         state = replace(state, again_at_s=at_s if state.again_at_s is None else min(at_s, state.again_at_s))
     if state.serving is None or not event.reached:
         return state
@@ -244,7 +244,7 @@ def _heard(state: State, name: str, now: float, effects: list[Effect]) -> State:
         return state
     if device.phase is not DevicePhase.SUSPECTED:
         return put(state, name, replace(device, heard_s=now))
-    effects.append(SayLine(f"{name} answers again"))
+    effects.append(OwnerLine(f"{name} answers again"))
     state = put(state, name, replace(device, phase=device.before, heard_s=now))
     attempt = state.attempt
     if attempt is not None and attempt.why is Purpose.SUSPICION and suspects(state) <= (attempt.members or frozenset()):
@@ -262,22 +262,22 @@ def _leaving(state: State, name: str, reason: str, effects: list[Effect]) -> Sta
     if state.serving is None or name not in state.serving.members:
         effects.append(LetGo(name))
         return state
-    effects.append(SayLine(f"{name} leaves ({reason}); handing its layers over"))
+    effects.append(OwnerLine(f"{name} leaves ({reason}); handing its layers over"))
     if state.attempt is not None and state.attempt.why is Purpose.SUSPICION and name not in state.attempt.candidates:
         return replace(state, attempt=replace(state.attempt, why=Purpose.LEAVING))  # it goes anyhow: no need to wait
     return state
 
 
-def _pressed(state: State, name: str, by_owner: bool) -> State:
+def _memory_low(state: State, name: str, by_owner: bool) -> State:
     serving = state.serving
     if serving is None or name not in serving.members | {state.settings.head}:
         return state
-    state = replace(state, memory_low=state.memory_low | {name}, lent_less=state.lent_less - {name})
-    return replace(state, lent_less=state.lent_less | {name}, recover_at_s=0.0) if by_owner else state
+    state = replace(state, memory_low=state.memory_low | {name}, newly_limited=state.newly_limited - {name})
+    return replace(state, newly_limited=state.newly_limited | {name}, recover_at_s=0.0) if by_owner else state
 
 
 def _memory_recovered(state: State, name: str, by_owner: bool) -> State:
-    state = replace(state, memory_low=state.memory_low - {name}, lent_less=state.lent_less - {name})
+    state = replace(state, memory_low=state.memory_low - {name}, newly_limited=state.newly_limited - {name})
     if state.serving is None or name not in state.devices.keys() | {state.settings.head}:
         return state
     state = replace(state, memory_recovered=state.memory_recovered | {name})
@@ -311,7 +311,7 @@ def _solved(state: State, event: Solved, now: float, effects: list[Effect]) -> S
         how = (
             f"is {better:.0%} better; changing to it" if better > 0 else "takes over, as every device is to have layers"
         )
-        effects.append(SayLine(f"a plan with {names} {how}"))
+        effects.append(OwnerLine(f"a plan with {names} {how}"))
     effects.append(Form(event.epoch))
     loading = {name: LoadPace(since_s=now) for name in event.members}
     return replace(state, attempt=replace(attempt, members=event.members, loading=loading, value=event.value))
@@ -328,7 +328,7 @@ def _no_plan(state: State, epoch: int, reason: str, now: float, effects: list[Ef
         return state
     state = replace(_in_vain(state, attempt), attempt=None)
     if attempt.why is Purpose.PRESSURE:
-        effects.append(SayLine(f"no other plan asks less of {', '.join(sorted(state.memory_low))}: {reason}"))
+        effects.append(OwnerLine(f"no other plan asks less of {', '.join(sorted(state.memory_low))}: {reason}"))
         return replace(state, memory_low=frozenset())
     if state.serving is not None:
         return _not_handed_over(state, attempt, reason, effects)
@@ -392,18 +392,18 @@ def _broken(state: State, event: RingFailed, now: float, effects: list[Effect]) 
 
 
 def _attempt_broke(state: State, attempt: Attempt, event: RingFailed, now: float, effects: list[Effect]) -> State:
-    blamed = event.device in attempt.candidates
-    if attempt.why is not Purpose.GAIN or not blamed:
+    at_fault = event.device in attempt.candidates
+    if attempt.why is not Purpose.GAIN or not at_fault:
         # Whoever broke a better plan is barred, and the plan worth trying again when that is over.
         state = replace(_in_vain(state, attempt), attempt=_granted(attempt))
     state = abandon(holds_up(state, event.device or ""), effects)
     failures = state.failures + 1
-    is_fatal = not blamed and not event.again
+    is_fatal = not at_fault and not event.again
     if not state.has_served and (is_fatal or _is_hopeless(state, attempt, event.device, failures)):
         return give_up(state, event.reason, effects)
-    effects.append(SayLine(f"{event.reason}; forming the ring again"))
-    # Without the device to blame it is another ring, which need not wait.
-    pause_s = 0.0 if blamed and not state.last_resort else min(2.0 ** min(failures, 10), _MOST_PAUSE_S)
+    effects.append(OwnerLine(f"{event.reason}; forming the ring again"))
+    # Without the device at fault it is another ring, which need not wait.
+    pause_s = 0.0 if at_fault and not state.last_resort else min(2.0 ** min(failures, 10), _MAX_PAUSE_S)
     state = bar(
         replace(state, failures=failures, retry_at_s=now + pause_s),
         event.device,
@@ -411,7 +411,7 @@ def _attempt_broke(state: State, attempt: Attempt, event: RingFailed, now: float
         now,
         lasting=event.lasting,
     )
-    if not blamed:
+    if not at_fault:
         return _not_handed_over(state, attempt, event.reason, effects)
     return state
 
@@ -427,9 +427,9 @@ def _is_hopeless(state: State, attempt: Attempt, name: str | None, failures: int
 
 def _ring_broke(state: State, event: RingFailed, now: float, effects: list[Effect]) -> State:
     assert state.serving is not None
-    effects.append(SayLine(f"{event.reason}; forming the ring again"))
+    effects.append(OwnerLine(f"{event.reason}; forming the ring again"))
     device = None if event.device is None else state.devices.get(event.device)
-    # The next ring does without a device to blame, unless there is no plan without it: then it was barred and came back.
+    # The next ring does without a device at fault, unless there is no plan without it: then it was barred and came back.
     is_cured = device is not None and device.barred_until_s <= now
     breaks = state.breaks + (not is_cured) if now < settled_s(state, state.serving) else 0
     state = bar(replace(state, breaks=breaks), event.device, event.reason, now, lasting=event.lasting)
@@ -437,9 +437,9 @@ def _ring_broke(state: State, event: RingFailed, now: float, effects: list[Effec
         state = abandon(state, effects)
     state = close(state, event.reason, now, effects)
     if breaks > 1:
-        pause_s = min(2.0 ** min(breaks - 2, 10), _MOST_PAUSE_S)
+        pause_s = min(2.0 ** min(breaks - 2, 10), _MAX_PAUSE_S)
         state = replace(state, retry_at_s=now + pause_s, tried={Purpose.RECOVERY: usable(state, now)})
-    if breaks < MOST_BREAKS:
+    if breaks < MAX_BREAKS:
         return state
     effects.append(Fail(f"{breaks} rings in a row broke: {event.reason}"))
     return replace(state, holding_s=None)
@@ -452,6 +452,6 @@ def _in_vain(state: State, attempt: Attempt) -> State:
 def _not_handed_over(state: State, attempt: Attempt, reason: str, effects: list[Effect]) -> State:
     """Let the devices go that asked to leave, if this attempt was to hand over their layers: no others can take them."""
     if state.serving is not None and attempt.why is Purpose.LEAVING:
-        effects.append(SayLine(f"the other devices cannot take over: {reason}"))
+        effects.append(OwnerLine(f"the other devices cannot take over: {reason}"))
         effects += dismissals(state)
     return state

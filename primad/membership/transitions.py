@@ -20,8 +20,8 @@ from primad.membership.types import (
     Effect,
     GiveUp,
     LetGo,
+    OwnerLine,
     Purpose,
-    SayLine,
     State,
 )
 
@@ -29,7 +29,7 @@ GREET_S: Final = 0.5
 """So long after a device was lost it is greeted again, if it is in sight."""
 BAR_S: Final = 5.0
 LASTING_BAR_S: Final = 600.0
-MOST_BAR_S: Final = 300.0
+MAX_BAR_S: Final = 300.0
 FORGIVEN_S: Final = 300.0
 """A device that did no harm for so long after its bar starts anew."""
 
@@ -148,7 +148,7 @@ def bar(state: State, name: str | None, reason: str, now: float, *, lasting: boo
 
 def bar_s(failures: int) -> float:
     """How long a device is barred after so many ``failures``."""
-    return min(BAR_S * 2.0 ** min(failures - 1, 10), MOST_BAR_S)
+    return min(BAR_S * 2.0 ** min(failures - 1, 10), MAX_BAR_S)
 
 
 def lose(state: State, name: str, reason: str, now: float, effects: list[Effect]) -> State:
@@ -169,7 +169,7 @@ def lose(state: State, name: str, reason: str, now: float, effects: list[Effect]
     )
     serves = state.serving is not None and name in state.serving.members
     if state.has_served:
-        effects.append(SayLine(f"{name} {'left' if left else 'is gone'}: {reason}"))
+        effects.append(OwnerLine(f"{name} {'left' if left else 'is gone'}: {reason}"))
     if takes_part(state.attempt, name):
         state = abandon(holds_up(state, name), effects)
     if serves or name in state.measuring:

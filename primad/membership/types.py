@@ -161,8 +161,8 @@ class State:
     tried last in vain, for what. ``last_resort``: there is no plan without devices that are barred, so they may take part.
     Until ``retry_at_s`` the candidates that were tried are not tried again; ``failures`` is the number of attempts in a row
     that broke, ``breaks`` that of rings in a row that broke soon after they began to serve. ``memory_low``: devices of the
-    serving ring that are short of memory; from ``recover_at_s`` on another plan may be looked for. ``lent_less``: those of
-    which the owner lends less, for what is said of it.
+    serving ring that are short of memory; from ``recover_at_s`` on another plan may be looked for. ``newly_limited``:
+    those of which the owner lends less, for what is said of it.
     ``memory_recovered``: devices that were and have room again, ``corrected``: those of which other figures are known than
     the serving ring was planned with; from ``regain_at_s`` on a better plan may be looked for. ``ended``: the core gave up.
     """
@@ -185,7 +185,7 @@ class State:
     failures: int = 0
     breaks: int = 0
     memory_low: frozenset[str] = frozenset()
-    lent_less: frozenset[str] = frozenset()
+    newly_limited: frozenset[str] = frozenset()
     recover_at_s: float = 0.0
     memory_recovered: frozenset[str] = frozenset()
     corrected: frozenset[str] = frozenset()
@@ -331,7 +331,7 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class RingFailed:
-    """Ring ``epoch`` broke, or could not be formed. ``device`` is to blame if that is known.
+    """Ring ``epoch`` broke, or could not be formed. ``device`` is at fault if that is known.
 
     Else one of the ``parties`` may be, the accused before the accuser (``doubt.py``); parties that ``device`` is one of may
     have made it fail. ``lasting``: the device will not do better soon (as with a full disk). ``again``: form it once more.
@@ -456,7 +456,7 @@ class LetGo:
 
 
 @dataclass(frozen=True, slots=True)
-class SayLine:
+class OwnerLine:
     """One line for the owner."""
 
     text: str
@@ -469,4 +469,4 @@ class GiveUp:
     reason: str
 
 
-Effect = Greet | Drop | Measure | Solve | Form | Abandon | Serve | Close | Fail | LetGo | SayLine | GiveUp
+Effect = Greet | Drop | Measure | Solve | Form | Abandon | Serve | Close | Fail | LetGo | OwnerLine | GiveUp

@@ -94,12 +94,12 @@ class PairingCode(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 AdminRequest = OpenPairing | BringCode | Leave | Pause | Resume | Describe
-AdminAnswer = Done | Refusal | Described | PairingCode
-Handler = Callable[[AdminRequest], Awaitable[AdminAnswer]]
+AdminReply = Done | Refusal | Described | PairingCode
+Handler = Callable[[AdminRequest], Awaitable[AdminReply]]
 """What the daemon does about a request. A ``PrimadError`` becomes a ``Refusal``."""
 
 _requests: Final[msgspec.msgpack.Decoder[AdminRequest]] = msgspec.msgpack.Decoder(AdminRequest)
-_answers: Final[msgspec.msgpack.Decoder[AdminAnswer]] = msgspec.msgpack.Decoder(AdminAnswer)
+_answers: Final[msgspec.msgpack.Decoder[AdminReply]] = msgspec.msgpack.Decoder(AdminReply)
 
 
 class _Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,7 +141,7 @@ class AdminServer:
     def _is_own(self, key: str) -> bool:
         return key == self._identity.public
 
-    async def _answer(self, frames: list[bytes]) -> AdminAnswer:
+    async def _answer(self, frames: list[bytes]) -> AdminReply:
         try:
             request = _decode_request(frames)
             async with asyncio.timeout(self._timeout_s):
@@ -169,7 +169,7 @@ def note_path(home: Path) -> Path:
     return home / "run" / "admin.json"
 
 
-def ask(home: Path, request: AdminRequest, timeout_s: float = ASK_S) -> AdminAnswer:
+def ask(home: Path, request: AdminRequest, timeout_s: float = ASK_S) -> AdminReply:
     """What the daemon of ``home`` answers.
 
     Raises ``ClusterError`` when no daemon runs with that folder or none answers in ``timeout_s``, ``ConfigError`` for a
@@ -190,7 +190,7 @@ def is_running(home: Path) -> bool:
     return _running(home) is not None
 
 
-async def _ask(identity: Identity, port: int, request: AdminRequest, timeout_s: float, home: Path) -> AdminAnswer:
+async def _ask(identity: Identity, port: int, request: AdminRequest, timeout_s: float, home: Path) -> AdminReply:
     context = zmq.asyncio.Context()
     try:
         with open_socket(context, zmq.DEALER, identity=identity, server=identity.public) as socket:

@@ -38,7 +38,7 @@ from primad.trust.identity import Identity
 
 logger = logging.getLogger(__name__)
 
-MOST_UNREAD: Final = 32
+MAX_UNREAD: Final = 32
 """Messages of a worker that wait in the head's memory; what comes behind them waits on the way."""
 _REFUSED_AFTER: Final = 2
 """Connections refused in a row until a process counts as ended: the first attempt may meet one that just restarts."""
@@ -124,7 +124,7 @@ class HeadEnd:
         try:
             self._socket = open_socket(context, zmq.DEALER, identity=identity, server=key)
             self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_STATES_BYTES)
-            self._socket.setsockopt(zmq.RCVHWM, MOST_UNREAD)
+            self._socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
         except zmq.ZMQError as exc:  # as where no more sockets can be had
             raise ClusterError(f"no connection to {self.address} can be made: {exc.strerror}") from exc
         self._monitor: zmq.asyncio.Socket | None = None

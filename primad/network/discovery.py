@@ -43,7 +43,7 @@ from primad.network.addresses import (
 )
 from primad.network.messages import PROTOCOL
 from primad.network.multicast import can_multicast
-from primad.network.peer import MOST_OF_ONE, SERVICE, Peer, peer_of
+from primad.network.peer import MAX_OF_ONE, SERVICE, Peer, peer_of
 from primad.network.scopes import needs_scope
 from primad.settings.config import LOOPBACK
 from primad.settings.timings import DiscoveryTimings
@@ -155,7 +155,7 @@ class Discovery:
             info = self._to_announce()
             try:
                 register = self._zeroconf.async_register_service
-                self._say_soon(await register(info, cooperating_responders=not is_asked))
+                self._report_soon(await register(info, cooperating_responders=not is_asked))
             except NonUniqueNameException:
                 continue
             except FAILURES as exc:
@@ -250,7 +250,7 @@ class Discovery:
         if self._info is not None:
             await (await self._zeroconf.async_unregister_service(self._info))  # the second waits until it is said
 
-    def _say_soon(self, announcement: Awaitable[None]) -> asyncio.Future[None]:
+    def _report_soon(self, announcement: Awaitable[None]) -> asyncio.Future[None]:
         """An announcement is on its way; one that fails is as one that got lost."""
         said = self._announcing = asyncio.ensure_future(announcement)
         said.add_done_callback(_heard_out)
@@ -282,7 +282,7 @@ class Discovery:
         if self._announcing is not None:
             self._announcing.cancel()
         try:
-            await asyncio.wait([self._say_soon(await self._zeroconf.async_update_service(self._info))])
+            await asyncio.wait([self._report_soon(await self._zeroconf.async_update_service(self._info))])
         except FAILURES as exc:
             logger.debug("mDNS announcement: %s", _why(exc))
 
@@ -335,9 +335,9 @@ class Discovery:
         if peer is None or not self._trusts(peer.key):
             return False
         counts = Counter(each.key for each in self._peers.values())
-        is_crowded = counts[peer.key] >= MOST_OF_ONE
+        is_crowded = counts[peer.key] >= MAX_OF_ONE
         for at, each in self._peers.items():
-            if each.key == peer.key if is_crowded else counts[each.key] > MOST_OF_ONE or not self._trusts(each.key):
+            if each.key == peer.key if is_crowded else counts[each.key] > MAX_OF_ONE or not self._trusts(each.key):
                 del self._peers[at]
                 break
         return True
@@ -360,7 +360,7 @@ class Discovery:
             self._forget(name)
         elif self._peers.get(name) != peer:
             self._peers[name] = peer
-            self._tell()
+            self._notify()
 
     def _look_again_at_peers(self) -> None:
         """Ask again for devices of which something ran out or changed without a word.
@@ -376,9 +376,9 @@ class Discovery:
 
     def _forget(self, name: str) -> None:
         if self._peers.pop(name, None) is not None:
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self._changed is not None:
             self._changed(dict(self._peers))
 

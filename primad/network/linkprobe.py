@@ -38,10 +38,10 @@ from primad.trust.identity import Identity
 
 UNREACHABLE_S: Final = 60.0
 """Round trip that a link is given which does not work, and by which an older device says so."""
-MOST_S: Final = 45.0
+MAX_S: Final = 45.0
 """A device is measured for no longer, whatever it keeps waiting. A link of 100 kB/s takes half of that."""
 CONNECT_S: Final = 1.0
-MOST_ADDRESSES: Final = 3
+MAX_ADDRESSES: Final = 3
 """So many of a device's addresses are measured, of those that answer first."""
 _EMPTY_MESSAGES: Final = 15
 _ROW_BYTES: Final = 8 << 10
@@ -121,19 +121,19 @@ async def measure_links(
     targets: Sequence[Contact],
     *,
     timeout_s: float = NetworkTimings().link_timeout_s,
-    most_s: float = MOST_S,
+    max_s: float = MAX_S,
 ) -> MeasuredLinks:
     """Both directions of the links from this device, ``source``, to each of ``targets``, one after the other.
 
     The links of a target that no address reaches do not work; nor do those of one that lets a lot of echoes wait for longer
-    than ``timeout_s``. What is not measured of a target within ``most_s`` is not waited for.
+    than ``timeout_s``. What is not measured of a target within ``max_s`` is not waited for.
     """
     measured = MeasuredLinks(links=[], unreached=[])
     for target in targets:
         best: tuple[_Measured, str] | None = None
         failed: dict[str, str] = {}
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(most_s):
+            async with asyncio.timeout(max_s):
                 for address in await _quickest(target):
                     try:
                         found = await _measure(context, identity, address, target, timeout_s)
@@ -177,7 +177,7 @@ async def _quickest(target: Contact) -> list[str]:
             writer.close()
 
     await asyncio.gather(*(probe(address) for address in target.addresses))
-    return answered[:MOST_ADDRESSES] or target.addresses
+    return answered[:MAX_ADDRESSES] or target.addresses
 
 
 def _profile(source: str, target: str, address: str, round_trip_s: float, way: _Way) -> LinkProfile:
@@ -218,9 +218,9 @@ async def _measure(
 async def _way(exchange: Exchange, round_trip_s: float, *, there: bool) -> _Way:
     """One direction: what is sent the other way is empty, so it takes what it does in ``round_trip_s``."""
 
-    async def times(size: int, most: int) -> list[float]:
+    async def times(size: int, maximum: int) -> list[float]:
         found, end = list[float](), time.perf_counter() + _ROWS_S
-        while len(found) < _FEWEST or (len(found) < most and time.perf_counter() < end):
+        while len(found) < _FEWEST or (len(found) < maximum and time.perf_counter() < end):
             found.append(await exchange(1, *_directed(size, there=there)))
         return found
 
@@ -257,10 +257,10 @@ def beyond_empty(round_trip_s: float, times: Mapping[int, float]) -> tuple[Messa
 
     A larger message takes at least as long as a smaller one; where it was measured otherwise, chance had a part in it.
     """
-    found, least_s = list[MessageTime](), 0.0
+    found, min_s = list[MessageTime](), 0.0
     for size, seconds in sorted(times.items()):
-        least_s = max(least_s, seconds - round_trip_s)
-        found.append(MessageTime(size_bytes=size, beyond_s=least_s))
+        min_s = max(min_s, seconds - round_trip_s)
+        found.append(MessageTime(size_bytes=size, beyond_s=min_s))
     return tuple(found)
 
 

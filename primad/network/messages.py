@@ -5,18 +5,19 @@ which address works. ``Hello`` then makes the worker this head's; it answers ``W
 ``Ping`` and its ``Pong`` pass several times a second, so that either side notices the other's end.
 
 A TCP connection that is reset, as by a router that starts anew, is made again in silence, and takes with it what was on its
-way. So what becomes of a worker's participations is state, not news: ``ParticipationStates`` says how all of them stand,
+way. So what becomes of a worker's stages is state, not news: ``StageStates`` says how all of them stand,
 and each change gives it a new ``revision``. The worker sends it when something changes. A ``Ping`` carries the revision that
 the head has, and a worker that has a newer one says the states again before its ``Pong``. So the head knows how the worker
 stood when it answered, and asks again for what did not arrive. ``Pong`` also says whether links are being measured: where
 they are not, and no ``LinksMeasured`` came, the head asks for them again. ``KvHold`` is answered or not: a head that hears
-nothing does without, or asks anew. What a model guesses may be lost as well: an answer goes on without it.
+nothing does without, or asks anew. What a model drafts may be lost as well: an answer goes on without it.
 
 Versions. A device speaks ``PROTOCOL`` and the one before it, down to ``OLDEST``; both sides use the newer one that both
 speak. A field that is added has a default, and a field that is not known is skipped, so that neighbours understand each
 other. A message that is not known is refused with a log line, so that one which may go unheard can be added. A change
 that cannot be made so takes two versions. Protocol 1 was not encrypted, protocol 2 told each fact twice, and a worker of
-protocol 4 does not read in a window's metadata where its graph is fed and left; none of them is spoken any more.
+protocol 4 does not read in a window's metadata where its graph is fed and left, and protocol 5 had other names for the
+same messages; none of them is spoken any more.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ from primad.kv.keys import KvBlock
 from primad.network.contacts import Contact, DeviceName, TcpPort, check_contact, is_address
 from primad.network.unreached import Unreached
 from primad.ring.messages import MAX_ROWS, MAX_SEQUENCES, Status
-from primad.ring.speculation.drafter import MOST_ROOM
+from primad.ring.speculation.drafter import MAX_ROOM
 from primad.ring.speculation.messages import MAX_TEXT_TOKENS, Drafted, TextTask
 from primad.settings.config import NAME
 from primad.settings.profiles import Implausible, check_profile
 from primad.trust.identity import is_key
 
-PROTOCOL: Final = 5
-OLDEST: Final = 5
+PROTOCOL: Final = 6
+OLDEST: Final = 6
 MAX_MESSAGE_BYTES: Final = 16 << 20
 Fault = Literal["fetch", "disk", "load", "ring", "next"]
-MAX_PARTICIPATIONS: Final = 64
+MAX_STAGES: Final = 64
 MAX_REVISION: Final = 1 << 62
 MAX_DEVICES: Final = 1024
 MAX_ECHO_BYTES: Final = 1 << 20
@@ -77,11 +78,11 @@ MAX_STATES_BYTES: Final = 2 << 20
 """With the trees of layers of 250 GB."""
 LARGE_BYTES: Final = {
     "load": MAX_MESSAGE_BYTES,
-    "guess-load": MAX_MESSAGE_BYTES,
-    "guess-text": 8 << 20,
+    "load_draft": MAX_MESSAGE_BYTES,
+    "draft_input": 8 << 20,
     "measure-links": 4 << 20,
     "kv-hold": 6 << 20,
-    "participations": MAX_STATES_BYTES,
+    "stages": MAX_STATES_BYTES,
 }
 """What a message may have of bytes, if it is more than usual: what it costs to read is in proportion to that."""
 
@@ -91,7 +92,7 @@ Contacts = Annotated[list[Contact], Meta(max_length=MAX_CONTACTS)]
 Layer = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
 
 
-class Probe(msgspec.Struct, frozen=True, kw_only=True, tag="knock"):
+class Probe(msgspec.Struct, frozen=True, kw_only=True, tag="probe"):
     """Who is there? Answered by ``Probed``; nothing else follows from it."""
 
     protocol: int
@@ -140,10 +141,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     ``place`` tells devices of this ring that share a machine apart (see ``ring.spawn.environment``). A worker may have parts
     in several epochs at a time: the next ring is loaded while the last one serves. ``assignments[i]`` says what of
     ``windows[i]`` is on the GPU, whether that helps with the rest and how much stays in memory, ``extra_buffers[i]`` whether
-    llama.cpp may keep copies of its weights; of what streams ``ahead_bytes`` are held ahead. ``kv_type`` is that of the KV
-    cache, ``flash`` whether attention is flash attention, ``rope`` what angles positions have. It ``keeps`` what the step
-    log says of KV cells. Layers of ``origins`` may be fetched from the hub that has ``files``, or asked of the head, which
-    is the first of ``sources``, by the names of their origins.
+    llama.cpp may keep copies of its weights; of what streams ``read_ahead_bytes`` are read ahead. ``kv_type`` is that
+    of the KV cache, ``flash`` whether attention is flash attention, ``rope`` what angles positions have. It ``keeps``
+    what the step log says of KV cells. Layers of ``origins`` may be fetched from the hub that has ``files``, or asked
+    of the head, which is the first of ``sources``, by the names of their origins.
     """
 
     ring: int
@@ -152,7 +153,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     width: Annotated[int, Meta(ge=1, le=1 << 20)]
     windows: Annotated[list[WindowSpec], Meta(min_length=1, max_length=MAX_LAYERS)]
     assignments: Annotated[list[WindowAssignment], Meta(max_length=MAX_LAYERS)]
-    ahead_bytes: MemoryBytes
+    read_ahead_bytes: MemoryBytes
     extra_buffers: Annotated[list[bool], Meta(max_length=MAX_LAYERS)]
     sources: Contacts
     context: Annotated[int, Meta(ge=1, le=1 << 26)]
@@ -186,7 +187,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Are you there? Also asks for a ``WorkerStatus`` when ``status`` is set. ``Pong`` gives ``number`` back.
 
-    The head has the ``ParticipationStates`` of ``revision``; 0 stands for none. ``why_idle`` is why the worker has no
+    The head has the ``StageStates`` of ``revision``; 0 stands for none. ``why_idle`` is why the worker has no
     layers, for its owner; empty where it has some, or where that is not known.
     """
 
@@ -235,33 +236,33 @@ class KvForget(msgspec.Struct, frozen=True, kw_only=True, tag="kv-forget"):
     lasting: bool
 
 
-class GuessLoad(msgspec.Struct, frozen=True, kw_only=True, tag="guess-load"):
-    """Guess for ring ``epoch`` with the model ``window``, a whole one of so many tokens in its ``vocabulary``: fetch the
+class LoadDraft(msgspec.Struct, frozen=True, kw_only=True, tag="load_draft"):
+    """Draft for ring ``epoch`` with the model ``window``, a whole one of so many tokens in its ``vocabulary``: fetch the
     missing layers from ``sources`` and load it, for texts of at most ``context`` tokens, where ``memory_bytes`` are free.
-    ``most`` are guessed at once, the ``first`` ones of them before others in their place.
+    ``maximum`` are drafted at once, the ``first`` ones of them before others in their place.
 
-    Said again until a ``GuessState`` comes. An older worker does not know it, and guesses nothing.
+    Said again until a ``DraftModelState`` comes. An older worker does not know it, and drafts nothing.
     """
 
     epoch: int
     window: WindowSpec
     vocabulary: Annotated[int, Meta(ge=1, le=1 << 24)]
     context: Annotated[int, Meta(ge=1, le=MAX_TEXT_TOKENS)]
-    most: Annotated[int, Meta(ge=1, le=MOST_ROOM)]
-    first: Annotated[int, Meta(ge=0, le=MOST_ROOM)]
+    maximum: Annotated[int, Meta(ge=1, le=MAX_ROOM)]
+    first: Annotated[int, Meta(ge=0, le=MAX_ROOM)]
     sources: Contacts
     memory_bytes: MemoryBytes = 0
 
 
-class GuessText(msgspec.Struct, frozen=True, kw_only=True, tag="guess-text"):
-    """What the model that guesses for ring ``epoch`` is to know of the text; ``GuessesMade`` are its answers."""
+class DraftInput(msgspec.Struct, frozen=True, kw_only=True, tag="draft_input"):
+    """What the draft model for ring ``epoch`` is to know of the text; ``DraftsMade`` are its answers."""
 
     epoch: int
     task: TextTask
 
 
-class GuessRelease(msgspec.Struct, frozen=True, kw_only=True, tag="guess-release"):
-    """Nobody needs guesses for ring ``epoch`` any more."""
+class ReleaseDraft(msgspec.Struct, frozen=True, kw_only=True, tag="release_draft"):
+    """Nobody needs drafts for ring ``epoch`` any more."""
 
     epoch: int
 
@@ -280,13 +281,13 @@ HeadMessage = (
     | Dismiss
     | KvHold
     | KvForget
-    | GuessLoad
-    | GuessText
-    | GuessRelease
+    | LoadDraft
+    | DraftInput
+    | ReleaseDraft
 )
 
 
-class Probed(msgspec.Struct, frozen=True, kw_only=True, tag="knocked"):
+class Probed(msgspec.Struct, frozen=True, kw_only=True, tag="probed"):
     """This device, and the versions that it speaks."""
 
     protocol: int
@@ -326,10 +327,10 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     reason: str
 
 
-class MemoryLow(msgspec.Struct, frozen=True, kw_only=True, tag="pressed"):
-    """The owner's programs need memory that the participation in ``epoch`` holds and cannot give back: plan for less here.
+class MemoryLow(msgspec.Struct, frozen=True, kw_only=True, tag="memory_low"):
+    """The owner's programs need memory that the stage in ``epoch`` holds and cannot give back: plan for less here.
 
-    It is short of ``needed_bytes``; a plan may use ``ram_available_bytes`` of this device beside that participation, which
+    It is short of ``needed_bytes``; a plan may use ``ram_available_bytes`` of this device beside that stage, which
     goes on until the next one is loaded. An older head does not know this and leaves its plan as it is.
     """
 
@@ -338,7 +339,7 @@ class MemoryLow(msgspec.Struct, frozen=True, kw_only=True, tag="pressed"):
     ram_available_bytes: MemoryBytes
 
 
-class MemoryRecovered(msgspec.Struct, frozen=True, tag="relieved"):
+class MemoryRecovered(msgspec.Struct, frozen=True, tag="memory_ok"):
     """After ``MemoryLow`` there is room again, for a while already: a plan may use ``ram_available_bytes`` of this device.
 
     An older head does not know this and plans on with what it has.
@@ -358,7 +359,7 @@ class Remeasured(msgspec.Struct, frozen=True, tag="remeasured"):
     profile: DeviceProfile
 
 
-class DrawnLayer(msgspec.Struct, frozen=True, array_like=True):
+class DownloadedLayer(msgspec.Struct, frozen=True, array_like=True):
     """The layer of origin ``name`` has this tree, as it was fetched."""
 
     name: str
@@ -368,17 +369,17 @@ class DrawnLayer(msgspec.Struct, frozen=True, array_like=True):
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     """All windows are loaded; steps are received on TCP port ``port`` by a ring process with key ``key``.
 
-    It ``keeps`` the KV cells that the step log names. ``drawn`` are the layers that had no digest before.
+    It ``keeps`` the KV cells that the step log names. ``downloaded`` are the layers that had no digest before.
     """
 
     port: TcpPort
     key: str
     keeps: bool = False
-    drawn: Annotated[list[DrawnLayer], Meta(max_length=MAX_LAYERS)] = []
+    downloaded: Annotated[list[DownloadedLayer], Meta(max_length=MAX_LAYERS)] = []
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True):
-    """The participation ended; ``error`` is one line.
+    """The stage ended; ``error`` is one line.
 
     ``fault`` is what it was doing: fetch, disk, load, ring, or next where the device behind it in the ring takes no steps.
     If ``again``, nothing is wrong: the device is to load once more, since it has other room than it loaded for. An older
@@ -392,8 +393,8 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True):
     sender: bool = False
 
 
-class ParticipationState(msgspec.Struct, frozen=True, kw_only=True):
-    """How the worker's participation in ``epoch`` stands; ``linked`` when its steps go where ``Link`` said."""
+class StageState(msgspec.Struct, frozen=True, kw_only=True):
+    """How the worker's stage in ``epoch`` stands; ``linked`` when its steps go where ``Link`` said."""
 
     epoch: int
     loaded: Loaded | None
@@ -401,15 +402,15 @@ class ParticipationState(msgspec.Struct, frozen=True, kw_only=True):
     broken: Broken | None
 
 
-class ParticipationStates(msgspec.Struct, frozen=True, kw_only=True, tag="participations"):
-    """How all participations of the worker stand since change ``revision``; before the first one there were none."""
+class StageStates(msgspec.Struct, frozen=True, kw_only=True, tag="stages"):
+    """How all stages of the worker stand since change ``revision``; before the first one there were none."""
 
     revision: Revision
-    states: Annotated[list[ParticipationState], Meta(max_length=MAX_PARTICIPATIONS)]
+    states: Annotated[list[StageState], Meta(max_length=MAX_STAGES)]
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    """Here, and the participations stood as in ``revision`` when ping ``number`` came.
+    """Here, and the stages stood as in ``revision`` when ping ``number`` came.
 
     ``measuring``: whether it measured links then; None where that is not said.
     """
@@ -441,16 +442,16 @@ class KvHeld(msgspec.Struct, frozen=True, kw_only=True, tag="kv-held"):
     held: Annotated[list[bool], Meta(max_length=MAX_BLOCKS)]
 
 
-class GuessState(msgspec.Struct, frozen=True, kw_only=True, tag="guess-state"):
-    """The model that guesses for ring ``epoch`` is ``ready``, or on its way; with an ``error``, one line, it is gone."""
+class DraftModelState(msgspec.Struct, frozen=True, kw_only=True, tag="draft_model_state"):
+    """The draft model for ring ``epoch`` is ``ready``, or on its way; with an ``error``, one line, it is gone."""
 
     epoch: int
     ready: bool
     error: str = ""
 
 
-class GuessesMade(msgspec.Struct, frozen=True, kw_only=True, tag="guesses"):
-    """What the model guesses for ring ``epoch``. The latest ones stand for all before."""
+class DraftsMade(msgspec.Struct, frozen=True, kw_only=True, tag="drafts_made"):
+    """What the model drafts for ring ``epoch``. The latest ones stand for all before."""
 
     epoch: int
     drafted: Drafted
@@ -467,7 +468,7 @@ WorkerMessage = (
     | Welcome
     | Refused
     | Progress
-    | ParticipationStates
+    | StageStates
     | Leaving
     | MemoryLow
     | MemoryRecovered
@@ -477,8 +478,8 @@ WorkerMessage = (
     | LinksMeasured
     | Echoed
     | KvHeld
-    | GuessState
-    | GuessesMade
+    | DraftModelState
+    | DraftsMade
 )
 
 
@@ -502,8 +503,8 @@ def decode_from_head(data: bytes) -> HeadMessage:
     match message:
         case Load():
             _check_load(message)
-        case GuessLoad():
-            _check_guess_load(message)
+        case LoadDraft():
+            _check_load_draft(message)
         case Introduce(devices=devices, revoked=revoked):
             for key in (*(introduction.key for introduction in devices), *revoked):
                 _check_key(key)
@@ -535,7 +536,7 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
             _check_profile(profile)
         case Probed():
             return msgspec.structs.replace(message, version=printable(message.version, 40))
-        case ParticipationStates():
+        case StageStates():
             return _checked_states(message)
         case Progress(done=done, total=total) if not 0 <= done <= total:
             raise ProtocolError(f"impossible progress: {done} of {total}")
@@ -547,7 +548,7 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
             _check_links(links)
             places = [msgspec.structs.replace(each, place=printable(each.place, 80)) for each in unreached]
             return msgspec.structs.replace(message, unreached=places)
-        case GuessState(error=error):
+        case DraftModelState(error=error):
             return msgspec.structs.replace(message, error=printable(error))
     return message
 
@@ -568,11 +569,11 @@ def _check_key(key: str) -> None:
         raise ProtocolError(f"{printable(key, 50)!r} is no public key")
 
 
-def _check_guess_load(load: GuessLoad) -> None:
+def _check_load_draft(load: LoadDraft) -> None:
     for source in load.sources:
         check_contact(source)
     if load.window.first or not 0 < load.window.last < len(load.window.layers) or load.window.adapters:
-        raise ProtocolError("a model that guesses and is not whole")
+        raise ProtocolError("a model that drafts and is not whole")
     for ref in load.window.layers:
         check_ref(ref)
 
@@ -587,13 +588,13 @@ def _check_hold(hold: KvHold) -> None:
             raise ProtocolError(f"a block of KV cells that is none: {printable(str(block))}")
 
 
-def _checked_states(message: ParticipationStates) -> ParticipationStates:
+def _checked_states(message: StageStates) -> StageStates:
     if len({state.epoch for state in message.states}) < len(message.states):
         raise ProtocolError("a worker that participates twice in one epoch")
     return msgspec.structs.replace(message, states=[_checked_state(state) for state in message.states])
 
 
-def _checked_state(state: ParticipationState) -> ParticipationState:
+def _checked_state(state: StageState) -> StageState:
     if state.loaded is not None:
         _check_key(state.loaded.key)
     if state.broken is None:

@@ -16,7 +16,8 @@ def own_names() -> tuple[str, ...]:
 
 
 def local_name() -> str:
-    """This machine's name in mDNS, as in ``desk.local``; only where it runs a service for that does anybody find it so."""
+    """This machine's name in mDNS, as in ``admin_api.local``; only where it runs a service for that does anybody find
+    it so."""
     return f"{socket.gethostname().partition('.')[0]}.local"
 
 

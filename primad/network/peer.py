@@ -18,7 +18,7 @@ from primad.trust.identity import is_key
 SERVICE: Final = "_primad._tcp.local."
 MAX_ADDRESSES: Final = 32
 """Addresses of a peer that are kept; nobody tries more."""
-MOST_OF_ONE: Final = 8
+MAX_OF_ONE: Final = 8
 """Announcements of one key whose places are tried at a time: anyone can announce any key."""
 _NUMBER: Final = re.compile(r"[0-9]{1,9}")
 _REVISION: Final = re.compile(r"[0-9]{1,15}")

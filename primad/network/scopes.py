@@ -19,9 +19,9 @@ from primad.network.addresses import Interface, read_interfaces
 from primad.network.contacts import Contact
 from primad.network.sockets import endpoint
 
-MOST_KNOWN: Final = 256
+MAX_KNOWN: Final = 256
 """Link-local addresses whose interface is remembered."""
-MOST_WAYS: Final = 8
+MAX_WAYS: Final = 8
 _TCP: Final = "tcp://"
 
 
@@ -72,7 +72,7 @@ class Scopes:
             return
         self._known.pop(bare(address), None)
         self._known[bare(address)] = address.partition("%")[2]
-        if len(self._known) > MOST_KNOWN:
+        if len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
 
     def ways(self, address: str) -> list[str]:
@@ -82,7 +82,7 @@ class Scopes:
         alone = bare(address)
         known = [self._known[alone]] if alone in self._known else []
         scopes = dict.fromkeys([*known, *self._own()])
-        return [f"{alone}%{scope}" for scope in scopes][:MOST_WAYS] or [alone]
+        return [f"{alone}%{scope}" for scope in scopes][:MAX_WAYS] or [alone]
 
     def endpoints(self, told: str) -> list[str]:
         """The ZeroMQ endpoint ``told`` by another device, with every way to its address."""

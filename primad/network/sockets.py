@@ -27,7 +27,7 @@ HANDSHAKE_S: Final = 3.0
 BACKLOG: Final = 512
 """Connections that wait to be accepted; the system may hold fewer."""
 RECONNECT_MS: Final = 100
-RECONNECT_MOST_MS: Final = 1000
+RECONNECT_MAX_MS: Final = 1000
 ZAP_DOMAIN: Final = b"primad"
 MAX_DESCRIPTORS: Final = 65_536
 """What is asked for at most: enough for three seconds of a flood of silent connections."""
@@ -55,17 +55,17 @@ def open_socket(
     return socket
 
 
-def bound_socket(socket: zmq.asyncio.Socket, most_bytes: int, high_water: int = HIGH_WATER) -> None:
-    """Give ``socket`` the limits of all of ours, messages of ``most_bytes`` and queues of ``high_water`` messages."""
+def bound_socket(socket: zmq.asyncio.Socket, max_bytes: int, high_water: int = HIGH_WATER) -> None:
+    """Give ``socket`` the limits of all of ours, messages of ``max_bytes`` and queues of ``high_water`` messages."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.SNDHWM, high_water)
     socket.setsockopt(zmq.RCVHWM, high_water)
-    socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     socket.setsockopt(zmq.BACKLOG, BACKLOG)
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     for option, seconds in _KEEPALIVE_S:
         socket.setsockopt(option, seconds)

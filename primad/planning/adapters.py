@@ -19,7 +19,7 @@ from typing import Final
 from halda import ModelProfile
 from primad.engine.rope import Rope
 from primad.errors import ConfigError
-from primad.gguf.adapter import MAX_ADAPTERS, MOST, Adapter, open_adapter
+from primad.gguf.adapter import MAX, MAX_ADAPTERS, Adapter, open_adapter
 from primad.gguf.architectures.cuts import multiple_that_slides
 from primad.gguf.architectures.layers import layer_count
 from primad.gguf.digests import LayerDigests
@@ -43,8 +43,8 @@ def parse_lora(texts: Iterable[str]) -> tuple[tuple[Path, float], ...]:
             number = float(scale)
         except ValueError as exc:
             raise ConfigError(f"--lora {text}: its scale {scale!r} is no number; give one as in {path}=0.5") from exc
-        if not abs(number) <= MOST:
-            raise ConfigError(f"--lora {text}: give a scale between {-MOST:g} and {MOST:g}")
+        if not abs(number) <= MAX:
+            raise ConfigError(f"--lora {text}: give a scale between {-MAX:g} and {MAX:g}")
         found.append((Path(path), number))
     if len(found) > MAX_ADAPTERS:
         raise ConfigError(f"--lora: {len(found)} adapters are too many; give at most {MAX_ADAPTERS}")
@@ -140,8 +140,8 @@ def with_expert_use(model: ModelProfile, header: Header, home: Path) -> ModelPro
         tree = digests.get(layer)
         keys = [whole_model_key(header.path, layer)]
         keys += [] if tree is None else [layer_digest(cut_layer(header, layer).size_bytes, tree)]
-        most = max((folder.load(key, model.experts) for key in keys), key=lambda usage: usage.rows)
-        shares += most.share().tolist() if most.used else []
+        maximum = max((folder.load(key, model.experts) for key in keys), key=lambda usage: usage.rows)
+        shares += maximum.share().tolist() if maximum.used else []
     return replace(model, expert_use=grouped(shares, model.experts_used / model.experts)) if shares else model
 
 

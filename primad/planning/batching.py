@@ -28,10 +28,10 @@ KEPT: Final = 0.9
 """Share of the tokens of the quickest batches that exact ones must keep to be taken, or be thought to keep but for noise."""
 SPLIT_CELLS: Final = KV_CELL_PADDING
 """llama.cpp splits what has more than one group of cells."""
-MOST_ROWS: Final = 256
+MAX_ROWS: Final = 256
 """Of a chunk, where other answers may wait for it."""
 _ROWS: Final = (128, 64, 32, 16)
-LEAST_ROWS: Final = 64
+MIN_ROWS: Final = 64
 """A processor computes so many rows of a chunk nearly as quickly as any number of them."""
 SHORT_S: Final = 0.5
 """Who reads an answer may wait so long once for another's prompt, which takes several times as long in pieces."""
@@ -55,22 +55,22 @@ class Batches:
 def batches_of(mode: BatchingMode, plan: Plan, question: Instance, sequences: int) -> Batches:
     """The batches of ``plan`` for so many ``sequences``, as ``mode`` asks for."""
     profiles = _profiles(plan, question)
-    work, most = question.workload, min(sequences, question.workload.chunk_rows)
+    work, maximum = question.workload, min(sequences, question.workload.chunk_rows)
     if question.model.is_recurrent:
-        most = 1
-    rows = min(most, exact_rows(plan, profiles, question.model))
+        maximum = 1
+    rows = min(maximum, exact_rows(plan, profiles, question.model))
     splits = work.flash and work.kv_type == "f16" and any(device.cpu.threads > 1 for device in profiles)
-    exact = under_load(plan, question, sequences=sequences, most_rows=1 if splits else rows)
-    fast = under_load(plan, question, sequences=sequences, most_rows=most)
+    exact = under_load(plan, question, sequences=sequences, max_rows=1 if splits else rows)
+    fast = under_load(plan, question, sequences=sequences, max_rows=maximum)
     thought = exact.tokens_per_s * (1 + noise(profiles, question.model))
-    is_exact = mode == "exact" or most == 1 or (mode == "auto" and thought >= KEPT * fast.tokens_per_s)
+    is_exact = mode == "exact" or maximum == 1 or (mode == "auto" and thought >= KEPT * fast.tokens_per_s)
     cells = SPLIT_CELLS if is_exact and splits else None
     return Batches(
         batching=Batching(
-            rows=rows if is_exact else most,
+            rows=rows if is_exact else maximum,
             steps=fast.machines,
             cells=cells,
-            bridges=bool(plan.streaming) and cells is None,
+            pads=bool(plan.streaming) and cells is None,
             replays=replay_rows(plan, question, profiles) if cells is not None or not splits else 1,
         ),
         is_exact=is_exact,
@@ -177,22 +177,25 @@ def rows_of_chunks(plan: Plan, question: Instance, sequences: int, *, asked: boo
     others do; where not, one is expected as a rule, whose prompt is quicker in larger ones. Each chunk reads all that
     streams, and a GPU computes few rows not much quicker than many.
     """
-    most = question.workload.chunk_rows
+    maximum = question.workload.chunk_rows
     if sequences == 1 or _needs_large(plan):
-        return most
+        return maximum
     if not asked:
-        return min(MOST_ROWS, most)
-    lap_s = under_load(plan, question, sequences=sequences).tbt_s
+        return min(MAX_ROWS, maximum)
+    ring_pass_s = under_load(plan, question, sequences=sequences).tbt_s
     for rows in _ROWS:
-        if rows < most and max(each.prefill_s for each in evaluate(plan, question.with_rows(rows)).devices) <= lap_s:
+        if (
+            rows < maximum
+            and max(each.prefill_s for each in evaluate(plan, question.with_rows(rows)).devices) <= ring_pass_s
+        ):
             return rows
-    return min(most, _ROWS[-1])
+    return min(maximum, _ROWS[-1])
 
 
-def least_rows(plan: Plan, rows: int) -> int:
+def min_rows(plan: Plan, rows: int) -> int:
     """How many rows a chunk of at most ``rows`` has at the least where another message begins behind it: more chunks mean
     that more of a prompt is found computed when it comes again."""
-    return max(1, rows // 2) if _needs_large(plan) else min(LEAST_ROWS, rows)
+    return max(1, rows // 2) if _needs_large(plan) else min(MIN_ROWS, rows)
 
 
 def _profiles(plan: Plan, question: Instance) -> list[DeviceProfile]:
@@ -200,4 +203,4 @@ def _profiles(plan: Plan, question: Instance) -> list[DeviceProfile]:
 
 
 def _needs_large(plan: Plan) -> bool:
-    return bool(plan.streaming or plan.helped) or plan.gpu_layers > 0
+    return bool(plan.streaming or plan.prefill_offload) or plan.gpu_layers > 0

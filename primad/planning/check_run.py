@@ -13,7 +13,7 @@ from primad.planning.run_config import RunConfig
 
 
 def check_run(run: RunConfig, model: ModelProfile, draft: Path | None = None) -> None:
-    """Raises ``ConfigError`` or ``PlanError`` naming the option that does not suit ``model``; ``draft`` guesses for it."""
+    """Raises ``ConfigError`` or ``PlanError`` naming the option that does not suit ``model``; ``draft`` drafts for it."""
     workload_of(run, model)
     check_speculate(run, model, draft)
     check_sequences(run, model)
@@ -24,10 +24,10 @@ def check_run(run: RunConfig, model: ModelProfile, draft: Path | None = None) ->
 def check_sequences(run: RunConfig, model: ModelProfile) -> None:
     """Raises ``ConfigError`` for more answers at once than llama.cpp has room for in the graph of ``model``."""
     entry = SUPPORTED.get(model.architecture)
-    most = 0 if entry is None else entry.most_sequences
-    if most and (run.sequences or 1) > most:
+    maximum = 0 if entry is None else entry.max_sequences
+    if maximum and (run.sequences or 1) > maximum:
         raise ConfigError(
-            f"--sequences {run.sequences}: of a model of '{model.architecture}' llama.cpp computes at most {most} "
+            f"--sequences {run.sequences}: of a model of '{model.architecture}' llama.cpp computes at most {maximum} "
             "answers at once; give fewer"
         )
 
@@ -36,9 +36,7 @@ def check_speculate(run: RunConfig, model: ModelProfile, draft: Path | None) -> 
     """Raises ``ConfigError`` where drafts were asked for and ``model`` cannot take back what was computed of them."""
     mode = run.speculate
     if mode == "draft" and draft is None:
-        raise ConfigError(
-            "--speculate draft: needs a model that guesses; give it with --draft FILE.gguf, or --draft auto"
-        )
+        raise ConfigError("--speculate draft: needs a draft model; give it with --draft FILE.gguf, or --draft auto")
     if mode in ("off", "lookup") and draft is not None:
         raise ConfigError(f"--draft {draft}: contradicts --speculate {mode}; leave one of them out")
     if model.is_recurrent and (mode not in ("auto", "off") or draft is not None):

@@ -16,9 +16,9 @@ from typing import Final
 from halda import Plan, Prediction, Workload, evaluate
 from halda.instance import Instance
 
-MOST_AT_ONCE: Final = 4
+MAX_AT_ONCE: Final = 4
 """More answers at once have to be asked for."""
-MOST_OF_FREE: Final = 0.5
+MAX_OF_FREE: Final = 0.5
 """Of the memory that a plan leaves free both together take at most so much: devices are their owners'."""
 LITTLE_OF_FREE: Final = 0.05
 """The same where the KV cache is larger than the layers: memory that nobody misses, of small models on large machines."""
@@ -48,7 +48,7 @@ def answers_at_once(plan: Plan, question: Instance, *, served: int = 1) -> AtOnc
     """
     count, now = question.workload.sequences, evaluate(plan, question)
     assert count == 1
-    while count < MOST_AT_ONCE:
+    while count < MAX_AT_ONCE:
         asked = replace(question, workload=replace(question.workload, sequences=2 * count))
         obstacle = _obstacle(plan, now, asked, keeps=2 * count <= served)
         if obstacle is not None:
@@ -92,7 +92,7 @@ def _obstacle(plan: Plan, now: Prediction, asked: Instance, *, keeps: bool = Fal
     """What speaks against the larger KV cache of ``asked``; where it ``keeps`` what was served, all that is free may go."""
     kv_bytes = sum(asked.kv_bytes[kind] for kind in asked.kind_of)
     is_large = kv_bytes > sum(layer.size_bytes for layer in asked.model.layers)
-    share = LITTLE_OF_FREE if is_large else MOST_OF_FREE
+    share = LITTLE_OF_FREE if is_large else MAX_OF_FREE
     much = f"a KV cache larger than the model's layers and over {share:.0%}" if is_large else "over half"
     streaming = ", ".join(device.device for device in now.devices if device.streamed_bytes)
     if streaming:

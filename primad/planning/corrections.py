@@ -28,17 +28,17 @@ from halda import (
 )
 from primad.ring.messages import DecodeStatus, Status
 
-LEAST: Final = 0.5
-MOST: Final = 2.0
+MIN: Final = 0.5
+MAX: Final = 2.0
 STEP: Final = 0.5
 """The share of the way that one answer moves a factor."""
 NEAR: Final = 0.05
 """A factor that is off by no more stays, so that plans do not change for what is chance."""
-LEAST_TOKENS: Final = 16
+MIN_TOKENS: Final = 16
 """Answers with fewer tokens teach nothing."""
 OFF: Final = 0.25
 """A plan that is off by more is told of."""
-_LEAST_SHARE: Final = 0.05
+_MIN_SHARE: Final = 0.05
 """Of a token: what took less, and was to take less, says nothing of how fast anything is."""
 _FEW_ROWS: Final = 16
 """What is learnt of one row counts for so many; more are a prompt's."""
@@ -133,7 +133,7 @@ class Term:
     @property
     def is_beyond(self) -> bool:
         """Whether it needs more than a factor may correct."""
-        return self.factor is not None and not LEAST <= self.factor <= MOST
+        return self.factor is not None and not MIN <= self.factor <= MAX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,8 +173,8 @@ def verdict_of(
     for device in prediction.devices:
         decode = found[device.device]
         factors = used.devices[device.device]
-        least_s = _LEAST_SHARE * head.token_s
-        says = device.compute_s > 0 and max(decode.compute_s, device.compute_s) >= least_s
+        min_s = _MIN_SHARE * head.token_s
+        says = device.compute_s > 0 and max(decode.compute_s, device.compute_s) >= min_s
         terms.append(
             Term(
                 kind="compute",
@@ -185,7 +185,7 @@ def verdict_of(
             )
         )
         factor = None
-        waits = max(decode.stall_s, device.stall_s) >= least_s
+        waits = max(decode.stall_s, device.stall_s) >= min_s
         if waits and device.disk_bytes_per_token > 0 and decode.read_bytes > 0 and device.disk_s > 0:
             # What is read while something is computed is not waited for; as much as was planned counts as that.
             read_s = decode.stall_s + max(0.0, device.disk_s - device.stall_s)
@@ -201,7 +201,7 @@ def verdict_of(
         )
     if len(plan.devices) > 1:
         between_s = head.token_s - sum(decode.compute_s + decode.stall_s for decode in found.values())
-        says = max(between_s, prediction.hop_s) >= _LEAST_SHARE * head.token_s
+        says = max(between_s, prediction.hop_s) >= _MIN_SHARE * head.token_s
         terms.append(_hops(plan, prediction, used, max(0.0, between_s), says=says))
     return Verdict(predicted_s=prediction.tpot_s, measured_s=head.token_s, terms=tuple(terms))
 
@@ -264,7 +264,7 @@ def prompts_learnt(
 
 def moved(factor: float, wanted: float) -> float:
     """``factor`` after an answer that asks for ``wanted``."""
-    target = min(MOST, max(LEAST, wanted))
+    target = min(MAX, max(MIN, wanted))
     return factor if abs(target / factor - 1) <= NEAR else factor + STEP * (target - factor)
 
 
@@ -283,7 +283,7 @@ def stamp_of(profile: DeviceProfile) -> str:
 def _clean(status: Status | None) -> DecodeStatus | None:
     """What a device says of its latest tokens, if that is enough and nothing disturbed it."""
     decode = None if status is None else status.decode
-    if status is None or decode is None or decode.tokens < LEAST_TOKENS:
+    if status is None or decode is None or decode.tokens < MIN_TOKENS:
         return None
     if status.memory is not None and status.memory.pressure != "calm":
         return None
@@ -318,13 +318,13 @@ def _slower_gpu(gpu: GpuProfile, factors: DeviceFactors) -> GpuProfile:
         attention_flop_per_s=gpu.attention_flop_per_s / factors.prompts,
         routing=_slower_routing(gpu.routing, factors),
         speeds=tuple(_slower_speed(speed, factors) for speed in gpu.speeds),
-        helped=tuple(
+        prefill_offload=tuple(
             replace(
                 speed,
                 few_bytes_per_s=speed.few_bytes_per_s / factors.prompts,
                 prefill_flop_per_s=speed.prefill_flop_per_s / factors.prompts,
             )
-            for speed in gpu.helped
+            for speed in gpu.prefill_offload
         ),
     )
 

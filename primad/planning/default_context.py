@@ -22,7 +22,7 @@ from primad.errors import ConfigError
 
 SMALL_CONTEXT_TOKENS: Final = 4096
 AGENT_CONTEXT_TOKENS: Final = 16384
-MOST_TIMES: Final = 2.0
+MAX_TIMES: Final = 2.0
 """So many times as long a token may take for the larger context."""
 CLIENTS: Final = {"Codex": 6415, "Open WebUI with tools": 6640, "Claude Code": 20_000}
 """Tokens of the first request of clients (measured with their versions of November 2026): instructions and tools."""
@@ -107,7 +107,7 @@ def _obstacle(wide: Solution, small: Solution) -> str:
     if wide.plan.streaming and not small.plan.streaming:
         return _STREAMS
     times = max(wide.prediction.tpot_s / small.prediction.tpot_s, wide.objective_s / small.objective_s)
-    return f"make answers {times:.2g} times as slow" if times > MOST_TIMES else ""
+    return f"make answers {times:.2g} times as slow" if times > MAX_TIMES else ""
 
 
 def _slow_bytes(plan: Plan, devices: Iterable[DeviceProfile], model: ModelProfile) -> float:
@@ -140,11 +140,11 @@ def too_small_for(context_tokens: int, model: ModelProfile) -> str:
     out = [name for name, tokens in needs.items() if tokens > context_tokens]
     trained = model.context_tokens or max(needs.values())
     never = [name for name in out if needs[name] > trained]
-    helped = [name for name in out if name not in never]
+    prefill_offload = [name for name in out if name not in never]
     said = []
-    if helped:
-        enough = 1 << (max(needs[name] for name in helped) - 1).bit_length()
-        said.append(f"{_do_not_fit(helped)}: type --context {min(enough, trained)}")
+    if prefill_offload:
+        enough = 1 << (max(needs[name] for name in prefill_offload) - 1).bit_length()
+        said.append(f"{_do_not_fit(prefill_offload)}: type --context {min(enough, trained)}")
     if never:
         said.append(f"{_do_not_fit(never)}: the model was trained with {trained} tokens")
     return "; ".join(said)

@@ -19,7 +19,7 @@ from primad.planning.batching import Batches
 from primad.planning.default_context import too_small_for
 from primad.planning.plan import Planned
 from primad.planning.question import Question
-from primad.planning.replicas import holders, keepers, token_bytes, why_not_kept
+from primad.planning.replicas import holders, replicas, token_bytes, why_not_kept
 from primad.planning.schema import (
     DeviceJson,
     KeptJson,
@@ -102,12 +102,12 @@ def kept_part(planned: Planned) -> list[KeptJson]:
     return [
         KeptJson(
             device=kept.device,
-            keeper=kept.keeper,
+            replica=kept.replica,
             bytes_per_token=kept.token_bytes,
             bytes_per_s=kept.bytes_per_s,
             why=kept.why,
         )
-        for kept in keepers(devices, plan.head, links, tokens_per_s, why_not=why_not_kept(asked.model))
+        for kept in replicas(devices, plan.head, links, tokens_per_s, why_not=why_not_kept(asked.model))
     ]
 
 
@@ -134,11 +134,11 @@ def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) ->
         layers=found.layers,
         gpu_layers=found.gpu_layers,
         cpu_experts=found.cpu_experts,
-        helped=name in plan.helped,
+        prefill_offload=name in plan.prefill_offload,
         extra_buffers=answer.extra_buffers.get(name, ""),
         resident_layers=kept.resident_layers,
         streamed_layers=kept.streamed_layers,
-        ahead_bytes=found.ahead_bytes,
+        read_ahead_bytes=found.read_ahead_bytes,
         ram_bytes=found.ram_bytes,
         ram_limit_bytes=member.ram_limit,
         vram_bytes=found.vram_bytes,

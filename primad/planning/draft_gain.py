@@ -1,7 +1,7 @@
-"""What a model that guesses would win for a plan, and what it takes: ``primad plan --draft``.
+"""What a draft model would win for a plan, and what it takes: ``primad plan --draft``.
 
-With E = 1 / (1 - a) tokens in a row that hold, where a is the share of guesses that do, a ring in which M rows of one answer
-are on their way at once has E M / (M + E - 1) times the tokens: behind a guess that failed the ring fills anew. What steps
+With E = 1 / (1 - a) tokens in a row that hold, where a is the share of drafts that do, a ring in which M rows of one answer
+are on their way at once has E M / (M + E - 1) times the tokens: behind a draft that failed the ring fills anew. What steps
 of several rows win stands in ``primad/ring/speculation/pace.py``.
 """
 
@@ -23,13 +23,13 @@ from primad.ring.speculation.pace import best_wait, rate_without_waiting
 from primad.settings.quantities import show_bytes
 
 SHARES: Final = (0.6, 0.7, 0.8)
-"""Of guesses that hold, for which the gain is told: nobody knows before."""
+"""Of drafts that hold, for which the gain is told: nobody knows before."""
 HALF_THE_CORES: Final = 2.0
 """On a device of the ring its process has half of the cores, and takes so many times as long as all of them at most."""
 
 WINS: Final = 1.03
 """So many times what it wins on the head another device must win: what goes over a network may be late."""
-GUESS_BYTES: Final = 512
+DRAFT_BYTES: Final = 512
 _TYPICAL: Final = 1
 """By this one of ``SHARES`` devices are compared."""
 
@@ -38,10 +38,10 @@ DraftKind = Literal["ahead", "together", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftGain:
-    """``kind``: guesses are computed ``ahead`` of the next token, in ``rows`` steps of one row that are in the ring at once,
+    """``kind``: drafts are computed ``ahead`` of the next token, in ``rows`` steps of one row that are in the ring at once,
     or ``together`` with it, as so many rows of one step at most, or not (``none``), and then ``why``.
 
-    The model guesses on ``device`` and takes ``token_s`` for a guess. ``times`` has the tokens a second, in those without,
+    The model drafts on ``device`` and takes ``token_s`` for a draft. ``times`` has the tokens a second, in those without,
     for each of ``SHARES``.
     """
 
@@ -75,9 +75,9 @@ def draft_gain(
             why=_why_none(plan, question),
         )
     late_s = 0.0 if where.device == plan.head else _round_trip_s(question, plan.head, number)
-    lap_s = evaluate(plan, replace(question, workload=replace(question.workload, sequences=1))).tpot_s
-    ahead = tuple(_ahead(drafting.rows_a_lap, lap_s, token_s, late_s, share) for share in SHARES)
-    together = tuple(_together(drafting.costs, lap_s, token_s, late_s, share) for share in SHARES)
+    ring_pass_s = evaluate(plan, replace(question, workload=replace(question.workload, sequences=1))).tpot_s
+    ahead = tuple(_ahead(drafting.rows_per_pass, ring_pass_s, token_s, late_s, share) for share in SHARES)
+    together = tuple(_together(drafting.costs, ring_pass_s, token_s, late_s, share) for share in SHARES)
     if len(drafting.costs) > 1 and together[_TYPICAL] >= ahead[_TYPICAL]:
         return DraftGain(
             device=where.device, kind="together", rows=len(drafting.costs), token_s=token_s, times=together
@@ -99,8 +99,8 @@ def best_gain(
         if not alone or free_bytes < memory_bytes:
             continue
         found = draft_gain(drafting, plan, question, draft, device)
-        least = 0.0 if best is None else best.times[_TYPICAL] * (WINS if best.device == plan.head else 1.0)
-        if found.times[_TYPICAL] > least:
+        minimum = 0.0 if best is None else best.times[_TYPICAL] * (WINS if best.device == plan.head else 1.0)
+        if found.times[_TYPICAL] > minimum:
             best = found
     return best
 
@@ -108,7 +108,7 @@ def best_gain(
 def draft_place(
     draft: PlannedDraft | None, wish: str | None, drafting: Drafting | None, plan: Plan, question: Instance
 ) -> str | None:
-    """The device on which ``draft`` guesses, if one has room: the one that was wished for, or where it wins most."""
+    """The device on which ``draft`` drafts, if one has room: the one that was wished for, or where it wins most."""
     if draft is None or drafting is None:
         return None
     head = plan.head if draft.head_has_room else None
@@ -133,7 +133,7 @@ def hosts_of(plan: Plan, question: Instance) -> frozenset[str]:
 
 
 def with_room_for_draft(question: Question, head: str) -> Question:
-    """``question`` for ``head``, of whose RAM the model that guesses has its part, if it fits there."""
+    """``question`` for ``head``, of whose RAM the draft model has its part, if it fits there."""
     draft = question.draft
     if draft is None:
         return question
@@ -147,14 +147,14 @@ def with_room_for_draft(question: Question, head: str) -> Question:
 
 
 def no_room(memory_bytes: int) -> str:
-    """Why a model guesses nowhere that takes so much."""
+    """Why a model drafts nowhere that takes so much."""
     return f"no device has {show_bytes(memory_bytes)} of memory for it beside its layers; choose a smaller model"
 
 
 def draft_part(
     draft: PlannedDraft | None, drafting: Drafting | None, place: str | None, plan: Plan, asked: Instance
 ) -> DraftJson | None:
-    """What the model that guesses takes in ``place`` and would win under ``plan``, where drafts are as ``drafting`` says."""
+    """What the draft model takes in ``place`` and would win under ``plan``, where drafts are as ``drafting`` says."""
     if draft is None:
         return None
     if drafting is None or place is not None:
@@ -178,7 +178,7 @@ def draft_part(
 
 
 def _token_s(device: DeviceProfile, draft: ModelProfile, context: int) -> float:
-    """What a guess takes on the processor of ``device``."""
+    """What a draft takes on the processor of ``device``."""
     alone = replace(device, gpu=None)
     plan = arrange([device.device], [len(draft.layers)], rounds=1, model=draft)
     question = instance([alone], [], draft, default_workload(context, 1, "f16"), {}, device.device)
@@ -186,25 +186,25 @@ def _token_s(device: DeviceProfile, draft: ModelProfile, context: int) -> float:
 
 
 def _round_trip_s(question: Instance, head: str, device: int) -> float:
-    """From a token that the head has to what another device guesses behind it, besides the guessing."""
+    """From a token that the head has to what another device drafts behind it, besides the drafting."""
     own = next(i for i, each in enumerate(question.devices) if each.device == head)
-    return sum(message_s(question.link(*pair), GUESS_BYTES) for pair in ((own, device), (device, own)))
+    return sum(message_s(question.link(*pair), DRAFT_BYTES) for pair in ((own, device), (device, own)))
 
 
-def _ahead(most: float, lap_s: float, token_s: float, late_s: float, share: float) -> float:
-    """The model guesses one token after the other, so there are no more of them in a lap than it has time for.
+def _ahead(maximum: float, ring_pass_s: float, token_s: float, late_s: float, share: float) -> float:
+    """The model drafts one token after the other, so there are no more of them in a ring pass than it has time for.
 
-    Behind a guess that failed the first one is ``late_s`` late.
+    Behind a draft that failed the first one is ``late_s`` late.
     """
-    rows = max(1.0, min(most, lap_s / token_s))
+    rows = max(1.0, min(maximum, ring_pass_s / token_s))
     right = 1 / (1 - share)
-    return max(1.0, right / ((rows + right - 1) / rows + late_s / lap_s))
+    return max(1.0, right / ((rows + right - 1) / rows + late_s / ring_pass_s))
 
 
-def _together(costs: Sequence[float], lap_s: float, token_s: float, late_s: float, share: float) -> float:
-    """As if each guess were as late as the first one behind one that failed."""
-    guess = (token_s + late_s) / lap_s
-    return max(rate_without_waiting(costs, share, guess), best_wait(costs, share, guess)[1])
+def _together(costs: Sequence[float], ring_pass_s: float, token_s: float, late_s: float, share: float) -> float:
+    """As if each draft were as late as the first one behind one that failed."""
+    draft_token = (token_s + late_s) / ring_pass_s
+    return max(rate_without_waiting(costs, share, draft_token), best_wait(costs, share, draft_token)[1])
 
 
 def _why_none(plan: Plan, question: Instance) -> str:

@@ -1,6 +1,6 @@
-"""A model that guesses: which one it is, and what it takes.
+"""A draft model: which one it is, and what it takes.
 
-``--draft auto``: which of the models that are here guesses for another one, and why.
+``--draft auto``: which of the models that are here drafts for another one, and why.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from primad.ring.speculation.messages import DraftModel
 from primad.settings.quantities import show_bytes
 from primad.system.processors import usable_cores
 
-MOST_CONTEXT: Final = 4096
-"""Behind more tokens it guesses nothing: its KV cache has no room for them."""
+MAX_CONTEXT: Final = 4096
+"""Behind more tokens it drafts nothing: its KV cache has no room for them."""
 BESIDE_BYTES: Final = 128 << 20
 """What its process takes beside weights and KV cache."""
 AUTO: Final = Path("auto")
 """What ``--draft`` is where the model is to be looked for."""
 USUAL: Final = 0.1
-"""Models that guess have a tenth of the weights of the other one in the literature: right often enough, and quick."""
-MOST: Final = 0.5
+"""Draft models have a tenth of the weights of the other one in the literature: right often enough, and quick."""
+MAX: Final = 0.5
 
 
 def draft_profile(path: Path, header: Header, *, header_only: bool = False) -> tuple[Header, ModelProfile]:
-    """The model file ``path``, of which the header may be enough, as one that can guess for that of ``header``.
+    """The model file ``path``, of which the header may be enough, as one that can draft for that of ``header``.
 
     Raises ``ConfigError`` where it cannot, with the difference, and ``ModelError`` for a bad file.
     """
@@ -55,12 +55,12 @@ def draft_profile(path: Path, header: Header, *, header_only: bool = False) -> t
 
 def memory_of(profile: ModelProfile, context: int) -> int:
     """Bytes that the process of ``profile`` takes for texts of at most ``context`` tokens."""
-    kv = sum(kv_bytes_per_token(layer, "f16") for layer in profile.layers) * min(context, MOST_CONTEXT)
+    kv = sum(kv_bytes_per_token(layer, "f16") for layer in profile.layers) * min(context, MAX_CONTEXT)
     return profile.size_bytes + kv + BESIDE_BYTES
 
 
 def draft_model(path: Path, header: Header, *, context: int, threads: int | None) -> DraftModel:
-    """The model file ``path`` as the one that guesses for that of ``header``, on half of all cores or so many ``threads``.
+    """The model file ``path`` as the one that drafts for that of ``header``, on half of all cores or so many ``threads``.
 
     Raises as ``draft_profile``.
     """
@@ -71,7 +71,7 @@ def draft_model(path: Path, header: Header, *, context: int, threads: int | None
         bytes=profile.size_bytes,
         memory_bytes=memory_of(profile, context),
         threads=threads or max(1, usable_cores() // 2),
-        context=min(context, MOST_CONTEXT),
+        context=min(context, MAX_CONTEXT),
     )
 
 
@@ -89,7 +89,7 @@ class DraftChoice:
     why: str
 
     def __str__(self) -> str:
-        return f"nothing guesses: {self.why}" if self.path is None else f"{self.path} guesses: {self.why}"
+        return f"nothing drafts: {self.why}" if self.path is None else f"{self.path} drafts: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +101,13 @@ class _Candidate:
 
 
 def models_here(header: Header, models: Path) -> list[Path]:
-    """The files that may guess for that of ``header``: those fetched by name into folder ``models``, and its neighbours."""
+    """The files that may draft for that of ``header``: those fetched by name into folder ``models``, and its neighbours."""
     kept = [model.files[0] for model in kept_models(models) if model.whole]
     return list(dict.fromkeys([*kept, *sorted(header.path.parent.glob("*.gguf"))]))
 
 
 def choose_draft(header: Header, paths: Iterable[Path], *, context: int, free_bytes: int | None) -> DraftChoice:
-    """The one of ``paths`` that guesses for the model of ``header`` in so much free memory (None: any amount).
+    """The one of ``paths`` that drafts for the model of ``header`` in so much free memory (None: any amount).
 
     It has the same tokens and at most half of the weights. One of the same architecture is taken before others, then the
     one with most nearly a tenth of them. Files that cannot be read as models are passed over.
@@ -133,7 +133,7 @@ def _candidates(header: Header, size: int, paths: Iterable[Path], context: int) 
         try:
             own = open_model(path)
             profile = model_profile(own)
-            if not profile.size_bytes <= MOST * size or profile.is_recurrent or vocabulary_difference(header, own):
+            if not profile.size_bytes <= MAX * size or profile.is_recurrent or vocabulary_difference(header, own):
                 continue
         except ModelError:
             continue
@@ -151,7 +151,7 @@ def _candidates(header: Header, size: int, paths: Iterable[Path], context: int) 
 def _none(header: Header, free_bytes: int | None) -> str:
     if free_bytes is not None:
         return (
-            f"those that could guess for {header.path.name} do not fit the {show_bytes(free_bytes)} that are free here"
+            f"those that could draft for {header.path.name} do not fit the {show_bytes(free_bytes)} that are free here"
         )
     return (
         f"none of the models here has the tokens of {header.path.name} and at most half of its weights; primad pull fetches "

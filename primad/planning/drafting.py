@@ -1,8 +1,8 @@
 """How many rows of one answer a plan has room for at once, and what several in one step cost: whether drafts can pay.
 
 A token passes the ring once. While one device computes, the others have nothing to do for it: so many rows fill the ring as
-fit into a lap one behind the other, each as late as the busiest machine, disk or link takes for one. Where weights stream a
-step of several rows reads them once.
+fit into a ring pass one behind the other, each as late as the busiest machine, disk or link takes for one. Where
+weights stream a step of several rows reads them once.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from halda import Plan, evaluate
 from halda.instance import Instance
 from halda.load import under_load
 from primad.planning.batching import Batches, BatchingMode
-from primad.ring.speculation.drafter import MOST_ROOM, Drafting
+from primad.ring.speculation.drafter import MAX_ROOM, Drafting
 
 SpeculateMode = Literal["auto", "off", "lookup", "draft"]
 SPECULATE_MODES: Final[tuple[SpeculateMode, ...]] = get_args(SpeculateMode)
 BRANCHES: Final = 4
-"""Of a tree beside its main path: each guess of one is a row less of that."""
+"""Of a tree beside its main path: each draft of one is a row less of that."""
 WAITING: Final = 1
 """Rows that wait before the busiest device, which so goes on at once: simulated, 4 to 5 % more tokens in rings of two and
 three devices that do not take equally long, and no fewer elsewhere."""
-MOST_ROWS: Final = 8
-"""Of one step: of guesses that hold four times in five seven are right in a row once in five times."""
+MAX_ROWS: Final = 8
+"""Of one step: of drafts that hold four times in five seven are right in a row once in five times."""
 
 
 def drafting_of(
@@ -38,35 +38,37 @@ def drafting_of(
     """
     if mode == "off" or question.model.is_recurrent:
         return None
-    laps = _laps(plan, question)
-    room = 1 if round(laps) <= 1 else min(round(laps) + WAITING, MOST_ROOM)
+    ring_passes = _ring_passes(plan, question)
+    room = 1 if round(ring_passes) <= 1 else min(round(ring_passes) + WAITING, MAX_ROOM)
     if mode != "auto":
-        room = max(room, min(len(plan.devices), MOST_ROOM))
-    most = MOST_ROWS if batching == "fast" else batches.batching.replays
-    costs = _costs(plan, question, min(most, MOST_ROWS, question.workload.chunk_rows))
+        room = max(room, min(len(plan.devices), MAX_ROOM))
+    maximum = MAX_ROWS if batching == "fast" else batches.batching.replays
+    costs = _costs(plan, question, min(maximum, MAX_ROWS, question.workload.chunk_rows))
     if room == 1 and len(costs) == 1:
         return None
     has_trees = batching == "fast" and bool(plan.streaming) and len(plan.devices) == 1
     branches = BRANCHES if has_trees else 0
-    return Drafting(room=room, rows=len(costs), costs=costs, branches=branches, laps=laps)
+    return Drafting(room=room, rows=len(costs), costs=costs, branches=branches, ring_passes=ring_passes)
 
 
-def _laps(plan: Plan, question: Instance) -> float:
-    """How many steps of one row the ring computes in the time of one lap. Where weights stream each reads them all."""
+def _ring_passes(plan: Plan, question: Instance) -> float:
+    """How many steps of one row the ring computes in the time of one ring pass. Where weights stream each reads them all."""
     if plan.streaming or len(plan.devices) == 1:
         return 1.0
-    lap_s = evaluate(plan, _alone(question)).tpot_s
-    return lap_s * under_load(plan, question, sequences=MOST_ROOM, most_rows=1).tokens_per_s
+    ring_pass_s = evaluate(plan, _single_device(question)).tpot_s
+    return ring_pass_s * under_load(plan, question, sequences=MAX_ROOM, max_rows=1).tokens_per_s
 
 
-def _costs(plan: Plan, question: Instance, most: int) -> tuple[float, ...]:
+def _costs(plan: Plan, question: Instance, maximum: int) -> tuple[float, ...]:
     """What a step of 1, 2, ... rows takes, in steps of one row; up to the last that takes less time than so many steps."""
-    took_s = [evaluate(plan, replace(_alone(question), decode_rows=rows)).tpot_s for rows in range(1, most + 1)]
+    took_s = [
+        evaluate(plan, replace(_single_device(question), decode_rows=rows)).tpot_s for rows in range(1, maximum + 1)
+    ]
     costs = [each / took_s[0] for each in took_s]
     while len(costs) > 1 and costs[-1] >= len(costs):
         costs.pop()
     return tuple(costs) or (1.0,)
 
 
-def _alone(question: Instance) -> Instance:
+def _single_device(question: Instance) -> Instance:
     return replace(question, workload=replace(question.workload, sequences=1))

@@ -27,10 +27,10 @@ from primad.planning.draft_gain import draft_part, with_room_for_draft
 from primad.planning.extra_buffers import why_extra
 from primad.planning.plan import Planned, PlanRequest, plan, search
 from primad.planning.question import Question
-from primad.planning.schema import SCHEMA, AloneJson, Explanation, LeftOutJson, WhatIf
+from primad.planning.schema import SCHEMA, Explanation, LeftOutJson, SingleDeviceJson, WhatIf
 from primad.settings.quantities import show_ms
 
-MOST_LEFT_OUT: Final = 8
+MAX_LEFT_OUT: Final = 8
 """Devices for which it is worked out what they would cost; of more only the solver's reason is given."""
 LEFT_OUT_TIME_LIMIT_S: Final = 2.0
 _SAME: Final = 0.001
@@ -66,7 +66,7 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
         workload=workload_part(chosen),
         proof=proof_part(question, solution),
         left_out=_left_out(as_solved, chosen),
-        alone=_alone(question),
+        single_device=_single_device(question),
         load=load_part(chosen.batches),
         kept=kept_part(chosen),
         what_if=earlier,
@@ -82,7 +82,7 @@ def _as_solved(question: Question, chosen: Planned) -> Question:
 
 
 def _with_room(question: Question) -> Question:
-    """``question`` with room for the model that guesses on the head, the best one without it. Raises ``Infeasible``."""
+    """``question`` with room for the draft model on the head, the best one without it. Raises ``Infeasible``."""
     if question.draft is None:
         return question
     return with_room_for_draft(question, question.head or best_plan(question).plan.head)
@@ -199,7 +199,7 @@ def _left_out(question: Question, chosen: Planned) -> list[LeftOutJson]:
         reason = reasons.get(name, "the plan is better without it")
         if question.run.windows is not None:
             reason = "--windows gives it no layers"
-        if question.run.windows is not None or i >= MOST_LEFT_OUT:
+        if question.run.windows is not None or i >= MAX_LEFT_OUT:
             parts.append(LeftOutJson(name=name, reason=reason, slower_ms=None, objective_ms=None))
         else:
             parts.append(_with_device(question, chosen, name))
@@ -233,15 +233,15 @@ def _verdict(question: Question, slower_s: float, tpot_s: float, objective_s: fl
     return f"would not make {what} quicker, {quicker}" if share < -_SAME else "would make nothing faster"
 
 
-def _alone(question: Question) -> list[AloneJson]:
+def _single_device(question: Question) -> list[SingleDeviceJson]:
     """Each device without the others, the best one first."""
     parts = []
     for device in question.devices:
         try:
             planned = _plan_alone(question, device, question.time_limit_s / len(question.devices))
         except Infeasible as exc:
-            parts.append((float("inf"), AloneJson(name=device.device, predicted=None, reason=str(exc))))
+            parts.append((float("inf"), SingleDeviceJson(name=device.device, predicted=None, reason=str(exc))))
         else:
             found = predicted_part(DescribedPlan.of(planned))
-            parts.append((planned.objective_s, AloneJson(name=device.device, predicted=found, reason=None)))
+            parts.append((planned.objective_s, SingleDeviceJson(name=device.device, predicted=found, reason=None)))
     return [part for _, part in sorted(parts, key=lambda pair: pair[0])]

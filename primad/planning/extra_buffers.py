@@ -86,7 +86,7 @@ def choose_extra_buffers(
     """
 
     def may(window: WindowAssignment) -> bool:
-        return not (window.streamed_bytes or window.helped)
+        return not (window.streamed_bytes or window.prefill_offload)
 
     if wish != "auto":
         return {
@@ -130,7 +130,7 @@ def without_copies(
     """
     profiles = {device.device: device for device in devices if device.device in plan.devices}
     chosen = choose_extra_buffers(assignments(plan, model), profiles, model, wish)
-    chosen |= {name: [True] for name in plan.helped}
+    chosen |= {name: [True] for name in plan.prefill_offload}
     found = [device if any(chosen.get(device.device, [True])) else device.without_extra_buffers() for device in devices]
     return None if found == list(devices) else found
 

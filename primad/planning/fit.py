@@ -55,7 +55,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     is_best: bool = False
 
 
-class FitAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class FitResult(msgspec.Struct, frozen=True, kw_only=True):
     """All of them, those that run well first, the largest of them in front; ``help`` says what would help most."""
 
     schema: int
@@ -68,7 +68,7 @@ def fit_all(
     questions: Sequence[tuple[str, Question]],
     processes: int | None = None,
     planned: Callable[[int], None] = lambda count: None,
-) -> FitAnswer:
+) -> FitResult:
     """What each named question gives, in several processes at once, and what would help the next model up most.
 
     ``planned`` is told meanwhile how many there is an answer to.
@@ -80,9 +80,9 @@ def fit_all(
             planned(len(fits))
         found = ranked(fits)
         wished = next((each for each in found if not each.is_best and each.runs != "memory"), None)
-        helped = "" if wished is None else _help(dict(questions)[wished.name], wished, pool)
+        prefill_offload = "" if wished is None else _help(dict(questions)[wished.name], wished, pool)
     names = [device.device for device in questions[0][1].devices]
-    return FitAnswer(schema=SCHEMA, devices=names, models=found, help=helped)
+    return FitResult(schema=SCHEMA, devices=names, models=found, help=prefill_offload)
 
 
 def ranked(fits: Iterable[Fit]) -> list[Fit]:

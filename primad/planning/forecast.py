@@ -1,4 +1,4 @@
-"""A plan, what each device keeps of it, and what the solver promises."""
+"""A plan, what each device keeps of it, and what the solver forecasts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from primad.ring.speculation.drafter import Drafting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
+class Forecast:
     """``prediction`` is what ``plan`` promises, None when it was set by hand; ``assignments`` are those of its devices.
 
     Both were made with what was learnt until then, ``corrections``, and for ``sequences`` answers at once, each with a
     context of ``context_tokens``; ``why_sequences`` and ``why_context`` say why it is not more, where nobody said how much.
     Attention is ``flash`` attention or not, and next tokens are computed together as ``batches`` say, drafts as ``drafting``
-    does, by a model on device ``guesser``, if one guesses. ``question`` is what was planned for, if that was solved.
+    does, by a model on device ``draft_device``, if one drafts. ``question`` is what was planned for, if that was solved.
     """
 
     plan: Plan
@@ -38,7 +38,7 @@ class Promise:
     batches: Batches | None = None
     question: Instance | None = None
     drafting: Drafting | None = None
-    guesser: str | None = None
+    draft_device: str | None = None
 
     @property
     def batching(self) -> Batching:
@@ -83,7 +83,7 @@ class Promise:
             batches=planned.batches,
             question=None if by_hand else planned.question,
             drafting=planned.drafting,
-            guesser=planned.draft_device,
+            draft_device=planned.draft_device,
         )
 
     @classmethod
@@ -102,9 +102,9 @@ class Promise:
         batches: Batches | None = None,
         question: Instance | None = None,
         drafting: Drafting | None = None,
-        guesser: str | None = None,
+        draft_device: str | None = None,
     ) -> Self:
-        """The promise of ``plan`` for ``model``."""
+        """The forecast of ``plan`` for ``model``."""
         return cls(
             plan=plan,
             prediction=prediction,
@@ -118,5 +118,5 @@ class Promise:
             batches=batches,
             question=question,
             drafting=drafting,
-            guesser=guesser,
+            draft_device=draft_device,
         )

@@ -47,7 +47,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     One of ``heads`` is the head (none: the first device), devices of ``require`` have layers, and no device uses more than
     its ``limits``. The plan that ``served`` before hands its sequences on, if they fit, and its context; with
     ``keeps_attention`` its attention too, and with ``keeps_context`` its context stays as it is. A model has one request at
-    a time unless it ``may_be_several``. ``draft`` is the model that guesses; the head's memory is without its part.
+    a time unless it ``may_be_several``. ``draft`` is the draft model; the head's memory is without its part.
     """
 
     devices: list[DeviceProfile]
@@ -175,7 +175,7 @@ def _search(request: PlanRequest, work: Workload, require: frozenset[str]) -> Fo
                 require=require,
                 chunks=CHUNKS,
                 time_limit_s=min(HURRIED_S, request.time_limit_s) if hurries else request.time_limit_s,
-                helps=run.may_help,
+                offloads=run.may_help,
                 experts=run.experts,
             )
 

@@ -53,7 +53,7 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDraft:
-    """The model file ``path``, which is to guess, and the RAM that its process takes: of the head, where that has room.
+    """The model file ``path``, which is to draft, and the RAM that its process takes: of the head, where that has room.
 
     Unless it ``may_move`` no other device can have it.
     """
@@ -69,7 +69,7 @@ class PlannedDraft:
 class Question:
     """What is to be planned. ``head`` is None where the best device is looked for.
 
-    ``links`` are known ones; what they do not cover goes by ``default_link``. ``draft`` is the model that guesses, if there
+    ``links`` are known ones; what they do not cover goes by ``default_link``. ``draft`` is the draft model, if there
     is one. Models that are not known to be exact for several requests have one at a time (``may_be_several``).
     """
 

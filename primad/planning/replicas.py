@@ -1,6 +1,6 @@
 """Which device keeps a copy of the KV cells of another one, while answers grow. Decides only.
 
-When a device dies, another one goes on with its layers and gets their cells from the copy. So the keeper is another device,
+When a device dies, another one goes on with its layers and gets their cells from the copy. So the replica is another device,
 on another machine where there is one, over a link that carries the cells beside the hidden states, and of those the one with
 most room. The head's own cells need no copy: when it dies, the answers are gone.
 """
@@ -33,10 +33,10 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """The cells of ``device`` are kept by ``keeper``, ``bytes_per_s`` of them; None: by nobody, and ``why``."""
+    """The cells of ``device`` are kept by ``replica``, ``bytes_per_s`` of them; None: by nobody, and ``why``."""
 
     device: str
-    keeper: str | None
+    replica: str | None
     token_bytes: int
     bytes_per_s: float
     why: str = ""
@@ -71,7 +71,7 @@ def why_not_kept(model: ModelProfile) -> str:
     return ""
 
 
-def keepers(
+def replicas(
     devices: Collection[Holder],
     head: str,
     links: Mapping[tuple[str, str], float],
@@ -100,14 +100,14 @@ def keepers(
         if not able:
             lacks = "no link of it carries them beside the hidden states" if others else "there is no other device"
             why = why_not or lacks
-            found.append(Kept(device=each.device, keeper=None, token_bytes=each.token_bytes, bytes_per_s=0.0, why=why))
+            found.append(Kept(device=each.device, replica=None, token_bytes=each.token_bytes, bytes_per_s=0.0, why=why))
             continue
-        keeper = max(
+        replica = max(
             able,
             key=lambda one: (one.host != each.host, one.room_bytes / (1 + load[one.device]), one.device),
         )
-        load[keeper.device] += each.token_bytes
+        load[replica.device] += each.token_bytes
         found.append(
-            Kept(device=each.device, keeper=keeper.device, token_bytes=each.token_bytes, bytes_per_s=bytes_per_s)
+            Kept(device=each.device, replica=replica.device, token_bytes=each.token_bytes, bytes_per_s=bytes_per_s)
         )
     return sorted(found, key=lambda one: one.device)

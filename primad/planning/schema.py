@@ -10,6 +10,8 @@ from typing import Final
 
 import msgspec
 
+from primad.settings.old_names import with_old_keys
+
 SCHEMA: Final = 4
 
 
@@ -34,10 +36,10 @@ class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
     ``ram_bytes`` and ``vram_bytes`` are weights, KV cache and buffers that the plan puts there, of ``ram_limit_bytes`` and
     ``vram_limit_bytes`` that it may fill. ``resident_bytes`` and ``streamed_bytes`` are weights of layers alone;
     ``shard_bytes`` is what the layer cache holds. Layers that are resident and streamed are counted by their worth, since
-    the same share of each streams; of ``streamed_bytes`` are ``ahead_bytes`` in memory at most. ``disk_bytes_per_token``
-    counts all that streams, less what the room of compute buffers holds then, but of layers with experts at most those that
-    a row uses. ``extra_buffers`` says in words why it has llama.cpp's repacked copies of weights, or none; empty where they
-    are not known to make anything faster.
+    the same share of each streams; of ``streamed_bytes`` are ``read_ahead_bytes`` in memory at most.
+    ``disk_bytes_per_token`` counts all that streams, less what the room of compute buffers holds then, but of layers
+    with experts at most those that a row uses. ``extra_buffers`` says in words why it has llama.cpp's repacked copies
+    of weights, or none; empty where they are not known to make anything faster.
     """
 
     name: str
@@ -46,11 +48,11 @@ class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
     layers: int
     gpu_layers: int
     cpu_experts: int
-    helped: bool
+    prefill_offload: bool
     extra_buffers: str
     resident_layers: int
     streamed_layers: int
-    ahead_bytes: int
+    read_ahead_bytes: int
     ram_bytes: int
     ram_limit_bytes: int
     vram_bytes: int
@@ -103,31 +105,31 @@ class LoadJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptJson(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cells of ``device``, ``bytes_per_token`` of an answer, are kept by ``keeper`` too while it is written.
+    """The KV cells of ``device``, ``bytes_per_token`` of an answer, are kept by ``replica`` too while it is written.
 
-    They take ``bytes_per_s`` of the link. Where ``keeper`` is null they are not kept twice, and ``why``.
+    They take ``bytes_per_s`` of the link. Where ``replica`` is null they are not kept twice, and ``why``.
     """
 
     device: str
-    keeper: str | None
+    replica: str | None
     bytes_per_token: int
     bytes_per_s: float
     why: str
 
 
 class GainJson(msgspec.Struct, frozen=True, kw_only=True):
-    """If the ``share`` of guesses holds an answer has so many ``times`` the tokens a second."""
+    """If the ``share`` of drafts holds an answer has so many ``times`` the tokens a second."""
 
     share: float
     times: float
 
 
 class DraftJson(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that guesses, on ``device`` (empty: none has room): it takes ``memory_bytes`` of RAM, which the plan leaves
-    free on the head where that has as much, and ``token_ms`` for a guess.
+    """The draft model, on ``device`` (empty: none has room): it takes ``memory_bytes`` of RAM, which the plan leaves
+    free on the head where that has as much, and ``token_ms`` for a draft.
 
     ``kind``: ``ahead`` of the next token so many ``rows`` are in the ring at once, ``together`` a step has so many at most,
-    ``none``: nothing is guessed, and ``why``. ``gains`` has nothing for none.
+    ``none``: nothing is drafted, and ``why``. ``gains`` has nothing for none.
     """
 
     name: str
@@ -180,7 +182,7 @@ class LeftOutJson(msgspec.Struct, frozen=True, kw_only=True):
     objective_ms: float | None
 
 
-class AloneJson(msgspec.Struct, frozen=True, kw_only=True):
+class SingleDeviceJson(msgspec.Struct, frozen=True, kw_only=True):
     """One device without the others: ``predicted``, or why it cannot."""
 
     name: str
@@ -242,7 +244,7 @@ class Explanation(RingJson, frozen=True, kw_only=True):
     """The whole answer; ``schema`` is ``SCHEMA``, ``primad`` the version that answered.
 
     ``load`` is there for several sequences. ``checked`` says whether windows of the model were
-    found to be exact; null for a shape, and where one device has it whole. ``draft`` is the model that guesses, null without
+    found to be exact; null for a shape, and where one device has it whole. ``draft`` is the draft model, null without
     one. ``tail`` says what it costs that the last window has some layers at the least, null where it costs nothing.
     """
 
@@ -252,7 +254,7 @@ class Explanation(RingJson, frozen=True, kw_only=True):
     workload: WorkloadJson
     proof: Proof
     left_out: list[LeftOutJson]
-    alone: list[AloneJson]
+    single_device: list[SingleDeviceJson]
     load: LoadJson | None
     kept: list[KeptJson]
     what_if: WhatIf | None
@@ -263,5 +265,5 @@ class Explanation(RingJson, frozen=True, kw_only=True):
 
 def encode(answer: Explanation) -> bytes:
     """``answer`` as ``--json`` prints it, the version of the schema first."""
-    content = msgspec.to_builtins(answer)
+    content = with_old_keys(msgspec.to_builtins(answer))
     return msgspec.json.format(msgspec.json.encode({"schema": answer.schema, **content}), indent=2) + b"\n"

@@ -21,7 +21,7 @@ from primad.system.children.spawn import how_it_ended
 from primad.system.children.stop_flag import StopFlag
 from primad.system.niceness import apply_nice
 
-LEAST_NICE: Final = 19
+MIN_NICE: Final = 19
 GRACE_S: Final = 60.0
 """The solver keeps to its time limit by and large, and needs it again for devices that have no extra buffers after all; this
 much later it hangs."""
@@ -37,7 +37,7 @@ class _Unsolvable(msgspec.Struct, frozen=True, tag="infeasible"):
     is_cut_off: bool
 
 
-async def solve_apart(request: PlanRequest, *, background: bool = False, grace_s: float = GRACE_S) -> FoundPlan:
+async def solve_in_process(request: PlanRequest, *, background: bool = False, grace_s: float = GRACE_S) -> FoundPlan:
     """The answer of ``search``; in the ``background`` all other work goes first.
 
     Raises ``Infeasible`` and ``CutOff`` as that does, ``PlanError`` when the child fails.
@@ -60,7 +60,7 @@ def _ask(request: PlanRequest, stop: StopFlag, background: bool, grace_s: float)
     ) as child:
         stop.watch(child)
         if background:
-            apply_nice(child.pid, LEAST_NICE)
+            apply_nice(child.pid, MIN_NICE)
         try:
             answer, errors = child.communicate(msgspec.msgpack.encode(request), timeout_s)
         except subprocess.TimeoutExpired:

@@ -103,7 +103,7 @@ def _cells(device: DeviceJson) -> dict[str, str]:
         "GPU": _runs(window.gpu_layers for window in device.windows) if device.gpu_layers else "-",
         "resident": str(device.resident_layers),
         "streamed": str(device.streamed_layers or "-"),
-        "ahead": show_bytes(device.ahead_bytes) if device.streamed_layers else "-",
+        "ahead": show_bytes(device.read_ahead_bytes) if device.streamed_layers else "-",
         "RAM": show_bytes(device.ram_bytes),
         "VRAM": show_bytes(device.vram_bytes),
         "disk": show_bytes(device.disk_bytes_per_token),
@@ -142,17 +142,19 @@ def _facts(answer: Explanation) -> Table:
         table.add_row("streams", _reading(answer))
     for names in answer.one_disk:
         table.add_row("one disk", f"of {' and '.join(names)}: what one reads, the others wait for")
-    helped = [device.name for device in answer.devices if device.helped]
-    if helped:
-        table.add_row("helped", f"prompts through layers in RAM are computed by the GPU of {', '.join(helped)}")
+    prefill_offload = [device.name for device in answer.devices if device.prefill_offload]
+    if prefill_offload:
+        table.add_row(
+            "helped", f"prompts through layers in RAM are computed by the GPU of {', '.join(prefill_offload)}"
+        )
     for device in answer.devices:
         if device.extra_buffers:
             table.add_row("copies", f"{device.name} {device.extra_buffers}")
-    apart = [
+    experts_on_cpu = [
         f"{show_count(device.cpu_experts, 'layer')} of {device.name}" for device in answer.devices if device.cpu_experts
     ]
-    if apart:
-        table.add_row("experts", f"in RAM, computed by the processor, of {', '.join(apart)} on the GPU")
+    if experts_on_cpu:
+        table.add_row("experts", f"in RAM, computed by the processor, of {', '.join(experts_on_cpu)} on the GPU")
     for i, kept in enumerate(answer.kept):
         table.add_row("kept twice" if i == 0 else "", _kept(kept))
     if answer.draft is not None:
@@ -167,7 +169,7 @@ def _facts(answer: Explanation) -> Table:
     table.add_row("how good", _proof(answer.proof))
     for i, left in enumerate(answer.left_out):
         table.add_row("left out" if i == 0 else "", f"{left.name}: {left.reason}")
-    table.add_row("best alone", _alone(answer))
+    table.add_row("best alone", _single_device(answer))
     return table
 
 
@@ -181,25 +183,25 @@ def _load(load: LoadJson) -> str:
 
 
 def _kept(kept: KeptJson) -> str:
-    if kept.keeper is None:
+    if kept.replica is None:
         return f"not the KV cells of {kept.device}: {kept.why}"
     size = show_bytes(kept.bytes_per_token)
-    return f"{kept.device}'s KV cells by {kept.keeper}, {size} a token, {show_rate(kept.bytes_per_s)}"
+    return f"{kept.device}'s KV cells by {kept.replica}, {size} a token, {show_rate(kept.bytes_per_s)}"
 
 
 def _draft(draft: DraftJson) -> str:
-    """What the model that guesses takes, how its guesses are computed, and what they win."""
+    """What the draft model takes, how its drafts are computed, and what they win."""
     if not draft.device:
-        return f"{draft.name} guesses nothing: {draft.why}"
+        return f"{draft.name} drafts nothing: {draft.why}"
     takes = (
-        f"{draft.name} takes {show_bytes(draft.memory_bytes)} of {draft.device} and {show_ms(draft.token_ms)} a guess"
+        f"{draft.name} takes {show_bytes(draft.memory_bytes)} of {draft.device} and {show_ms(draft.token_ms)} a draft"
     )
     if draft.kind == "none":
-        return f"{takes}; nothing would be guessed: {draft.why}"
+        return f"{takes}; nothing would be drafted: {draft.why}"
     how = f"{draft.rows} rows of an answer at once" if draft.kind == "ahead" else f"up to {draft.rows} rows a step"
     times = ", ".join(f"{gain.times:.2g}" for gain in draft.gains)
     shares = ", ".join(f"{gain.share:.0%}" for gain in draft.gains)
-    return f"{takes}; {how}: {times} times the tokens/s if {shares} of the guesses hold"
+    return f"{takes}; {how}: {times} times the tokens/s if {shares} of the drafts hold"
 
 
 def _reading(answer: Explanation) -> str:
@@ -235,8 +237,8 @@ def _proof(proof: Proof) -> str:
     return f"within {100 * proof.gap:.3g} % of the best possible for {goal}; more --time-limit may find better"
 
 
-def _alone(answer: Explanation) -> str:
-    best = answer.alone[0]
+def _single_device(answer: Explanation) -> str:
+    best = answer.single_device[0]
     if best.predicted is None:
         return f"no device can hold it alone; {best.name}: {best.reason}"
     times = best.predicted.tpot_ms / answer.predicted.tpot_ms

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 VOCABULARIES: Final = (32_768, 262_144)
 FEWEST_TURNS: Final = 4
 _ROUNDS: Final = 40
-_LEAST_S: Final = 1e-6
-_MOST_WAKE_S: Final = 0.005
+_MIN_S: Final = 1e-6
+_MAX_WAKE_S: Final = 0.005
 
 
 class Stepper(Protocol):
@@ -50,7 +50,7 @@ def head_costs(medians: tuple[float, float]) -> tuple[float, float]:
     """Seconds of a token, and of a token of the vocabulary, from those of a token with the two ``VOCABULARIES``."""
     (few, many), (few_s, many_s) = VOCABULARIES, medians
     value_s = max(1e-12, (many_s - few_s) / (many - few))
-    return max(_LEAST_S, few_s - few * value_s), value_s
+    return max(_MIN_S, few_s - few * value_s), value_s
 
 
 def time_head(task: TimeHead) -> tuple[float, ...]:
@@ -58,7 +58,7 @@ def time_head(task: TimeHead) -> tuple[float, ...]:
     import numpy as np
 
     from primad.ring.chunks import Chunking
-    from primad.ring.head import Head, Tell
+    from primad.ring.head import Head, Notify
     from primad.ring.messages import Finished, Generate, StepLimits
     from primad.ring.scheduler.scheduler import Scheduler
     from primad.system.children.channel import frame
@@ -72,7 +72,7 @@ def time_head(task: TimeHead) -> tuple[float, ...]:
             ring=1, epoch=1, windows=frozenset((0,)), width=1, rows=1, context=task.tokens + 2, sequences=1
         ),
         scheduler=Scheduler(
-            context=task.tokens + 2, chunking=Chunking(rows=1, least=1, begins=lambda _: False), depth=1
+            context=task.tokens + 2, chunking=Chunking(rows=1, minimum=1, begins=lambda _: False), depth=1
         ),
         step_timeout_s=60.0,
         clock=time.perf_counter,
@@ -84,7 +84,7 @@ def time_head(task: TimeHead) -> tuple[float, ...]:
         is_done = False
         while not is_done:
             outcome = head.turn()
-            assert isinstance(outcome, Tell)
+            assert isinstance(outcome, Notify)
             for event in outcome.events:
                 daemon.stdin.write(frame(event))
                 is_done = is_done or isinstance(event, Finished)
@@ -161,7 +161,7 @@ def measure_wake(folder: Path, one: Stepper, other: Stepper, threads: int, model
         after.append(_stepped(one.step()))
         if turn + 1 >= FEWEST_TURNS and budget.left_s <= 0:
             break
-    return min(_MOST_WAKE_S, max(0.0, statistics.median(after) - statistics.median(alone[1:])))
+    return min(_MAX_WAKE_S, max(0.0, statistics.median(after) - statistics.median(alone[1:])))
 
 
 def _stepped(answer: Stepped | str) -> float:

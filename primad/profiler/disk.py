@@ -32,14 +32,14 @@ if sys.platform == "darwin":
     import fcntl
 
 FILE_BYTES: Final = 128 << 20
-_LEAST_BYTES: Final = 8 << 20
+_MIN_BYTES: Final = 8 << 20
 _CHUNK_BYTES: Final = 4 << 20
 _RANGE_BYTES: Final = 32 << 20
 """Of the order of a layer, which is what the engine asks for at once."""
 _RUNS: Final = 3
 _RANDOM_READS: Final = 512
 _PAGE_BYTES: Final = 4096
-_MOST_LOST: Final = 0.8
+_MAX_LOST: Final = 0.8
 """Share of its time that computing may lose beside reading; only a disturbed trial says more."""
 _F_NOCACHE: Final = 48
 """``fcntl`` command of macOS."""
@@ -98,7 +98,7 @@ def _beside(path: Path, size: int, computing: Computing, seconds: float) -> tupl
         steps = _steps(answer.result())
     rate = read / taken_s
     lost_share = max(0.0, 1 - alone_s / statistics.median(steps))
-    return rate, min(_MOST_LOST, lost_share) / rate
+    return rate, min(_MAX_LOST, lost_share) / rate
 
 
 def _steps(answer: SteppedOn | str) -> tuple[float, ...]:
@@ -113,7 +113,7 @@ def _write(path: Path, seconds: float) -> int:
     begin, size = time.perf_counter(), 0
     with path.open("wb", buffering=0) as file:
         _uncached(file)
-        while size < _LEAST_BYTES or (size < FILE_BYTES and time.perf_counter() - begin < seconds):
+        while size < _MIN_BYTES or (size < FILE_BYTES and time.perf_counter() - begin < seconds):
             size += file.write(chunk)
             os.fsync(file.fileno())
     return size

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 SYS: Final = Path("/sys/dev/block")
 MOUNTS: Final = Path("/proc/self/mountinfo")
-_MOST_LEVELS: Final = 8
+_MAX_LEVELS: Final = 8
 """Of what a device is made from: a volume on an encrypted part of a disk has three."""
 
 
@@ -78,7 +78,7 @@ def _disks(sys_folder: Path, number: str, level: int = 0) -> set[str]:
     if (here / "partition").exists():
         here = here.parent
     slaves = here / "slaves"
-    under = [] if level == _MOST_LEVELS or not slaves.is_dir() else list(slaves.iterdir())
+    under = [] if level == _MAX_LEVELS or not slaves.is_dir() else list(slaves.iterdir())
     if not under:
         return {(here / "dev").read_text().strip()}
     return {disk for each in under for disk in _disks(sys_folder, (each / "dev").read_text().strip(), level + 1)}

@@ -44,7 +44,7 @@ class Unmeasured(msgspec.Struct, frozen=True, tag="unmeasured"):
     reason: str
 
 
-def _say(line: Measuring | Unmeasured) -> None:
+def _report_line(line: Measuring | Unmeasured) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
     sys.stdout.buffer.flush()
 
@@ -56,10 +56,14 @@ def main() -> None:
     try:
         request = msgspec.json.decode(sys.stdin.buffer.read(), type=MeasureRequest)
         profile_device(
-            request.name, Path(request.home), request.threads, lambda what: _say(Measuring(what)), effort=request.effort
+            request.name,
+            Path(request.home),
+            request.threads,
+            lambda what: _report_line(Measuring(what)),
+            effort=request.effort,
         )
     except PrimadError as exc:
-        _say(Unmeasured(str(exc)))
+        _report_line(Unmeasured(str(exc)))
     except (KeyboardInterrupt, BrokenPipeError):  # nobody waits for it any more
         sys.exit(1)
 

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 import psutil
 
-from halda import CpuProfile, GpuProfile, HelpedSpeed, RoutingCost
+from halda import CpuProfile, GpuProfile, OffloadSpeed, RoutingCost
 from primad.engine.devices import GpuDevice
 from primad.errors import EngineError
 from primad.profiler.beside import VOCABULARIES, head_costs, measure_wake
@@ -26,7 +26,7 @@ from primad.profiler.speeds import (
     Bench,
     RetryBudget,
     answered,
-    measure_help,
+    measure_offload,
     measure_step,
     measure_types,
     together,
@@ -59,12 +59,12 @@ _GPU_TIMEOUT_S: Final = 40.0
 """A trial that has not ended by then hangs: it is sized to take some seconds, most of which are for compiling shaders."""
 _OF_GPU_RUN: Final = 0.03
 """Share of a GPU's time in which a run of one row is to be done."""
-_OF_HELP: Final = 0.2
+_OF_OFFLOAD: Final = 0.2
 """Share of a GPU's time in which it helps with prompts, unless little is to be found out."""
 _GPU_RUN_STEPS: Final = 7
 """Steps of a run, as in ``trial.py``, with the first one that is not timed."""
 _SWEEP_BYTES: Final = 96 << 20
-_MOST_SWEEP_BYTES: Final = 256 << 20
+_MAX_SWEEP_BYTES: Final = 256 << 20
 _WAKE_BYTES: Final = 32 << 20
 _OF_THREADS: Final = 0.02
 """Share of all time in which each of four trials is run that say how many threads are best."""
@@ -186,16 +186,16 @@ def _cpu_bench(
 def fastest(seconds: dict[int, float], others_cores: float) -> int:
     """The count of threads with the least seconds; the largest count unless another is clearly faster, and not because
     others kept so many cores busy."""
-    most = max(seconds)
+    maximum = max(seconds)
     if others_cores > _OTHERS:
-        return most
+        return maximum
     best = min(seconds, key=lambda count: seconds[count])
-    return best if seconds[best] < _WORTH * seconds[most] else most
+    return best if seconds[best] < _WORTH * seconds[maximum] else maximum
 
 
 def sweep_bytes() -> int:
     """Bytes to read so that nothing of a layer is left in the caches: more than the last of them holds, within reason."""
-    return min(max(_SWEEP_BYTES, 2 * _cache_bytes()), _MOST_SWEEP_BYTES)
+    return min(max(_SWEEP_BYTES, 2 * _cache_bytes()), _MAX_SWEEP_BYTES)
 
 
 def _wake_bytes() -> int:
@@ -230,7 +230,7 @@ def measure_gpu(
     ``OSError`` when the files of the trials cannot be written.
     """
     budget = budget or Budget(effort.seconds)
-    own = budget.less(0.0 if effort.is_quick else _OF_HELP * budget.left_s)
+    own = budget.less(0.0 if effort.is_quick else _OF_OFFLOAD * budget.left_s)
     with child_trials(threads, timeout_s=_GPU_TIMEOUT_S, gpu=True) as trials:
         bench = Bench(
             trials=trials,
@@ -272,13 +272,13 @@ def measure_gpu(
         return found
     with child_trials(threads, timeout_s=_GPU_TIMEOUT_S, gpu=True) as trials:
         found = replace(found, routing=measure_routing(replace(bench, trials=trials, budget=budget), found))
-        helper = replace(bench, trials=trials, sweep_bytes=sweep_bytes(), budget=budget, helps=True)
-        return _with_help(found, measure_help(helper, [speed.type for speed in speeds]))
+        helper = replace(bench, trials=trials, sweep_bytes=sweep_bytes(), budget=budget, offloads=True)
+        return _with_offload(found, measure_offload(helper, [speed.type for speed in speeds]))
 
 
-def _with_help(gpu: GpuProfile, helped: tuple[HelpedSpeed, ...]) -> GpuProfile:
+def _with_offload(gpu: GpuProfile, prefill_offload: tuple[OffloadSpeed, ...]) -> GpuProfile:
     """``gpu`` with what it was measured to help, unless that cannot be."""
-    found = replace(gpu, helped=helped)
+    found = replace(gpu, prefill_offload=prefill_offload)
     try:
         check_gpu(found)
     except Implausible as exc:

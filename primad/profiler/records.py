@@ -24,6 +24,7 @@ import psutil
 from halda import CpuProfile, DiskProfile, GpuProfile
 from primad.engine.build import build_id
 from primad.errors import ConfigError
+from primad.settings.old_names import with_new_keys
 from primad.settings.profiles import Implausible, check_cpu, check_disk, check_gpu
 from primad.system.files import write_whole
 from primad.system.processors import usable_cpus
@@ -175,6 +176,6 @@ def _encoded(record: MachineRecord | HomeRecord) -> bytes:
 
 def _read(path: Path, kind: type[Record]) -> Record | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(with_new_keys(path.read_bytes()), type=kind)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None

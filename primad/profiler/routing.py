@@ -62,9 +62,9 @@ def routing_of(
 
     routed_s = min(known_s(1), max(0.0, one_s - known_s(1)))
     experts = experts_s(plain, layer, model, rows)
-    least, most = _RATIO
+    minimum, maximum = _RATIO
     ratio = (many_s - routed_s - known_s(rows) + experts) / experts
-    return RoutingCost(layer_s=routed_s, many_ratio=min(most, max(least, ratio)))
+    return RoutingCost(layer_s=routed_s, many_ratio=min(maximum, max(minimum, ratio)))
 
 
 _FAST: Final = 1e12

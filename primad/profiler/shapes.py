@@ -31,7 +31,7 @@ _ENOUGH: Final = 0.06
 """Share of all time that must be left for each."""
 MODEL_BYTES: Final = (64 << 20, 112 << 20)
 """Sizes of models of which caches may hold some."""
-_LEAST_RATIO: Final = 0.1
+_MIN_RATIO: Final = 0.1
 """Of what a byte takes that no cache holds."""
 _RATIO: Final = (0.8, 1.25)
 """Bounds of what a wide layer may take beside the rates; only a disturbed trial says otherwise."""
@@ -45,11 +45,11 @@ def measure_widths(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float)
     if of_layer_s is None:
         return ()
     ratio = of_layer_s * main.decode_bytes_per_s / WIDE.weight_bytes(main.type)
-    least, most = _RATIO
+    minimum, maximum = _RATIO
     return (
         WidthCost(weights=MIDDLE.weights, ratio=1.0, many_ratio=_narrow_ratio(bench, main, step_s, layer_s)),
         WidthCost(weights=BIG.weights, ratio=1.0),
-        WidthCost(weights=WIDE.weights, ratio=min(most, max(least, ratio))),
+        WidthCost(weights=WIDE.weights, ratio=min(maximum, max(minimum, ratio))),
     )
 
 
@@ -61,8 +61,8 @@ def _narrow_ratio(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) 
     layers, rows = bench.layers_of(MIDDLE), timings.prefill_rows
     flop = layers * rows * (2 * MIDDLE.weights + 4 * rows * MIDDLE.width)
     seconds = statistics.median(timings.prefill_s) - step_s - layers * layer_s
-    least, most = _MANY_RATIO
-    return min(most, max(least, seconds * main.prefill_flop_per_s / flop))
+    minimum, maximum = _MANY_RATIO
+    return min(maximum, max(minimum, seconds * main.prefill_flop_per_s / flop))
 
 
 def measure_rows(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) -> float:
@@ -84,7 +84,7 @@ def measure_caches(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float)
         timings = bench.time_decode(MIDDLE, main.type, (main.extra_buffers,), seconds, layers)[0]
         taken_s = statistics.median(answered(timings).decode_s)
         ratio = ((taken_s - step_s) / layers - layer_s) * main.decode_bytes_per_s / layer_bytes
-        return CacheCost(bytes=layers * layer_bytes, ratio=min(1.0, max(_LEAST_RATIO, ratio)))
+        return CacheCost(bytes=layers * layer_bytes, ratio=min(1.0, max(_MIN_RATIO, ratio)))
 
     return tuple(cost_of(size // layer_bytes) for size in MODEL_BYTES)
 

@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from halda import BATCH_ROWS, HelpedSpeed, RowSpeed, TypeRows, TypeSpeed
+from halda import BATCH_ROWS, OffloadSpeed, RowSpeed, TypeRows, TypeSpeed
 from primad.errors import EngineError
 from primad.profiler.effort import TYPES, Budget, Effort
 from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_window
@@ -37,9 +37,9 @@ ROW_COUNTS: Final = (2, 4, 16)
 """Counts of rows that the main type is measured with besides 1, ``BATCH_ROWS`` and a chunk of a prompt."""
 WORTH: Final = 0.97
 """Extra buffers double the memory that a window holds: a token or a prompt must take 3 % less with them."""
-_LEAST_S: Final = 1e-6
-_LEAST_SHARE: Final = 0.5
-_LEAST_SHARE_GPU: Final = 0.1
+_MIN_S: Final = 1e-6
+_MIN_SHARE: Final = 0.5
+_MIN_SHARE_GPU: Final = 0.1
 """Of the time of big layers their weights take so much at least; only a disturbed trial of fixed costs says otherwise."""
 _STEADY: Final = 0.25
 """A larger spread of the runs means that something else was running: the trial is repeated, where patience is left."""
@@ -47,13 +47,13 @@ _OF_ROW: Final = 0.06
 _OF_ROWS: Final = 0.2
 """Shares of a type's time in which one of its three trials with one row is run, and one of two with many; their windows are
 written and loaded besides."""
-_OF_HELP: Final = 0.5
+_OF_OFFLOAD: Final = 0.5
 """Share of a type's time in which a GPU that helps is timed; its windows are written and loaded besides."""
 _OF_STEP: Final = 0.03
 """Share of all time in which a window of tiny layers is run."""
 _OF_FIRST: Final = 0.6
 """Share of the time of all types for their first trials; in the rest those with one row are run again."""
-_MOST_AGAIN: Final = 5
+_MAX_AGAIN: Final = 5
 """More often no type is timed again."""
 
 
@@ -77,8 +77,8 @@ class RetryBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Where and how windows are timed: on the CPU, or all on the GPU that llama.cpp calls ``gpu``; where that ``helps``, in
-    RAM with prompts on the GPU.
+    """Where and how windows are timed: on the CPU, or all on the GPU that llama.cpp calls ``gpu``; where that
+    ``offloads``, in RAM with prompts on the GPU.
 
     About ``weights`` weights stand for a model where many rows are computed, ``model_bytes`` where one row is.
     ``sweep_bytes`` are read between steps of windows that may stay in caches, ``folder`` takes the files. The types of
@@ -96,12 +96,12 @@ class Bench:
     effort: Effort
     budget: Budget
     patience: RetryBudget
-    helps: bool = False
+    offloads: bool = False
 
     @property
     def on_gpu(self) -> bool:
         """Whether windows are on a GPU."""
-        return self.gpu is not None and not self.helps
+        return self.gpu is not None and not self.offloads
 
     def layers_to_read(self, shape: LayerShape, kind: str) -> int:
         """So many layers that no cache holds them."""
@@ -182,7 +182,9 @@ class Bench:
     ) -> list[TrialTimes | str]:
         with TemporaryDirectory(prefix="window-", dir=self.folder) as name:
             window = write_window(Path(name), shape, kind, layers, gpu_layers=layers if self.on_gpu else 0)
-            window = msgspec.structs.replace(window, assignment=replace(window.assignment, helped=self.helps))
+            window = msgspec.structs.replace(
+                window, assignment=replace(window.assignment, prefill_offload=self.offloads)
+            )
             return [
                 self._steadily(
                     TimeWindow(
@@ -250,7 +252,7 @@ def measure_step(bench: Bench) -> float:
     few, many = SMALL_LAYERS
     seconds = bench.budget.left_s * _OF_STEP
     few_s, many_s = (min(answered(bench.time_small(layers, seconds)).decode_s) for layers in SMALL_LAYERS)
-    return max(_LEAST_S, few_s - few * max(0.0, many_s - few_s) / (many - few))
+    return max(_MIN_S, few_s - few * max(0.0, many_s - few_s) / (many - few))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +284,7 @@ def measure_types(bench: Bench, step_s: float, advance: Callable[[str], None]) -
     lines = [
         fit_layer(bench, trial.kind, step_s, trial.middle, trial.big) for trial in trials if trial.middle is not None
     ]
-    layer_s = max(_LEAST_S, statistics.median(lines)) if lines else _LEAST_S
+    layer_s = max(_MIN_S, statistics.median(lines)) if lines else _MIN_S
     speeds = [speed(bench, trial.kind, trial.big, step_s, layer_s, extra_buffers=trial.extra) for trial in trials]
     plain = {
         trial.kind: speed(bench, trial.kind, trial.plain, step_s, layer_s, extra_buffers=False)
@@ -341,7 +343,7 @@ def _again(bench: Bench, trials: list[_Trial]) -> list[_Trial]:
         ([trial.big], [trial.big], [trial.middle], [trial.plain], [trial.plain]) for trial in trials
     ]
     took_s = 0.0
-    for _ in range(0 if bench.effort.is_quick else _MOST_AGAIN):
+    for _ in range(0 if bench.effort.is_quick else _MAX_AGAIN):
         for trial, (big, rows, middle, plain, plain_rows) in zip(trials, found, strict=True):
             left_s = bench.budget.left_s
             if left_s <= took_s:
@@ -439,7 +441,7 @@ def speed(
 
     def weights_s(times: Sequence[float], layers: int) -> float:
         median = statistics.median(times)
-        return max(median - step_s - layers * layer_s, median * (_LEAST_SHARE_GPU if bench.on_gpu else _LEAST_SHARE))
+        return max(median - step_s - layers * layer_s, median * (_MIN_SHARE_GPU if bench.on_gpu else _MIN_SHARE))
 
     return TypeSpeed(
         type=kind,
@@ -457,29 +459,29 @@ def speed(
     )
 
 
-def measure_help(bench: Bench, kinds: Sequence[str]) -> tuple[HelpedSpeed, ...]:
+def measure_offload(bench: Bench, kinds: Sequence[str]) -> tuple[OffloadSpeed, ...]:
     """How fast the GPU of ``bench`` computes prompts through layers in RAM, of those of ``kinds`` for which time is left.
 
     Nothing where a trial fails: such a GPU does not help. Raises ``OSError`` when the files cannot be written.
     """
-    found: list[HelpedSpeed] = []
+    found: list[OffloadSpeed] = []
     took_s = 0.0
     for number, kind in enumerate(kinds):
         left_s = bench.budget.left_s
         if found and left_s < took_s:
             break
-        timings = bench.time_rows(kind, (False,), _OF_HELP * max(0.0, left_s) / (len(kinds) - number))[0]
+        timings = bench.time_rows(kind, (False,), _OF_OFFLOAD * max(0.0, left_s) / (len(kinds) - number))[0]
         if isinstance(timings, str):
             logger.warning("%s does not help with prompts: %s", bench.gpu, timings)
             return ()
         took_s = left_s - bench.budget.left_s
-        found.append(_helped_speed(bench, kind, timings))
+        found.append(_offload_speed(bench, kind, timings))
     return tuple(found)
 
 
-def _helped_speed(bench: Bench, kind: str, timings: TrialTimes) -> HelpedSpeed:
+def _offload_speed(bench: Bench, kind: str, timings: TrialTimes) -> OffloadSpeed:
     """The rates of type ``kind`` with all that a window costs, as it costs much of it for copies."""
-    return HelpedSpeed(
+    return OffloadSpeed(
         type=kind,
         few_bytes_per_s=bench.layers_to_compute * BIG.weight_bytes(kind) / timings.few_s,
         prefill_flop_per_s=_prefill_flop(bench, timings.prefill_rows) / statistics.median(timings.prefill_s),

@@ -20,11 +20,13 @@ import msgspec
 
 from halda import DeviceProfile
 from primad.errors import ConfigError, printable
+from primad.settings.old_names import KEYS
 from primad.settings.profiles import Implausible, check_profile, shown
 
 VERSION: Final = 2
 MAX_FILE_BYTES: Final = 1 << 20
-_MAY_LACK: Final = frozenset({"helped", "disk_id", "routing", "attention_flop_per_s"})
+_NEW_KEYS: Final = {old: new for new, old in KEYS.items()}
+_MAY_LACK: Final = frozenset({"prefill_offload", "disk_id", "routing", "attention_flop_per_s"})
 """Fields that files from before there were such do not have."""
 _CURE: Final = "correct it there, or write the file anew with 'primad profile --remeasure --save FILE'"
 
@@ -127,6 +129,7 @@ def _json(data: bytes) -> object:
         raise Implausible("the file", "too large", f"a profile has at most {MAX_FILE_BYTES} bytes")
 
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        pairs = [(_NEW_KEYS.get(name, name), value) for name, value in pairs]
         content = dict(pairs)
         if len(content) != len(pairs):
             names = [name for name, _ in pairs]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from halda import DeviceProfile, HelpedSpeed, TypeSpeed
+from halda import DeviceProfile, OffloadSpeed, TypeSpeed
 from primad.settings.quantities import show_bytes, show_rate
 
 
@@ -49,15 +49,18 @@ def profile_table(profile: DeviceProfile) -> Iterator[Table]:
     for label, text in rows:
         facts.add_row(label, Text(text))
     yield facts
-    yield _speeds(cpu.speeds, () if gpu is None else gpu.speeds, () if gpu is None else gpu.helped)
+    yield _speeds(cpu.speeds, () if gpu is None else gpu.speeds, () if gpu is None else gpu.prefill_offload)
 
 
-def _speeds(cpu: Sequence[TypeSpeed], gpu: Sequence[TypeSpeed], helped: Sequence[HelpedSpeed]) -> Table:
+def _speeds(cpu: Sequence[TypeSpeed], gpu: Sequence[TypeSpeed], prefill_offload: Sequence[OffloadSpeed]) -> Table:
     """What the processor does with each type, with the help of the GPU for prompts, and beside it what the GPU does."""
     columns = ("decode", "8 rows", "prefill")
     beside = [f"GPU {column}" for column in columns] * bool(gpu)
-    with_help, rates = ["GPU helps"] * bool(helped), {speed.type: speed.prefill_flop_per_s for speed in helped}
-    table = Table("processor", *columns, *with_help, "extra buffers", "spread", *beside, pad_edge=False)
+    with_offload, rates = (
+        ["GPU helps"] * bool(prefill_offload),
+        {speed.type: speed.prefill_flop_per_s for speed in prefill_offload},
+    )
+    table = Table("processor", *columns, *with_offload, "extra buffers", "spread", *beside, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     on_gpu = {speed.type: speed for speed in gpu}
@@ -66,7 +69,7 @@ def _speeds(cpu: Sequence[TypeSpeed], gpu: Sequence[TypeSpeed], helped: Sequence
         table.add_row(
             Text(speed.type),
             *_rates(speed),
-            *[_flop(rates[speed.type]) if speed.type in rates else "-" for _ in with_help],
+            *[_flop(rates[speed.type]) if speed.type in rates else "-" for _ in with_offload],
             "on" if speed.extra_buffers else "off",
             f"{speed.decode_spread:.0%} / {speed.prefill_spread:.0%}",
             *(_rates(other) if other is not None else ["-"] * len(beside)),

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from halda import BATCH_ROWS, HELPED_ROWS, PREFILL_ROWS
+from halda import BATCH_ROWS, OFFLOAD_FEW_ROWS, PREFILL_ROWS
 from primad.engine.protocol import KV_CELL_PADDING, EngineOptions, Hidden, Rows
 from primad.profiler.trial_messages import (
     CompareRows,
@@ -51,7 +51,7 @@ BEFORE: Final = KV_CELL_PADDING - 16
 """Rows before it, so that its pieces attend to other numbers of cells than the whole does."""
 REPLAYED: Final = 24
 """Rows that are compared with single ones as an answer is computed anew."""
-FEWEST_ROWS: Final = HELPED_ROWS
+FEWEST_ROWS: Final = OFFLOAD_FEW_ROWS
 """Of a chunk of a prompt, on a device that takes long."""
 
 
@@ -111,9 +111,9 @@ def _compare(task: CompareRows) -> ExactRows:
 
     from primad.engine.llama.windows import MiddleWindow
 
-    most = max(COMPARED)
+    maximum = max(COMPARED)
     options = msgspec.structs.replace(
-        _options(task.threads, task.threads, flash=False), context=2 * KV_CELL_PADDING, sequences=most, rows=BEFORE
+        _options(task.threads, task.threads, flash=False), context=2 * KV_CELL_PADDING, sequences=maximum, rows=BEFORE
     )
     window = MiddleWindow(task.window, options)
     hidden = np.random.default_rng(0).standard_normal((BEFORE + CHUNK, task.width), np.float32)
@@ -133,7 +133,7 @@ def _compare(task: CompareRows) -> ExactRows:
             window.kv_remove(sequence, 0, -1)
         return computed(sequences, [0] * len(sequences), sequences)
 
-    alone = np.concatenate([together(range(row, row + 1)) for row in range(most)])
+    alone = np.concatenate([together(range(row, row + 1)) for row in range(maximum)])
     exact = 1
     for count in COMPARED:
         if together(range(count)).tobytes() != alone[:count].tobytes():

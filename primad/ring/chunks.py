@@ -4,7 +4,7 @@ What a chunk computes depends, in the last bits, on which rows are computed toge
 tokens up to it alone: prompts that begin alike have the same chunks as far as they are alike, and what one of them has
 computed the other would compute, bit for bit.
 
-A chunk ends after ``rows`` tokens, or once it has ``least`` of them before a token that begins something: in a chat each
+A chunk ends after ``rows`` tokens, or once it has ``minimum`` of them before a token that begins something: in a chat each
 message begins with one. So the next turn computes what is new, and the answer before it, which was computed row by row.
 
 Other answers wait for a chunk. Where llama.cpp computes a chunk bit for bit the same in pieces, it is cut into some that
@@ -50,13 +50,13 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunking:
-    """Chunks of at most ``rows`` tokens, and of at least ``least`` before a token that ``begins`` something.
+    """Chunks of at most ``rows`` tokens, and of at least ``minimum`` before a token that ``begins`` something.
 
     They are computed in ``pieces`` beside other generations, or whole.
     """
 
     rows: int
-    least: int
+    minimum: int
     begins: Callable[[int], bool]
     pieces: Pieces | None = None
 
@@ -71,7 +71,7 @@ class Chunking:
     def end(self, prompt: Sequence[int], first: int) -> int:
         """The end of the chunk of ``prompt`` that begins with token ``first``."""
         last = min(first + self.rows, len(prompt))
-        return next((at for at in range(first + self.least, last) if self.begins(prompt[at])), last)
+        return next((at for at in range(first + self.minimum, last) if self.begins(prompt[at])), last)
 
     def reused(self, prompt: Sequence[int], before: Computed, *, is_whole: bool = False) -> int:
         """How many tokens of ``prompt`` are in chunks that were computed ``before``, or in the first pieces of one.
@@ -93,8 +93,8 @@ class Chunking:
         if self.pieces is None:
             return 0
         multiple, was_end = self.pieces.multiple, next((each for each in before.ends if each > first), first)
-        most = min(end, was_end) - multiple - first
-        rows = next((row for row in range(most) if prompt[first + row] != before.prompt[first + row]), most)
+        maximum = min(end, was_end) - multiple - first
+        rows = next((row for row in range(maximum) if prompt[first + row] != before.prompt[first + row]), maximum)
         return max(0, rows) // multiple * multiple
 
     def begun(self, prompt: Sequence[int], ends: Sequence[int], cells: int) -> int:

@@ -1,7 +1,7 @@
-"""Where the model of ``--draft`` guesses for this head: in a process beside its ring process, or on another device.
+"""Where the model of ``--draft`` drafts for this head: in a process beside its ring process, or on another device.
 
-What another device guesses comes through the daemons of both, over the link that they have anyway, encrypted as all else on
-it. It is as good as a process of this device a little further away: nobody waits for it, and where it is lost the guessing
+What another device drafts comes through the daemons of both, over the link that they have anyway, encrypted as all else on
+it. It is as good as a process of this device a little further away: nobody waits for it, and where it is lost the drafting
 goes on here.
 """
 
@@ -12,17 +12,17 @@ from collections.abc import Collection
 from msgspec import structs
 
 from primad.errors import RingError
-from primad.ring.messages import AskGuesses, GuessPlaceName, HeadPart, RingCommand
+from primad.ring.messages import DraftPlaceName, HeadPart, RequestDrafts, RingCommand
 from primad.ring.speculation.draft_link import DraftingLink
 from primad.ring.speculation.draft_model import ModelDrafters
 from primad.ring.speculation.messages import Drafted, TextTask
 from primad.system.children.channel import RingChannel
 
 
-class GuessPlace:
-    """Where the model guesses, if there is one: in a process of this one, or on a device that is reached through the daemon.
+class DraftPlace:
+    """Where the model drafts, if there is one: in a process of this one, or on a device that is reached through the daemon.
 
-    If it does not while the ring computes, it has no use for more guesses than a step has.
+    If it does not while the ring computes, it has no use for more drafts than a step has.
     """
 
     def __init__(self, part: HeadPart, channel: RingChannel[RingCommand]) -> None:
@@ -30,12 +30,12 @@ class GuessPlace:
         drafting = part.drafting
         self._model, self._overlaps = part.draft, drafting is None or drafting.overlaps
         if self._model is not None and drafting is not None and not self._overlaps:
-            self._model = structs.replace(self._model, most=max(1, drafting.rows - 1))
+            self._model = structs.replace(self._model, maximum=max(1, drafting.rows - 1))
         self._link: DraftingLink | None = None
         self.drafters: ModelDrafters | None = None
         if self._model is None:
             return
-        if part.guesses_elsewhere:
+        if part.drafts_elsewhere:
             self.drafters = ModelDrafters(self._ask, overlaps=self._overlaps)
             self.drafters.end()  # until it is ready
         else:
@@ -43,7 +43,7 @@ class GuessPlace:
             self.drafters = self._link.drafters
 
     def _ask(self, task: TextTask) -> None:
-        self._channel.tell(AskGuesses(task))
+        self._channel.notify(RequestDrafts(task))
 
     @property
     def connection(self) -> int | None:
@@ -55,10 +55,10 @@ class GuessPlace:
         if self._link is not None and self._link.connection in sockets:
             self._link.receive()
 
-    def move(self, place: GuessPlaceName) -> None:
-        """From now on it guesses there."""
+    def move(self, place: DraftPlaceName) -> None:
+        """From now on it drafts there."""
         if self._model is None or self.drafters is None:
-            raise RingError("a head without a model that guesses was told where that is")
+            raise RingError("a head without a draft model was told where that is")
         self.close()
         match place:
             case "here":
@@ -69,7 +69,7 @@ class GuessPlace:
                 self.drafters.end()
 
     def heard(self, drafted: Drafted) -> None:
-        """The device elsewhere guesses so."""
+        """The device elsewhere drafts so."""
         if self.drafters is not None and self._link is None:
             self.drafters.heard(drafted)
 

@@ -56,24 +56,24 @@ def load_what_fits(
                 raise
             why = why or str(exc)
             logger.warning("%s; trying with less on the GPU", exc)
-            asked = without_help(asked) if _is_helped(asked) else fewer_on_gpu(asked)
+            asked = without_offload(asked) if _offloads_prefill(asked) else fewer_on_gpu(asked)
             continue
         held = max(0, free - free_bytes(gpu))
         told(GpuLoaded(layers=_on_gpu(asked), planned=planned, held_bytes=held, why=why))
         return loaded
 
 
-def without_help(opening: Open) -> Open:
+def without_offload(opening: Open) -> Open:
     """``opening`` with the prompts of all layers in RAM computed by the processor."""
     windows = [
-        msgspec.structs.replace(window, assignment=replace(window.assignment, helped=False))
+        msgspec.structs.replace(window, assignment=replace(window.assignment, prefill_offload=False))
         for window in opening.windows
     ]
     return msgspec.structs.replace(opening, windows=windows)
 
 
-def _is_helped(opening: Open) -> bool:
-    return any(window.assignment.helped for window in opening.windows)
+def _offloads_prefill(opening: Open) -> bool:
+    return any(window.assignment.prefill_offload for window in opening.windows)
 
 
 def _uses_gpu(opening: Open) -> bool:

@@ -28,23 +28,23 @@ class Candidate:
 class Batching:
     """At most ``rows`` rows a step, and ``steps`` such steps at once, or as many as there must be.
 
-    Behind ``cells`` cells or more a row is computed alone (None: never). ``bridges``: gaps are filled. Of an answer that an
+    Behind ``cells`` cells or more a row is computed alone (None: never). ``pads``: gaps are filled. Of an answer that an
     earlier epoch began so many rows are computed at once as it ``replays``.
     """
 
     rows: int = 1
     steps: int = 1
     cells: int | None = None
-    bridges: bool = False
+    pads: bool = False
     replays: int = 1
 
     def __post_init__(self) -> None:
         assert self.rows >= 1
         assert self.steps >= 1
         assert self.replays >= 1
-        assert self.cells is None or not self.bridges, "a row that fills a gap has cells as well"
+        assert self.cells is None or not self.pads, "a row that fills a gap has cells as well"
 
-    def most_steps(self, decoding: int) -> int:
+    def max_steps(self, decoding: int) -> int:
         """How many steps may be in the ring while ``decoding`` generations wait for tokens."""
         return max(self.steps, math.ceil(decoding / self.rows))
 
@@ -61,7 +61,7 @@ class Batching:
 
         Of several owners each has the same share of the rows. ``ready`` are in the order in which they waited.
         """
-        first, size = ready[0], math.ceil(decoding / self.most_steps(decoding))
+        first, size = ready[0], math.ceil(decoding / self.max_steps(decoding))
         alone = range(first.sequence, first.sequence + 1)
         if size <= 1 or self._is_alone(first):
             return alone
@@ -70,11 +70,11 @@ class Batching:
         numbers: set[int] = set()
         for each in ready:
             span = max(*numbers, each.sequence) - min(*numbers, each.sequence) + 1 if numbers else 1
-            fits = len(numbers) < size and (span <= self.rows or not self.bridges)
+            fits = len(numbers) < size and (span <= self.rows or not self.pads)
             if fits and left[each.owner] and not self._is_alone(each):
                 left[each.owner] -= 1
                 numbers.add(each.sequence)
-        if self.bridges:
+        if self.pads:
             return range(min(numbers), max(numbers) + 1)
         low = high = first.sequence
         while low - 1 in numbers:

@@ -39,9 +39,9 @@ from primad.ring.messages import (
     StepLimits,
 )
 from primad.ring.scheduler.scheduler import Scheduler
-from primad.ring.scheduler.state import Draw, PlannedStep
+from primad.ring.scheduler.state import PlannedStep, SampledToken
 from primad.ring.speculation.tree import child
-from primad.ring.worker import Shelf, apply, check_sent, not_finite, rows_of, skipped, visit
+from primad.ring.worker import WritesKv, apply, check_sent, not_finite, rows_of, skipped, visit
 
 MASKS_WAIT_S: Final = 0.005
 """A step waits so long for masks of grammars that are late, all together; who still lacks one is held back."""
@@ -61,14 +61,14 @@ HeadEvent = GenerationEvent | KvKept | KvForgotten | Serving | Overdue | Drained
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class Notify:
     """Give ``events`` to the daemon; ``rows`` were computed for them."""
 
     events: Sequence[HeadEvent]
     rows: int = field(default=0, compare=False)
 
 
-TurnOutcome = Send | Skip | Tell
+TurnOutcome = Send | Skip | Notify
 """A ``Skip`` is for the next device, and need not reach it."""
 
 
@@ -78,7 +78,7 @@ class Head:
     ``windows`` maps route indices to the head's windows but the last, ``tail`` is the last one (the whole model when
     ``route`` is 1). ``limits`` names the ring. A step that takes much longer than such steps did is told as ``Overdue``; one
     that is not back ``step_timeout_s`` after its last sign of life breaks the ring. ``clock`` gives seconds on any scale.
-    KV cells are kept on the ``shelf``, or nowhere.
+    KV cells are kept on the ``kv_writer``, or nowhere.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Head:
         scheduler: Scheduler,
         step_timeout_s: float,
         clock: Callable[[], float],
-        shelf: Shelf | None = None,
+        kv_writer: WritesKv | None = None,
     ) -> None:
         assert route >= 1
         assert (0 in windows) == (route > 1)
@@ -104,13 +104,13 @@ class Head:
         self._arrived: deque[tuple[Step, Hidden]] = deque()
         self._deadlines: dict[int, float] = {}
         self._under_way: dict[int, Step] = {}
-        self._laps = Lateness()
+        self._ring_passes = Lateness()
         self._news: list[HeadEvent] = []
         self._is_draining = False
         self._is_drained = False
         self._failure: NotFiniteError | AlteredStepError | None = None
         """What it computed is not finite: whose answer it was ends with it, and then the ring."""
-        self.shelf = shelf
+        self.kv_writer = kv_writer
         self._samplers: dict[int, Sampler] = {}
         self._masks_wait_s = MASKS_WAIT_S
         self._held_back: dict[int, tuple[Generate, LogitsRow]] = {}
@@ -130,13 +130,13 @@ class Head:
         if not self._scheduler.drafts_anything:
             return None
         return DraftStatus(
-            drafted=tally.drafted, accepted=tally.accepted, skipped=tally.skipped, tokens_a_lap=tally.tokens_a_lap
+            drafted=tally.drafted, accepted=tally.accepted, skipped=tally.skipped, tokens_per_pass=tally.tokens_per_pass
         )
 
     @property
-    def is_ahead(self) -> bool:
+    def has_drafts_in_flight(self) -> bool:
         """Whether drafts are on their way."""
-        return self._scheduler.is_ahead
+        return self._scheduler.has_drafts_in_flight
 
     def warm_up(self) -> None:
         """Send one row around before anything else; ``Serving`` is told when it is back and forgotten everywhere."""
@@ -153,7 +153,7 @@ class Head:
         """Stop a generation."""
         self._scheduler.cancel(cancel)
         self._news += self._scheduler.kv_news()
-        self._tell_drained()
+        self._notify_drained()
 
     def drain(self) -> None:
         """Compute no further row; ``Drained`` is told, once, when what is under way is back, and kept."""
@@ -161,7 +161,7 @@ class Head:
             self._is_draining = True
             self._held_back.clear()
             self._scheduler.drain()
-            self._tell_drained()
+            self._notify_drained()
 
     def receive(self, step: Step, hidden: Hidden) -> None:
         """Take a judged step from the ring; it is computed by a later ``turn``.
@@ -174,7 +174,7 @@ class Head:
             raise SenderError(f"{SENDER} sent step {step.step}, which is not under way")
         if step.window <= sent.window:
             raise AlteredStepError(f"step {step.step} came back for window {step.window}, where it has been already")
-        if step.skipped and not self._scheduler.is_void(step.step):
+        if step.skipped and not self._scheduler.is_discarded(step.step):
             raise AlteredStepError(f"step {step.step} came back without having been computed, which nobody asked for")
         if msgspec.structs.replace(sent, window=step.window, skipped=sent.skipped or step.skipped) != step:
             raise AlteredStepError(f"step {step.step} came back with other rows than it left with")
@@ -187,7 +187,7 @@ class Head:
         now = self._clock()
         self._under_way[step.step] = step
         self._deadlines[step.step] = now + self._step_timeout_s
-        self._laps.back(step.step, now)
+        self._ring_passes.back(step.step, now)
         self._arrived.append((step, hidden))
 
     def wait_s(self, *, may_compute: bool = True) -> float:
@@ -204,11 +204,11 @@ class Head:
         step, deadline = min(self._deadlines.items(), key=lambda item: item[1])
         if deadline <= now:
             raise LateStepError(f"step {step} did not come back within {self._step_timeout_s:g} s; a device hangs")
-        return min(looks_s, max(0.0, min(deadline, self._laps.due_s()) - now))
+        return min(looks_s, max(0.0, min(deadline, self._ring_passes.due_s()) - now))
 
     def news(self) -> Sequence[HeadEvent]:
         """What the daemon is to be told before anything else is computed."""
-        overdue = self._laps.overdue(self._clock())
+        overdue = self._ring_passes.overdue(self._clock())
         told, self._news = self._news, []
         return told if overdue is None else [*told, overdue]
 
@@ -222,10 +222,10 @@ class Head:
         if skip := self._skip():
             return skip
         if news := self.news():
-            return Tell(news)
+            return Notify(news)
         now = self._clock()
-        if self._held_back and (events := self._draw_held_back(now)):
-            return Tell(events)
+        if self._held_back and (events := self._sample_held_back(now)):
+            return Notify(events)
         if len(self._arrived) > 1 and (planned := self._scheduler.refill(now)) is not None:
             return self._begin(planned, now)
         if self._arrived:
@@ -241,12 +241,12 @@ class Head:
             self._sampler_for(generate)
             self._held_back[generate.request] = generate, logits
         if planned is None:
-            self._news += self._draw_held_back(now)
-            return Tell(self.news()) if self._news else None
+            self._news += self._sample_held_back(now)
+            return Notify(self.news()) if self._news else None
         return self._begin(planned, now)
 
     def _begin(self, planned: PlannedStep, now: float) -> TurnOutcome:
-        for generates in planned.draws.values():
+        for generates in planned.samples.values():
             for generate in generates:
                 self._sampler_for(generate)
         step = self._step(planned)
@@ -255,10 +255,10 @@ class Head:
         return self._compute(step, np.array(planned.tokens, np.int32))
 
     def _skip(self) -> Skip | None:
-        void = [step for step in self._scheduler.take_void() if step in self._under_way][-MAX_SKIPPED:]
-        if not void:
+        discarded = [step for step in self._scheduler.take_discarded() if step in self._under_way][-MAX_SKIPPED:]
+        if not discarded:
             return None
-        return Skip(protocol=PROTOCOL, ring=self._limits.ring, epoch=self._limits.epoch, steps=void)
+        return Skip(protocol=PROTOCOL, ring=self._limits.ring, epoch=self._limits.epoch, steps=discarded)
 
     def _step(self, planned: PlannedStep) -> Step:
         rows = len(planned.tokens)
@@ -272,7 +272,7 @@ class Head:
             shape=(rows, self._limits.width),
             positions=planned.positions,
             sequences=[planned.shared.get(row, [sequence]) for row, sequence in enumerate(planned.sequences)],
-            outputs=[row in planned.draws for row in range(rows)],
+            outputs=[row in planned.samples for row in range(rows)],
             ops=planned.ops,
         )
 
@@ -282,28 +282,28 @@ class Head:
             content = np.empty(step.payload_shape, np.float32)
         try:
             while step.window in self._windows:
-                step, content = visit(self._windows[step.window], step, content, self.shelf)
+                step, content = visit(self._windows[step.window], step, content, self.kv_writer)
         except NotFiniteError as exc:
             self._failure = self._spoilt(exc, step.window)
-            return Tell(self._announce(self._scheduler.fail(step.step, str(exc), self._clock())))
+            return Notify(self._announce(self._scheduler.fail(step.step, str(exc), self._clock())))
         if step.window < self._last:
-            self._laps.left(step.step, step.rows, self._clock())
+            self._ring_passes.left(step.step, step.rows, self._clock())
             return Send(step, content)  # type: ignore[arg-type]
-        apply(self._tail, step, self.shelf)
+        apply(self._tail, step, self.kv_writer)
         if step.rows:
             self._tail.forward(rows_of(step, content))
         del self._deadlines[step.step], self._under_way[step.step]
         self._scheduler.tally.skipped += step.skipped
         self._masks_wait_s = MASKS_WAIT_S
-        wanted = self._scheduler.wants_draws(step.step)
-        drawn = {each.request: self._draws(each, row, step) for row, each in wanted}
+        wanted = self._scheduler.wants_samples(step.step)
+        sampled_tokens = {each.request: self._samples(each, row, step) for row, each in wanted}
         if wanted and self._scheduler.ends_prompt(wanted[0][1].request):
             self._scheduler.keep_ending(wanted[0][1].request, self._tail.logits(wanted[0][0]).copy())
         news, self._news = self._news, []  # of before this step
-        events = self._announce(self._scheduler.commit(step.step, drawn, self._clock()))
+        events = self._announce(self._scheduler.commit(step.step, sampled_tokens, self._clock()))
         events = [*news, *events, *self._scheduler.kv_news()]
-        self._tell_drained()
-        return Tell(events, step.rows)
+        self._notify_drained()
+        return Notify(events, step.rows)
 
     def _spoilt(self, error: NotFiniteError, window: int) -> NotFiniteError | AlteredStepError:
         """What is wrong where ``window`` gave no numbers: behind other devices' windows any of them may have sent numbers
@@ -318,31 +318,31 @@ class Head:
             told.append(Serving())
         return told
 
-    def _tell_drained(self) -> None:
+    def _notify_drained(self) -> None:
         if self._scheduler.is_drained and not self._is_drained:
             self._is_drained = True
             self._news.append(Drained())
 
-    def _draws(self, generate: Generate, row: int, step: Step) -> Draw | None:
+    def _samples(self, generate: Generate, row: int, step: Step) -> SampledToken | None:
         """What follows ``row``, and what follows the rows of drafts behind it as far as they hold and masks are there.
 
         None: that of ``row`` is late.
         """
-        first = self._draw(generate, row)
+        first = self._sampled_at(generate, row)
         if first is None:
             if not self._is_draining:
                 self._held_back[generate.request] = generate, self._tail.logits(row).copy()
             return None
-        more: list[Draw] = []
+        more: list[SampledToken] = []
         drafts, node, last = self._scheduler.drafts(step.step), -1, first
         while not last.ends and (found := child(drafts, node, last.token)) is not None:
-            if (following := self._draw(generate, row + found + 1)) is None:
+            if (following := self._sampled_at(generate, row + found + 1)) is None:
                 break
             node, last = found, following
             more.append(last)
         return replace(first, more=tuple(more)) if more else first
 
-    def _draw_held_back(self, now: float) -> list[HeadEvent]:
+    def _sample_held_back(self, now: float) -> list[HeadEvent]:
         """The tokens of those that were held back and have their masks now."""
         events: list[HeadEvent] = []
         for request, (generate, logits) in list(self._held_back.items()):
@@ -350,16 +350,16 @@ class Head:
                 del self._held_back[request]
             elif (sampler := self._samplers[request]).is_ready(0.0):
                 del self._held_back[request]
-                draw = self._sample(generate, sampler, -1, logits)
-                events += self._announce(self._scheduler.draw_held_back(request, draw, now))
+                sampled = self._sample(generate, sampler, -1, logits)
+                events += self._announce(self._scheduler.sample_held_back(request, sampled, now))
         return [*events, *self._scheduler.kv_news()] if events else []
 
-    def _draw(self, generate: Generate, row: int) -> Draw | None:
+    def _sampled_at(self, generate: Generate, row: int) -> SampledToken | None:
         """The token that follows ``row``; None: its mask is late."""
         # The best logit is NaN where any is; some models rule tokens out with minus infinity. 15 us for 128,000 tokens.
         if not math.isfinite(self._tail.logits(row).max()):
             self._failure = self._spoilt(not_finite(self._tail), self._last)
-            return Draw(token=0, ends=True, error=str(self._failure), reason="error")
+            return SampledToken(token=0, ends=True, error=str(self._failure), reason="error")
         sampler = self._sampler_for(generate)
         return self._sample(generate, sampler, row) if self._is_ready(sampler) else None
 
@@ -371,7 +371,7 @@ class Head:
         self._masks_wait_s = max(0.0, self._masks_wait_s - (self._clock() - began_s))
         return is_ready
 
-    def _sample(self, generate: Generate, sampler: Sampler, row: int, kept: LogitsRow | None = None) -> Draw:
+    def _sample(self, generate: Generate, sampler: Sampler, row: int, kept: LogitsRow | None = None) -> SampledToken:
         """The token that follows ``row``, or the row that ``kept`` is of."""
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
@@ -381,11 +381,11 @@ class Head:
                 top = most_likely(logprobs, generate.logprobs)
             token = sampler.sample(row, kept)
         except GrammarError as exc:
-            return Draw(token=0, ends=True, error=str(exc))
+            return SampledToken(token=0, ends=True, error=str(exc))
         if generate.logprobs is not None:
             logprob = float(logprobs[token])
         ends = self._tail.is_end(token)
-        return Draw(token=token, ends=ends, logprob=logprob, top=top, mirostat_mu=sampler.mirostat_mu)
+        return SampledToken(token=token, ends=ends, logprob=logprob, top=top, mirostat_mu=sampler.mirostat_mu)
 
     def _sampler_for(self, generate: Generate) -> Sampler:
         """The sampler of ``generate``, made with its first step, so that what it has to prepare is ready in time."""

@@ -1,12 +1,12 @@
-"""How long laps of the ring take, and which one takes much longer than it should.
+"""How long ring passes take, and which one takes much longer than it should.
 
 Every hop keeps the order of the steps, so of all that are out only the one that left first can be late; the others wait
-behind it. Its clock starts when it left, or when the step before it came back. Laps of one row (decode) and of several
-(prefill) are told apart: the first are expected to take as long as the longest of late, the others that and a time for
-each row. "Of late" is a maximum that fades, so that one bad lap does not excuse the next for ever.
+behind it. Its clock starts when it left, or when the step before it came back. Ring passes of one row (decode) and of
+several (prefill) are told apart: the first are expected to take as long as the longest of late, the others that and a
+time for each row. "Of late" is a maximum that fades, so that one bad ring pass does not excuse the next for ever.
 
-Before any lap was measured nothing is known of a ring that may load from a slow disk as it computes, so the first one is
-given longer; the first of several rows as long as its rows would take one by one.
+Before any ring pass was measured nothing is known of a ring that may load from a slow disk as it computes, so the first
+one is given longer; the first of several rows as long as its rows would take one by one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Final
 from primad.ring.messages import Overdue
 
 TIMEOUT_FACTOR: Final = 8.0
-"""A lap may take so many times what is expected of it."""
-LEAST_WAIT_S: Final = 1.0
-"""No lap is late before that, however quick laps are."""
+"""A ring pass may take so many times what is expected of it."""
+MIN_WAIT_S: Final = 1.0
+"""No ring pass is late before that, however quick ring passes are."""
 FIRST_WAIT_S: Final = 5.0
-"""The first lap, and the first of several rows, is not late before that."""
+"""The first ring pass, and the first of several rows, is not late before that."""
 FADE: Final = 0.9
-"""What is left of a maximum at the next lap."""
+"""What is left of a maximum at the next ring pass."""
 
 
 class Lateness:
@@ -50,7 +50,7 @@ class Lateness:
         self._notices = 0
 
     def expected_s(self, rows: int) -> float | None:
-        """What a lap of ``rows`` rows took of late; None before one like it was measured."""
+        """What a ring pass of ``rows`` rows took of late; None before one like it was measured."""
         if rows <= 1:
             return self._one_row_s
         if self._per_row_s is None:
@@ -67,7 +67,7 @@ class Lateness:
     def _patience_s(self, rows: int) -> float:
         expected_s = self.expected_s(rows)
         if expected_s is not None:
-            return max(LEAST_WAIT_S, TIMEOUT_FACTOR * expected_s)
+            return max(MIN_WAIT_S, TIMEOUT_FACTOR * expected_s)
         return max(FIRST_WAIT_S, rows * (self._one_row_s or 0.0))
 
     def overdue(self, now: float) -> Overdue | None:
@@ -80,7 +80,7 @@ class Lateness:
         return Overdue(
             step=step,
             waited_s=now - max(left_s, self._returned_s),
-            laps=self._returned,
+            ring_passes=self._returned,
             is_first=self.expected_s(rows) is None,
         )
 

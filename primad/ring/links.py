@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 HIGH_WATER_STEPS: Final = 64
 KEEPALIVE_IDLE_S: Final = 10
-RECONNECT_MOST_S: Final = 1.0
+RECONNECT_MAX_S: Final = 1.0
 CURVE_BYTES: Final = 33
 """What encryption adds to a frame: command name, nonce, flags and authenticator."""
 
@@ -78,8 +78,8 @@ class Links:
         pull.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
         pull.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         pull.setsockopt(zmq.RCVHWM, HIGH_WATER_STEPS)
-        most_bytes = max(MAX_HEADER_BYTES, self._limits.rows * self._limits.width * 4)
-        pull.setsockopt(zmq.MAXMSGSIZE, most_bytes + CURVE_BYTES)
+        max_bytes = max(MAX_HEADER_BYTES, self._limits.rows * self._limits.width * 4)
+        pull.setsockopt(zmq.MAXMSGSIZE, max_bytes + CURVE_BYTES)
         try:
             pull.bind(f"tcp://{_bracketed(host)}:*")
         except zmq.ZMQError as exc:
@@ -110,7 +110,7 @@ class Links:
         push = self._socket(zmq.PUSH)
         push.setsockopt(zmq.SNDHWM, HIGH_WATER_STEPS)
         push.setsockopt(zmq.IMMEDIATE, 1)
-        push.setsockopt(zmq.RECONNECT_IVL_MAX, int(RECONNECT_MOST_S * 1000))
+        push.setsockopt(zmq.RECONNECT_IVL_MAX, int(RECONNECT_MAX_S * 1000))
         push.curve_serverkey = key.encode()
         push.curve_publickey, push.curve_secretkey = self._public, self._secret
         try:

@@ -21,7 +21,7 @@ from primad.gguf.architectures.layers import block_count, layer_count
 from primad.gguf.header import Header, read_header
 from primad.gguf.model import open_model
 from primad.gguf.windows import control_tokens
-from primad.kv.shelf import KvShelf
+from primad.kv.shelf import KvWriter
 from primad.kv.store import KvStore
 from primad.ring.chunks import Chunking
 from primad.ring.gpu_room import load_what_fits
@@ -71,7 +71,7 @@ def _streams(opening: Open, header: Header | None) -> Streams:
             StreamedWindow(index=window.window, assignment=window.assignment, units=units(window))
             for window in opening.windows
         ),
-        ahead_bytes=opening.ahead_bytes,
+        read_ahead_bytes=opening.read_ahead_bytes,
         lock=opening.options.lock,
         usage=Path(opening.usage) if opening.usage is not None else None,
     )
@@ -88,7 +88,7 @@ def _released_on_error(windows: Collection[_Window]) -> Iterator[None]:
         raise
 
 
-def open_shelf(opening: Open, windows: Iterable[RouteWindow]) -> KvShelf | None:
+def open_kv_writer(opening: Open, windows: Iterable[RouteWindow]) -> KvWriter | None:
     """Where this process keeps KV cells; None without a folder for them, or where a window cannot hand them out.
 
     The daemon holds the store to its limit.
@@ -96,7 +96,7 @@ def open_shelf(opening: Open, windows: Iterable[RouteWindow]) -> KvShelf | None:
     windows = list(windows)
     if opening.cells is None or not all(window.kv_supported for window in windows):
         return None
-    return KvShelf(KvStore(Path(opening.cells)), [shape for window in windows for shape in window.kv_shapes])
+    return KvWriter(KvStore(Path(opening.cells)), [shape for window in windows for shape in window.kv_shapes])
 
 
 def share_scratch(windows: Collection[_Window]) -> None:
@@ -163,9 +163,9 @@ def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple
     streams.begin({**windows, opening.route - 1: tail})
     controls = control_tokens(header)
     chunking = Chunking(
-        rows=part.chunk_rows, least=part.least_rows, begins=lambda token: token in controls, pieces=part.pieces
+        rows=part.chunk_rows, minimum=part.min_rows, begins=lambda token: token in controls, pieces=part.pieces
     )
-    shelf = open_shelf(opening, (*windows.values(), tail))
+    kv_writer = open_kv_writer(opening, (*windows.values(), tail))
     head = Head(
         windows=windows,
         tail=tail,
@@ -178,13 +178,13 @@ def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple
             sequences=opening.options.sequences,
             at_once=part.at_once,
             batching=part.batching,
-            keep_rows=part.keep_rows if shelf is not None else None,
+            keep_rows=part.keep_rows if kv_writer is not None else None,
             drafting=part.drafting,
             drafter=drafter,
         ),
         step_timeout_s=opening.step_timeout_s,
         clock=time.monotonic,
-        shelf=shelf,
+        kv_writer=kv_writer,
     )
     return head, streams
 

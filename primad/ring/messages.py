@@ -43,7 +43,7 @@ from primad.ring.grouping import Batching
 from primad.ring.speculation.drafter import Drafting
 from primad.ring.speculation.messages import Drafted, DraftModel, TextTask
 
-PROTOCOL: Final = 5
+PROTOCOL: Final = 6
 """The version of every message in this file. It grows when an older peer could misread a newer one."""
 
 HIDDEN_DTYPE: Final = "f32"
@@ -254,7 +254,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     ring had sampled them, and are not told again. ``logprobs`` is None, or how many of the most likely tokens each
     ``Sampled`` lists (0 to 20). It ``reuses`` what of its prompt was computed before; the answer is the same without. Of
     several owners each has the same share of the ring; of what waits for one of them the lowest ``priority`` is next.
-    With ``tells_begin`` a ``PromptProgress`` of no tokens says that it waits no longer.
+    With ``reports_begin`` a ``PromptProgress`` of no tokens says that it waits no longer.
 
     Its cells are kept under ``root`` (empty: they are not), and those of ``blocks``, a chain from position 0 on, are held by
     every device of the ring, which says of each when it is forgotten, whether it was of use or not.
@@ -271,7 +271,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     reuses: bool = True
     owner: str = ""
     priority: int = 0
-    tells_begin: bool = False
+    reports_begin: bool = False
     root: str = ""
     blocks: list[KvBlock] = []
     replays_rows: bool = True
@@ -367,7 +367,7 @@ class RingBroken(msgspec.Struct, frozen=True, tag="broken"):
     """This ring process cannot go on; ``error`` is one line. It is the process's last event.
 
     ``weights`` is the file whose weights cannot be read or are not what they were, None where that is not what is wrong.
-    ``fault`` says which error it was (``FAULTS``), and so who may be to blame.
+    ``fault`` says which error it was (``FAULTS``), and so who may be at fault.
     """
 
     error: str
@@ -393,10 +393,10 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     """What only the head's ring process is told: the path of the ``model`` file, and how it runs generations.
 
     It keeps at most ``depth`` steps in flight and runs so many generations ``at_once``, whose next tokens are computed
-    together as ``batching`` says. A chunk of a prompt has at most ``chunk_rows``, and ``least_rows`` or more before a
+    together as ``batching`` says. A chunk of a prompt has at most ``chunk_rows``, and ``min_rows`` or more before a
     message; beside other answers it is computed in ``pieces``. Of an answer the cells of every ``keep_rows`` rows are kept,
-    or none. Drafts are computed as ``drafting`` says, or none; the model ``draft`` guesses what they are, if there is one:
-    here, unless another device ``guesses_elsewhere``.
+    or none. Drafts are computed as ``drafting`` says, or none; the model ``draft`` drafts what they are, if there is one:
+    here, unless another device ``drafts_elsewhere``.
     Where ``model`` has the vocabulary alone, the token embedding is in the layer file ``embedding``. Whole files of
     ``adapters`` are for the token embedding and for a model that is not cut.
     """
@@ -405,13 +405,13 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     depth: int
     at_once: int
     chunk_rows: int
-    least_rows: int
+    min_rows: int
     batching: Batching = Batching()
     pieces: Pieces | None = None
     keep_rows: int | None = None
     drafting: Drafting | None = None
     draft: DraftModel | None = None
-    guesses_elsewhere: bool = False
+    drafts_elsewhere: bool = False
     embedding: str | None = None
     adapters: tuple[AdapterFile, ...] = ()
 
@@ -420,8 +420,8 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     """The first command: load these windows of ring ``ring`` and epoch ``epoch`` and listen on ``host``.
 
     ``route`` is the number of windows in the route, ``width`` that of a row on its way; ``head`` is None on a worker. Of
-    what streams ``ahead_bytes`` are held ahead. How often experts are used is kept in the folder ``usage``, or nowhere; KV
-    cells are kept in the folder ``cells``, or nowhere.
+    what streams ``read_ahead_bytes`` are read ahead. How often experts are used is kept in the folder ``usage``, or
+    nowhere; KV cells are kept in the folder ``cells``, or nowhere.
     """
 
     ring: int
@@ -433,7 +433,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     head: HeadPart | None
     step_timeout_s: float
     options: EngineOptions
-    ahead_bytes: int
+    read_ahead_bytes: int
     usage: str | None
     cells: str | None = None
 
@@ -454,12 +454,12 @@ class Reopen(msgspec.Struct, frozen=True, kw_only=True, tag="reopen"):
     host: str
     step_timeout_s: float
     assignments: list[WindowAssignment]
-    ahead_bytes: int
+    read_ahead_bytes: int
 
 
 class Connect(msgspec.Struct, frozen=True, tag="connect"):
     """The neighbours in the ring: send to the ring process at ``address`` (a ZeroMQ endpoint), whose public key is ``key``,
-    and take steps from the one whose public key is ``sender`` and from nobody else. The head then runs a warm-up lap.
+    and take steps from the one whose public key is ``sender`` and from nobody else. The head then runs a warm-up pass.
     """
 
     address: str
@@ -501,7 +501,7 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
 
 
 class Serving(msgspec.Struct, frozen=True, tag="serving"):
-    """The head's warm-up lap came back: the ring computes."""
+    """The head's warm-up pass came back: the ring computes."""
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
@@ -512,17 +512,17 @@ class Overdue(msgspec.Struct, frozen=True, kw_only=True, tag="overdue"):
     """Step ``step`` is late, and told to be so again at every doubling of ``waited_s``.
 
     From the head: it is out for much longer than such steps were before, or, if it ``is_first``, than the first of its kind
-    may be; ``laps`` laps came back before it. It may still come, since a slow device is not a dead one;
+    may be; ``ring_passes`` ring passes came back before it. It may still come, since a slow device is not a dead one;
     ``Open.step_timeout_s`` is where the ring breaks. From a worker: its next device does not take the step.
     """
 
     step: int
     waited_s: float
-    laps: int = 0
+    ring_passes: int = 0
     is_first: bool = False
 
 
-class ProcessMemoryLow(msgspec.Struct, frozen=True, tag="pressed"):
+class ProcessMemoryLow(msgspec.Struct, frozen=True, tag="memory_low"):
     """Nothing is left to stream instead of keeping it, and memory is short still, by ``needed_bytes`` (more than 0).
 
     Only another plan can ask less of this device. The ring goes on meanwhile.
@@ -555,7 +555,7 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What of a ring process's weights is in memory, and what reading the rest cost since it was opened last.
 
     ``resident`` and ``streamed`` count layers' worth, since a share of each may stream: as assigned, or what memory
-    pressure left of it, and so ``ahead_bytes``, which are held ahead of what streams. ``streams_output``: so does the
+    pressure left of it, and so ``read_ahead_bytes``, which are read ahead of what streams. ``streams_output``: so does the
     output matrix, which is no layer. The other bytes are those of now: while tokens are drawn, more stays in the room of
     scratch memory. ``read_bytes`` were read from disk, and steps waited ``stall_s`` seconds for it. ``pressure`` is the
     level of memory pressure on this device: calm, some or high. Where experts stream, steps picked ``experts_picked``, each
@@ -565,7 +565,7 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     resident: int
     streamed: int
     streams_output: bool
-    ahead_bytes: int
+    read_ahead_bytes: int
     resident_bytes: int
     streamed_bytes: int
     read_bytes: int
@@ -599,36 +599,36 @@ class PromptStatus(msgspec.Struct, frozen=True, kw_only=True):
     row_s: float
 
 
-GuessPlaceName = Literal["here", "elsewhere", "nowhere"]
+DraftPlaceName = Literal["here", "elsewhere", "nowhere"]
 
 
-class GuessAt(msgspec.Struct, frozen=True, tag="guess-at"):
-    """The model that guesses does so on this device from now on, is ready ``elsewhere``, or guesses nothing for now."""
+class DraftPlaceChanged(msgspec.Struct, frozen=True, tag="draft_place"):
+    """The draft model does so on this device from now on, is ready ``elsewhere``, or drafts nothing for now."""
 
-    place: GuessPlaceName
+    place: DraftPlaceName
 
 
-class AskGuesses(msgspec.Struct, frozen=True, tag="ask-guesses"):
-    """The model that guesses on another device is to know this; answered by ``GuessesHeard``, or not."""
+class RequestDrafts(msgspec.Struct, frozen=True, tag="request_drafts"):
+    """The draft model on another device is to know this; answered by ``DraftsHeard``, or not."""
 
     task: TextTask
 
 
-class GuessesHeard(msgspec.Struct, frozen=True, tag="guessed"):
-    """The model on another device guesses so."""
+class DraftsHeard(msgspec.Struct, frozen=True, tag="drafts_heard"):
+    """The model on another device drafts so."""
 
     drafted: Drafted
 
 
 class DraftStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What became of drafts: of so many ``drafted`` rows ``accepted`` were the next token, and ``skipped`` were not computed
-    to the end. An answer had ``tokens_a_lap`` tokens in the time in which a row goes round once: one without drafts.
+    to the end. An answer had ``tokens_per_pass`` tokens in the time in which a row goes round once: one without drafts.
     """
 
     drafted: int
     accepted: int
     skipped: int
-    tokens_a_lap: float
+    tokens_per_pass: float
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
@@ -651,7 +651,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     drafts: DraftStatus | None = None
 
 
-RingCommand = Open | Reopen | Connect | Generate | Cancel | Drain | Report | GuessAt | GuessesHeard
+RingCommand = Open | Reopen | Connect | Generate | Cancel | Drain | Report | DraftPlaceChanged | DraftsHeard
 GenerationEvent = Sampled | PromptProgress | Finished
 RingEvent = (
     Loading
@@ -665,7 +665,7 @@ RingEvent = (
     | ProcessMemoryLow
     | GpuLoaded
     | GpuLow
-    | AskGuesses
+    | RequestDrafts
     | Status
     | RingBroken
 )

@@ -120,7 +120,7 @@ def _memory(streams: Streams) -> MemoryStatus:
             resident=kept.layers,
             streamed=0,
             streams_output=False,
-            ahead_bytes=0,
+            read_ahead_bytes=0,
             resident_bytes=kept.resident_bytes,
             streamed_bytes=0,
             read_bytes=0,
@@ -128,17 +128,17 @@ def _memory(streams: Streams) -> MemoryStatus:
             pressure="calm",
         )
     now, total = streamer.residency, streamer.experts.pool.total_bytes if streamer.experts is not None else 0
-    streamed, ahead = kept.streamed_layers, kept.ahead_bytes if kept.streamed_bytes else 0
+    streamed, read_ahead = kept.streamed_layers, kept.read_ahead_bytes if kept.streamed_bytes else 0
     if streamer.is_short:
         layers = [unit for unit in range(len(now.sizes)) if unit not in streams.outputs]
         part = sum(now.part_sizes[unit] for unit in layers) + total - now.pool_bytes
         streamed = layers_worth(part, sum(now.sizes[unit] for unit in layers) + total, len(layers))
-        ahead = min(now.room_bytes, now.streamed_bytes)
+        read_ahead = min(now.room_bytes, now.streamed_bytes)
     return MemoryStatus(
         resident=kept.layers - streamed,
         streamed=streamed,
         streams_output=bool(streams.outputs & now.streamed),
-        ahead_bytes=ahead,
+        read_ahead_bytes=read_ahead,
         resident_bytes=now.resident_bytes + now.pool_bytes,
         streamed_bytes=now.streamed_bytes + total - now.pool_bytes,
         read_bytes=streamer.read_bytes,

@@ -50,7 +50,7 @@ def _serve(channel: RingChannel[RingCommand], timings: RingTimings) -> None:
     opening, commands = opened
     role = open_role(opening, channel, timings)
     try:
-        channel.tell(role.opened())
+        channel.notify(role.opened())
         _attend(role, channel, commands, watch_gpu(opening))
     finally:
         role.close()
@@ -61,7 +61,7 @@ def _attend(role: Role, channel: RingChannel[RingCommand], commands: list[RingCo
     daemon = channel.connection.fileno()
     while channel.is_open:
         if gpu is not None and (low := gpu.look(time.monotonic())) is not None:
-            channel.tell(low)
+            channel.notify(low)
         for command in commands:
             if isinstance(command, Open):
                 raise RingError("a ring process is opened once; Reopen gives it another epoch")
@@ -83,10 +83,10 @@ def main() -> None:
     try:
         _serve(channel, Timings().ring)
     except PrimadError as exc:
-        channel.tell(broken_by(exc))
+        channel.notify(broken_by(exc))
     except Exception as exc:  # the top of the process: whatever it is, the daemon must hear of it
         logger.exception("the ring process failed")
-        channel.tell(RingBroken(f"internal error in the ring process: {type(exc).__name__}: {exc}", None))
+        channel.notify(RingBroken(f"internal error in the ring process: {type(exc).__name__}: {exc}", None))
 
 
 if __name__ == "__main__":

@@ -18,17 +18,17 @@ import zmq
 from primad.engine.protocol import EngineOptions, Hidden, HiddenWindow
 from primad.engine.streaming.streams import Streamable, Streams
 from primad.errors import NextDeviceError, PrimadError, RingError
-from primad.ring.draft_place import GuessPlace
-from primad.ring.head import HeadEvent, Send, Tell
+from primad.ring.draft_place import DraftPlace
+from primad.ring.head import HeadEvent, Notify, Send
 from primad.ring.links import HIGH_WATER_STEPS, Links
-from primad.ring.loading import limits_of, limits_of_open, open_head, open_shelf, open_worker
+from primad.ring.loading import limits_of, limits_of_open, open_head, open_kv_writer, open_worker
 from primad.ring.messages import (
     Cancel,
     Connect,
+    DraftPlaceChanged,
+    DraftsHeard,
     Drain,
     Generate,
-    GuessAt,
-    GuessesHeard,
     Loading,
     Open,
     Opened,
@@ -42,14 +42,14 @@ from primad.ring.messages import (
 )
 from primad.ring.meter import Meter
 from primad.ring.speculation.lookup import PromptLookup
-from primad.ring.worker import Shelf, Worker
+from primad.ring.worker import Worker, WritesKv
 from primad.settings.timings import RingTimings
 from primad.system.children.channel import RingChannel
 
 TAIL: Final = -1
 """The visit of a step to the head that ends it, whatever the number of windows."""
 Watched = list[tuple[zmq.Socket[bytes] | int, int]]
-RoleCommand = Reopen | Connect | Generate | Cancel | Drain | Report | GuessAt | GuessesHeard
+RoleCommand = Reopen | Connect | Generate | Cancel | Drain | Report | DraftPlaceChanged | DraftsHeard
 
 
 class Role(Protocol):
@@ -89,19 +89,19 @@ class WorkerRole:
         self._width, self._options = opening.width, opening.options
         self._timings = timings
         self._links = Links(opening.host, limits_of_open(opening), timings=_within(timings, opening.step_timeout_s))
-        self._windows, self._streams = open_worker(opening, lambda done: channel.tell(Loading(done)), channel.tell)
-        self._shelf = open_shelf(opening, self._windows.values())
+        self._windows, self._streams = open_worker(opening, lambda done: channel.notify(Loading(done)), channel.notify)
+        self._kv_writer = open_kv_writer(opening, self._windows.values())
         self._begin()
 
     def _begin(self) -> None:
-        self._worker = Worker(self._windows, self._shelf)
+        self._worker = Worker(self._windows, self._kv_writer)
         self._meter = Meter()
         self._is_connected = False
         self._received_s: float | None = None
         self._arrived: deque[tuple[Step, Hidden]] = deque()
 
     def opened(self) -> Opened:
-        return _opened(self._links, self._shelf)
+        return _opened(self._links, self._kv_writer)
 
     def command(self, command: RoleCommand) -> None:
         match command:
@@ -111,8 +111,8 @@ class WorkerRole:
             case Reopen():
                 self._reopen(command)
             case Report():
-                self._channel.tell(self._meter.status(self._links.refused, self._streams))
-            case Generate() | Cancel() | Drain() | GuessAt() | GuessesHeard():
+                self._channel.notify(self._meter.status(self._links.refused, self._streams))
+            case Generate() | Cancel() | Drain() | DraftPlaceChanged() | DraftsHeard():
                 raise RingError(f"a worker was given {type(command).__name__}, which is the head's")
 
     def _reopen(self, reopen: Reopen) -> None:
@@ -121,13 +121,13 @@ class WorkerRole:
         self._links.close()
         self._links = Links(reopen.host, limits, timings=_within(self._timings, reopen.step_timeout_s))
         self._streams.end()
-        self._streams = self._streams.reopened(reopen.windows, reopen.assignments, reopen.ahead_bytes)
+        self._streams = self._streams.reopened(reopen.windows, reopen.assignments, reopen.read_ahead_bytes)
         for window in self._windows.values():
             _forget(window, self._options)
         self._windows = windows
         self._streams.begin(cast("dict[int, Streamable]", windows))
         self._begin()
-        self._channel.tell(self.opened())
+        self._channel.notify(self.opened())
 
     def arrived(self, sockets: Collection[object], received_s: float) -> None:
         if self._links.pull in sockets:
@@ -136,13 +136,13 @@ class WorkerRole:
             self._links.admit()
 
     def turn(self) -> bool:
-        _tell_memory_low(self._streams, self._channel)
+        _notify_memory_low(self._streams, self._channel)
         if not self._is_connected:
             return False
         if not self._links.flush():
             overdue = self._links.overdue()
             if overdue is not None:
-                self._channel.tell(overdue)
+                self._channel.notify(overdue)
             return False
         self._receive()
         if not self._arrived:
@@ -177,8 +177,8 @@ class WorkerRole:
     def close(self) -> None:
         self._streams.end()
         self._links.close()
-        if self._shelf is not None:
-            self._shelf.close()
+        if self._kv_writer is not None:
+            self._kv_writer.close()
 
 
 class HeadRole:
@@ -193,22 +193,22 @@ class HeadRole:
             within = _within(timings, opening.step_timeout_s)
             self._links = Links(opening.host, limits_of_open(opening), timings=within)
         assert opening.head is not None
-        self._guesses = GuessPlace(opening.head, channel)
+        self._drafts = DraftPlace(opening.head, channel)
         try:
             self._head, self._streams = open_head(
                 opening,
-                lambda done: channel.tell(Loading(done)),
-                channel.tell,
-                self._guesses.drafters or PromptLookup,
+                lambda done: channel.notify(Loading(done)),
+                channel.notify,
+                self._drafts.drafters or PromptLookup,
             )
         except PrimadError:
-            self._guesses.close()
+            self._drafts.close()
             raise
         self._head.warm_up()
         self._is_connected = self._links is None
 
     def opened(self) -> Opened:
-        return _opened(self._links, self._head.shelf)
+        return _opened(self._links, self._head.kv_writer)
 
     def command(self, command: RoleCommand) -> None:
         match command:
@@ -223,27 +223,27 @@ class HeadRole:
                 self._head.cancel(command)
             case Drain():
                 self._head.drain()
-            case GuessAt(place):
-                self._guesses.move(place)
-            case GuessesHeard(drafted):
-                self._guesses.heard(drafted)
+            case DraftPlaceChanged(place):
+                self._drafts.move(place)
+            case DraftsHeard(drafted):
+                self._drafts.heard(drafted)
             case Report():
                 refused = self._links.refused if self._links is not None else 0
-                self._channel.tell(self._meter.status(refused, self._streams, self._head.drafts))
+                self._channel.notify(self._meter.status(refused, self._streams, self._head.drafts))
             case Reopen():
                 raise RingError("the head's ring process was given Reopen, which is a worker's")
 
     def arrived(self, sockets: Collection[object], received_s: float) -> None:
         if self._links is not None and self._links.zap in sockets:
             self._links.admit()
-        self._guesses.arrived(sockets)
+        self._drafts.arrived(sockets)
 
     def turn(self) -> bool:
-        _tell_memory_low(self._streams, self._channel)
+        _notify_memory_low(self._streams, self._channel)
         self._receive()
         if not self._may_compute():
             events = self._head.news()
-            self._channel.tell(*events)
+            self._channel.notify(*events)
             return bool(events)
         start = time.perf_counter()
         outcome = self._head.turn()
@@ -259,8 +259,8 @@ class HeadRole:
                 assert self._links is not None
                 self._links.overtake(outcome)
                 return True
-            case Tell(events, rows):
-                self._channel.tell(*events)
+            case Notify(events, rows):
+                self._channel.notify(*events)
                 self._count(events, start)
                 if not rows:  # news, such as that a step is late: who looks for one asks what was computed
                     return True
@@ -268,12 +268,12 @@ class HeadRole:
         return True
 
     def _count(self, events: Sequence[HeadEvent], now: float) -> None:
-        """The tokens among ``events``. Where drafts were computed since the last one they are no measure of a lap."""
+        """The tokens among ``events``. Where drafts were computed since the last one they are no measure of a ring pass."""
         drafts = self._head.drafts
         drafted = drafts.drafted if drafts is not None else 0
         for event in events:
             if isinstance(event, Sampled):
-                alone = self._head.runs_one and not self._head.is_ahead and drafted == self._drafted
+                alone = self._head.runs_one and not self._head.has_drafts_in_flight and drafted == self._drafted
                 self._meter.drew(event.request, now, alone=alone)
                 self._drafted = drafted
 
@@ -295,7 +295,7 @@ class HeadRole:
         watched: Watched = []
         if self._links is not None:
             watched += self._links.watched(receiving=self._is_connected)
-        if (connection := self._guesses.connection) is not None:
+        if (connection := self._drafts.connection) is not None:
             watched.append((connection, zmq.POLLIN))
         return watched
 
@@ -309,21 +309,21 @@ class HeadRole:
         self._streams.end()
         if self._links is not None:
             self._links.close()
-        if self._head.shelf is not None:
-            self._head.shelf.close()
-        self._guesses.close()
+        if self._head.kv_writer is not None:
+            self._head.kv_writer.close()
+        self._drafts.close()
 
 
-def _tell_memory_low(streams: Streams, channel: RingChannel[RingCommand]) -> None:
+def _notify_memory_low(streams: Streams, channel: RingChannel[RingCommand]) -> None:
     """Tell the daemon when there is nothing left to give back and memory is still short."""
     needed_bytes = streams.streamer.take_replan() if streams.streamer is not None else None
     if needed_bytes is not None:
-        channel.tell(ProcessMemoryLow(needed_bytes))
+        channel.notify(ProcessMemoryLow(needed_bytes))
 
 
-def _opened(links: Links | None, shelf: Shelf | None) -> Opened:
+def _opened(links: Links | None, kv_writer: WritesKv | None) -> Opened:
     endpoint, key = (links.endpoint, links.key) if links is not None else ("", "")
-    return Opened(endpoint, key, shelf is not None, shelf.shapes if shelf is not None else [])
+    return Opened(endpoint, key, kv_writer is not None, kv_writer.shapes if kv_writer is not None else [])
 
 
 def _within(timings: RingTimings, step_timeout_s: float) -> RingTimings:

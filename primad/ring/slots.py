@@ -91,7 +91,7 @@ class Running:
         return self.sequence.cells if self.behind is None else self.shared
 
     @property
-    def drawn(self) -> int:
+    def num_sampled(self) -> int:
         """Tokens that were drawn for it since it has its sequence."""
         return len(self.sampled) - len(self.generate.sampled)
 
@@ -136,7 +136,7 @@ class Slots:
 
     def __init__(self, count: int, *, context: int, chunking: Chunking, keep_rows: int | None = None) -> None:
         assert keep_rows is None or keep_rows > 0
-        self._least = context // COPIED_CELLS
+        self._minimum = context // COPIED_CELLS
         self._chunking = chunking
         self._keep_rows = keep_rows
         self._keeping = Keeping()
@@ -252,7 +252,7 @@ class Slots:
         )
         loaded = usable(self._chunking, generate) if self._keep_rows is not None and generate.blocks else None
         leader, shared = self._leader(generate, others)
-        if shared - max(kept, loaded.end if loaded is not None else 0) > self._least:
+        if shared - max(kept, loaded.end if loaded is not None else 0) > self._minimum:
             running.behind, running.shared = leader, shared
             running.sequence = min(self._free, key=lambda each: (each.used, each.number))
             self._free.remove(running.sequence)

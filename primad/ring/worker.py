@@ -20,7 +20,7 @@ from primad.kv.keys import KvBlock
 from primad.ring.messages import MAX_SKIPPED, SENDER, KvCopy, KvKeep, KvLoad, KvOp, KvRemove, Skip, Step
 
 
-class Shelf(Protocol):
+class WritesKv(Protocol):
     """Where a ring process puts KV cells, and finds them; ``shapes`` says what those of its windows are made of."""
 
     shapes: list[CellShape]
@@ -38,34 +38,34 @@ class Shelf(Protocol):
         """Write what was handed over, and end."""
 
 
-def apply(window: RouteWindow, step: Step, shelf: Shelf | None) -> None:
+def apply(window: RouteWindow, step: Step, kv_writer: WritesKv | None) -> None:
     """Apply the KV operations of ``step``. One without rows ends when what it keeps is there for others.
 
     Raises ``RingError`` for KV cells that are to be loaded and are not here, ``EngineError`` where the window cannot.
     """
     for op in step.ops:
-        _apply(window, op, shelf)
-    if shelf is not None and not step.shape[0]:
-        shelf.flush()
+        _apply(window, op, kv_writer)
+    if kv_writer is not None and not step.shape[0]:
+        kv_writer.flush()
 
 
-def _apply(window: RouteWindow, op: KvOp, shelf: Shelf | None) -> None:
+def _apply(window: RouteWindow, op: KvOp, kv_writer: WritesKv | None) -> None:
     match op:
         case KvRemove(sequence, start, end):
             window.kv_remove(sequence, start, end)
         case KvCopy(source, target, end):
             window.kv_copy(source, target, end)
         case KvKeep(sequence, block):
-            if shelf is not None:
-                shelf.keep(block, window.kv_cells(sequence, block.start, block.end))
+            if kv_writer is not None:
+                kv_writer.keep(block, window.kv_cells(sequence, block.start, block.end))
         case KvLoad():
-            window.kv_restore(op.sequence, _chain(window, op, shelf))
+            window.kv_restore(op.sequence, _chain(window, op, kv_writer))
 
 
-def _chain(window: RouteWindow, op: KvLoad, shelf: Shelf | None) -> Sequence[Sequence[LayerCells]]:
+def _chain(window: RouteWindow, op: KvLoad, kv_writer: WritesKv | None) -> Sequence[Sequence[LayerCells]]:
     """What ``op`` loads. The ring is formed again without a block that is not here, so the error names it."""
     layers = window.layers
-    blocks = shelf.chain(op.key, layers.start, layers.stop) if shelf is not None else []
+    blocks = kv_writer.chain(op.key, layers.start, layers.stop) if kv_writer is not None else []
     if not blocks or blocks[-1][0].end != op.end:
         raise RingError(
             f"KV block {op.key}, with layers {layers.start} to {layers.stop - 1} up to {op.end}, is not here"
@@ -91,12 +91,14 @@ def check_sent(step: Step, hidden: Hidden) -> None:
         raise SenderError(f"{SENDER} sent {NOT_NUMBERS} in step {step.step}")
 
 
-def visit(window: HiddenWindow, step: Step, content: Tokens | Hidden, shelf: Shelf | None) -> tuple[Step, Hidden]:
+def visit(
+    window: HiddenWindow, step: Step, content: Tokens | Hidden, kv_writer: WritesKv | None
+) -> tuple[Step, Hidden]:
     """Let ``step`` visit ``window``: the step for the next window of the route, and its hidden states (rows, width).
 
     Raises ``NotFiniteError`` rather than have the next device find what is not finite: only this one knows whose it is.
     """
-    apply(window, step, shelf)
+    apply(window, step, kv_writer)
     if not step.rows:
         return msgspec.structs.replace(step, window=step.window + 1), np.empty(step.payload_shape, np.float32)
     hidden = window.forward(rows_of(step, content))
@@ -129,9 +131,9 @@ class Worker:
     computed there, so that no window has a hole where another one has cells.
     """
 
-    def __init__(self, windows: Mapping[int, HiddenWindow], shelf: Shelf | None = None) -> None:
+    def __init__(self, windows: Mapping[int, HiddenWindow], kv_writer: WritesKv | None = None) -> None:
         self._windows = windows
-        self._shelf = shelf
+        self._kv_writer = kv_writer
         self._following: dict[int, int] = {}
         self._skips: deque[int] = deque(maxlen=4 * MAX_SKIPPED)
 
@@ -153,7 +155,7 @@ class Worker:
         check_sent(step, hidden)
         if step.step in self._skips:
             step = skipped(step)
-        following, hidden = visit(self._windows[step.window], step, hidden, self._shelf)
+        following, hidden = visit(self._windows[step.window], step, hidden, self._kv_writer)
         while following.window in self._windows:
-            following, hidden = visit(self._windows[following.window], following, hidden, self._shelf)
+            following, hidden = visit(self._windows[following.window], following, hidden, self._kv_writer)
         return following, hidden

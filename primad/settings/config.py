@@ -88,7 +88,7 @@ NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
 """Names of devices and clusters, our own and those that others announce."""
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[A-Za-z0-9._-]+)?\]|[^:\s\[\]]+)(?::(\d{1,5}))?")
 _DAY_S: Final = 86_400.0
-LEAST_TRANSFER_BYTES_PER_S: Final = 1e6
+MIN_TRANSFER_BYTES_PER_S: Final = 1e6
 DEFAULT_KV_CACHE_BYTES: Final = 4_000_000_000
 
 Flags = Mapping[str, Any]
@@ -217,11 +217,11 @@ def load_config(flags: Flags, environ: Mapping[str, str] = os.environ) -> Config
         name=chosen("name", _name, _host_name(), kind="device"),
         cluster=chosen("cluster", _name, DEFAULT_CLUSTER, kind="cluster"),
         host=chosen("host", check_host, any_host()),
-        port=chosen("port", parse_whole, None, most=65_535),
+        port=chosen("port", parse_whole, None, maximum=65_535),
         interface=chosen("interface", _interface, None),
         devices=chosen("devices", _addresses, ()),
-        threads=chosen("threads", parse_whole, None, least=1, most=1024),
-        nice=chosen("nice", parse_whole, 0, most=19),
+        threads=chosen("threads", parse_whole, None, minimum=1, maximum=1024),
+        nice=chosen("nice", parse_whole, 0, maximum=19),
         lock=chosen("lock", parse_yes_no, False),
         limits=OwnerLimits(
             ram=chosen("max_ram", _some_memory, None),
@@ -233,11 +233,11 @@ def load_config(flags: Flags, environ: Mapping[str, str] = os.environ) -> Config
         kv_cache_limit_bytes=chosen("kv_cache_limit", parse_bytes, DEFAULT_KV_CACHE_BYTES),
         pause_on_battery=chosen("pause_on_battery", parse_yes_no, False),
         transfer_limit_bytes_per_s=chosen("transfer_limit", _transfer_limit, None),
-        keep_loaded_s=chosen("keep_loaded", parse_duration, 600.0, most=7 * _DAY_S),
+        keep_loaded_s=chosen("keep_loaded", parse_duration, 600.0, maximum=7 * _DAY_S),
         replan_gain=chosen("replan_gain", parse_gain, 0.10),
-        heartbeat_interval_s=chosen("heartbeat_interval", parse_duration, 0.5, least=0.05, most=60),
-        suspect_after_s=chosen("suspect_after", parse_duration, 1.5, least=0.1, most=600),
-        gone_after_s=chosen("gone_after", parse_duration, 4.0, least=0.2, most=3600),
+        heartbeat_interval_s=chosen("heartbeat_interval", parse_duration, 0.5, minimum=0.05, maximum=60),
+        suspect_after_s=chosen("suspect_after", parse_duration, 1.5, minimum=0.1, maximum=600),
+        gone_after_s=chosen("gone_after", parse_duration, 4.0, minimum=0.2, maximum=3600),
     )
     _check_patience(config, sources)
     return config
@@ -261,7 +261,7 @@ def _gpu(value: Any, source: str) -> str:
 def _transfer_limit(value: Any, source: str) -> float:
     """A slower transfer would look like a device that does not answer: one chunk is 4 MiB."""
     rate = parse_rate(value, source)
-    if rate < LEAST_TRANSFER_BYTES_PER_S:
+    if rate < MIN_TRANSFER_BYTES_PER_S:
         raise ConfigError(f"{source}: {value!r} is too slow for layers; give at least 1MB/s")
     return rate
 
@@ -283,11 +283,11 @@ def _check_patience(config: Config, sources: _Sources) -> None:
             config.suspect_after_s + config.heartbeat_interval_s,
         ),
     )
-    for key, seconds, others, least in pairs:
-        if seconds < least - 1e-9:
+    for key, seconds, others, minimum in pairs:
+        if seconds < minimum - 1e-9:
             given = sources.get(key)
             source = key if given is None else given[1]
-            raise ConfigError(f"{source}: {seconds:g} s is less than {others}, {least:g} s; give at least that")
+            raise ConfigError(f"{source}: {seconds:g} s is less than {others}, {minimum:g} s; give at least that")
 
 
 def home_of(flags: Flags, environ: Mapping[str, str]) -> Path:

@@ -17,7 +17,7 @@ from halda import (
     DeviceProfile,
     DiskProfile,
     GpuProfile,
-    HelpedSpeed,
+    OffloadSpeed,
     RoutingCost,
     RowSpeed,
     TypeSpeed,
@@ -68,7 +68,7 @@ _BOUNDS: Final[dict[type, dict[str, tuple[float, float]]]] = {
         "free_bytes": _BYTES,
         "slows_s_per_byte": (0, 1e-6),
     },
-    HelpedSpeed: {"few_bytes_per_s": _RATE, "prefill_flop_per_s": (1e8, 1e16)},
+    OffloadSpeed: {"few_bytes_per_s": _RATE, "prefill_flop_per_s": (1e8, 1e16)},
     TypeSpeed: {
         "decode_bytes_per_s": _RATE,
         "batch_bytes_per_s": _RATE,
@@ -80,8 +80,8 @@ _BOUNDS: Final[dict[type, dict[str, tuple[float, float]]]] = {
 """Least and most of every figure."""
 _COSTS: Final = ("step_s", "layer_s", "token_s", "wake_s")
 _Measured = TypeVar("_Measured", CpuProfile, GpuProfile)
-_MOST_ENTRIES: Final = 256
-_MOST_READ_ALL_S: Final = 100.0
+_MAX_ENTRIES: Final = 256
+_MAX_READ_ALL_S: Final = 100.0
 """No machine has more RAM than it can read in this time; most need about a second."""
 _DECODE_OF_READ: Final = (1 / 100, 3.0)
 _BATCH_OF_DECODE: Final = (1 / 40, 4.0)
@@ -122,11 +122,11 @@ def check_profile(profile: DeviceProfile) -> None:
         raise Implausible("device", shown(profile.device), "no device name: up to 62 letters, digits, '.', '_' and '-'")
     _check_bounds(profile, "")
     _at_most(profile, "ram_available_bytes", "ram_total_bytes", "")
-    if profile.ram_total_bytes > _MOST_READ_ALL_S * profile.ram_read_bytes_per_s:
+    if profile.ram_total_bytes > _MAX_READ_ALL_S * profile.ram_read_bytes_per_s:
         raise Implausible(
             "ram_total_bytes",
             shown(profile.ram_total_bytes),
-            f"more than {_MOST_READ_ALL_S:g} s at ram_read_bytes_per_s, which is {profile.ram_read_bytes_per_s:g}; "
+            f"more than {_MAX_READ_ALL_S:g} s at ram_read_bytes_per_s, which is {profile.ram_read_bytes_per_s:g}; "
             "check the units of both",
         )
     check_cpu(profile.cpu, profile.ram_read_bytes_per_s)
@@ -141,8 +141,8 @@ def with_bounded_costs(measured: _Measured) -> _Measured:
     More is measured where other programs have the processor; such a device is slow, not broken.
     """
     bounds = _BOUNDS[type(measured)]
-    most = {name: min(getattr(measured, name), bounds[name][1]) for name in _COSTS if name in bounds}
-    return replace(measured, **most)
+    maximum = {name: min(getattr(measured, name), bounds[name][1]) for name in _COSTS if name in bounds}
+    return replace(measured, **maximum)
 
 
 def with_bounded_rates(disk: DiskProfile) -> DiskProfile:
@@ -150,12 +150,12 @@ def with_bounded_rates(disk: DiskProfile) -> DiskProfile:
 
     Other programs may use the disk in one of the trials and not in the next; such a device is slow, not broken.
     """
-    rate, (least_fault, most_fault) = disk.prefetch_bytes_per_s, _FAULT_OF_PREFETCH
-    least, most = _PREFETCH_OF_RANDOM
+    rate, (min_fault, max_fault) = disk.prefetch_bytes_per_s, _FAULT_OF_PREFETCH
+    minimum, maximum = _PREFETCH_OF_RANDOM
     return replace(
         disk,
-        fault_bytes_per_s=min(rate * most_fault, max(rate * least_fault, disk.fault_bytes_per_s)),
-        random_bytes_per_s=min(rate / least, max(rate / most, disk.random_bytes_per_s)),
+        fault_bytes_per_s=min(rate * max_fault, max(rate * min_fault, disk.fault_bytes_per_s)),
+        random_bytes_per_s=min(rate / minimum, max(rate / maximum, disk.random_bytes_per_s)),
     )
 
 
@@ -176,9 +176,9 @@ def check_gpu(gpu: GpuProfile) -> None:
     _at_most(gpu, "vram_available_bytes", "vram_total_bytes", "gpu.")
     _check_speeds(gpu.speeds, "gpu.speeds", gpu.vram_read_bytes_per_s, "gpu.vram_read_bytes_per_s")
     _check_bounds(gpu.routing, "gpu.routing.")
-    _check_types(gpu.helped, "gpu.helped")
-    for number, helped in enumerate(gpu.helped):
-        _check_bounds(helped, f"gpu.helped[{number}].")
+    _check_types(gpu.prefill_offload, "gpu.helped")
+    for number, prefill_offload in enumerate(gpu.prefill_offload):
+        _check_bounds(prefill_offload, f"gpu.helped[{number}].")
 
 
 def check_disk(disk: DiskProfile) -> None:
@@ -195,13 +195,13 @@ def _check_bounds(values: Any, prefix: str) -> None:
     for field in fields(values):
         value = getattr(values, field.name)
         if field.name in bounds:
-            least, most = bounds[field.name]
-            if not least <= value <= most:
+            minimum, maximum = bounds[field.name]
+            if not minimum <= value <= maximum:
                 raise Implausible(
-                    f"{prefix}{field.name}", shown(value), f"expected {least:g} to {most:g}; check its unit"
+                    f"{prefix}{field.name}", shown(value), f"expected {minimum:g} to {maximum:g}; check its unit"
                 )
-        elif isinstance(value, tuple) and len(value) > _MOST_ENTRIES:
-            raise Implausible(f"{prefix}{field.name}", f"a list of {len(value)}", f"expected {_MOST_ENTRIES} at most")
+        elif isinstance(value, tuple) and len(value) > _MAX_ENTRIES:
+            raise Implausible(f"{prefix}{field.name}", f"a list of {len(value)}", f"expected {_MAX_ENTRIES} at most")
         elif isinstance(value, str) and value != field.default and not (value.isprintable() and 1 <= len(value) <= 200):
             raise Implausible(f"{prefix}{field.name}", shown(value), "expected one line of 1 to 200 characters")
 
@@ -243,7 +243,7 @@ def _check_speeds(speeds: Sequence[TypeSpeed], path: str, read: float, read_path
         )
 
 
-def _check_types(speeds: Sequence[TypeSpeed | HelpedSpeed], path: str) -> None:
+def _check_types(speeds: Sequence[TypeSpeed | OffloadSpeed], path: str) -> None:
     seen = set()
     for number, speed in enumerate(speeds):
         at = f"{path}[{number}].type"
@@ -255,10 +255,10 @@ def _check_types(speeds: Sequence[TypeSpeed | HelpedSpeed], path: str) -> None:
 
 
 def _ratio(path: str, value: float, other_path: str, other: float, bounds: tuple[float, float]) -> None:
-    least, most = bounds
-    if not other > 0 or not least <= value / other <= most:
+    minimum, maximum = bounds
+    if not other > 0 or not minimum <= value / other <= maximum:
         raise Implausible(
             path,
             shown(value),
-            f"expected {least:g} to {most:g} times {other_path}, which is {other:g}; check the units of both",
+            f"expected {minimum:g} to {maximum:g} times {other_path}, which is {other:g}; check the units of both",
         )

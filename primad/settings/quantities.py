@@ -22,7 +22,7 @@ _PERCENT: Final = re.compile(_DIGITS + r"\s*%")
 _TIME: Final = re.compile(_DIGITS + r"\s*(us|µs|ms|s|min|h|d|)")
 _POWERS: Final[dict[str, int]] = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 _SECONDS: Final = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
-_MOST_BYTES: Final = 1 << 59
+_MAX_BYTES: Final = 1 << 59
 _Choice = TypeVar("_Choice", bound=str)
 
 
@@ -44,11 +44,11 @@ def bytes_of(amount: Amount, total_bytes: int) -> int:
 
 def parse_bytes(value: Any, source: str) -> int:
     """Bytes of ``16GiB``, ``1.5GB`` or ``800MB``; a bare number only where it is one already (TOML), in bytes."""
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_BYTES:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_BYTES:
         return value
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     size = -1.0 if match is None else _scaled(match)
-    if not 0 <= size <= _MOST_BYTES:
+    if not 0 <= size <= _MAX_BYTES:
         raise ConfigError(f"{source}: {_shown(value)} is no size; give one such as 16GiB or 500MB")
     return round(size)
 
@@ -73,22 +73,22 @@ def parse_rate(value: Any, source: str) -> float:
     """Bytes per second of ``1Gbit/s``, ``300Mbit`` or ``20MB``; more than nothing."""
     match = _RATE.fullmatch(value.strip()) if isinstance(value, str) else None
     rate = 0.0 if match is None else _scaled(match) / (8 if match[4] == "bit" else 1)
-    if not 0 < rate <= _MOST_BYTES:
+    if not 0 < rate <= _MAX_BYTES:
         raise ConfigError(f"{source}: {_shown(value)} is no rate; give one such as 100Mbit/s or 20MB/s")
     return rate
 
 
-def parse_duration(value: Any, source: str, *, least: float = 0.0, most: float) -> float:
-    """Seconds of a number, ``0.5s``, ``500ms``, ``10min`` or ``2h``, from ``least`` to ``most`` seconds."""
+def parse_duration(value: Any, source: str, *, minimum: float = 0.0, maximum: float) -> float:
+    """Seconds of a number, ``0.5s``, ``500ms``, ``10min`` or ``2h``, from ``minimum`` to ``maximum`` seconds."""
     seconds = math.nan
     if isinstance(value, str):
         match = _TIME.fullmatch(value.strip())
         seconds = math.nan if match is None else float(match[1]) * _SECONDS[match[2]]
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        seconds = float(value) if abs(value) <= _MOST_BYTES else math.inf
-    if not least <= seconds <= most:
+        seconds = float(value) if abs(value) <= _MAX_BYTES else math.inf
+    if not minimum <= seconds <= maximum:
         raise ConfigError(
-            f"{source}: {_shown(value)} is no time from {least:g} to {most:g} s; give one such as 2s, 500ms or 10min"
+            f"{source}: {_shown(value)} is no time from {minimum:g} to {maximum:g} s; give one such as 2s, 500ms or 10min"
         )
     return seconds
 
@@ -97,7 +97,7 @@ def parse_seconds(text: str, source: str) -> float:
     """Seconds of ``2ms``, ``150us`` or ``0.5s``, at most a minute: of a link, so never without a unit."""
     if not text.strip().endswith("s"):
         raise ConfigError(f"{source}: {_shown(text)} is no time; give one such as 2ms or 150us")
-    return parse_duration(text, source, most=60)
+    return parse_duration(text, source, maximum=60)
 
 
 def parse_gain(value: Any, source: str) -> float:
@@ -107,20 +107,20 @@ def parse_gain(value: Any, source: str) -> float:
     if match is not None:
         gain = float(match[1]) / (100 if match[2] else 1)
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        gain = float(value) if abs(value) <= _MOST_BYTES else math.inf
+        gain = float(value) if abs(value) <= _MAX_BYTES else math.inf
     if not 0 <= gain <= 10:
         raise ConfigError(f"{source}: {_shown(value)} is no gain; give one such as 0.1 or 10%")
     return gain
 
 
-def parse_whole(value: Any, source: str, *, least: int = 0, most: int) -> int:
-    """A whole number from ``least`` to ``most``."""
+def parse_whole(value: Any, source: str, *, minimum: int = 0, maximum: int) -> int:
+    """A whole number from ``minimum`` to ``maximum``."""
     try:
-        number = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else least - 1
+        number = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else minimum - 1
     except ValueError:
-        number = least - 1
-    if not least <= number <= most:
-        raise ConfigError(f"{source}: {_shown(value)} is not a whole number from {least} to {most}")
+        number = minimum - 1
+    if not minimum <= number <= maximum:
+        raise ConfigError(f"{source}: {_shown(value)} is not a whole number from {minimum} to {maximum}")
     return number
 
 
@@ -143,13 +143,13 @@ def parse_choice(text: str, choices: Sequence[_Choice], source: str) -> _Choice:
     raise ConfigError(f"{source} {text}: choose {', '.join(choices[:-1])} or {choices[-1]}")
 
 
-def parse_count(text: str, most: int, source: str) -> int | None:
-    """A whole number from 1 to ``most``; None for ``auto``."""
+def parse_count(text: str, maximum: int, source: str) -> int | None:
+    """A whole number from 1 to ``maximum``; None for ``auto``."""
     if text == "auto":
         return None
     count = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
-    if not 1 <= count <= most:
-        raise ConfigError(f"{source} {printable(text)}: give a whole number from 1 to {most}, or auto")
+    if not 1 <= count <= maximum:
+        raise ConfigError(f"{source} {printable(text)}: give a whole number from 1 to {maximum}, or auto")
     return count
 
 

@@ -1,6 +1,6 @@
 """How long things may take and how often they are done, by the room that waits.
 
-A daemon's ``Station`` carries one value of it; each class gets the group of its room. A duration stands here when somebody
+A daemon's ``Node`` carries one value of it; each class gets the group of its room. A duration stands here when somebody
 besides its only user may choose it, as a test that will not wait for a minute does. One that follows from what a module does
 stays beside the code that explains it, and so does one that a single class takes as an argument.
 """
@@ -135,7 +135,7 @@ class HeadTimings:
     trust_look_every_s: float = 2.0
     """How often it looks whether the owner trusted or revoked a device."""
     copy_every_s: float = 1.0
-    """Keepers are told of new KV cells no more often."""
+    """Replicas are told of new KV cells no more often."""
     named_again_s: float = 5.0
     """A device of ``--device`` that is not there, or not paired, is asked again after so long."""
     model_again_s: float = 10.0
@@ -148,10 +148,10 @@ class WorkerTimings:
 
     hand_over_timeout_s: float = 60.0
     """How long one that wants to leave waits for others to take over."""
-    say_every_s: float = 1.0
+    report_every_s: float = 1.0
     """What strangers and heads cause to be said is said so often at most."""
     release_timeout_s: float = 1.0
-    """A participation that is busy with the disk is waited for no longer when it ends: the head is to be heard meanwhile."""
+    """A stage that is busy with the disk is waited for no longer when it ends: the head is to be heard meanwhile."""
     trust_look_every_s: float = 2.0
     """How often it looks whether the owner still trusts the head that it works for."""
     forgiven_s: float = 600.0

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 STATUS_EVERY_S: Final = 5.0
 """A changed status is told so often at most, and the watchdog at least so often where its time allows."""
-MOST_STATUS_CHARS: Final = 300
+MAX_STATUS_CHARS: Final = 300
 _SEND_S: Final = 1.0
 
 
@@ -80,4 +80,4 @@ async def report(status: Callable[[], str], environ: Mapping[str, str] = os.envi
 
 
 def _line(status: str) -> str:
-    return f"STATUS={' '.join(status.split())[:MOST_STATUS_CHARS]}"
+    return f"STATUS={' '.join(status.split())[:MAX_STATUS_CHARS]}"

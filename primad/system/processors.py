@@ -21,7 +21,7 @@ from primad.system import cgroups
 
 _NOT_BUSY = ("idle", "iowait", "guest", "guest_nice")
 """The time of guests counts as their host's already."""
-_MOST_TIMES: Final = 10
+_MAX_TIMES: Final = 10
 """All in all a process has so many times as long as it may take; with less of a processor nothing is to be had from it."""
 _PROC: Final = Path("/proc")
 
@@ -87,8 +87,8 @@ class OwnTime:
         self._start = self._looked = clock()
         self._starved_s = 0.0
 
-    def left_s(self, most_s: float) -> float:
-        """What is left of ``most_s``. To be asked again and again, as often as it is to be exact.
+    def left_s(self, max_s: float) -> float:
+        """What is left of ``max_s``. To be asked again and again, as often as it is to be exact.
 
         Its threads work for each other, so what the one takes that waited longest counts between two looks.
         """
@@ -97,7 +97,7 @@ class OwnTime:
         self._starved_s += min(max(0, longest_ns) / 1e9, now - self._looked)
         self._waited_ns, self._looked = waits, now
         took_s = now - self._start
-        return min(most_s - (took_s - self._starved_s), _MOST_TIMES * most_s - took_s)
+        return min(max_s - (took_s - self._starved_s), _MAX_TIMES * max_s - took_s)
 
     def _waits(self) -> dict[str, int]:
         found = {}

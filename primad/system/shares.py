@@ -15,17 +15,17 @@ T = TypeVar("T")
 
 
 class Shares:
-    """``room`` of something. A caller who holds none may always take ``least`` of it."""
+    """``room`` of something. A caller who holds none may always take ``minimum`` of it."""
 
-    def __init__(self, room: int, *, least: int = 0) -> None:
-        self._room, self._least = room, least
+    def __init__(self, room: int, *, minimum: int = 0) -> None:
+        self._room, self._minimum = room, minimum
         self._held: Counter[str] = Counter()
         self._taken = 0
 
     def has_room(self, caller: str, amount: int = 1) -> bool:
         """Whether ``caller`` may take ``amount`` more."""
         after = self._held[caller] + amount
-        return after <= max(self._least, self._room - self._taken - amount)
+        return after <= max(self._minimum, self._room - self._taken - amount)
 
     def take(self, caller: str, amount: int = 1) -> None:
         """``caller`` holds ``amount`` more, whether or not there was room."""

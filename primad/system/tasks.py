@@ -18,7 +18,7 @@ def mistake(error: BaseException) -> str:
     return f"internal error of the head: {type(error).__name__}: {error}"
 
 
-def settle(future: asyncio.Future[_Result], result: _Result) -> None:
+def resolve(future: asyncio.Future[_Result], result: _Result) -> None:
     """Give ``future`` its ``result``, unless it has one already or nobody waits for it any more."""
     if not future.done():
         future.set_result(result)

@@ -24,12 +24,12 @@ from primad.daemon.measuring import OwnProfile
 from primad.daemon.memory_watch import MemoryWatch, ram_room
 from primad.daemon.owner import OwnerPause
 from primad.daemon.pairing_service import PairingService
-from primad.daemon.reporter import Say
-from primad.daemon.station import Station
+from primad.daemon.reporter import ReportLine
+from primad.daemon.station import Node
 from primad.errors import ClusterError, printable
 from primad.layers.server import LayerServer
 from primad.network.admin import (
-    AdminAnswer,
+    AdminReply,
     AdminRequest,
     AdminServer,
     BringCode,
@@ -48,10 +48,8 @@ from primad.network.gate import Gate
 from primad.network.linkprobe import measure_links
 from primad.network.messages import (
     Dismiss,
+    DraftInput,
     Echo,
-    GuessLoad,
-    GuessRelease,
-    GuessText,
     HeadMessage,
     Hello,
     Introduce,
@@ -62,6 +60,7 @@ from primad.network.messages import (
     Link,
     LinksMeasured,
     Load,
+    LoadDraft,
     MeasureLinks,
     MemoryLow,
     MemoryRecovered,
@@ -71,6 +70,7 @@ from primad.network.messages import (
     Probed,
     Refused,
     Release,
+    ReleaseDraft,
     Remeasured,
     Revoked,
     Welcome,
@@ -83,13 +83,13 @@ from primad.settings.profiles import with_speeds
 from primad.system.notify import report
 from primad.system.tasks import Tasks
 from primad.trust.trust import HEAD
-from primad.worker.drafting import Guessing
-from primad.worker.participations import Participations
+from primad.worker.drafting import DraftService
+from primad.worker.participations import Stages
 
 logger = logging.getLogger(__name__)
 
-_MOST_RETIRED: Final = 256
-_MOST_HOLDS: Final = 4
+_MAX_RETIRED: Final = 256
+_MAX_HOLDS: Final = 4
 """Questions of a head for KV cells that are seen to at a time."""
 
 
@@ -116,16 +116,16 @@ class WorkerDaemon:
 
     def __init__(
         self,
-        station: Station,
+        node: Node,
         *,
         profile: OwnProfile,
-        say: Say,
+        report_line: ReportLine,
         versions: Versions = OURS,
     ) -> None:
-        config, identity, trust = station.config, station.identity, station.trust
+        config, identity, trust = node.config, node.identity, node.trust
         self._config, self._identity, self._trust = config, identity, trust
-        self._build, self._timings, self._versions = station.workspace.build, station.timings, versions
-        self._profile, self._say = profile, say
+        self._build, self._timings, self._versions = node.workspace.build, node.timings, versions
+        self._profile, self._report_line = profile, report_line
         self._name = config.name
         self._is_measured = profile.is_known
         self._discovery: Discovery | None = None
@@ -137,42 +137,45 @@ class WorkerDaemon:
             self._context,
             config.host,
             identity,
-            station.workspace.cache.reader,
-            cells=station.workspace.cells,
+            node.workspace.cache.reader,
+            cells=node.workspace.cells,
             bytes_per_s=config.transfer_limit_bytes_per_s,
             allows=self._admits,
         )
-        self._cells = HeldCells(station, self._context)
+        self._cells = HeldCells(node, self._context)
         self._memory_watch = MemoryWatch(
-            partial(ram_room, config.limits), self._memory_recovered, look_every_s=station.timings.memory_look_every_s
+            partial(ram_room, config.limits), self._memory_recovered, look_every_s=node.timings.memory_look_every_s
         )
-        self._participations = Participations(
-            station,
+        self._stages = Stages(
+            node,
             context=self._context,
             memory_watch=self._memory_watch,
-            tell=self._tell_of_ring,
-            say=say,
+            notify=self._notify_of_ring,
+            report_line=report_line,
         )
-        self._guessing = Guessing(
-            station, context=self._context, number=self._participations.next_number, tell=self._tell, say=say
+        self._draft_service = DraftService(
+            node, context=self._context, number=self._stages.next_number, notify=self._notify, report_line=report_line
         )
         self._pause = OwnerPause(config.home, pause_on_battery=config.pause_on_battery, changed=self._on_pause)
-        self._pairing = PairingService(station, say, HEAD)
+        self._pairing = PairingService(node, report_line, HEAD)
         self._lease: _Lease | None = None
         self._revoked_by: dict[str, str] = {}
         """The heads that said so, by key: their names. One that says hello again trusts this device again."""
-        self._retired: deque[bytes] = deque(maxlen=_MOST_RETIRED)
+        self._retired: deque[bytes] = deque(maxlen=_MAX_RETIRED)
         """Connections of heads that others took the place of: nothing that still arrives on them counts."""
         self._measuring: asyncio.Task[None] | None = None
         self._dismissed = asyncio.Event()
         self._stop = asyncio.Event()
         self._tasks, self._holding = Tasks(), Tasks()
-        self._turns = asyncio.Semaphore(_MOST_HOLDS)
-        self._gpu_care = station.gpu_care
+        self._turns = asyncio.Semaphore(_MAX_HOLDS)
+        self._gpu_care = node.gpu_care
         self._gpu_care.attend(
-            lambda: profile.now(self._name), say=say, changed=self._on_gpu, recovered=self._gpu_recovered
+            lambda: profile.now(self._name),
+            report_line=report_line,
+            changed=self._on_gpu,
+            recovered=self._gpu_recovered,
         )
-        self._say_next_s: dict[str, float] = {}
+        self._report_next_s: dict[str, float] = {}
 
     async def run(self) -> None:
         """Serve until cancelled or ``leave`` was asked for. Raises ``ClusterError`` when a port cannot be used."""
@@ -180,8 +183,8 @@ class WorkerDaemon:
             stack.callback(self._context.destroy, linger=0)  # also what was not begun yet when the end came
             await stack.enter_async_context(Gate(self._context, self._admits))
             stack.callback(self._end.close)
-            stack.push_async_callback(self._participations.close)
-            stack.push_async_callback(self._guessing.end)
+            stack.push_async_callback(self._stages.close)
+            stack.push_async_callback(self._draft_service.end)
             stack.push_async_callback(self._tasks.close)
             stack.push_async_callback(self._pairing.close)
             sight = await stack.enter_async_context(AsyncExitStack())
@@ -207,7 +210,7 @@ class WorkerDaemon:
                     for task in tasks:
                         task.cancel()
                     # Beside each other: to say goodbye takes a while, and so does the end of a ring process.
-                    await asyncio.gather(sight.aclose(), self._end_participations())
+                    await asyncio.gather(sight.aclose(), self._end_stages())
 
     def leave(self) -> bool:
         """Hand over what this device computes, then end ``run``. False when that was asked for before."""
@@ -216,11 +219,11 @@ class WorkerDaemon:
         self._stop.set()
         return True
 
-    async def _end_participations(self) -> None:
+    async def _end_stages(self) -> None:
         await self._tasks.close()
         await self._end_holding()
-        await self._guessing.end()
-        await self._participations.close()
+        await self._draft_service.end()
+        await self._stages.close()
 
     async def _announce(self, stack: AsyncExitStack) -> None:
         try:
@@ -236,16 +239,16 @@ class WorkerDaemon:
                 is_measuring=not self._is_measured,
             )
         except MulticastError as exc:
-            self._say(f"{exc}; heads find this device by --device only")
+            self._report_line(f"{exc}; heads find this device by --device only")
         else:
             self._discovery = discovery
             self._pairing.use(discovery)
         self._pairing.name = self._name
-        self._say(f"{self._name} is waiting for a head (cluster {self._config.cluster}, port {self._end.port})")
+        self._report_line(f"{self._name} is waiting for a head (cluster {self._config.cluster}, port {self._end.port})")
         if self._pause.paused is not None:
-            self._say(f"{self._name} {self._pause.paused}")
+            self._report_line(f"{self._name} {self._pause.paused}")
         if not self._trust.entries() and not is_loopback(self._config.host):
-            self._say("no device is trusted yet; 'primad join --code' takes the code that 'primad serve' shows")
+            self._report_line("no device is trusted yet; 'primad join --code' takes the code that 'primad serve' shows")
 
     async def _measure(self) -> None:
         """Measure this device; heads greet it once they hear that it was."""
@@ -259,28 +262,28 @@ class WorkerDaemon:
             lease = self._lease
             if lease is not None:  # still, or again: then it has them already
                 lease.profile = with_speeds(lease.profile, better)
-                await self._tell(Remeasured(lease.profile))
+                await self._notify(Remeasured(lease.profile))
 
     async def _profile_now(self) -> DeviceProfile:
         """This device as of now, as far as its GPU is trusted."""
         return self._gpu_care.now(await asyncio.to_thread(self._profile.now, self._name))
 
     def _on_gpu(self) -> None:
-        self._tasks.start(self._tell_gpu())
+        self._tasks.start(self._notify_gpu())
 
     async def _gpu_recovered(self) -> None:
         """Other programs took of the GPU's memory, and there is more again."""
         gpu = (await self._profile_now()).gpu
         if self._lease is not None:
             self._lease.profile = replace(self._lease.profile, gpu=gpu)
-            await self._tell_gpu()
+            await self._notify_gpu()
 
-    async def _tell_gpu(self) -> None:
+    async def _notify_gpu(self) -> None:
         """The head's next plan has less of the GPU."""
         lease = self._lease
         if lease is not None:
             lease.profile = self._gpu_care.bounded(lease.profile)
-            await self._tell(Remeasured(lease.profile))
+            await self._notify(Remeasured(lease.profile))
 
     def _new_discovery(self) -> Discovery:
         try:
@@ -336,8 +339,8 @@ class WorkerDaemon:
     async def _on_revoked(self, key: str) -> None:
         """The head with ``key`` does not trust this device any more."""
         head = self._revoked_by[key] = self._trust.name_of(key) or "a head"
-        if self._may_say(f"revoked by {head}"):
-            self._say(
+        if self._may_report(f"revoked by {head}"):
+            self._report_line(
                 f"{head} revoked this device and gives it no more work; to pair again type 'primad pair' there and "
                 "'primad pair --code CODE' here"
             )
@@ -345,9 +348,9 @@ class WorkerDaemon:
             await self._end_lease()
 
     async def _probed(self, peer: bytes, probe: Probe) -> None:
-        if self._versions.agreed(probe.protocol, probe.oldest) is None and self._may_say("knock"):
+        if self._versions.agreed(probe.protocol, probe.oldest) is None and self._may_report("probe"):
             gap = version_gap(self._name, probe.device, printable(probe.version, 40), probe.protocol, self._versions)
-            self._say(f"refused: {gap}")
+            self._report_line(f"refused: {gap}")
         own = self._versions
         answer = Probed(protocol=own.protocol, oldest=own.oldest, version=own.primad, device=self._name)
         await self._end.send(peer, answer)
@@ -369,20 +372,20 @@ class WorkerDaemon:
         head = self._trust.name_of(key) or hello.device
         self._revoked_by.pop(key, None)
         self._stop_measuring()
-        await self._guessing.end()
-        await self._participations.release_all()  # also those of a link to the same head that broke
+        await self._draft_service.end()
+        await self._stages.release_all()  # also those of a link to the same head that broke
         is_new = lease is None or lease.session != hello.session
         if is_new:
             await self._end_holding()
-        if is_new and self._may_say("hello"):
-            self._say(f"head {head} is here")
+        if is_new and self._may_report("hello"):
+            self._report_line(f"head {head} is here")
             if hello.build != self._build:
-                self._say(build_gap(self._build, printable(hello.build, 200), head))
+                self._report_line(build_gap(self._build, printable(hello.build, 200), head))
         if lease is not None and lease.peer != peer:
             self._retired.append(lease.peer)
         profile = await self._profile_now()
         self._dismissed.clear()
-        self._participations.head = head
+        self._stages.head = head
         self._memory_watch.begin(profile.ram_available_bytes)
         self._lease = _Lease(
             peer=peer,
@@ -394,7 +397,7 @@ class WorkerDaemon:
             profile=profile,
             introduced=lease.introduced if lease is not None else frozenset(),
         )
-        await self._tell(
+        await self._notify(
             Welcome(
                 protocol=self._versions.protocol,
                 version=self._versions.primad,
@@ -409,21 +412,21 @@ class WorkerDaemon:
         match message:
             case Load():
                 load = msgspec.structs.replace(message, sources=scopes.of_contacts(message.sources))
-                await self._participations.start(load, lease.profile)
+                await self._stages.start(load, lease.profile)
             case Link(epoch=epoch, address=address, key=key, sender=sender):
-                await self._participations.link(epoch, scopes.endpoints(address)[0], key, sender)
+                await self._stages.link(epoch, scopes.endpoints(address)[0], key, sender)
             case Release(epoch=epoch):
-                await self._participations.release(epoch)
+                await self._stages.release(epoch)
             case Ping(status=status, number=number, revision=revision, why_idle=why_idle):
-                if why_idle != lease.why_idle and (not why_idle or self._may_say("idle")):
+                if why_idle != lease.why_idle and (not why_idle or self._may_report("idle")):
                     lease.why_idle = why_idle
                     if why_idle:
-                        self._say(f"head {lease.head}: {printable(why_idle)}")
-                await self._participations.remind(revision)
+                        self._report_line(f"head {lease.head}: {printable(why_idle)}")
+                await self._stages.remind(revision)
                 is_measuring = self._measuring is not None and not self._measuring.done()
-                await self._tell(Pong(number, self._participations.standing.revision, measuring=is_measuring))
+                await self._notify(Pong(number, self._stages.standing.revision, measuring=is_measuring))
                 if status:
-                    await self._participations.report()
+                    await self._stages.report()
             case Introduce(devices=devices, revoked=revoked):
                 lease.introduced = frozenset(each.key for each in devices) - set(revoked)
             case MeasureLinks(targets=targets):
@@ -434,25 +437,25 @@ class WorkerDaemon:
                 self._holding.start(self._hold(hold))
             case KvForget(keys=keys, lasting=lasting):
                 await self._cells.forget(keys, lasting=lasting)
-            case GuessLoad() if self._pause.paused is None:
-                guess = msgspec.structs.replace(message, sources=scopes.of_contacts(message.sources))
+            case LoadDraft() if self._pause.paused is None:
+                draft_token = msgspec.structs.replace(message, sources=scopes.of_contacts(message.sources))
                 threads = lease.profile.cpu.threads
-                await self._guessing.load(guess, max(1, threads // (1 + self._participations.is_serving)))
-            case GuessText(epoch=epoch, task=task):
-                self._guessing.tell(epoch, task)
-            case GuessRelease(epoch=epoch):
-                await self._guessing.release(epoch)
+                await self._draft_service.load(draft_token, max(1, threads // (1 + self._stages.is_serving)))
+            case DraftInput(epoch=epoch, task=task):
+                self._draft_service.notify(epoch, task)
+            case ReleaseDraft(epoch=epoch):
+                await self._draft_service.release(epoch)
             case Dismiss():
                 self._dismissed.set()
-            case GuessLoad():
-                logger.info("paused: guesses nothing")
+            case LoadDraft():
+                logger.info("paused: drafts nothing")
             case Probe() | Hello() | Echo() | Revoked():
                 raise AssertionError("answered before")
 
     async def _hold(self, hold: KvHold) -> None:
         async with self._turns:
             held = await self._cells.hold(hold.blocks, hold.layers, hold.sources, hold.timeout_s, verify=hold.verify)
-        await self._tell(KvHeld(number=hold.number, held=held))
+        await self._notify(KvHeld(number=hold.number, held=held))
 
     async def _measure_links(self, targets: list[Contact]) -> None:
         scopes = self._end.scopes
@@ -466,7 +469,7 @@ class WorkerDaemon:
         for link in found.links:
             scopes.saw(link.address)
         links = [replace(link, address=bare(link.address)) for link in found.links]
-        await self._tell(LinksMeasured(links=links, unreached=found.unreached))
+        await self._notify(LinksMeasured(links=links, unreached=found.unreached))
 
     async def _watch_lease(self) -> None:
         """End the lease of a head that is silent, or that the owner does not trust as a head any more."""
@@ -484,7 +487,7 @@ class WorkerDaemon:
             is_refused = not leads and (self._trust.trusts(lease.key) or lease.key in self._trust.revoked())
             how = "is not trusted as a head any more" if is_refused else "went away"
             await self._end_lease()
-            self._say(f"head {lease.head} {how}; waiting for a head")
+            self._report_line(f"head {lease.head} {how}; waiting for a head")
 
     async def _end_lease(self) -> None:
         if self._lease is not None:
@@ -492,8 +495,8 @@ class WorkerDaemon:
         self._lease = None
         self._dismissed.set()  # nobody is left to hand over to
         self._stop_measuring()
-        await self._guessing.end()
-        await self._participations.release_all()
+        await self._draft_service.end()
+        await self._stages.release_all()
         await self._end_holding()
 
     async def _end_holding(self) -> None:
@@ -508,55 +511,55 @@ class WorkerDaemon:
             self._measuring = None
 
     async def _memory_recovered(self, ram_available_bytes: int) -> None:
-        await self._tell(MemoryRecovered(ram_available_bytes))
+        await self._notify(MemoryRecovered(ram_available_bytes))
 
-    async def _tell(self, message: WorkerMessage) -> None:
+    async def _notify(self, message: WorkerMessage) -> None:
         if self._lease is not None:
             await self._end.send(self._lease.peer, message)
 
-    async def _tell_of_ring(self, message: WorkerMessage) -> None:
-        await self._tell(message)
+    async def _notify_of_ring(self, message: WorkerMessage) -> None:
+        await self._notify(message)
         if isinstance(message, MemoryLow):
-            await self._guessing.stop("memory is short on this device")
+            await self._draft_service.stop("memory is short on this device")
 
     async def _hand_over(self, reason: str) -> None:
         """Ask the head to do without this device and wait until it does; who computes nothing has nothing to wait for."""
         lease = self._lease
         if lease is None:
             return
-        await self._tell(Leaving(reason))
-        if not self._participations.is_serving:
+        await self._notify(Leaving(reason))
+        if not self._stages.is_serving:
             return
         timeout_s = self._timings.worker.hand_over_timeout_s
         at_once = "; Ctrl-C again ends at once" if self._stop.is_set() else ""
-        self._say(f"handing over to the others for at most {timeout_s:g} s{at_once}")
+        self._report_line(f"handing over to the others for at most {timeout_s:g} s{at_once}")
         try:
             async with asyncio.timeout(timeout_s):
                 await self._dismissed.wait()
         except TimeoutError:
-            self._say(f"head {lease.head} found nobody to take over within {timeout_s:g} s")
+            self._report_line(f"head {lease.head} found nobody to take over within {timeout_s:g} s")
 
     def _on_pause(self, paused: str | None) -> None:
         if paused is None:
-            self._say(f"{self._name} computes again; waiting for a head")
+            self._report_line(f"{self._name} computes again; waiting for a head")
             return
-        self._say(f"{self._name} {paused}")
+        self._report_line(f"{self._name} {paused}")
         self._tasks.start(self._stand_down(paused))
 
     async def _stand_down(self, reason: str) -> None:
         why = reason.partition(";")[0]
-        await self._guessing.stop(why)
+        await self._draft_service.stop(why)
         await self._hand_over(why)
-        await self._tell(Refused(f"{self._name} {reason}"))
+        await self._notify(Refused(f"{self._name} {reason}"))
         await self._end_lease()
-        await self._participations.unload()
+        await self._stages.unload()
 
-    def _may_say(self, topic: str) -> bool:
+    def _may_report(self, topic: str) -> bool:
         """Whether a line about ``topic``, which another device may cause as often as it likes, is said now."""
         now = time.monotonic()
-        if now < self._say_next_s.get(topic, 0.0):
+        if now < self._report_next_s.get(topic, 0.0):
             return False
-        self._say_next_s[topic] = now + self._timings.worker.say_every_s
+        self._report_next_s[topic] = now + self._timings.worker.report_every_s
         return True
 
     def _state(self) -> str:
@@ -568,9 +571,9 @@ class WorkerDaemon:
         if self._lease is None:
             revoked = ", ".join(sorted(self._revoked_by.values()))
             return f"waiting for a head; revoked by {revoked}" if revoked else "waiting for a head"
-        return f"{'computes' if self._participations.is_serving else 'ready'} for {self._lease.head}"
+        return f"{'computes' if self._stages.is_serving else 'ready'} for {self._lease.head}"
 
-    async def _administer(self, request: AdminRequest) -> AdminAnswer:
+    async def _administer(self, request: AdminRequest) -> AdminReply:
         match request:
             case OpenPairing():
                 return await self._pairing.open()
@@ -591,7 +594,7 @@ class WorkerDaemon:
                         "devices": dict.fromkeys(self._revoked_by.values(), "revoked this device")
                         | {self._name: self._state()},
                         "head": None if self._lease is None else self._lease.head,
-                        "serving": self._participations.is_serving,
+                        "serving": self._stages.is_serving,
                         "paused": self._pause.paused,
                         "port": self._end.port,
                         "revoked_by": sorted(self._revoked_by),

@@ -1,6 +1,6 @@
-"""A worker that guesses for a head: it has the whole of a small model, and works ahead of the text that the head tells.
+"""A worker that drafts for a head: it has the whole of a small model, and works ahead of the text that the head tells.
 
-One model at a time. Its layers come as those of windows do, and lie in the same cache. What it guesses is of use or not;
+One model at a time. Its layers come as those of windows do, and lie in the same cache. What it drafts is of use or not;
 nobody waits for it, and it ends as soon as this device's owner needs the memory.
 """
 
@@ -19,17 +19,17 @@ from halda import WindowAssignment
 from primad.daemon.bring import fetch_from
 from primad.daemon.draft_process import DraftingProcess
 from primad.daemon.layer_files import lease_layers, place_windows, release_files
-from primad.daemon.reporter import Say
-from primad.daemon.station import Station
+from primad.daemon.reporter import ReportLine
+from primad.daemon.station import Node
 from primad.errors import ClusterError, PrimadError, RingError
 from primad.gguf.header import read_header
 from primad.layers.fetch import in_thread, missing_layers
-from primad.network.messages import GuessesMade, GuessLoad, GuessState
+from primad.network.messages import DraftModelState, DraftsMade, LoadDraft
 from primad.ring.speculation.messages import DraftModel, TextTask
 from primad.settings.quantities import show_bytes
 from primad.system.memory import memory
 from primad.system.niceness import apply_nice
-from primad.worker.participations import TellHead
+from primad.worker.participations import NotifyHead
 
 logger = logging.getLogger(__name__)
 
@@ -44,26 +44,32 @@ class _Loading:
     """A model that is loaded, or on its way, for ring ``epoch``: the latest that asked for it."""
 
     epoch: int
-    load: GuessLoad
+    load: LoadDraft
     task: asyncio.Task[None] | None = None
     process: DraftingProcess | None = None
 
     @property
-    def state(self) -> GuessState:
-        return GuessState(epoch=self.epoch, ready=self.process is not None)
+    def state(self) -> DraftModelState:
+        return DraftModelState(epoch=self.epoch, ready=self.process is not None)
 
 
-class Guessing:
-    """Guesses for the head that ``tell`` reaches; ``number`` gives numbers that no other load of this worker has."""
+class DraftService:
+    """Drafts for the head that ``notify`` reaches; ``number`` gives numbers that no other load of this worker has."""
 
     def __init__(
-        self, station: Station, *, context: zmq.asyncio.Context, number: Callable[[], int], tell: TellHead, say: Say
+        self,
+        node: Node,
+        *,
+        context: zmq.asyncio.Context,
+        number: Callable[[], int],
+        notify: NotifyHead,
+        report_line: ReportLine,
     ) -> None:
-        self._station, self._context = station, context
-        self._number, self._tell, self._say = number, tell, say
+        self._node, self._context = node, context
+        self._number, self._notify, self._report_line = number, notify, report_line
         self._current: _Loading | None = None
 
-    async def load(self, load: GuessLoad, threads: int) -> None:
+    async def load(self, load: LoadDraft, threads: int) -> None:
         """Load the model of ``load``, unless it is here already, for so many ``threads``; the head hears how it stands."""
         current = self._current
         if current is None or not _is_same(current.load, load):
@@ -71,15 +77,15 @@ class Guessing:
             current = self._current = _Loading(load.epoch, load)
             current.task = asyncio.create_task(self._work(current, threads))
         current.epoch = load.epoch
-        await self._tell(current.state)
+        await self._notify(current.state)
 
-    def tell(self, epoch: int, task: TextTask) -> None:
-        """What the model is to know for ring ``epoch``; of another one than it guesses for it is dropped."""
+    def notify(self, epoch: int, task: TextTask) -> None:
+        """What the model is to know for ring ``epoch``; of another one than it drafts for it is dropped."""
         current = self._current
         if current is None or current.epoch != epoch or current.process is None:
             return
         try:
-            current.process.tell(task)
+            current.process.notify(task)
         except RingError as exc:
             logger.warning("%s", exc)
             if current.task is not None:
@@ -91,30 +97,30 @@ class Guessing:
             await self.end()
 
     async def end(self) -> None:
-        """Nobody needs guesses."""
+        """Nobody needs drafts."""
         current, self._current = self._current, None
         if current is not None and current.task is not None:
             current.task.cancel()
             await asyncio.wait([current.task])
 
     async def stop(self, why: str) -> None:
-        """Guess no more, and tell the head ``why``."""
+        """Draft no more, and tell the head ``why``."""
         current = self._current
         if current is not None:
             await self.end()
-            self._say(f"guesses no more: {why}")
-            await self._tell(GuessState(epoch=current.epoch, ready=False, error=why))
+            self._report_line(f"drafts no more: {why}")
+            await self._notify(DraftModelState(epoch=current.epoch, ready=False, error=why))
 
     async def _work(self, current: _Loading, threads: int) -> None:
         number = self._number()
         error = "it was stopped"
         try:
             model = await self._fetch(current.load, number, threads)
-            current.process = await DraftingProcess.start(self._station.workspace.run / f"guesses-{number}.log")
-            apply_nice(current.process.pid, self._station.config.nice)
-            current.process.tell(model)
-            self._say("guessing for the head with a small model")
-            await self._tell(current.state)
+            current.process = await DraftingProcess.start(self._node.workspace.run / f"guesses-{number}.log")
+            apply_nice(current.process.pid, self._node.config.nice)
+            current.process.notify(model)
+            self._report_line("drafting for the head with a small model")
+            await self._notify(current.state)
             watching = asyncio.create_task(self._watch_memory())
             try:
                 hearing = asyncio.create_task(self._hear(current, current.process))
@@ -128,15 +134,15 @@ class Guessing:
         finally:
             if current.process is not None:
                 await current.process.close()
-            release_files(self._station.workspace, number)
+            release_files(self._node.workspace, number)
             if self._current is current:  # nobody ended it
                 self._current = None
-                self._say(f"guesses no more: {error}")
-                await self._tell(GuessState(epoch=current.epoch, ready=False, error=error))
+                self._report_line(f"drafts no more: {error}")
+                await self._notify(DraftModelState(epoch=current.epoch, ready=False, error=error))
 
     async def _hear(self, current: _Loading, process: DraftingProcess) -> None:
-        async for drafted in process.guesses():
-            await self._tell(GuessesMade(epoch=current.epoch, drafted=drafted))
+        async for drafted in process.drafts():
+            await self._notify(DraftsMade(epoch=current.epoch, drafted=drafted))
 
     async def _watch_memory(self) -> None:
         while True:
@@ -145,9 +151,9 @@ class Guessing:
             if found.available_bytes < TIGHT_SHARE * found.total_bytes:
                 raise ClusterError("memory is short on this device")
 
-    async def _fetch(self, load: GuessLoad, number: int, threads: int) -> DraftModel:
+    async def _fetch(self, load: LoadDraft, number: int, threads: int) -> DraftModel:
         """Have all of the model here, as a process takes it. Raises ``PrimadError`` where that cannot be."""
-        place, spec = self._station.workspace, load.window
+        place, spec = self._node.workspace, load.window
         size, found = sum(ref.size_bytes for ref in spec.layers), await asyncio.to_thread(memory)
         takes = max(size, load.memory_bytes)
         if found.available_bytes < takes + TIGHT_SHARE * found.total_bytes:
@@ -157,7 +163,7 @@ class Guessing:
         lease_layers(place, number, spec.layers)
         missing = await missing_layers(place.cache, {ref.digest: ref for ref in spec.layers}.values())
         if missing:
-            await fetch_from(self._station, self._context, load.sources, missing, lambda _: None)
+            await fetch_from(self._node, self._context, load.sources, missing, lambda _: None)
         place.cache.touch({ref.digest for ref in spec.layers})
         assignment = WindowAssignment(
             first=0,
@@ -177,13 +183,18 @@ class Guessing:
             memory_bytes=takes,
             threads=threads,
             context=load.context,
-            most=load.most,
+            maximum=load.maximum,
             first=load.first,
             files=window.layers,
             vocabulary=load.vocabulary,
         )
 
 
-def _is_same(one: GuessLoad, other: GuessLoad) -> bool:
+def _is_same(one: LoadDraft, other: LoadDraft) -> bool:
     """Whether the same model is loaded in the same way."""
-    return (one.window, one.context, one.most, one.first) == (other.window, other.context, other.most, other.first)
+    return (one.window, one.context, one.maximum, one.first) == (
+        other.window,
+        other.context,
+        other.maximum,
+        other.first,
+    )

@@ -50,7 +50,7 @@ class Parking:
             host=self._config.host,
             step_timeout_s=load.step_timeout_s,
             assignments=load.assignments,
-            ahead_bytes=load.ahead_bytes,
+            read_ahead_bytes=load.read_ahead_bytes,
         )
         await process.send(reopen)
         return await process.answers(REOPEN_S)

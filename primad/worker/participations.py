@@ -1,6 +1,6 @@
-"""A worker's participations in rings: one for each epoch, the one that serves and one that is being loaded beside it.
+"""A worker's stages in rings: one for each epoch, the one that serves and one that is being loaded beside it.
 
-A participation whose ring ended leaves its ring process behind, with its windows loaded. When the next plan, or the
+A stage whose ring ended leaves its ring process behind, with its windows loaded. When the next plan, or the
 next head, asks for the same windows, that process serves them again at once; else it is ended when something else is
 loaded, or after ``keep_loaded_s``.
 """
@@ -24,8 +24,8 @@ from primad.daemon.layer_files import check_layers, distrust
 from primad.daemon.loaded_process import LoadedProcess
 from primad.daemon.loading import WindowLoad
 from primad.daemon.memory_watch import MemoryWatch
-from primad.daemon.reporter import Say
-from primad.daemon.station import Station
+from primad.daemon.reporter import ReportLine
+from primad.daemon.station import Node
 from primad.errors import (
     DiskError,
     LoadAgainError,
@@ -36,9 +36,9 @@ from primad.errors import (
     WeightsError,
 )
 from primad.gguf.layers import LayerRef
-from primad.layers.givers import HubWays, own_token
+from primad.layers.givers import HubRoutes, own_token
 from primad.network import messages
-from primad.network.messages import Broken, DrawnLayer, Fault, Load, Loaded, Progress, WorkerMessage, WorkerStatus
+from primad.network.messages import Broken, DownloadedLayer, Fault, Load, Loaded, Progress, WorkerMessage, WorkerStatus
 from primad.ring.messages import (
     Connect,
     Loading,
@@ -57,45 +57,45 @@ from primad.worker.standing import Standing
 logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S: Final = 0.2
-MOST_UNREADABLE: Final = 2
+MAX_UNREADABLE: Final = 2
 """One file is read again from where it came, and another one; a disk that then fails once more is at an end."""
-MOST_PARTICIPATIONS: Final = 8
+MAX_LOADED_STAGES: Final = 8
 """A head has a ring that serves and one that is loaded; a plan may change while the last one's devices still let go."""
 
-TellHead = Callable[[WorkerMessage], Coroutine[Any, Any, None]]
+NotifyHead = Callable[[WorkerMessage], Coroutine[Any, Any, None]]
 """Sends a message to the head."""
 
 
 @dataclass(slots=True)
-class _Participation:
-    """This device's participation in one epoch: its task, and its ring process once that is loaded."""
+class _Stage:
+    """This device's stage in one epoch: its task, and its ring process once that is loaded."""
 
     task: asyncio.Task[None]
     process: LoadedProcess | None = None
-    drawn: list[DrawnLayer] = field(default_factory=list)
+    downloaded: list[DownloadedLayer] = field(default_factory=list)
 
 
-class Participations:
-    """All participations of this worker. ``tell`` reaches the head, ``say`` the owner; ``memory_watch`` hears when memory is
-    low. ``standing`` is what the head is to know of them."""
+class Stages:
+    """All stages of this worker. ``notify`` reaches the head, ``report_line`` the owner; ``memory_watch`` hears when
+    memory is low. ``standing`` is what the head is to know of them."""
 
     def __init__(
         self,
-        station: Station,
+        node: Node,
         *,
         context: zmq.asyncio.Context,
         memory_watch: MemoryWatch,
-        tell: TellHead,
-        say: Say,
+        notify: NotifyHead,
+        report_line: ReportLine,
     ) -> None:
-        self._station, self._config, self._place = station, station.config, station.workspace
-        self._context, self._timings = context, station.timings
-        self._memory_watch, self._tell, self._say = memory_watch, tell, say
+        self._node, self._config, self._place = node, node.config, node.workspace
+        self._context, self._timings = context, node.timings
+        self._memory_watch, self._notify, self._report_line = memory_watch, notify, report_line
         self.standing = Standing()
         self.head = ""
         """The name of the head that this device works for, for its owner."""
-        self._participations: dict[int, _Participation] = {}
-        self._parking = Parking(station.config)
+        self._stages: dict[int, _Stage] = {}
+        self._parking = Parking(node.config)
         self._busy, self._telling = Tasks(), Tasks()
         self._numbers = count(1)
         self._unreadable: list[tuple[str, float]] = []
@@ -107,39 +107,39 @@ class Participations:
     @property
     def is_serving(self) -> bool:
         """Whether a head uses this device in a ring."""
-        return bool(self._participations)
+        return bool(self._stages)
 
     async def start(self, load: Load, profile: DeviceProfile) -> None:
-        """Take part in ``load.epoch``, unless this device has ``MOST_PARTICIPATIONS`` participations already."""
+        """Take part in ``load.epoch``, unless this device has ``MAX_LOADED_STAGES`` stages already."""
         await self._end(load.epoch)
-        if len(self._participations) >= MOST_PARTICIPATIONS:
-            busy = f"this device takes part in {MOST_PARTICIPATIONS} rings, which is the most; release one first"
+        if len(self._stages) >= MAX_LOADED_STAGES:
+            busy = f"this device takes part in {MAX_LOADED_STAGES} rings, which is the most; release one first"
             self.standing.refuse(load.epoch, Broken(error=busy, fault="load"))
         else:
-            self._participations[load.epoch] = _Participation(task=asyncio.create_task(self._work(load, profile)))
+            self._stages[load.epoch] = _Stage(task=asyncio.create_task(self._work(load, profile)))
             self.standing.begin(load.epoch)
-        await self._tell(self.standing.message())
+        await self._notify(self.standing.message())
 
     async def link(self, epoch: int, address: str, key: str, sender: str) -> None:
         """Connect the ring process of ``epoch`` to its neighbours."""
-        participation = self._participations.get(epoch)
-        if participation is not None and participation.process is not None:
-            await participation.process.send(Connect(address, key, sender))
-            if self._participations.get(epoch) is participation:
+        stage = self._stages.get(epoch)
+        if stage is not None and stage.process is not None:
+            await stage.process.send(Connect(address, key, sender))
+            if self._stages.get(epoch) is stage:
                 self.standing.change(epoch, linked=True)
-                await self._tell(self.standing.message())
+                await self._notify(self.standing.message())
 
     async def remind(self, revision: int) -> None:
-        """Tell a head that knows how the participations stood in ``revision`` what has changed since, if anything has."""
+        """Tell a head that knows how the stages stood in ``revision`` what has changed since, if anything has."""
         if revision != self.standing.revision:
-            await self._tell(self.standing.message())
+            await self._notify(self.standing.message())
 
     async def report(self) -> None:
         """Ask all ring processes for their status; the head gets it as it comes."""
         await self._to_all(Report())
 
     async def release(self, epoch: int) -> None:
-        """The participation in ``epoch`` is over; its windows stay loaded for a while."""
+        """The stage in ``epoch`` is over; its windows stay loaded for a while."""
         before = self.standing.revision
         await self._end(epoch)
         await self.remind(before)
@@ -150,15 +150,15 @@ class Participations:
         One that is busy with the disk is waited for no longer than ``release_timeout_s``: the head is to be heard meanwhile.
         """
         self.standing.end(epoch)
-        participation = self._participations.pop(epoch, None)
-        if participation is not None:
-            participation.task.cancel()
-            _, busy = await asyncio.wait([participation.task], timeout=self._timings.worker.release_timeout_s)
+        stage = self._stages.pop(epoch, None)
+        if stage is not None:
+            stage.task.cancel()
+            _, busy = await asyncio.wait([stage.task], timeout=self._timings.worker.release_timeout_s)
             for task in busy:
                 self._busy.add(task)
 
     async def release_all(self) -> None:
-        """No participation goes on, and no head is here that is to hear of it."""
+        """No stage goes on, and no head is here that is to hear of it."""
         await asyncio.gather(*(self._end(epoch) for epoch in self.standing.epochs))
 
     async def unload(self) -> None:
@@ -172,14 +172,14 @@ class Participations:
         await self._parking.close()
 
     async def _to_all(self, command: RingCommand) -> None:
-        for participation in list(self._participations.values()):
-            if participation.process is not None:
-                await participation.process.send(command)
+        for stage in list(self._stages.values()):
+            if stage.process is not None:
+                await stage.process.send(command)
 
     async def _work(self, load: Load, profile: DeviceProfile) -> None:
         """Load the windows of ``load``; pass on what their ring process says until it breaks or this task is cancelled."""
         process: LoadedProcess | None = None
-        windows = WindowLoad(load, self.next_number(), self._station, profile)
+        windows = WindowLoad(load, self.next_number(), self._node, profile)
         fault: Fault = "fetch"
         try:
             await self._fetch(load, windows)
@@ -194,68 +194,68 @@ class Participations:
             await self._broke(load, exc, "disk")
         except WeightsError as exc:
             error = distrust(self._place.cache, exc, windows.layers)
-            await self._broke(load, error, self._blame_disk(error, fault))
+            await self._broke(load, error, self._attribute_to_disk(error, fault))
         except NextDeviceError as exc:
             await self._broke(load, exc, "next")
         except PrimadError as exc:
             again, sender = isinstance(exc, LoadAgainError), isinstance(exc, SenderError)
             await self._broke(load, exc, fault, again=again, sender=sender)
-        except Exception as exc:  # our own mistake; the head is to hear of it, or it waits for this participation
-            logger.exception("the participation in epoch %d failed", load.epoch)
+        except Exception as exc:  # our own mistake; the head is to hear of it, or it waits for this stage
+            logger.exception("the stage in epoch %d failed", load.epoch)
             await self._broke(load, RingError(f"internal error: {type(exc).__name__}: {exc}"), fault)
         finally:
             if process is None or process.number != windows.number:
                 windows.release()
-            is_kept = not (process is None or process.memory_low or self._station.gpu_care.is_cramped)
+            is_kept = not (process is None or process.memory_low or self._node.gpu_care.is_cramped)
             if process is not None and fault == "ring" and is_kept:
                 self._parking.put(process)
             elif process is not None:
                 self._parking.end(process)
 
-    def _blame_disk(self, error: WeightsError, fault: Fault) -> Fault:
-        """What a participation failed at whose weights could not be read: its disk, if that goes on."""
+    def _attribute_to_disk(self, error: WeightsError, fault: Fault) -> Fault:
+        """What a stage failed at whose weights could not be read: its disk, if that goes on."""
         now = time.monotonic()
         lately = [(text, at_s) for text, at_s in self._unreadable if now - at_s < self._timings.worker.forgiven_s]
         self._unreadable = [*lately, (str(error), now)]
-        return "disk" if str(error) in dict(lately) or len(lately) >= MOST_UNREADABLE else fault
+        return "disk" if str(error) in dict(lately) or len(lately) >= MAX_UNREADABLE else fault
 
     async def _broke(self, load: Load, error: PrimadError, fault: Fault, **how: bool) -> None:
         if fault == "fetch":  # the head says it, unless it is what went away
             logger.info("epoch %d: %s", load.epoch, error)
         else:
-            self._say(str(error))
+            self._report_line(str(error))
         await self._change(load, broken=Broken(error=str(error), fault=fault, **how))
 
     async def _change(self, load: Load, **changes: Any) -> None:
-        """The participation whose task this is stands otherwise now; one that was released meanwhile is of no interest."""
-        if self._own_participation(load) is not None:
+        """The stage whose task this is stands otherwise now; one that was released meanwhile is of no interest."""
+        if self._own_stage(load) is not None:
             self.standing.change(load.epoch, **changes)
-            await self._tell(self.standing.message())
+            await self._notify(self.standing.message())
 
-    def _own_participation(self, load: Load) -> _Participation | None:
-        """The participation whose task this is; None when it was released, though another may have begun in its epoch."""
-        participation = self._participations.get(load.epoch)
-        return participation if participation is not None and participation.task is asyncio.current_task() else None
+    def _own_stage(self, load: Load) -> _Stage | None:
+        """The stage whose task this is; None when it was released, though another may have begun in its epoch."""
+        stage = self._stages.get(load.epoch)
+        return stage if stage is not None and stage.task is asyncio.current_task() else None
 
     async def _fetch(self, load: Load, windows: WindowLoad) -> None:
         async def fetch(missing: Sequence[LayerRef], arrived: Callable[[int], None]) -> None:
             await self._parking.unload_if_it_has(missing)
             if load.origins:
-                ways = HubWays(
+                hub_routes = HubRoutes(
                     files=load.files,
                     token=own_token(),
                     head=load.sources[0] if load.sources else None,
                     context=self._context,
-                    identity=self._station.identity,
+                    identity=self._node.identity,
                     timings=self._timings.layers,
                 )
-                await bring_layers(self._station, ways, load.sources, load.origins, missing, arrived, windows.named)
+                await bring_layers(self._node, hub_routes, load.sources, load.origins, missing, arrived, windows.named)
                 return
-            await fetch_from(self._station, self._context, load.sources, missing, arrived)
+            await fetch_from(self._node, self._context, load.sources, missing, arrived)
 
         await windows.prepare(fetch, self._fetched(load.epoch))
-        if (participation := self._own_participation(load)) is not None:
-            participation.drawn = [DrawnLayer(name, tree) for name, tree in windows.drawn.items()]
+        if (stage := self._own_stage(load)) is not None:
+            stage.downloaded = [DownloadedLayer(name, tree) for name, tree in windows.downloaded.items()]
 
     def _fetched(self, epoch: int) -> Callable[[int, int], None]:
         """Takes how much was fetched, and of how much; the head is told now and then."""
@@ -265,7 +265,7 @@ class Participations:
             nonlocal told_s
             if done == total or time.monotonic() - told_s >= PROGRESS_INTERVAL_S:
                 told_s = time.monotonic()
-                self._telling.start(self._tell(Progress(epoch=epoch, phase="fetch", done=done, total=total)))
+                self._telling.start(self._notify(Progress(epoch=epoch, phase="fetch", done=done, total=total)))
 
         return progress
 
@@ -279,27 +279,27 @@ class Participations:
         return await windows.start(content)
 
     async def _pass_on(self, load: Load, process: LoadedProcess, event: RingEvent) -> None:
-        """Tell the head what the ring process says. Raises ``RingError`` where that ends the participation."""
+        """Tell the head what the ring process says. Raises ``RingError`` where that ends the stage."""
         match event:
             case Loading(windows):
-                await self._tell(Progress(epoch=load.epoch, phase="load", done=windows, total=len(load.windows)))
+                await self._notify(Progress(epoch=load.epoch, phase="load", done=windows, total=len(load.windows)))
             case Opened(address, key, keeps, cells):
                 self._place.cells.expect(cells)
-                participation = self._own_participation(load)
-                if participation is not None:
-                    participation.process = process
+                stage = self._own_stage(load)
+                if stage is not None:
+                    stage.process = process
                 layers = ", ".join(f"{spec.first}-{spec.last - 1}" for spec in load.windows)
-                self._say(f"computing layers {layers}" + (f" for {self.head}" if self.head else ""))
-                drawn = [] if participation is None else participation.drawn
+                self._report_line(f"computing layers {layers}" + (f" for {self.head}" if self.head else ""))
+                downloaded = [] if stage is None else stage.downloaded
                 port = int(address.rsplit(":", 1)[1])
-                await self._change(load, loaded=Loaded(port=port, key=key, keeps=keeps, drawn=drawn))
+                await self._change(load, loaded=Loaded(port=port, key=key, keeps=keeps, downloaded=downloaded))
             case Status():
                 rss = psutil.Process().memory_info().rss
-                await self._tell(WorkerStatus(epoch=load.epoch, status=event, daemon_rss_bytes=rss))
+                await self._notify(WorkerStatus(epoch=load.epoch, status=event, daemon_rss_bytes=rss))
             case ProcessMemoryLow(needed_bytes):
                 process.memory_low = True
-                available = await self._memory_watch.press(needed_bytes)
-                await self._tell(
+                available = await self._memory_watch.report_memory_low(needed_bytes)
+                await self._notify(
                     messages.MemoryLow(epoch=load.epoch, needed_bytes=needed_bytes, ram_available_bytes=available)
                 )
             case Overdue(waited_s=waited_s):

@@ -1,4 +1,4 @@
-"""How the worker's participations stand, as its head is to know it: one state each, and the number of the last change."""
+"""How the worker's stages stand, as its head is to know it: one state each, and the number of the last change."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any, Final
 
 import msgspec
 
-from primad.network.messages import Broken, ParticipationState, ParticipationStates
+from primad.network.messages import Broken, StageState, StageStates
 
-MOST_REFUSED: Final = 8
+MAX_REFUSED: Final = 8
 """So many refusals are remembered. The head asks again for what a worker knows nothing of, and is refused again."""
 
 
 class Standing:
-    """The state of each participation, and of what was refused until it is released; ``revision`` counts the changes."""
+    """The state of each stage, and of what was refused until it is released; ``revision`` counts the changes."""
 
     def __init__(self) -> None:
         self.revision = 0
-        self._states: dict[int, ParticipationState] = {}
+        self._states: dict[int, StageState] = {}
         self._refused: list[int] = []
 
     @property
@@ -25,23 +25,23 @@ class Standing:
         """Those of which there is something to know."""
         return list(self._states)
 
-    def message(self) -> ParticipationStates:
+    def message(self) -> StageStates:
         """What the head is to know."""
-        return ParticipationStates(revision=self.revision, states=list(self._states.values()))
+        return StageStates(revision=self.revision, states=list(self._states.values()))
 
     def begin(self, epoch: int) -> None:
-        """A participation begins in ``epoch``."""
-        self._put(ParticipationState(epoch=epoch, loaded=None, linked=False, broken=None))
+        """A stage begins in ``epoch``."""
+        self._put(StageState(epoch=epoch, loaded=None, linked=False, broken=None))
 
     def refuse(self, epoch: int, broken: Broken) -> None:
-        """No participation begins in ``epoch``."""
-        if len(self._refused) >= MOST_REFUSED:
+        """No stage begins in ``epoch``."""
+        if len(self._refused) >= MAX_REFUSED:
             self.end(self._refused[0])
-        self._put(ParticipationState(epoch=epoch, loaded=None, linked=False, broken=broken))
+        self._put(StageState(epoch=epoch, loaded=None, linked=False, broken=broken))
         self._refused.append(epoch)
 
     def change(self, epoch: int, **changes: Any) -> None:
-        """The participation in ``epoch``, which has begun and not ended, stands otherwise now."""
+        """The stage in ``epoch``, which has begun and not ended, stands otherwise now."""
         self._put(msgspec.structs.replace(self._states[epoch], **changes))
 
     def end(self, epoch: int) -> None:
@@ -50,6 +50,6 @@ class Standing:
             self._refused = [other for other in self._refused if other != epoch]
             self.revision += 1
 
-    def _put(self, state: ParticipationState) -> None:
+    def _put(self, state: StageState) -> None:
         self._states[state.epoch] = state
         self.revision += 1

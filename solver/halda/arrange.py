@@ -41,8 +41,8 @@ def arrange(
         last_of_head = (rounds - 1) * len(devices)
         head, size = sizes[last_of_head]
         # A device sends to one next device, so a head between two others keeps a window in every round.
-        least = 0 if rounds > 1 and len(devices) == 2 else 1
-        if size - missing < least:
+        minimum = 0 if rounds > 1 and len(devices) == 2 else 1
+        if size - missing < minimum:
             raise Infeasible(
                 f"the windows take {taken if taken < total else f'all {total}'} layers; the tail window on {head} needs "
                 f"{tail}: give {head} a larger window or another device a smaller one"
@@ -59,7 +59,7 @@ def arrange(
 
 def _check_cuts(route: Sequence[Window], model: ModelProfile) -> None:
     for window in route:
-        if window.first and window.first not in model.borders:
+        if window.first and window.first not in model.cut_points:
             more = f" and {model.cut_offset} more" if model.cut_offset else ""
             raise Infeasible(
                 f"a window of {model.architecture} may begin only at a multiple of {model.cut_multiple} layers{more}, "

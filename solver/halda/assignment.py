@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from halda.plan import OutputPlace, Plan, Window
 from halda.profile import ModelProfile
-from halda.streaming import smallest_ahead_bytes
+from halda.streaming import smallest_read_ahead_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +20,8 @@ class WindowAssignment:
 
     Of the first ``cpu_experts`` of those on the GPU the experts are in RAM. ``layer_bytes`` are the weights that the CPU
     computes, such experts among them, ``output_bytes`` those of an output matrix there (0 without). Of both together
-    ``resident_bytes`` stay in memory; the rest is read each time it is used. Where ``helped`` the GPU computes prompts
-    through these layers too.
+    ``resident_bytes`` stay in memory; the rest is read each time it is used. Where ``prefill_offload`` the GPU computes
+    prompts through these layers too.
     """
 
     first: int
@@ -31,7 +31,7 @@ class WindowAssignment:
     layer_bytes: int
     output_bytes: int
     resident_bytes: int
-    helped: bool = False
+    prefill_offload: bool = False
     cpu_experts: int = 0
 
     @property
@@ -52,7 +52,7 @@ class WindowAssignment:
     @property
     def uses_gpu(self) -> bool:
         """Whether a GPU computes anything of it."""
-        return self.gpu_layers > 0 or self.output == "gpu" or self.helped
+        return self.gpu_layers > 0 or self.output == "gpu" or self.prefill_offload
 
     @property
     def streamed_bytes(self) -> int:
@@ -80,12 +80,12 @@ def in_memory(
 class Assignment:
     """The ``windows`` of one device in the order of the route.
 
-    ``ahead_bytes`` are held ahead of what streams; 0 where experts stream one by one, as they are known only when their
+    ``read_ahead_bytes`` are read ahead of what streams; 0 where experts stream one by one, as they are known only when their
     layer's turn has come. The output matrix streams only where memory pressure asks for it.
     """
 
     windows: tuple[WindowAssignment, ...]
-    ahead_bytes: int
+    read_ahead_bytes: int
 
     @property
     def layers(self) -> int:
@@ -156,15 +156,15 @@ def _assignment(plan: Plan, model: ModelProfile, name: str) -> Assignment:
                 layer_bytes=size,
                 output_bytes=beside,
                 resident_bytes=size - part + beside,
-                helped=name in plan.helped and size > 0,
+                prefill_offload=name in plan.prefill_offload and size > 0,
             )
         )
     # A device of which nothing streams may have to, when memory gets short.
-    ahead = streaming.ahead_bytes if streaming.streamed_bytes else smallest_ahead_bytes(model)
-    return Assignment(windows=tuple(found), ahead_bytes=ahead)
+    read_ahead = streaming.read_ahead_bytes if streaming.streamed_bytes else smallest_read_ahead_bytes(model)
+    return Assignment(windows=tuple(found), read_ahead_bytes=read_ahead)
 
 
 def _ram_bytes(window: Window, model: ModelProfile) -> int:
     """Weights of a window that the CPU computes."""
-    experts = sum(model.layers[layer].expert_bytes for layer in window.apart)
+    experts = sum(model.layers[layer].expert_bytes for layer in window.experts_on_cpu)
     return experts + sum(model.layers[layer].size_bytes for layer in window.on_cpu)

@@ -20,17 +20,17 @@ from typing import Final, TypeVar
 
 from halda.profile import (
     BATCH_ROWS,
-    HELPED_ROWS,
+    OFFLOAD_FEW_ROWS,
     PREFILL_ROWS,
     RATE_WIDTH,
     CacheCost,
     CacheType,
     CpuProfile,
     GpuProfile,
-    HelpedSpeed,
     LayerProfile,
     LinkProfile,
     ModelProfile,
+    OffloadSpeed,
     TypeSpeed,
     WidthCost,
     Workload,
@@ -57,7 +57,7 @@ HIDDEN_COPIES: Final = 3
 """Hidden states of a chunk of a prompt that are on their way in or out of a process."""
 GPU_RUNTIME_BYTES: Final = 256 << 20
 """What a GPU backend keeps for itself (context, kernels)."""
-HELP_ROWS: Final = 32
+OFFLOAD_ROWS: Final = 32
 """With fewer rows llama.cpp copies no weights to a GPU: the processor computes them."""
 COPIED_SHARE: Final = 1 / 2
 """Of a layer the largest matrix has at most so much: 0.45 where two of feed-forward's are stored as one (Phi-3), 0.28 of an
@@ -116,7 +116,7 @@ KV_VALUE_BYTES: Final[Mapping[CacheType, Fraction]] = {
 """Bytes of a value in the KV cache: those of a block over its values."""
 
 
-AnySpeed = TypeVar("AnySpeed", TypeSpeed, HelpedSpeed)
+AnySpeed = TypeVar("AnySpeed", TypeSpeed, OffloadSpeed)
 
 
 def speed_of(speeds: Sequence[AnySpeed], kind: str) -> AnySpeed:
@@ -141,7 +141,7 @@ def nearest_speed(speeds: Sequence[AnySpeed], kind: str) -> AnySpeed:
 
 def _as_type(speed: AnySpeed, kind: str) -> AnySpeed:
     """``speed`` as that of ``kind``, of which a weight takes as long to compute."""
-    if isinstance(speed, HelpedSpeed):
+    if isinstance(speed, OffloadSpeed):
         return replace(speed, type=kind)
     weights, one_s = bytes_per_weight(speed.type) / bytes_per_weight(kind), 1 / speed.decode_bytes_per_s
 
@@ -320,57 +320,64 @@ def layer_s(
     )
 
 
-def apart_s(
-    cpu: CpuProfile, gpu: GpuProfile, layer: LayerProfile, model: ModelProfile, rows: float, *, helped: bool = False
+def experts_on_cpu_s(
+    cpu: CpuProfile,
+    gpu: GpuProfile,
+    layer: LayerProfile,
+    model: ModelProfile,
+    rows: float,
+    *,
+    prefill_offload: bool = False,
 ) -> float:
     """What a layer on the GPU takes more where its experts are in RAM; below 0 where that is quicker.
 
-    The CPU computes them, or for a chunk the GPU that is ``helped``. The hidden states go there and back, as those of a
-    window do that has layers on the GPU.
+    The CPU computes them, or for a chunk the GPU that is ``prefill_offload``. The hidden states go there and back, as
+    those of a window do that has layers on the GPU.
     """
     if not layer.expert_bytes:
         return 0.0
-    in_ram_s = helped_experts_s(gpu, layer, model, rows) if helped else experts_s(cpu, layer, model, rows)
+    in_ram_s = offloaded_experts_s(gpu, layer, model, rows) if prefill_offload else experts_s(cpu, layer, model, rows)
     return gpu.step_s + in_ram_s - experts_s(gpu, layer, model, rows)
 
 
-def helped_layer_s(
+def offloaded_layer_s(
     gpu: GpuProfile, layer: LayerProfile, model: ModelProfile, rows: float, kv: float, kv_type: CacheType
 ) -> float:
-    """Seconds of one layer in RAM for a chunk of ``rows`` rows, at least ``HELP_ROWS``, that ``gpu`` computes.
+    """Seconds of one layer in RAM for a chunk of ``rows`` rows, at least ``OFFLOAD_ROWS``, that ``gpu`` computes.
 
     All of it is computed there, attention too, for which keys and values are copied as weights are. Of experts those are
     copied that a row of the chunk picked.
     """
     total = gpu.layer_s + sum(
-        size * _helped_s_per_byte(speed_of(gpu.helped, kind), rows) for kind, size in layer.bytes_by_type.items()
+        size * _offloaded_s_per_byte(speed_of(gpu.prefill_offload, kind), rows)
+        for kind, size in layer.bytes_by_type.items()
     )
-    total += weights_s(gpu.speeds, layer.adapter_reads, rows) + helped_experts_s(gpu, layer, model, rows)
-    copied_s = kv * kv_bytes_per_token(layer, kv_type) / speed_of(gpu.helped, "F16").few_bytes_per_s
+    total += weights_s(gpu.speeds, layer.adapter_reads, rows) + offloaded_experts_s(gpu, layer, model, rows)
+    copied_s = kv * kv_bytes_per_token(layer, kv_type) / speed_of(gpu.prefill_offload, "F16").few_bytes_per_s
     return total + copied_s + _products_s(gpu, rows * kv * query_width(layer, model) * layer.attends)
 
 
-def helped_experts_s(gpu: GpuProfile, layer: LayerProfile, model: ModelProfile, rows: float) -> float:
+def offloaded_experts_s(gpu: GpuProfile, layer: LayerProfile, model: ModelProfile, rows: float) -> float:
     """Seconds of the experts of a layer in RAM that the GPU computes for a chunk of ``rows`` rows."""
     if not layer.expert_bytes_by_type:
         return 0.0
     touched, rows_each = _picked(model, rows)
     computed_s = sum(
-        size * _helped_s_per_byte(speed_of(gpu.helped, kind), rows_each)
+        size * _offloaded_s_per_byte(speed_of(gpu.prefill_offload, kind), rows_each)
         for kind, size in layer.expert_bytes_by_type.items()
     )
     return touched * computed_s + gpu.routing.layer_s + rows * gpu.routing.row_s
 
 
-def _helped_s_per_byte(speed: HelpedSpeed, rows: float) -> float:
-    """Copying and computing add up, so seconds lie on one straight line; few rows count as ``HELPED_ROWS``.
+def _offloaded_s_per_byte(speed: OffloadSpeed, rows: float) -> float:
+    """Copying and computing add up, so seconds lie on one straight line; few rows count as ``OFFLOAD_FEW_ROWS``.
 
     Computing alone is no quicker with fewer rows than in proportion.
     """
     many_s = 2 * PREFILL_ROWS / bytes_per_weight(speed.type) / speed.prefill_flop_per_s
-    few_s = max(1 / speed.few_bytes_per_s, many_s * HELPED_ROWS / PREFILL_ROWS)
+    few_s = max(1 / speed.few_bytes_per_s, many_s * OFFLOAD_FEW_ROWS / PREFILL_ROWS)
     many_s = max(few_s, many_s)
-    return few_s + (many_s - few_s) * max(0.0, rows - HELPED_ROWS) / (PREFILL_ROWS - HELPED_ROWS)
+    return few_s + (many_s - few_s) * max(0.0, rows - OFFLOAD_FEW_ROWS) / (PREFILL_ROWS - OFFLOAD_FEW_ROWS)
 
 
 def copied_bytes(model: ModelProfile, workload: Workload) -> int:

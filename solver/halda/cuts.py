@@ -4,9 +4,9 @@ Every search begins with such plans. Where layers differ they also stand in for 
 knows how many layers a device should have, but not which, and a real window may then not fit.
 
 The devices stand in a fixed order, and each window range is priced by itself: as many layers on the GPU as fit, or none, or
-as many as fit without their experts, and then as many experts as fit; what overflows the RAM streams with as little held
+as many as fit without their experts, and then as many experts as fit; what overflows the RAM streams with as little read
 ahead as can be, or so much that nothing waits; the hops are shared out among the devices. The cheapest chain of windows is
-found exactly under these prices, and it leaves out whom it does without. How much is then held ahead is left to a program.
+found exactly under these prices, and it leaves out whom it does without. How much is then read ahead is left to a program.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from halda.plan import Window
 
 Floats = NDArray[np.float64]
 _DISK_TRIALS: Final = 6
-_AHEAD_TRIALS: Final = (0.5, 1.0)
+_READ_AHEAD_TRIALS: Final = (0.5, 1.0)
 """Of what makes waiting needless, in several rounds."""
-_MOST_TAILS: Final = 6
-_MOST_TAILS_OF_ROUNDS: Final = 3
+_MAX_TAILS: Final = 6
+_MAX_TAILS_OF_ROUNDS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,11 @@ def good_cuts(
 def _shapes(instance: Instance, devices: int, rounds: int) -> Iterator[tuple[int, int]]:
     """Layers of a round and where the tail begins, the shortest tails first."""
     model = instance.model
-    if rounds > model.most_rounds:
+    if rounds > model.max_rounds:
         return
     cut, missing = model.cut_multiple, model.cut_missing
     longest = (model.last_cut + missing) // (rounds * cut) * cut - missing
-    for step in range(_MOST_TAILS if rounds == 1 else _MOST_TAILS_OF_ROUNDS):
+    for step in range(_MAX_TAILS if rounds == 1 else _MAX_TAILS_OF_ROUNDS):
         # In one round a longer tail only moves windows, so sizes far apart are looked at.
         columns = longest - cut * ((1 << step) - 1 if rounds == 1 else step)
         if columns + missing < devices * cut:
@@ -103,19 +103,19 @@ class _Cut(NamedTuple):
 
     end: int
     gpu: int
-    apart: int
+    experts_on_cpu: int
     tail_gpu: int
-    tail_apart: int
+    tail_experts_on_cpu: int
 
     @property
     def on_gpu(self) -> dict[str, int]:
         """As a ``Window`` has it."""
-        return {"gpu_layers": self.gpu, "cpu_experts": self.apart}
+        return {"gpu_layers": self.gpu, "cpu_experts": self.experts_on_cpu}
 
     @property
     def tail_on_gpu(self) -> dict[str, int]:
         """As the last ``Window`` has it."""
-        return {"gpu_layers": self.tail_gpu, "cpu_experts": self.tail_apart}
+        return {"gpu_layers": self.tail_gpu, "cpu_experts": self.tail_experts_on_cpu}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +126,15 @@ class _Priced:
     price: Floats
     disk_s: Floats
     gpu: Any
-    apart: Any
+    experts_on_cpu: Any
     tail_gpu: Any
-    tail_apart: Any
+    tail_experts_on_cpu: Any
 
     def cut(self, first: int, end: int) -> _Cut:
         """The window from ``first`` to ``end``."""
-        found = (int(each[first, end]) for each in (self.gpu, self.apart, self.tail_gpu, self.tail_apart))
+        found = (
+            int(each[first, end]) for each in (self.gpu, self.experts_on_cpu, self.tail_gpu, self.tail_experts_on_cpu)
+        )
         return _Cut(end, *found)
 
 
@@ -164,8 +166,8 @@ class _Pricing:
         self._streamable = np.array(instance.streamable, np.float64)
         self._experts = np.array(instance.expert_bytes, np.float64)
         self._at = np.arange(columns + 1)
-        is_border = np.isin(self._at, [0, *instance.model.borders])
-        self._allowed = is_border[:, None] & is_border[None, :] & (self._at[:, None] <= self._at[None, :])
+        is_cut_point = np.isin(self._at, [0, *instance.model.cut_points])
+        self._allowed = is_cut_point[:, None] & is_cut_point[None, :] & (self._at[:, None] <= self._at[None, :])
         self._priced: dict[tuple[int, int], _Priced] = {}
 
     def cheapest(self, order: Sequence[int], required: frozenset[int]) -> tuple[float, list[_Cut]] | None:
@@ -245,9 +247,9 @@ class _Pricing:
         tail = self._tail if is_head else self._tail[:0]
         tail_gpu = len(tail) if tail_on_gpu else 0
         windows = self._rounds + is_head
-        helps = member.is_helped
-        besides = instance.gpu_runtime_bytes(windows, helps=helps)
-        if helps and is_head and not tail_on_gpu:
+        offloads = member.offloads_prefill
+        besides = instance.gpu_runtime_bytes(windows, offloads=offloads)
+        if offloads and is_head and not tail_on_gpu:
             besides += instance.output_copy_bytes
         vram = float(member.vram_limit - besides)
         experts = self._experts if parts else 0 * self._experts
@@ -256,16 +258,18 @@ class _Pricing:
             vram -= model.output_bytes + float(of_tail)
         size = self._columns + 1
         nowhere = _Priced(*(np.full((size, size), value) for value in (math.inf, 0.0, 0, 0, 0, 0)))
-        if (use_gpu or helps) and vram < 0:
+        if (use_gpu or offloads) and vram < 0:
             return nowhere
         starts = self._gpu_starts(vram, self._held - experts) if use_gpu else self._at
         start = np.maximum(self._at[:, None], starts[None, :])
         start = np.minimum(start, self._at[None, :])
         gpu = self._at[None, :] - start
         whole = self._whole_from(start, vram, experts) if use_gpu and parts else start
-        apart, tail_apart = whole - start, tail_gpu if parts else 0
+        experts_on_cpu, tail_experts_on_cpu = whole - start, tail_gpu if parts else 0
         uses_gpu = (gpu > 0) | tail_on_gpu
-        uses_cpu = (start > self._at[:, None]) | (apart > 0) | (len(tail) > tail_gpu) | (tail_apart > 0)
+        uses_cpu = (
+            (start > self._at[:, None]) | (experts_on_cpu > 0) | (len(tail) > tail_gpu) | (tail_experts_on_cpu > 0)
+        )
         fixed = instance.runtime_bytes(windows)
         fixed += (instance.head_bytes(windows) + (0 if tail_on_gpu else model.output_bytes)) * is_head
         in_ram = self._sum(experts, start, whole) + (experts[tail].sum() if tail_on_gpu else 0)
@@ -273,7 +277,7 @@ class _Pricing:
             self._sum(self._held, self._at[:, None], start) + (0 if tail_on_gpu else self._held[tail].sum()) + in_ram
         )
         in_vram = self._sum(self._held, start, self._at[None, :]) - self._sum(experts, start, whole)
-        in_vram = in_vram + besides * (uses_gpu | helps)
+        in_vram = in_vram + besides * (uses_gpu | offloads)
         if tail_on_gpu:
             in_vram = in_vram + model.output_bytes + of_tail
         overflow = fixed + on_cpu + (in_vram if member.shares_memory else 0) - member.ram_limit
@@ -286,30 +290,36 @@ class _Pricing:
         ):
             if weight:
                 rest = self._sum(np.array(phase.gpu), start, self._at[None, :])
-                rest = rest + self._sum(np.array(phase.apart), start, whole)
+                rest = rest + self._sum(np.array(phase.experts_on_cpu), start, whole)
                 rest = rest + windows * (member.step_s * uses_cpu + member.gpu_step_s * uses_gpu)
                 compute = self._sum(np.array(phase.cpu), self._at[:, None], start)
                 if is_head:
                     tail_s = np.array(phase.gpu if tail_on_gpu else phase.cpu)[tail].sum()
                     rest = rest + (member.gpu_output_s if tail_on_gpu else member.cpu_output_s) * output
-                    compute = compute + tail_s + np.array(phase.apart)[tail].sum() * bool(tail_apart)
+                    compute = compute + tail_s + np.array(phase.experts_on_cpu)[tail].sum() * bool(tail_experts_on_cpu)
                 may = streamable
                 if is_head and self._rounds > 1 and not instance.by_expert:
-                    least, most = regular_tails(self._rounds)
+                    lowest, highest = regular_tails(self._rounds)
                     longer = len(tail) - tail_gpu - (start - self._at[:, None])
-                    may = np.where((least <= longer) & (longer <= most), streamable, 0.0)
+                    may = np.where((lowest <= longer) & (longer <= highest), streamable, 0.0)
                 layers = start - self._at[:, None] + (len(tail) - tail_gpu)
                 seconds, reading_s = self._streamed(member, phase, _Need(compute, rest, overflow, may, layers))
                 price = price + weight * seconds
                 disk_s = reading_s if output else disk_s
-        return _Priced(price, disk_s, gpu, apart, *(np.full((size, size), count) for count in (tail_gpu, tail_apart)))
+        return _Priced(
+            price,
+            disk_s,
+            gpu,
+            experts_on_cpu,
+            *(np.full((size, size), count) for count in (tail_gpu, tail_experts_on_cpu)),
+        )
 
     def _streamed(self, member: Member, phase: Phase, need: _Need) -> tuple[Floats, Floats]:
         """Seconds of the windows and of the disk when ``overflow`` bytes do not fit; infinite where nothing helps."""
         seconds, disk_s = need.compute + need.rest, np.zeros(need.compute.shape)
         short = (need.overflow > 0) & self._allowed
         seconds[need.overflow > 0] = math.inf
-        if short.any() and not member.is_helped:
+        if short.any() and not member.offloads_prefill:
             found = _Need(*(np.broadcast_to(each, short.shape)[short] for each in need))
             seconds[short], disk_s[short] = self._read(member, phase, found)
         return seconds, disk_s
@@ -318,31 +328,31 @@ class _Pricing:
         """The same where something does not fit."""
         compute, rest, overflow, streamable, layers = need
         instance, k, rate = self._instance, self._rounds, member.disk_bytes_per_s
-        over, most = overflow + instance.reserve_bytes, streamable - instance.pool_bytes
+        over, highest = overflow + instance.reserve_bytes, streamable - instance.pool_bytes
         best, best_disk = np.full(compute.shape, math.inf), np.zeros(compute.shape)
-        for step in member.ahead_steps:
-            ways: list[Any] = [step.ahead_bytes]
+        for step in member.read_ahead_steps:
+            ways: list[Any] = [step.read_ahead_bytes]
             if k > 1 and not instance.by_expert:
-                ways += [np.maximum(step.wide_bytes, part * over / (k - 1)) for part in _AHEAD_TRIALS]
+                ways += [np.maximum(step.wide_bytes, part * over / (k - 1)) for part in _READ_AHEAD_TRIALS]
             elif not instance.by_expert:
                 ways.append(step.wide_bytes)
-            for ahead in ways:
-                streamed = over + ahead
+            for read_ahead in ways:
+                streamed = over + read_ahead
                 left = np.maximum(streamed - phase.spare_bytes, 0)
                 read = np.max(
                     [line.of_streamed * left + line.of_streamable * streamable for line in phase.read_lines], 0
                 )
-                waiting = read - k * ahead
+                waiting = read - k * read_ahead
                 if instance.by_expert:
                     seconds = compute + rest + read / rate
                 else:
-                    meanwhile = np.maximum(waiting, 0) if member.is_alone else read
+                    meanwhile = np.maximum(waiting, 0) if member.has_own_host else read
                     slowed = compute + rest + member.slows_s_per_byte * meanwhile
                     if phase is member.prefill:
-                        slowed = slowed + np.maximum(2 * read - (layers + k / instance.chunks) * ahead, 0) / rate
+                        slowed = slowed + np.maximum(2 * read - (layers + k / instance.chunks) * read_ahead, 0) / rate
                     waits = rest + k * phase.edge_s + waiting / rate
                     seconds = np.where(waiting > 0, np.maximum(slowed, waits), slowed)
-                seconds = np.where(streamed <= np.minimum(step.share * streamable, most), seconds, math.inf)
+                seconds = np.where(streamed <= np.minimum(step.share * streamable, highest), seconds, math.inf)
                 best_disk = np.where(seconds < best, read / rate, best_disk)
                 best = np.minimum(best, seconds)
         return best, best_disk

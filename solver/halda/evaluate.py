@@ -22,11 +22,11 @@ from typing import Final, Literal
 from halda.instance import Instance, Member, Phase, disk_of, grouped
 from halda.laps import Hop, Stop, all_chunks
 from halda.plan import Plan, Streaming, Window
-from halda.streaming import held_ahead, is_held
+from halda.streaming import held_read_ahead, is_held
 
 Objective = Literal["latency", "ttft", "throughput", "balanced"]
 OBJECTIVES: Final[tuple[Objective, ...]] = ("latency", "ttft", "throughput", "balanced")
-_AHEAD_TRIALS: Final = (0.25, 0.5, 0.75, 1.0)
+_READ_AHEAD_TRIALS: Final = (0.25, 0.5, 0.75, 1.0)
 """Of what makes waiting needless."""
 
 
@@ -44,7 +44,7 @@ class DevicePrediction:
     gpu_layers: int
     cpu_experts: int
     streamed_bytes: int
-    ahead_bytes: int
+    read_ahead_bytes: int
     ram_bytes: int
     vram_bytes: int
     shard_bytes: int
@@ -128,12 +128,12 @@ class _Share:
     gpu: tuple[int, ...]
     streamable_bytes: int
     streamed_bytes: int
-    ahead_bytes: int
+    read_ahead_bytes: int
     tail_cpu: tuple[int, ...]
     tail_gpu: tuple[int, ...]
-    apart: tuple[int, ...]
+    experts_on_cpu: tuple[int, ...]
     """Layers among those on the GPU whose experts are on the CPU."""
-    tail_apart: tuple[int, ...]
+    tail_experts_on_cpu: tuple[int, ...]
 
     def uses_gpu(self, plan: Plan) -> bool:
         """Whether anything of this device is on its GPU."""
@@ -142,7 +142,7 @@ class _Share:
     @property
     def uses_cpu(self) -> bool:
         """Whether its processor computes anything of a layer."""
-        return any(self.cpu) or any(self.apart)
+        return any(self.cpu) or any(self.experts_on_cpu)
 
     def step_s(self, plan: Plan) -> float:
         """Seconds a window costs besides its layers: on the processor where that has some of them, on the GPU likewise."""
@@ -156,7 +156,9 @@ class _Share:
 
     def compute_s(self, phase: Phase, plan: Plan) -> float:
         """Seconds of all windows, the output matrix aside."""
-        layers_s = _dot(self.cpu, phase.cpu) + _dot(self.gpu, phase.gpu) + _dot(self.apart, phase.apart)
+        layers_s = (
+            _dot(self.cpu, phase.cpu) + _dot(self.gpu, phase.gpu) + _dot(self.experts_on_cpu, phase.experts_on_cpu)
+        )
         return layers_s + self.windows * self.step_s(plan)
 
     def read_bytes(self, phase: Phase) -> float:
@@ -183,7 +185,7 @@ class _Share:
         windows_s, rest_s = self.compute_s(phase, plan) - tail_s, self.rest_s(phase, plan, 0.0)
 
         def reading_s(compute_s: float, rest_s: float, read: float, layers: int, stops: int) -> float:
-            within = 2 * read - (layers + stops / chunks) * self.ahead_bytes
+            within = 2 * read - (layers + stops / chunks) * self.read_ahead_bytes
             return self._reading_s(phase, compute_s, rest_s, read, stops, max(0.0, within))
 
         if instance.by_expert:
@@ -203,7 +205,7 @@ class _Share:
         self, phase: Phase, compute_s: float, rest_s: float, read: float, stops: int, within: float = 0.0
     ) -> float:
         """Seconds of ``stops`` stops that compute and read; for ``within`` bytes layers wait for each other."""
-        waiting, disk = read - stops * self.ahead_bytes, self.member.disk_bytes_per_s
+        waiting, disk = read - stops * self.read_ahead_bytes, self.member.disk_bytes_per_s
         compute_s += self.slowed_s(read, stops) + within / disk
         if waiting <= 0:
             return compute_s
@@ -217,7 +219,7 @@ class _Share:
 
     def window_s(self, window: Window, phase: Phase, plan: Plan, instance: Instance) -> float:
         """Seconds that a window computes."""
-        parts = (window.on_cpu, phase.cpu), (window.on_gpu, phase.gpu), (window.apart, phase.apart)
+        parts = (window.on_cpu, phase.cpu), (window.on_gpu, phase.gpu), (window.experts_on_cpu, phase.experts_on_cpu)
         return sum(_dot(_by_kind(layers, instance), seconds) for layers, seconds in parts) + self.step_s(plan)
 
     def has_long_stop(self, plan: Plan) -> bool:
@@ -244,7 +246,7 @@ class _Share:
     def slowed_s(self, read: float, stops: int) -> float:
         """Seconds that computing in so many stops takes longer because of what of ``read`` is read meanwhile."""
         return self.member.slows_s_per_byte * (
-            max(0.0, read - stops * self.ahead_bytes) if self.member.is_alone else read
+            max(0.0, read - stops * self.read_ahead_bytes) if self.member.has_own_host else read
         )
 
     def rest_s(self, phase: Phase, plan: Plan, output_s: float) -> float:
@@ -259,7 +261,11 @@ class _Share:
         """Seconds of the head's last window, if that is not its only one."""
         if len(plan.route) == 1:
             return 0.0
-        layers_s = _dot(self.tail_cpu, phase.cpu) + _dot(self.tail_gpu, phase.gpu) + _dot(self.tail_apart, phase.apart)
+        layers_s = (
+            _dot(self.tail_cpu, phase.cpu)
+            + _dot(self.tail_gpu, phase.gpu)
+            + _dot(self.tail_experts_on_cpu, phase.experts_on_cpu)
+        )
         return layers_s + self.step_s(plan)
 
 
@@ -307,9 +313,9 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
                 windows=share.windows,
                 layers=sum(share.cpu) + sum(share.gpu),
                 gpu_layers=sum(share.gpu),
-                cpu_experts=sum(share.apart),
+                cpu_experts=sum(share.experts_on_cpu),
                 streamed_bytes=share.streamed_bytes,
-                ahead_bytes=share.ahead_bytes,
+                read_ahead_bytes=share.read_ahead_bytes,
                 ram_bytes=ram[i],
                 vram_bytes=vram[i],
                 shard_bytes=_shard_bytes(plan, instance, share),
@@ -345,18 +351,18 @@ def _waiting_between(
     """What each device waits besides ``windows_s``, as a disk reads ahead only while there is room: one of them does.
 
     From the beginning of its first stop to the end of its last one pass all rounds but one, and its disk has to read
-    all but what was held before. The stop with the tail is in no such time: all that may be held ahead is there by then.
+    all but what was held before. The stop with the tail is in no such time: all that may be read ahead is there by then.
     """
     waiting, others = [0.0] * len(shares), plan.rounds - 1
     if not others or instance.by_expert:
         return waiting
     first_s, other_s = shares[0].stops_s(plan, output_s)
-    laps_s = others * (sum(windows_s) + hops_s - first_s) + other_s
+    ring_passes_s = others * (sum(windows_s) + hops_s - first_s) + other_s
     for i, share in enumerate(shares[1:], 1):
-        late = share.read_bytes(share.member.decode) - share.ahead_bytes
-        waiting[i] = late / share.member.disk_bytes_per_s - (laps_s + windows_s[i]) / plan.rounds
-    most = max(range(len(shares)), key=lambda i: waiting[i])
-    return [max(0.0, seconds) if i == most else 0.0 for i, seconds in enumerate(waiting)]
+        late = share.read_bytes(share.member.decode) - share.read_ahead_bytes
+        waiting[i] = late / share.member.disk_bytes_per_s - (ring_passes_s + windows_s[i]) / plan.rounds
+    maximum = max(range(len(shares)), key=lambda i: waiting[i])
+    return [max(0.0, seconds) if i == maximum else 0.0 for i, seconds in enumerate(waiting)]
 
 
 def _prompt_s(
@@ -372,34 +378,34 @@ def _prompt_s(
     if instance.by_expert and len(plan.route) > 1:
         return _picking_prompt_s(plan, instance, shares, chunks)
     rounds, tail_s = plan.rounds, chunk_s[0][1]
-    lap_s = (sum(windows_s for windows_s, _ in chunk_s) + hops_s) / rounds
+    ring_pass_s = (sum(windows_s for windows_s, _ in chunk_s) + hops_s) / rounds
     stops = [windows_s / rounds for windows_s, _ in chunk_s]
     following = [share.chunk_s(plan, instance, chunks) for share in shares] if chunks > 1 else chunk_s
     trains = [chunks * windows_s / rounds for windows_s, _ in following]
     once_more_s = max(following[0][1], occupied_s / rounds)
-    laps_s, last_s, least = max(lap_s, chunks * occupied_s / rounds), (chunks - 1) * once_more_s, 0.0
+    ring_passes_s, last_s, minimum = max(ring_pass_s, chunks * occupied_s / rounds), (chunks - 1) * once_more_s, 0.0
     reading_s = [0.0] * len(shares)
     for host in _by_host(shares):
         stop_s = sum(stops[i] for i in host)
         train_s = sum(trains[i] for i in host)
-        least = max(least, rounds * train_s + chunks * following[0][1] if 0 in host else 0.0)
+        minimum = max(minimum, rounds * train_s + chunks * following[0][1] if 0 in host else 0.0)
         for i in host:
             share, phase = shares[i], shares[i].member.prefill
             read, disk = chunks * share.read_bytes(phase), share.member.disk_bytes_per_s
-            reading_s[i] = max(0.0, read - share.ahead_bytes) / disk
+            reading_s[i] = max(0.0, read - share.read_ahead_bytes) / disk
             if not read or instance.by_expert:
                 continue
             # From the beginning of its first stop to the end of its last one a disk reads what was not there.
-            around_s = lap_s - stops[i] + tail_s if i else 0.0
-            within_s = (2 * read - (chunks * sum(share.cpu) + 1) * share.ahead_bytes) / disk
-            all_read_s = phase.edge_s + (read - share.ahead_bytes) / disk
-            least = max(least, around_s + max(all_read_s, chunks * _dot(share.cpu, phase.cpu) + within_s))
+            around_s = ring_pass_s - stops[i] + tail_s if i else 0.0
+            within_s = (2 * read - (chunks * sum(share.cpu) + 1) * share.read_ahead_bytes) / disk
+            all_read_s = phase.edge_s + (read - share.read_ahead_bytes) / disk
+            minimum = max(minimum, around_s + max(all_read_s, chunks * _dot(share.cpu, phase.cpu) + within_s))
             if i:
-                late_s = (read / rounds - share.ahead_bytes) / disk
+                late_s = (read / rounds - share.read_ahead_bytes) / disk
                 train_s = max(train_s, chunks * share.rest_s(phase, plan, 0.0) / rounds + late_s)
-        laps_s, last_s = max(laps_s, train_s), max(last_s, train_s - stop_s)
-    least = max(least, *(sum(reading_s[i] for i in here) for here in _by_disk(shares)))
-    return max(least, (rounds - 1) * laps_s + lap_s + tail_s + last_s)
+        ring_passes_s, last_s = max(ring_passes_s, train_s), max(last_s, train_s - stop_s)
+    minimum = max(minimum, *(sum(reading_s[i] for i in here) for here in _by_disk(shares)))
+    return max(minimum, (rounds - 1) * ring_passes_s + ring_pass_s + tail_s + last_s)
 
 
 def _picking_prompt_s(plan: Plan, instance: Instance, shares: Sequence[_Share], chunks: int) -> float:
@@ -414,16 +420,16 @@ def _picking_prompt_s(plan: Plan, instance: Instance, shares: Sequence[_Share], 
         seconds[stop] = shares[stop % count].picking_s(window, plan, instance)
         stop += 1
     host_of = {i: host for host in _by_host(shares) for i in host}
-    laps = [
-        [Stop(lap[i], sum(lap[other] for other in host_of[i])) for i in range(count)]
-        for lap in (seconds[first : first + count] for first in range(0, len(seconds), count))
+    ring_passes = [
+        [Stop(ring_pass[i], sum(ring_pass[other] for other in host_of[i])) for i in range(count)]
+        for ring_pass in (seconds[first : first + count] for first in range(0, len(seconds), count))
     ]
     ring = [index[name] for name in plan.devices]
     hops = [
         Hop(instance.chunk_hops_s[a][b], occupied_s)
         for a, b, occupied_s in zip(ring, [*ring[1:], ring[0]], instance.chunk_links_s(ring), strict=True)
     ]
-    all_s: float = all_chunks(laps, hops, tail_s, chunks, max)
+    all_s: float = all_chunks(ring_passes, hops, tail_s, chunks, max)
     return all_s
 
 
@@ -432,7 +438,7 @@ def residency(
 ) -> Plan:
     """``plan`` with the streaming that its memory needs, for a plan that was made without a thought of it.
 
-    What is held ahead is the least, or so much more that ``value`` is smallest, as far as a few trials show. The result
+    What is read ahead is the least, or so much more that ``value`` is smallest, as far as a few trials show. The result
     may still break limits.
     """
     bare = replace(plan, streaming=())
@@ -444,7 +450,7 @@ def residency(
         return bare
     tried = [stream(bare, instance, {}), stream(bare, instance, {}, wide=True)]
     if plan.rounds > 1 and not instance.by_expert:
-        for part in _AHEAD_TRIALS:
+        for part in _READ_AHEAD_TRIALS:
             more = {name: int(part * size / (plan.rounds - 1)) for name, size in over.items() if size > 0}
             tried.append(stream(bare, instance, more))
 
@@ -458,33 +464,33 @@ def residency(
 def stream(
     plan: Plan,
     instance: Instance,
-    ahead: Mapping[str, int],
-    least: Mapping[str, int] | None = None,
+    read_ahead: Mapping[str, int],
+    minimum: Mapping[str, int] | None = None,
     *,
     wide: bool = False,
 ) -> Plan:
-    """``plan`` with each device streaming what its memory does not hold, and ``least`` in any case.
+    """``plan`` with each device streaming what its memory does not hold, and ``minimum`` in any case.
 
-    Of what streams ``ahead`` is held ahead by name, or what the engine needs where that is more, or two parts where it is to
-    be ``wide``. All streams where that is not enough.
+    Of what streams ``read_ahead`` is read ahead by name, or what the engine needs where that is more, or two parts
+    where it is to be ``wide``. All streams where that is not enough.
     """
     plan, found = replace(plan, streaming=()), []
     for share in _shares(plan, instance):
         name = share.member.name
         over = _ram_bytes(plan, instance, share) - share.member.ram_limit
-        wanted = (least or {}).get(name, 0)
-        if share.member.is_helped or (over <= 0 and not wanted):
+        wanted = (minimum or {}).get(name, 0)
+        if share.member.offloads_prefill or (over <= 0 and not wanted):
             continue
-        steps, most = share.member.ahead_steps, share.streamable_bytes
+        steps, maximum = share.member.read_ahead_steps, share.streamable_bytes
         for step in steps:
-            asked = step.wide_bytes if wide else ahead.get(name, 0)
-            held = 0 if instance.by_expert else held_ahead(steps, step, asked)
+            asked = step.wide_bytes if wide else read_ahead.get(name, 0)
+            held = 0 if instance.by_expert else held_read_ahead(steps, step, asked)
             streamed = max(over + instance.reserve_bytes + held, wanted)
-            if step.holds(streamed, most):
+            if step.holds(streamed, maximum):
                 break
-        streamed = min(streamed, most - instance.pool_bytes)
+        streamed = min(streamed, maximum - instance.pool_bytes)
         if streamed > held + instance.reserve_bytes:
-            found.append(Streaming(device=name, streamed_bytes=streamed, ahead_bytes=held))
+            found.append(Streaming(device=name, streamed_bytes=streamed, read_ahead_bytes=held))
     return replace(plan, streaming=tuple(found))
 
 
@@ -500,18 +506,18 @@ def is_regular(plan: Plan, instance: Instance) -> bool:
     """Whether a program could have made ``plan``: only such plans are looked for.
 
     In several rounds a head that streams has about as many layers on the CPU in its tail as in each window; and what is
-    held ahead is what a step needs, or wide.
+    read ahead is what a step needs, or wide.
     """
     if instance.by_expert:
         return True
     for share in _shares(plan, instance):
-        steps, streamable = share.member.ahead_steps, share.streamable_bytes
-        if share.streamed_bytes and not is_held(steps, share.streamed_bytes, streamable, share.ahead_bytes):
+        steps, streamable = share.member.read_ahead_steps, share.streamable_bytes
+        if share.streamed_bytes and not is_held(steps, share.streamed_bytes, streamable, share.read_ahead_bytes):
             return False
     if plan.rounds == 1 or not plan.streaming_of(plan.head).streamed_bytes:
         return True
-    least, most = regular_tails(plan.rounds)
-    return least <= len(plan.route[-1].on_cpu) - len(plan.route[0].on_cpu) <= most
+    minimum, maximum = regular_tails(plan.rounds)
+    return minimum <= len(plan.route[-1].on_cpu) - len(plan.route[0].on_cpu) <= maximum
 
 
 def route_s(plan: Plan, instance: Instance) -> list[float]:
@@ -525,7 +531,7 @@ def route_s(plan: Plan, instance: Instance) -> list[float]:
 
 
 def _shares(plan: Plan, instance: Instance) -> list[_Share]:
-    members = {member.name: member for member in instance.helping(plan).members}
+    members = {member.name: member for member in instance.offloading(plan).members}
     return [_share(plan, instance, members[name]) for name in plan.devices]
 
 
@@ -552,11 +558,11 @@ def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
         gpu=gpu,
         streamable_bytes=streamable,
         streamed_bytes=streaming.streamed_bytes,
-        ahead_bytes=streaming.ahead_bytes,
+        read_ahead_bytes=streaming.read_ahead_bytes,
         tail_cpu=_by_kind(windows[-1].on_cpu, instance),
         tail_gpu=_by_kind(windows[-1].on_gpu, instance),
-        apart=counted(lambda window: window.apart),
-        tail_apart=_by_kind(windows[-1].apart, instance),
+        experts_on_cpu=counted(lambda window: window.experts_on_cpu),
+        tail_experts_on_cpu=_by_kind(windows[-1].experts_on_cpu, instance),
     )
 
 
@@ -590,14 +596,14 @@ def _hops(plan: Plan, instance: Instance) -> tuple[list[float], float, tuple[flo
     if len(order) == 1:
         return [0.0], 0.0, (0.0, 0.0)
     pairs = list(zip(order, [*order[1:], order[0]], strict=True))
-    rows, laps = instance.members[0].prefill.rows, _laps(plan)
-    decode = [laps * instance.hops_s[a][b] for a, b in pairs]
-    chunk = math.fsum(laps * instance.chunk_hops_s[a][b] for a, b in pairs)
-    one = laps * instance.occupied_s(order)
+    rows, ring_passes = instance.members[0].prefill.rows, _ring_passes(plan)
+    decode = [ring_passes * instance.hops_s[a][b] for a, b in pairs]
+    chunk = math.fsum(ring_passes * instance.chunk_hops_s[a][b] for a, b in pairs)
+    one = ring_passes * instance.occupied_s(order)
     return decode, chunk, (one, rows * one)
 
 
-def _laps(plan: Plan) -> int:
+def _ring_passes(plan: Plan) -> int:
     """How often a token goes around: a round less where the tail has all of the head's last window, and the only worker
     two windows one after the other."""
     return sum(window.device == plan.head for window in plan.route[:-1])
@@ -612,9 +618,11 @@ def _kv(counts: Sequence[int], instance: Instance) -> int:
 
 
 def _ram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
-    total = _weights(share.cpu, instance) + _kv(share.cpu, instance) + _total(share.apart, instance.expert_bytes)
+    total = (
+        _weights(share.cpu, instance) + _kv(share.cpu, instance) + _total(share.experts_on_cpu, instance.expert_bytes)
+    )
     if share.streamed_bytes:
-        total += share.ahead_bytes + instance.reserve_bytes - share.streamed_bytes
+        total += share.read_ahead_bytes + instance.reserve_bytes - share.streamed_bytes
     total += instance.runtime_bytes(share.windows)
     if share.is_head:
         total += instance.head_bytes(share.windows) + (0 if plan.output_on_gpu else instance.model.output_bytes)
@@ -624,15 +632,15 @@ def _ram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
 
 
 def _vram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
-    helps = share.member.is_helped
-    if not (share.uses_gpu(plan) or helps):
+    offloads = share.member.offloads_prefill
+    if not (share.uses_gpu(plan) or offloads):
         return 0
-    besides = instance.gpu_runtime_bytes(share.windows, helps=helps)
+    besides = instance.gpu_runtime_bytes(share.windows, offloads=offloads)
     if share.is_head and plan.output_on_gpu:
         besides += instance.model.output_bytes
-    elif share.is_head and helps:
+    elif share.is_head and offloads:
         besides += instance.output_copy_bytes
-    weights = _weights(share.gpu, instance) - _total(share.apart, instance.expert_bytes)
+    weights = _weights(share.gpu, instance) - _total(share.experts_on_cpu, instance.expert_bytes)
     return weights + _kv(share.gpu, instance) + besides
 
 

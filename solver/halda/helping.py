@@ -20,30 +20,36 @@ from halda.solution import Solution
 
 OF_FIRST_TOKEN: Final[frozenset[Objective]] = frozenset(("ttft", "balanced"))
 """What takes less where prompts do."""
-MOST_ALONE: Final = 3
+MAX_ALONE: Final = 3
 """Of so many devices that could be helped each is tried alone, too; with more it would take too long."""
 _SAME: Final = 1e-9
 """Relative difference that is no difference."""
 
 
-def able_to_help(question: Instance) -> frozenset[str]:
+def able_to_offload(question: Instance) -> frozenset[str]:
     """The devices whose GPU is faster than their processor at a chunk of a prompt through layers in RAM."""
-    known = frozenset(device.device for device in question.devices if device.gpu is not None and device.gpu.helped)
-    pairs = zip(question.members, replace(question, helped=known).members, strict=True)
+    known = frozenset(
+        device.device for device in question.devices if device.gpu is not None and device.gpu.prefill_offload
+    )
+    pairs = zip(question.members, replace(question, prefill_offload=known).members, strict=True)
 
     def chunk_s(layer_s: tuple[float, ...]) -> float:
         return sum(count * seconds for count, seconds in zip(question.kind_totals, layer_s, strict=True))
 
-    return frozenset(helped.name for alone, helped in pairs if chunk_s(helped.prefill.cpu) < chunk_s(alone.prefill.cpu))
+    return frozenset(
+        prefill_offload.name
+        for alone, prefill_offload in pairs
+        if chunk_s(prefill_offload.prefill.cpu) < chunk_s(alone.prefill.cpu)
+    )
 
 
 def others_to_try(able: frozenset[str]) -> list[frozenset[str]]:
     """Who is helped in the plans that are solved besides the one without help."""
-    alone = [frozenset({name}) for name in sorted(able)] if 1 < len(able) <= MOST_ALONE else []
+    alone = [frozenset({name}) for name in sorted(able)] if 1 < len(able) <= MAX_ALONE else []
     return [able, *alone] if able else []
 
 
-def with_help(found: Solution, question: Instance, able: frozenset[str]) -> Solution:
+def with_offload(found: Solution, question: Instance, able: frozenset[str]) -> Solution:
     """``found``, of ``question``, in which those of the devices ``able`` to be helped are for which that is better."""
     question = question.with_rows(found.prediction.chunk_rows)
     plan, prediction = found.plan, found.prediction
@@ -52,10 +58,10 @@ def with_help(found: Solution, question: Instance, able: frozenset[str]) -> Solu
         return prediction.objective_s(found.objective, question.workload.answer_tokens)
 
     for device in plan.devices:
-        is_helped, is_of_use = device in plan.helped, plan.ram_layers_of(device) > 0
-        if device not in able or plan.streaming_of(device).streamed_bytes or not (is_helped or is_of_use):
+        offloads_prefill, is_of_use = device in plan.prefill_offload, plan.ram_layers_of(device) > 0
+        if device not in able or plan.streaming_of(device).streamed_bytes or not (offloads_prefill or is_of_use):
             continue
-        trial = plan.with_help({*plan.helped} ^ {device})
+        trial = plan.with_offload({*plan.prefill_offload} ^ {device})
         then = evaluate(trial, question)
         if then.short or value(then) > value(prediction) * (1 + _SAME):
             continue

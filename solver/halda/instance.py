@@ -33,7 +33,7 @@ class Phase:
     """One layer of each kind on the CPU."""
     gpu: tuple[float, ...]
     """One layer of each kind on the GPU."""
-    apart: tuple[float, ...]
+    experts_on_cpu: tuple[float, ...]
     """What that takes more where its experts are on the CPU; below 0 where it takes less."""
     spare_bytes: int
     """So much less streams than the plan says: room that is free meanwhile keeps it."""
@@ -66,11 +66,11 @@ class Member:
     disk_limit: int
     cpu_output_s: float
     gpu_output_s: float
-    ahead_steps: tuple[streaming.AheadStep, ...]
-    """What has to be held ahead, by the share that streams."""
-    is_alone: bool
+    read_ahead_steps: tuple[streaming.ReadAheadStep, ...]
+    """What has to be read ahead, by the share that streams."""
+    has_own_host: bool
     """Whether no other device of the question is on its machine."""
-    is_helped: bool = False
+    offloads_prefill: bool = False
     """Whether its GPU computes prompts through layers in RAM."""
 
     @property
@@ -112,9 +112,9 @@ class Instance:
     """Devices (the first is the head), links, model, workload and the owners' limits.
 
     ``crowded`` are the machines of which a part of a question does not have every device. A step of decode has
-    ``decode_rows`` rows, each of another sequence. Of devices that are ``helped`` the GPU computes prompts through layers in
-    RAM: these have no extra buffers, since what is in them cannot be copied, and do not stream, since they would travel
-    twice. ``experts`` says where those of layers on a GPU are.
+    ``decode_rows`` rows, each of another sequence. Of devices that are ``prefill_offload`` the GPU computes prompts
+    through layers in RAM: these have no extra buffers, since what is in them cannot be copied, and do not stream, since
+    they would travel twice. ``experts`` says where those of layers on a GPU are.
     """
 
     devices: tuple[DeviceProfile, ...]
@@ -124,7 +124,7 @@ class Instance:
     limits: Mapping[str, Limits]
     crowded: frozenset[str] = frozenset()
     decode_rows: int = 1
-    helped: frozenset[str] = frozenset()
+    prefill_offload: frozenset[str] = frozenset()
     experts: ExpertPlace = "auto"
 
     @cached_property
@@ -237,7 +237,9 @@ class Instance:
         changed = {one: other, other: one}
         if any(sum(device.host == each.host for device in self.devices) > 1 for each in (here, there)):
             return False
-        if replace(here, device=other, host=there.host) != there or (one in self.helped) != (other in self.helped):
+        if replace(here, device=other, host=there.host) != there or (one in self.prefill_offload) != (
+            other in self.prefill_offload
+        ):
             return False
         if self.limits.get(one, NO_LIMITS) != self.limits.get(other, NO_LIMITS):
             return False
@@ -251,17 +253,17 @@ class Instance:
         """The same question with chunks of so many rows."""
         return replace(self, workload=replace(self.workload, chunk_rows=chunk_rows))
 
-    def helping(self, plan: Plan) -> Instance:
+    def offloading(self, plan: Plan) -> Instance:
         """The same question where those devices of ``plan`` are helped that are in it."""
-        differ = self.helped.symmetric_difference(plan.helped).intersection(plan.devices)
-        return replace(self, helped=frozenset(plan.helped)) if differ else self
+        differ = self.prefill_offload.symmetric_difference(plan.prefill_offload).intersection(plan.devices)
+        return replace(self, prefill_offload=frozenset(plan.prefill_offload)) if differ else self
 
     def gpu_room(self, member: int, windows: int) -> int:
         """How many layers the GPU of a member with so many windows, or more, can hold at most."""
         sizes = zip(self.kinds, self.kv_bytes, strict=True)
         smallest = max(1, min(kind.size_bytes + kv - kind.expert_bytes * self.parts for kind, kv in sizes))
         found = self.members[member]
-        free = found.vram_limit - self.gpu_runtime_bytes(windows, helps=found.is_helped)
+        free = found.vram_limit - self.gpu_runtime_bytes(windows, offloads=found.offloads_prefill)
         return max(0, min(len(self.model.layers), free // smallest)) if found.has_gpu else 0
 
     @property
@@ -295,14 +297,14 @@ class Instance:
         moving = cost.hidden_bytes(self.model, self.workload)
         return cost.RUNTIME_BYTES + moving + windows * self.window_bytes + self.buffer_bytes
 
-    def gpu_runtime_bytes(self, windows: int, *, helps: bool = False) -> int:
+    def gpu_runtime_bytes(self, windows: int, *, offloads: bool = False) -> int:
         """VRAM of a device that uses its GPU, besides weights and KV cache.
 
-        The compute buffer of each of its windows stays there, and has room for what is copied where the GPU ``helps``. One
-        without layers or output on the GPU takes nothing, but counts: all windows of a device are alike, but for the head's
-        last.
+        The compute buffer of each of its windows stays there, and has room for what is copied where the GPU
+        ``offloads``. One without layers or output on the GPU takes nothing, but counts: all windows of a device are
+        alike, but for the head's last.
         """
-        return cost.GPU_RUNTIME_BYTES + windows * (self.gpu_buffer_bytes + self.copied_bytes * helps)
+        return cost.GPU_RUNTIME_BYTES + windows * (self.gpu_buffer_bytes + self.copied_bytes * offloads)
 
     @cached_property
     def copied_bytes(self) -> int:
@@ -385,8 +387,8 @@ class Instance:
         model, work = self.model, self.workload
         limits = self.limits.get(device.device, NO_LIMITS)
         gpu = device.gpu
-        is_helped = device.device in self.helped and gpu is not None and bool(gpu.helped)
-        if is_helped:
+        offloads_prefill = device.device in self.prefill_offload and gpu is not None and bool(gpu.prefill_offload)
+        if offloads_prefill:
             device = device.without_extra_buffers()
         _, chunk = cost.prefill_chunks(work)
         rows = self.decode_rows
@@ -415,8 +417,9 @@ class Instance:
                     else 0.0
                     for kind in self.kinds
                 ),
-                apart=tuple(
-                    cost.apart_s(cpu, gpu, kind, model, rows) if gpu is not None else 0.0 for kind in self.kinds
+                experts_on_cpu=tuple(
+                    cost.experts_on_cpu_s(cpu, gpu, kind, model, rows) if gpu is not None else 0.0
+                    for kind in self.kinds
                 ),
                 spare_bytes=spare_bytes,
                 read_lines=streaming.read_lines(model, rows),
@@ -424,26 +427,28 @@ class Instance:
 
         decode = phase(cpu, rows, cost.decode_kv_tokens(work), self.buffer_bytes, is_chunk=False)
         prefill = phase(device.cpu, chunk, work.prompt_tokens / 2, 0, is_chunk=True)
-        if is_helped and chunk >= cost.HELP_ROWS:
+        if offloads_prefill and chunk >= cost.OFFLOAD_ROWS:
             assert gpu is not None
-            helped = (
-                cost.helped_layer_s(gpu, kind, model, chunk, work.prompt_tokens / 2, work.kv_type)
+            prefill_offload = (
+                cost.offloaded_layer_s(gpu, kind, model, chunk, work.prompt_tokens / 2, work.kv_type)
                 for kind in self.kinds
             )
-            apart = (cost.apart_s(device.cpu, gpu, kind, model, chunk, helped=True) for kind in self.kinds)
-            prefill = replace(prefill, cpu=tuple(helped), apart=tuple(apart))
+            experts_on_cpu = (
+                cost.experts_on_cpu_s(device.cpu, gpu, kind, model, chunk, prefill_offload=True) for kind in self.kinds
+            )
+            prefill = replace(prefill, cpu=tuple(prefill_offload), experts_on_cpu=tuple(experts_on_cpu))
         return Member(
             profile=device,
             decode=decode,
             prefill=prefill,
-            ram_limit=_least(device.ram_available_bytes, limits.ram_bytes),
-            vram_limit=_least(gpu.vram_available_bytes, limits.vram_bytes) if gpu is not None else 0,
-            disk_limit=_least(device.disk.free_bytes, limits.disk_bytes),
+            ram_limit=_minimum(device.ram_available_bytes, limits.ram_bytes),
+            vram_limit=_minimum(gpu.vram_available_bytes, limits.vram_bytes) if gpu is not None else 0,
+            disk_limit=_minimum(device.disk.free_bytes, limits.disk_bytes),
             cpu_output_s=cost.output_s(cpu, cpu, model, rows),
             gpu_output_s=cost.output_s(device.cpu, gpu, model, rows) if gpu is not None else 0.0,
-            ahead_steps=streaming.ahead_steps(model, max(decode.cpu), device.disk.prefetch_bytes_per_s),
-            is_alone=device.host not in self.shared_hosts,
-            is_helped=is_helped,
+            read_ahead_steps=streaming.read_ahead_steps(model, max(decode.cpu), device.disk.prefetch_bytes_per_s),
+            has_own_host=device.host not in self.shared_hosts,
+            offloads_prefill=offloads_prefill,
         )
 
 
@@ -487,5 +492,5 @@ def grouped(keys: Iterable[Hashable]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found.values()))
 
 
-def _least(available: int, limit: int | None) -> int:
+def _minimum(available: int, limit: int | None) -> int:
     return available if limit is None else min(available, limit)

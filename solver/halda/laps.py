@@ -29,7 +29,7 @@ class Hop(NamedTuple):
 
 
 def all_chunks(
-    laps: Sequence[Sequence[Stop]],
+    ring_passes: Sequence[Sequence[Stop]],
     hops: Sequence[Hop],
     tail: Time,
     chunks: int,
@@ -37,13 +37,13 @@ def all_chunks(
 ) -> Time:
     """When the last of ``chunks`` leaves the tail.
 
-    ``laps`` are the rounds with the stops of each device in ring order, the head first; ``hops`` follow them. ``largest`` of
-    some times is not before any of them.
+    ``ring_passes`` are the rounds with the stops of each device in ring order, the head first; ``hops`` follow them.
+    ``largest`` of some times is not before any of them.
     """
     others, first, last = chunks - 1, 0, 0
     free, sent = list[Sequence[Time]](), list[Time]()
-    for r, lap in enumerate(laps):
-        for i, (stop, hop) in enumerate(zip(lap, hops, strict=True)):
+    for r, ring_pass in enumerate(ring_passes):
+        for i, (stop, hop) in enumerate(zip(ring_pass, hops, strict=True)):
             begin = largest(first, *free[i]) if r else first
             done = begin + stop.own
             last = largest(last + stop.own, done + others * stop.machine)

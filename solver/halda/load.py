@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from halda.evaluate import evaluate
 from halda.instance import Instance
 from halda.plan import Plan
-from halda.play import played_period_s
+from halda.play import simulated_period_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +38,18 @@ class UnderLoad:
     ttft_s: float
 
 
-def under_load(plan: Plan, instance: Instance, *, sequences: int, most_rows: int | None = None) -> UnderLoad:
-    """What ``plan`` gives so many ``sequences``, with at most ``most_rows`` rows a step, or as many as are of use."""
+def under_load(plan: Plan, instance: Instance, *, sequences: int, max_rows: int | None = None) -> UnderLoad:
+    """What ``plan`` gives so many ``sequences``, with at most ``max_rows`` rows a step, or as many as are of use."""
     hosts = {device.device: device.host for device in instance.devices}
     machines = 1 if plan.streaming else len({hosts[name] for name in plan.devices})
-    rows = min(math.ceil(sequences / machines), most_rows or sequences)
+    rows = min(math.ceil(sequences / machines), max_rows or sequences)
     steps = math.ceil(sequences / rows)
     asked = replace(
         instance, decode_rows=rows, workload=replace(instance.workload, sequences=1 if plan.streaming else steps)
     )
     period_s = evaluate(plan, asked).period_s
     if plan.rounds > 1 and steps > 1 and not plan.streaming:
-        period_s = max(period_s, played_period_s(plan, asked, steps))
+        period_s = max(period_s, simulated_period_s(plan, asked, steps))
     between_s = steps * period_s
     others_s = math.ceil((sequences - 1) / rows) * period_s
     return UnderLoad(

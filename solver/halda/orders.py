@@ -117,7 +117,7 @@ def good_order(instance: Instance, members: Sequence[int]) -> RingOrder:
     return best
 
 
-def least_hops(instance: Instance) -> list[HopShare]:
+def min_hops(instance: Instance) -> list[HopShare]:
     """For each member a lower bound of its share in the hops of any ring: half its best way in and out (decode, chunk)."""
     members = range(len(instance.devices))
     return [

@@ -27,12 +27,12 @@ class Column:
     kinds: Sequence[int]
     cpu: Expression
     gpu: Expression
-    apart: Expression
+    experts_on_cpu: Expression
 
     @property
     def in_ram(self) -> Expression:
         """Whether the CPU computes something of it."""
-        return self.cpu + self.apart
+        return self.cpu + self.experts_on_cpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +95,10 @@ class PickedPrompt:
         """Milliseconds of all chunks, as ``evaluate`` has it."""
         stops, tails = list[list[Expression]](), list[Expression]()
         for m, windows in enumerate(self.columns.windows):
-            *laps, tail = self._stops(m, windows, self.columns.tail if m == 0 else [])
-            stops.append(laps)
+            *ring_passes, tail = self._stops(m, windows, self.columns.tail if m == 0 else [])
+            stops.append(ring_passes)
             tails.append(tail)
-        laps = [
+        ring_passes = [
             [Stop(stops[m][r], self._of_machine(m, r, stops)) for m in self.columns.sequence]
             for r in range(self.rounds)
         ]
@@ -111,7 +111,7 @@ class PickedPrompt:
                 self.problem.addConstraint(found >= time, f"{name} is not before {i}")
             return found
 
-        return all_chunks(laps, self._hops(), tails[0], self.instance.chunks, largest)
+        return all_chunks(ring_passes, self._hops(), tails[0], self.instance.chunks, largest)
 
     def _stops(self, m: int, windows: Sequence[Column], tail: Sequence[Column]) -> list[Expression]:
         """Of each window of ``m``, and at last of its tail.
@@ -129,7 +129,7 @@ class PickedPrompt:
             for r, kind in zip(stops, column.kinds, strict=True):
                 read = part * (self.instance.streamable[kind] * unit_ms)
                 found[r] += [column.cpu * (phase.cpu[kind] * MS), column.gpu * (phase.gpu[kind] * MS), read]
-                found[r].append(column.apart * (phase.apart[kind] * MS))
+                found[r].append(column.experts_on_cpu * (phase.experts_on_cpu[kind] * MS))
                 reads.append(read)
         self.problem.addConstraint(pulp.lpSum(reads) == self.read_ms[m], f"what {m} reads for a prompt")
         return [pulp.lpSum(terms) for terms in found]
@@ -150,20 +150,20 @@ class PickedPrompt:
         host = next(host for host in self.instance.hosts if m in host)
         if len(host) == 1:
             return stops[m][r]
-        most = MS * sum(self._most_s(other) for other in host)
+        maximum = MS * sum(self._max_s(other) for other in host)
         busy = positive(self.problem, f"machine_{m}_{r}")
         self.problem.addConstraint(
-            busy >= pulp.lpSum(stops[other][r] for other in host) - most * (1 - self.used[m]),
+            busy >= pulp.lpSum(stops[other][r] for other in host) - maximum * (1 - self.used[m]),
             f"{m} busy {r}",
         )
         return busy
 
-    def _most_s(self, m: int) -> float:
+    def _max_s(self, m: int) -> float:
         """No window of ``m`` takes longer."""
         member, instance = self.instance.members[m], self.instance
         phase = member.prefill
         layers = sum(
-            max(phase.cpu[kind], phase.gpu[kind] + max(0.0, phase.apart[kind]))
+            max(phase.cpu[kind], phase.gpu[kind] + max(0.0, phase.experts_on_cpu[kind]))
             + instance.streamable[kind] / member.disk_bytes_per_s
             for kind in instance.kind_of
         )

@@ -52,14 +52,14 @@ class Window:
         return range(self.last - self.gpu_layers, self.last)
 
     @property
-    def apart(self) -> range:
+    def experts_on_cpu(self) -> range:
         """Those on the GPU whose experts are on the CPU."""
         return self.on_gpu[: self.cpu_experts]
 
     @property
     def in_ram(self) -> range:
         """Those of which the CPU computes something: weights of theirs are in RAM, or stream."""
-        return range(self.first, self.apart.stop)
+        return range(self.first, self.experts_on_cpu.stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +74,13 @@ class LeftOut:
 class Streaming:
     """Of what the CPU of ``device`` computes ``streamed_bytes`` are read from disk each time they are used.
 
-    The same share of each layer. At most ``ahead_bytes`` of them are in memory at a time, read ahead of their use. (0 where
-    layers have experts, which stream one by one: what is read of a layer is known only when its router has picked.)
+    The same share of each layer. At most ``read_ahead_bytes`` of them are in memory at a time, read ahead of their use.
+    (0 where layers have experts, which stream one by one: what is read of a layer is known only when its router has picked.)
     """
 
     device: str
     streamed_bytes: int
-    ahead_bytes: int
+    read_ahead_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +88,11 @@ class Plan:
     """Which device computes which layers.
 
     ``route`` holds the windows in the order a step visits them, without gaps; the first and the last are the head's. A
-    route of one window is the whole model on one device. ``rounds`` is the number of laps a token makes (paper: k).
+    route of one window is the whole model on one device. ``rounds`` is the number of ring passes a token makes (paper: k).
     ``output_on_gpu``: the output matrix is on the GPU of the head; llama.cpp puts it there before any layer of the tail
     window, and may put it there alone. ``streaming`` names the devices that stream; all layers of the others are resident,
-    and the output matrix always is. Of the devices that are ``helped`` the GPU computes prompts through layers in RAM too;
-    these do not stream.
+    and the output matrix always is. Of the devices that are ``prefill_offload`` the GPU computes prompts through layers
+    in RAM too; these do not stream.
     """
 
     rounds: int
@@ -100,7 +100,7 @@ class Plan:
     output_on_gpu: bool
     streaming: tuple[Streaming, ...]
     left_out: tuple[LeftOut, ...]
-    helped: tuple[str, ...] = ()
+    prefill_offload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.rounds >= 1
@@ -114,9 +114,9 @@ class Plan:
         assert len({streaming.device for streaming in self.streaming}) == len(self.streaming)
         for streaming in self.streaming:
             assert streaming.streamed_bytes > 0
-            assert streaming.ahead_bytes >= 0
-            assert streaming.device not in self.helped
-        assert set(self.helped) <= {window.device for window in self.route}
+            assert streaming.read_ahead_bytes >= 0
+            assert streaming.device not in self.prefill_offload
+        assert set(self.prefill_offload) <= {window.device for window in self.route}
 
     @property
     def head(self) -> str:
@@ -141,7 +141,7 @@ class Plan:
     @property
     def uses_gpu(self) -> bool:
         """Whether GPUs compute anything."""
-        return self.output_on_gpu or self.gpu_layers > 0 or bool(self.helped)
+        return self.output_on_gpu or self.gpu_layers > 0 or bool(self.prefill_offload)
 
     def output_place(self, device: str) -> OutputPlace:
         """Where ``device`` has the output matrix: the head's tail window ends in it."""
@@ -167,16 +167,16 @@ class Plan:
         for streaming in self.streaming:
             if streaming.device == device:
                 return streaming
-        return Streaming(device=device, streamed_bytes=0, ahead_bytes=0)
+        return Streaming(device=device, streamed_bytes=0, read_ahead_bytes=0)
 
     def ram_layers_of(self, device: str) -> int:
         """Of how many of them its processor computes something, or its GPU from RAM."""
         return sum(len(window.in_ram) for _, window in self.windows_of(device))
 
-    def with_help(self, devices: Iterable[str]) -> Plan:
+    def with_offload(self, devices: Iterable[str]) -> Plan:
         """The plan in which exactly these devices are helped."""
         names = set(devices)
-        return replace(self, helped=tuple(name for name in self.devices if name in names))
+        return replace(self, prefill_offload=tuple(name for name in self.devices if name in names))
 
     def after(self, device: str) -> str:
         """The device that receives what ``device`` sends: the next one in the ring."""

@@ -22,7 +22,7 @@ TOKENS: Final = 8
 _AIR: Final = -1
 
 
-def played_period_s(plan: Plan, instance: Instance, steps: int) -> float:
+def simulated_period_s(plan: Plan, instance: Instance, steps: int) -> float:
     """Seconds between the ends of two of so many ``steps``, once they follow each other as they do from then on."""
     assert not plan.streaming
     stops = _stops(plan, instance)

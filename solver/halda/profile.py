@@ -18,11 +18,11 @@ CacheType = Literal["f16", "q8_0", "q4_0"]
 """What the KV cache holds its values in."""
 KV_TYPES: Final[tuple[CacheType, ...]] = get_args(CacheType)
 """The largest first."""
-HELPED_ROWS: Final = 64
-"""Rows of the smaller measurement of a ``HelpedSpeed``."""
+OFFLOAD_FEW_ROWS: Final = 64
+"""Rows of the smaller measurement of a ``OffloadSpeed``."""
 RATE_WIDTH: Final = 2048
 """Values of a row of the matrices that ``TypeSpeed`` is measured with."""
-LEAST_HEAD_WIDTH: Final = 64
+MIN_HEAD_WIDTH: Final = 64
 """Channels of a head of attention, as narrow as they are in most models."""
 KV_BLOCK: Final = 32
 """Values of a block of a quantised KV cache: the heads of a model must be whole blocks wide."""
@@ -80,10 +80,10 @@ class TypeSpeed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HelpedSpeed:
+class OffloadSpeed:
     """How fast a chunk of a prompt is computed where a GPU helps: the weights stay in RAM and are copied to it each time.
 
-    ``few_bytes_per_s``: bytes of weights a second with ``HELPED_ROWS`` rows, most of which is copying;
+    ``few_bytes_per_s``: bytes of weights a second with ``OFFLOAD_FEW_ROWS`` rows, most of which is copying;
     ``prefill_flop_per_s``: 2 FLOP a weight and row, with ``PREFILL_ROWS`` rows. Fixed costs are in both.
     """
 
@@ -164,9 +164,10 @@ class GpuProfile:
     """One GPU as its backend reports it. ``unified_memory``: its memory is the RAM of the device.
 
     ``step_s`` is what a window with layers on this GPU costs a step besides them (copies to and fro among it). ``id`` is
-    what llama.cpp calls it ("CUDA0"): the only name that two of one kind do not share. ``helped`` is how fast it computes
-    prompts through layers that stay in RAM, by type; empty where it is not known to help. ``attention_flop_per_s`` is
-    how fast it computes attention of many rows (0: as products of F16), ``routing`` what layers with experts cost besides.
+    what llama.cpp calls it ("CUDA0"): the only name that two of one kind do not share. ``prefill_offload`` is how fast
+    it computes prompts through layers that stay in RAM, by type; empty where it is not known to help.
+    ``attention_flop_per_s`` is how fast it computes attention of many rows (0: as products of F16), ``routing`` what
+    layers with experts cost besides.
     """
 
     name: str
@@ -179,7 +180,7 @@ class GpuProfile:
     layer_s: float
     speeds: tuple[TypeSpeed, ...]
     id: str = ""
-    helped: tuple[HelpedSpeed, ...] = ()
+    prefill_offload: tuple[OffloadSpeed, ...] = ()
     attention_flop_per_s: float = 0.0
     routing: RoutingCost = RoutingCost()
 
@@ -361,11 +362,11 @@ class ModelProfile:
 
     @property
     def attention_heads(self) -> int:
-        """Heads of queries: as many as of ``LEAST_HEAD_WIDTH`` channels where the model says nothing else."""
-        return self.heads or -(-self.attention_width // LEAST_HEAD_WIDTH)
+        """Heads of queries: as many as of ``MIN_HEAD_WIDTH`` channels where the model says nothing else."""
+        return self.heads or -(-self.attention_width // MIN_HEAD_WIDTH)
 
     @property
-    def borders(self) -> range:
+    def cut_points(self) -> range:
         """The layers at which windows behind the first may begin."""
         return range(self.cut_offset or self.cut_multiple, self.last_cut + 1, self.cut_multiple)
 
@@ -375,9 +376,9 @@ class ModelProfile:
         return -self.cut_offset % self.cut_multiple
 
     @property
-    def most_rounds(self) -> int:
+    def max_rounds(self) -> int:
         """Rounds for which there may be places. With an offset those of a second round would be at twice as much of it."""
-        return min(len(self.borders), 1) if self.cut_offset else len(self.borders)
+        return min(len(self.cut_points), 1) if self.cut_offset else len(self.cut_points)
 
     @property
     def uncut(self) -> ModelProfile:

@@ -22,10 +22,10 @@ import pulp
 
 from halda.cuts import good_cuts
 from halda.evaluate import Objective, Prediction, evaluate, is_regular, residency, stream
-from halda.helping import OF_FIRST_TOKEN, able_to_help, others_to_try, with_help
+from halda.helping import OF_FIRST_TOKEN, able_to_offload, others_to_try, with_offload
 from halda.instance import ExpertPlace, Instance, instance
 from halda.milp.build import EVEN_MS, Program, build
-from halda.milp.layouts import Layout, alone_layout, cut_layout, even_layout, fixed_layout, new_problem
+from halda.milp.layouts import Layout, cut_layout, even_layout, fixed_layout, new_problem, single_device_layout
 from halda.milp.time import TIE
 from halda.orders import (
     EXACT_DEVICES,
@@ -35,7 +35,7 @@ from halda.orders import (
     good_order,
     hops_around,
     induced_orders,
-    least_hops,
+    min_hops,
 )
 from halda.plan import CutOff, Infeasible, LeftOut, Plan, Window
 from halda.profile import KV_TYPES, DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
@@ -46,7 +46,7 @@ from halda.variables import MS
 CHUNKS: Final = (128, 256, 1024, 2048)
 """Rows of a chunk of the prompt that may be better than those asked for where layers stream: what is read serves more of
 them, or a smaller buffer leaves more room for layers."""
-MOST_CHUNK_S: Final = 60.0
+MAX_CHUNK_S: Final = 60.0
 """A chunk that takes longer is not made larger: nothing else is computed meanwhile, and a ring whose step does not come back
 counts as broken after a while."""
 FEWER_GAIN: Final = 0.05
@@ -56,7 +56,7 @@ EXACT_CUTS: Final = 160
 _HOP_TRIALS: Final = 3
 _CUTS_TRIED: Final = 5
 _ORDERS_OF: Final = 5
-_LEAST_S: Final = 0.05
+_MIN_S: Final = 0.05
 _FIRST_S: Final = 5.0
 _HURRIED_S: Final = 1e-3
 _LONG_S: Final = 1.5
@@ -67,7 +67,7 @@ _STEEP_S: Final = 1000.0
 _SHORT_S: Final = 0.8
 """What is missing is looked for so long, or until there is an answer."""
 _ELASTIC_ORDERS: Final = 6
-_LEAST_BYTES: Final = 0.5
+_MIN_BYTES: Final = 0.5
 """What is less is what the solver takes for nothing."""
 _POLISHED: Final = 3
 """Plans that are quick to make of which streaming is settled by a program of its own."""
@@ -95,7 +95,7 @@ def solve(
     require: frozenset[str] = frozenset(),
     chunks: Sequence[int] = (),
     time_limit_s: float = 10.0,
-    helps: bool = False,
+    offloads: bool = False,
     experts: ExpertPlace = "auto",
 ) -> Solution:
     """The plan that makes ``objective`` smallest, with the best of ``heads`` (none: the first device) as head.
@@ -103,23 +103,25 @@ def solve(
     They share the time limit, which is of the processor's time; of those that are alike one is tried. ``require`` names
     devices that must take part. Where layers stream, a chunk of the prompt may have as many rows as one of ``chunks``
     says instead of ``workload.chunk_rows``; where there is no plan, those with the fewest rows come first. With
-    ``helps`` GPUs may help with prompts, as in ``helping.py``; ``experts`` of layers on a GPU are where the plan has
+    ``offloads`` GPUs may help with prompts, as in ``helping.py``; ``experts`` of layers on a GPU are where the plan has
     them, or all in its memory, or all in RAM. Raises ``Infeasible``, which says which limit is short and by
     how much, and ``CutOff`` where a link that does not work would be needed.
     """
     question = replace(instance(devices, links, model, workload, limits or {}), experts=experts)
-    able = able_to_help(question) if helps else frozenset[str]()
+    able = able_to_offload(question) if offloads else frozenset[str]()
     heads = heads or [devices[0].device]
 
-    def best(helped: frozenset[str], time_limit_s: float) -> Solution:
-        found = _with_best_head(replace(question, helped=helped), heads, objective, require, chunks, time_limit_s)
-        return with_help(found, question.with_head(found.plan.head), able) if able else found
+    def best(prefill_offload: frozenset[str], time_limit_s: float) -> Solution:
+        found = _with_best_head(
+            replace(question, prefill_offload=prefill_offload), heads, objective, require, chunks, time_limit_s
+        )
+        return with_offload(found, question.with_head(found.plan.head), able) if able else found
 
     tried = others_to_try(able) if objective in OF_FIRST_TOKEN else []
     found = best(frozenset(), time_limit_s / (1 + len(tried)))
-    for helped in tried:
+    for prefill_offload in tried:
         with suppress(Infeasible):
-            other = best(helped, time_limit_s / (1 + len(tried)))
+            other = best(prefill_offload, time_limit_s / (1 + len(tried)))
             found = min(found, other, key=lambda each: each.objective_s)
     _check_links(found.plan.devices, question)
     return found
@@ -218,7 +220,7 @@ def _other_chunks(found: Solution, question: Instance, chunks: Sequence[int]) ->
         prediction = evaluate(plan, other)
         value = prediction.objective_s(found.objective, work.answer_tokens)
         gain = _SAME if chunk > rows else FEWER_GAIN
-        too_long = chunk > rows and prediction.prefill_chunk_s > MOST_CHUNK_S
+        too_long = chunk > rows and prediction.prefill_chunk_s > MAX_CHUNK_S
         if value < best_s * (1 - gain) and not prediction.short and not too_long:
             best, best_s = other, value
     return best
@@ -236,7 +238,7 @@ class _Search:
         self._best: tuple[float, Plan] | None = None
         self._best_is_quick = False
         self._open_bound_s = float("inf")
-        self._least_s = 0.0
+        self._min_s = 0.0
         """No ring of as many rounds as were looked at last, or more, is better."""
 
     @property
@@ -246,28 +248,28 @@ class _Search:
 
     def run(self) -> bool:
         """Look for the best plan. Answers whether there is any."""
-        most_rounds = self._instance.model.most_rounds
+        max_rounds = self._instance.model.max_rounds
         if not self._required - {0}:
-            self._alone()
+            self._single_device()
         if len(self._instance.devices) > 1:
             orders = (
                 exact_orders(self._instance, self._objective) if len(self._instance.devices) <= EXACT_DEVICES else None
             )
             if orders is None and not self._may_win(1, orders):
                 return self.found  # with many devices it takes seconds to look for plans that there are not
-            self._begin(most_rounds)
+            self._begin(max_rounds)
             self._rounds(1, orders)
-            self._more_rounds(most_rounds, orders)
+            self._more_rounds(max_rounds, orders)
         return self.found
 
-    def _more_rounds(self, most_rounds: int, orders: Sequence[RingOrder] | None) -> None:
+    def _more_rounds(self, max_rounds: int, orders: Sequence[RingOrder] | None) -> None:
         """Rings of two rounds or more: first of as many as the best so far has: others are then soon known to be worse.
 
         More rounds add only hops and memory to what the bound leaves open: where it cannot win the search ends. It is asked
         at numbers of rounds half as large again, and when there is a better plan.
         """
         first, asked_of, ask_at = 0, math.inf, 2
-        for rounds in range(2, most_rounds + 1):
+        for rounds in range(2, max_rounds + 1):
             if rounds == ask_at or self._best_s < asked_of:
                 if not self._may_win(rounds, orders):
                     return
@@ -278,7 +280,7 @@ class _Search:
             if rounds != first:
                 self._rounds(rounds, orders)
 
-    def _begin(self, most_rounds: int) -> None:
+    def _begin(self, max_rounds: int) -> None:
         """Keep the best of the plans that are quick to make: of one round, and of more as long as more rounds help.
 
         All of them have equal rounds and a tail, as the programs' plans have, so a search that proves its answer the best
@@ -289,7 +291,7 @@ class _Search:
         one_a_machine = sorted({host[0] for host in question.hosts} | self._required)
         orders = dict.fromkeys(good_order(question, members).members for members in (everyone, one_a_machine))
         found = []
-        for rounds in range(1, most_rounds + 1):
+        for rounds in range(1, max_rounds + 1):
             if rounds > 1 and self._best is not None and not self._best[1].streaming:
                 break  # rounds serve streaming alone
             cuts = good_cuts(question, orders, rounds, self._objective, self._required)
@@ -334,10 +336,10 @@ class _Search:
         that need not work shall not.
         """
         value = self._objective_s(evaluate(plan, self._instance))
-        least = stream(plan, self._instance, {})
+        minimum = stream(plan, self._instance, {})
         for device in [streaming.device for streaming in plan.streaming]:
             others = [streaming for streaming in plan.streaming if streaming.device != device]
-            own = [streaming for streaming in least.streaming if streaming.device == device]
+            own = [streaming for streaming in minimum.streaming if streaming.device == device]
             streaming = sorted([*others, *own], key=lambda each: plan.devices.index(each.device))
             trial = replace(plan, streaming=tuple(streaming))
             found = evaluate(trial, self._instance)
@@ -356,32 +358,32 @@ class _Search:
             if device.device not in plan.devices
         )
 
-    def _alone(self) -> None:
+    def _single_device(self) -> None:
         problem, head = new_problem("alone"), self._instance.only([0])
-        outcome, program = self._run(problem, alone_layout(problem, head), head, required=frozenset())
+        outcome, program = self._run(problem, single_device_layout(problem, head), head, required=frozenset())
         self._note(outcome)
         if outcome.found:
             total = len(self._instance.model.layers)
             on_gpu = round(pulp.value(program.layout.tail_on_gpu))
-            apart = _height(program.layout.variables["whole"]) - _height(program.layout.variables["start"])
+            experts_on_cpu = _height(program.layout.variables["whole"]) - _height(program.layout.variables["start"])
             name = self._instance.devices[0].device
-            self._offer(1, (Window(device=name, first=0, last=total, gpu_layers=on_gpu, cpu_experts=apart),))
+            self._offer(1, (Window(device=name, first=0, last=total, gpu_layers=on_gpu, cpu_experts=experts_on_cpu),))
 
     def _may_win(self, rounds: int, orders: Sequence[RingOrder] | None) -> bool:
         """Whether any ring of ``rounds`` rounds or more can be better than the best so far."""
         problem = new_problem("bound")
         layout = self._even(problem, rounds, orders, loose=True)
-        outcome, _ = self._run(problem, layout, most_s=self._most_s(orders))
-        self._least_s = max(self._least_s, outcome.bound / MS)
-        if self._least_s >= self._best_s * (1 - _SAME):
+        outcome, _ = self._run(problem, layout, max_s=self._max_s(orders))
+        self._min_s = max(self._min_s, outcome.bound / MS)
+        if self._min_s >= self._best_s * (1 - _SAME):
             return False
         if self._left_s <= 0:
-            self._open_bound_s = min(self._open_bound_s, self._least_s)
+            self._open_bound_s = min(self._open_bound_s, self._min_s)
             return False
         return True
 
     @staticmethod
-    def _most_s(orders: Sequence[RingOrder] | None) -> float:
+    def _max_s(orders: Sequence[RingOrder] | None) -> float:
         """Seconds that a program over these ring orders may take; none are those of too many devices to try."""
         return math.inf if orders is not None else _LONG_S
 
@@ -389,8 +391,8 @@ class _Search:
         """Look for the best ring of ``rounds`` rounds; what the even layout leaves open is cut exactly, or stays open."""
         problem = new_problem(f"rounds_{rounds}")
         layout = self._even(problem, rounds, orders)
-        outcome, program = self._run(problem, layout, most_s=self._most_s(orders))
-        bound_s, differ = max(self._least_s, outcome.bound / MS), len(self._instance.kinds) > 1
+        outcome, program = self._run(problem, layout, max_s=self._max_s(orders))
+        bound_s, differ = max(self._min_s, outcome.bound / MS), len(self._instance.kinds) > 1
         if outcome.found:
             ring = self._take_even(program)
             if orders is None and bound_s < self._best_s * (1 - _SAME):
@@ -414,7 +416,7 @@ class _Search:
         columns: int | None = None,
     ) -> Layout:
         """The even layout; of hops that have no order yet the least that they can be."""
-        shares = least_hops(self._instance) if orders is None else None
+        shares = min_hops(self._instance) if orders is None else None
         return even_layout(problem, self._instance, rounds, orders, loose=loose, columns=columns, shares=shares)
 
     def _try_hops(self, rounds: int, ring: Sequence[int]) -> None:
@@ -423,7 +425,7 @@ class _Search:
             shares = hops_around(self._instance, good_order(self._instance, ring))
             problem = new_problem("hops")
             layout = even_layout(problem, self._instance, rounds, None, shares=shares)
-            outcome, program = self._run(problem, layout, cutoff=False, most_s=_LONG_S)
+            outcome, program = self._run(problem, layout, cutoff=False, max_s=_LONG_S)
             if not outcome.found:
                 return
             before, ring = ring, self._take_even(program)
@@ -445,8 +447,8 @@ class _Search:
         """Settle what the even layout leaves open where layers differ."""
         model, cut = self._instance.model, self._instance.model.cut_multiple
         total = len(model.layers)
-        most = model.last_cut // (rounds * cut) * cut
-        for columns in [total] if rounds == 1 else range(most, 0, -cut):
+        maximum = model.last_cut // (rounds * cut) * cut
+        for columns in [total] if rounds == 1 else range(maximum, 0, -cut):
             if rounds > 1:
                 problem = new_problem("columns")
                 layout = self._even(problem, rounds, orders, columns=columns)
@@ -487,16 +489,21 @@ class _Search:
             before = end
         assert [m for m, *_ in shape] == list(order.members)
         for r in range(rounds):
-            for m, first, last, gpu, apart in shape:
+            for m, first, last, gpu, experts_on_cpu in shape:
                 at = r * columns
                 route.append(
-                    Window(device=names[m], first=at + first, last=at + last, gpu_layers=gpu, cpu_experts=apart)
+                    Window(
+                        device=names[m], first=at + first, last=at + last, gpu_layers=gpu, cpu_experts=experts_on_cpu
+                    )
                 )
         total, tail_first = len(self._instance.model.layers), route[-1].last
         offset = 0 if rounds == 1 else rounds * columns
         tail_gpu = total - offset - _height(found["tail_start"])
-        apart = _height(found["tail_whole"]) - _height(found["tail_start"])
-        return (*route, Window(device=names[0], first=tail_first, last=total, gpu_layers=tail_gpu, cpu_experts=apart))
+        experts_on_cpu = _height(found["tail_whole"]) - _height(found["tail_start"])
+        return (
+            *route,
+            Window(device=names[0], first=tail_first, last=total, gpu_layers=tail_gpu, cpu_experts=experts_on_cpu),
+        )
 
     def _take_even(self, program: Program) -> tuple[int, ...]:
         """Make a plan of an even layout's solution. Answers its ring."""
@@ -516,7 +523,7 @@ class _Search:
             first=at,
             last=len(self._instance.model.layers),
             gpu_layers=round(found["tail_gpu"].value()),
-            cpu_experts=round(found["tail_apart"].value()),
+            cpu_experts=round(found["tail_experts_on_cpu"].value()),
         )
         self._offer(layout.rounds, (*route, tail))
         return order
@@ -538,13 +545,13 @@ class _Search:
             return
         unit = self._instance.largest_layer_bytes
         plan = replace(plan, output_on_gpu=bool(round(program.output_on_gpu.value())))
-        ahead, least = ({}, {})
+        read_ahead, minimum = ({}, {})
         for m, name in enumerate(plan.devices):
             if round(program.streams.streams[m].value()):
-                ahead[name] = round(program.streams.ahead[m].value() * unit)
+                read_ahead[name] = round(program.streams.read_ahead[m].value() * unit)
                 if self._is_on_shared_machine(name):
-                    least[name] = math.ceil(program.streams.bytes[m].value() * unit) + 1
-        self._keep(stream(plan, self._instance, ahead, least), is_quick=False)
+                    minimum[name] = math.ceil(program.streams.bytes[m].value() * unit) + 1
+        self._keep(stream(plan, self._instance, read_ahead, minimum), is_quick=False)
 
     def _plan(self, rounds: int, route: tuple[Window, ...]) -> Plan:
         """A plan with these windows that streams nothing; all are helped that the question says.
@@ -554,7 +561,7 @@ class _Search:
         route = tuple(self._openable(window) for window in route)
         on_gpu = route[-1].gpu_layers > 0
         plan = Plan(rounds=rounds, route=route, output_on_gpu=on_gpu, streaming=(), left_out=())
-        return plan.with_help(self._instance.helped)
+        return plan.with_offload(self._instance.prefill_offload)
 
     def _openable(self, window: Window) -> Window:
         on_gpu = self._instance.model.openable(window.layers, window.gpu_layers)
@@ -598,7 +605,7 @@ class _Search:
         required: frozenset[int] | None = None,
         *,
         cutoff: bool = True,
-        most_s: float = math.inf,
+        max_s: float = math.inf,
     ) -> tuple[Outcome, Program]:
         program = build(
             problem,
@@ -608,14 +615,14 @@ class _Search:
             self._required if required is None else required,
             elastic=False,
         )
-        most = math.inf
+        maximum = math.inf
         if cutoff and self._best is not None:
             slack = self._best_s * MS * _SAME
-            most = self._best_s * MS + (slack + EVEN_MS if self._wins_ties(layout.rounds) else -slack)
+            maximum = self._best_s * MS + (slack + EVEN_MS if self._wins_ties(layout.rounds) else -slack)
         # Without any plan yet a program gets time enough to find one.
-        least_s = _LEAST_S if self._best is not None else _FIRST_S
+        min_s = _MIN_S if self._best is not None else _FIRST_S
         is_steep = _STEEP_S < self._best_s < math.inf
-        outcome = run(problem, max(least_s, min(most_s, self._left_s)), most=most, is_steep=is_steep)
+        outcome = run(problem, max(min_s, min(max_s, self._left_s)), maximum=maximum, is_steep=is_steep)
         self._left_s -= outcome.seconds
         return outcome, program
 
@@ -632,8 +639,8 @@ class _Search:
         instance = self._instance
         if not self._required - {0}:
             problem, head = new_problem("short_alone"), self._instance.only([0])
-            yield problem, alone_layout(problem, head), head
-        if len(instance.devices) == 1 or not instance.model.borders:
+            yield problem, single_device_layout(problem, head), head
+        if len(instance.devices) == 1 or not instance.model.cut_points:
             return
         if len(instance.kinds) > 1 and self._is_small(1):
             for sequence in device_sequences(instance)[:_ELASTIC_ORDERS]:
@@ -658,7 +665,7 @@ class _Search:
         shortages = []
         for variable in problem.variables():
             kind, _, rest = variable.name.partition("_")
-            if kind == "short" and variable.value() and variable.value() * unit >= _LEAST_BYTES:
+            if kind == "short" and variable.value() and variable.value() * unit >= _MIN_BYTES:
                 what, *members = rest.split("_")
                 where = " and ".join(names[int(m)] for m in members)
                 size = -(-variable.value() * unit // 1)

@@ -43,20 +43,20 @@ class Outcome:
     seconds: float
 
 
-def run(problem: Any, time_limit_s: float, *, most: float = math.inf, is_steep: bool = False) -> Outcome:
+def run(problem: Any, time_limit_s: float, *, maximum: float = math.inf, is_steep: bool = False) -> Outcome:
     """Solve ``problem`` for at most ``time_limit_s``; ``is_steep``: its figures are of very different sizes.
 
-    Solutions above ``most`` are not looked for.
+    Solutions above ``maximum`` are not looked for.
     """
     _let_it_introduce_itself()
-    if most < math.inf:
-        problem.addConstraint(problem.objective <= most, "no solution above the most")
-    most -= float(problem.objective.constant)  # PuLP keeps it from HiGHS
-    problem.solve(_highs(time_limit_s, most, presolve="off" if is_steep else "choose"))
+    if maximum < math.inf:
+        problem.addConstraint(problem.objective <= maximum, "no solution above the most")
+    maximum -= float(problem.objective.constant)  # PuLP keeps it from HiGHS
+    problem.solve(_highs(time_limit_s, maximum, presolve="off" if is_steep else "choose"))
     seconds = float(problem.solutionCpuTime)
     if not is_steep and problem.solverModel.getModelStatus().name == "kSolveError":
         # What its presolve made smaller does not always hold in the whole program, by less than counts.
-        problem.solve(_highs(time_limit_s, most, presolve="off"))
+        problem.solve(_highs(time_limit_s, maximum, presolve="off"))
         seconds += float(problem.solutionCpuTime)
     solved = problem.sol_status == pulp.LpSolutionOptimal
     found = solved or problem.sol_status == pulp.LpSolutionIntegerFeasible
@@ -87,10 +87,10 @@ def _let_it_introduce_itself() -> None:
         library.fflush(None)
 
 
-def _highs(time_limit_s: float, most: float, *, presolve: str) -> Any:
+def _highs(time_limit_s: float, maximum: float, *, presolve: str) -> Any:
     # HiGHS cuts off more with the bound than with the constraint alone. Where the two say that nothing is left to find but
     # what is better than a plan near the best, it looks for that in vain in smaller programs.
-    searches = {} if most == math.inf else {"mip_heuristic_run_rins": False, "mip_heuristic_run_rens": False}
+    searches = {} if maximum == math.inf else {"mip_heuristic_run_rins": False, "mip_heuristic_run_rens": False}
     return pulp.HiGHS(
         msg=False,
         gapRel=_GAP,
@@ -99,7 +99,7 @@ def _highs(time_limit_s: float, most: float, *, presolve: str) -> Any:
         timeLimit=time_limit_s,
         mip_feasibility_tolerance=_TOLERANCE,
         primal_feasibility_tolerance=_TOLERANCE,
-        objective_bound=most,
+        objective_bound=maximum,
         presolve=presolve,
         presolve_rule_off=_SUBSTITUTIONS,
         mip_allow_restart=False,

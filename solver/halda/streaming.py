@@ -16,9 +16,9 @@ tail, and a stop, take at least (s - a) / disk. A byte more of a costs a byte mo
 with one round a is as small as can be, with more it is worth its room.
 
 Beside the part of a layer that is computed, only a less that part may be read meanwhile. For one row that is as much as the
-disk reads in that time (``ahead_steps``). A layer takes longer for a chunk of a prompt, and the disk waits for it: each of n
-layers then takes what it computes and (2 s / n - a) / disk, but for the first of a stop, for which all is there. So a holds
-two parts where the prompt is worth it.
+disk reads in that time (``read_ahead_steps``). A layer takes longer for a chunk of a prompt, and the disk waits for it:
+each of n layers then takes what it computes and (2 s / n - a) / disk, but for the first of a stop, for which all is
+there. So a holds two parts where the prompt is worth it.
 
 While tokens are drawn, the compute buffer lies idle, and as much of s stays in its room: ``decode_bytes``.
 
@@ -35,8 +35,8 @@ from typing import Final, NamedTuple
 
 from halda.profile import LayerProfile, ModelProfile
 
-LEAST_AHEAD_BYTES: Final = 16 << 20
-"""So much is held ahead at least, or two layers where they are smaller: with less the disk waits between small parts."""
+MIN_READ_AHEAD_BYTES: Final = 16 << 20
+"""So much is read ahead at least, or two layers where they are smaller: with less the disk waits between small parts."""
 RESERVE_BYTES: Final = 16 << 20
 """So much a device that streams leaves free, or two layers where they are smaller."""
 _SHARES: Final = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
@@ -45,14 +45,14 @@ _ROUNDED: Final = 2
 """Bytes that a figure of the program may be off."""
 
 
-class AheadStep(NamedTuple):
-    """Where at most ``share`` of what may stream does, at least ``ahead_bytes`` are held ahead.
+class ReadAheadStep(NamedTuple):
+    """Where at most ``share`` of what may stream does, at least ``read_ahead_bytes`` are read ahead.
 
     With ``wide_bytes`` there is room for the part of a layer that is computed and all of the next one's.
     """
 
     share: float
-    ahead_bytes: int
+    read_ahead_bytes: int
     wide_bytes: int
 
     def holds(self, streamed_bytes: float, streamable_bytes: float) -> bool:
@@ -60,7 +60,7 @@ class AheadStep(NamedTuple):
         return streamed_bytes <= self.share * streamable_bytes * (1 + _SAME) + 1
 
 
-def ahead_steps(model: ModelProfile, layer_s: float, disk_bytes_per_s: float) -> tuple[AheadStep, ...]:
+def read_ahead_steps(model: ModelProfile, layer_s: float, disk_bytes_per_s: float) -> tuple[ReadAheadStep, ...]:
     """What the engine needs: the part of a layer that is computed, and beside it what is read meanwhile.
 
     More than another part it cannot use, nor more than the disk reads while a layer is computed for one row, ``layer_s``. In
@@ -68,21 +68,21 @@ def ahead_steps(model: ModelProfile, layer_s: float, disk_bytes_per_s: float) ->
     step where experts stream.
     """
     if by_expert(model):
-        return (AheadStep(1.0, 0, 0),)
-    least, found = smallest_ahead_bytes(model), list[AheadStep]()
+        return (ReadAheadStep(1.0, 0, 0),)
+    minimum, found = smallest_read_ahead_bytes(model), list[ReadAheadStep]()
     for share in _SHARES:
         part = share * model.largest_layer_bytes
-        needed = max(least, math.ceil(part + min(part, layer_s * disk_bytes_per_s)))
-        step = AheadStep(share, needed, max(needed, math.ceil(2 * part)))
-        if found and found[-1].ahead_bytes == step.ahead_bytes:
+        needed = max(minimum, math.ceil(part + min(part, layer_s * disk_bytes_per_s)))
+        step = ReadAheadStep(share, needed, max(needed, math.ceil(2 * part)))
+        if found and found[-1].read_ahead_bytes == step.read_ahead_bytes:
             found.pop()
         found.append(step)
     return tuple(found)
 
 
-def smallest_ahead_bytes(model: ModelProfile) -> int:
-    """What is held ahead at least, however little streams."""
-    return min(LEAST_AHEAD_BYTES, 2 * model.largest_layer_bytes)
+def smallest_read_ahead_bytes(model: ModelProfile) -> int:
+    """What is read ahead at least, however little streams."""
+    return min(MIN_READ_AHEAD_BYTES, 2 * model.largest_layer_bytes)
 
 
 def reserve_bytes(model: ModelProfile) -> int:
@@ -90,30 +90,35 @@ def reserve_bytes(model: ModelProfile) -> int:
     return min(RESERVE_BYTES, 2 * model.largest_layer_bytes)
 
 
-def least_ahead_bytes(steps: Sequence[AheadStep], streamed_bytes: float, streamable_bytes: float) -> int:
-    """What has to be held ahead where ``streamed_bytes`` of ``streamable_bytes`` stream; 0 where nothing does."""
-    return _needed(steps, streamed_bytes, streamable_bytes).ahead_bytes if streamed_bytes > 0 else 0
+def min_read_ahead_bytes(steps: Sequence[ReadAheadStep], streamed_bytes: float, streamable_bytes: float) -> int:
+    """What has to be read ahead where ``streamed_bytes`` of ``streamable_bytes`` stream; 0 where nothing does."""
+    return _needed(steps, streamed_bytes, streamable_bytes).read_ahead_bytes if streamed_bytes > 0 else 0
 
 
-def _needed(steps: Sequence[AheadStep], streamed_bytes: float, streamable_bytes: float) -> AheadStep:
+def _needed(steps: Sequence[ReadAheadStep], streamed_bytes: float, streamable_bytes: float) -> ReadAheadStep:
     return next((step for step in steps if step.holds(streamed_bytes, streamable_bytes)), steps[-1])
 
 
-def held_ahead(steps: Sequence[AheadStep], step: AheadStep, wanted_bytes: int) -> int:
-    """What is held ahead where ``step`` is needed and ``wanted_bytes`` are asked for: as much or a little more.
+def held_read_ahead(steps: Sequence[ReadAheadStep], step: ReadAheadStep, wanted_bytes: int) -> int:
+    """What is read ahead where ``step`` is needed and ``wanted_bytes`` are asked for: as much or a little more.
 
     What a step needs, or as much as is wide or more; between them a prompt's layers would wait a little less for each other,
     which the program does not count.
     """
     if wanted_bytes >= step.wide_bytes - _ROUNDED:
-        return max(wanted_bytes, step.ahead_bytes)
-    least = max(step.ahead_bytes, wanted_bytes - _ROUNDED)
-    return min([*(other.ahead_bytes for other in steps if other.ahead_bytes >= least), step.wide_bytes])
+        return max(wanted_bytes, step.read_ahead_bytes)
+    minimum = max(step.read_ahead_bytes, wanted_bytes - _ROUNDED)
+    return min([*(other.read_ahead_bytes for other in steps if other.read_ahead_bytes >= minimum), step.wide_bytes])
 
 
-def is_held(steps: Sequence[AheadStep], streamed_bytes: float, streamable_bytes: float, ahead_bytes: int) -> bool:
-    """Whether ``ahead_bytes`` is one of what ``held_ahead`` gives where so much of ``streamable_bytes`` streams."""
-    return held_ahead(steps, _needed(steps, streamed_bytes, streamable_bytes), ahead_bytes) == ahead_bytes
+def is_held(
+    steps: Sequence[ReadAheadStep], streamed_bytes: float, streamable_bytes: float, read_ahead_bytes: int
+) -> bool:
+    """Whether ``read_ahead_bytes`` is one of what ``held_read_ahead`` gives where so much of ``streamable_bytes``
+    streams."""
+    return (
+        held_read_ahead(steps, _needed(steps, streamed_bytes, streamable_bytes), read_ahead_bytes) == read_ahead_bytes
+    )
 
 
 def by_expert(model: ModelProfile) -> bool:

@@ -97,8 +97,8 @@ def test_an_interface_and_another_ones_address_contradict_each_other():
 
 
 def test_a_machine_full_of_bridges_announces_its_real_addresses():
-    bridges = [interface(f"br-{i}", 10 + i, f"172.{18 + i}.0.1/16") for i in range(40)]
-    found = usable_addresses((*bridges, ETH), "::")
+    pads = [interface(f"br-{i}", 10 + i, f"172.{18 + i}.0.1/16") for i in range(40)]
+    found = usable_addresses((*pads, ETH), "::")
     assert len(found) == MAX_ANNOUNCED
     assert found[:4] == ["192.168.1.20", "fd12::20", "2001:db8::20", "fe80::20"]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.api.answering.text import MOST_WAITING, Placed, Transcript
+from primad.api.answering.text import MAX_WAITING, Placed, Transcript
 
 ALPHABET = "ab€😀\n"
 texts = st.text(alphabet=ALPHABET, max_size=24)
@@ -127,9 +127,9 @@ def test_special_tokens_have_entries_and_no_text():
 def test_tokens_without_text_do_not_wait_for_some_without_end(begun):
     transcript: Transcript[int] = Transcript(["ab"])
     transcript.feed(begun, 0)
-    told = [entry.entry for token in range(3 * MOST_WAITING) for entry in transcript.feed(b"", token).entries]
-    assert told[-1] >= 2 * MOST_WAITING - 2
-    assert len(transcript.finish().entries) <= MOST_WAITING
+    told = [entry.entry for token in range(3 * MAX_WAITING) for entry in transcript.feed(b"", token).entries]
+    assert told[-1] >= 2 * MAX_WAITING - 2
+    assert len(transcript.finish().entries) <= MAX_WAITING
 
 
 def test_nothing_is_fed_after_the_end():

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType, GGUFValueType
 
 from primad.errors import ModelError
 from primad.gguf.architecture import Embedding, Recurrent, Sliding
-from primad.gguf.architectures.cuts import borders, cut_multiple, cuttable
+from primad.gguf.architectures.cuts import cut_multiple, cut_points, cuttable
 from primad.gguf.architectures.layers import (
     attending_layers,
     indexed_layers,
@@ -348,9 +348,9 @@ def test_windows_of_glm_5_2_begin_where_a_layer_chooses_what_attention_sees():
     assert cut_multiple(model("glm-dsa", 78, context_length=202_752, **INDEXER)) == 1
     new = model("glm-dsa", 78, context_length=1 << 20, **INDEXER)
     assert [layer for layer, chooses in enumerate(indexed_layers(new)) if chooses][:6] == [0, 1, 2, 6, 10, 14]
-    assert borders(new) == range(2, 78, 4)
+    assert cut_points(new) == range(2, 78, 4)
     profile = model_profile(new)
-    assert (profile.cut_multiple, profile.cut_offset, profile.borders) == (4, 2, borders(new))
+    assert (profile.cut_multiple, profile.cut_offset, profile.cut_points) == (4, 2, cut_points(new))
     assert window(new, 2, 6)["attention.indexer.types"] == [1, 0, 0, 0]
     with pytest.raises(ModelError, match="multiple of 4 layers and 2 more, not at layer 4"):
         window(new, 4, 78)
@@ -486,7 +486,7 @@ def per_layer(layers, period, sharing):
 )
 def test_layers_that_use_the_cells_of_others_are_in_the_last_window_with_them(layers, period, sharing, places):
     header = per_layer(layers, period, sharing)
-    assert [*borders(header)] == [*places]
+    assert [*cut_points(header)] == [*places]
     for first, last in pairwise([0, *places, layers]):
         values = window(header, first, last)
         assert values["attention.shared_kv_layers"] == (sharing if last == layers else 0)

@@ -26,7 +26,7 @@ from halda import (
 )
 from halda.assignment import layers_worth
 from halda.cost import RUNTIME_BYTES
-from halda.streaming import LEAST_AHEAD_BYTES, smallest_ahead_bytes
+from halda.streaming import MIN_READ_AHEAD_BYTES, smallest_read_ahead_bytes
 from primad.engine.streaming.residency import Residency, Spread, by_expert
 from primad.head.rings.status import Costs, device_status, plan_lines
 from primad.planning.describe import DescribedPlan, ring_part
@@ -70,7 +70,7 @@ def units(plan: Plan, model: ModelProfile, name: str) -> tuple[list[int], dict[i
 
 def spread_of(kept: Assignment, sizes: list[int]) -> Spread:
     """As the engine parts units of layer files: every 2 MiB."""
-    return Spread(tuple(sizes), tuple(tuple(range(0, size, CUT)) for size in sizes), kept.ahead_bytes)
+    return Spread(tuple(sizes), tuple(tuple(range(0, size, CUT)) for size in sizes), kept.read_ahead_bytes)
 
 
 def carried_out(kept: Assignment, sizes: list[int]) -> Residency:
@@ -105,7 +105,7 @@ def test_the_engine_keeps_what_is_assigned_and_reads_the_rest(seed):
         assert kept.resident_bytes - slack(sizes) <= found.resident_bytes <= kept.resident_bytes
         assert found.streamed_bytes == pytest.approx(kept.streamed_bytes, abs=slack(sizes))
         # What the plan counts is all that is held, but for where a part may be cut.
-        planned = sum(sizes) - streaming.streamed_bytes + streaming.ahead_bytes
+        planned = sum(sizes) - streaming.streamed_bytes + streaming.read_ahead_bytes
         assert found.held_bytes <= planned + 2 * CUT
 
 
@@ -118,7 +118,7 @@ def test_what_fits_does_not_stream(seed):
     for kept in assignments(plan, asked.model).values():
         assert (kept.streamed_bytes, kept.streamed_layers) == (0, 0)
         assert kept.resident_layers == kept.layers
-        assert kept.ahead_bytes == smallest_ahead_bytes(asked.model), "for when memory gets short"
+        assert kept.read_ahead_bytes == smallest_read_ahead_bytes(asked.model), "for when memory gets short"
 
 
 @settings(max_examples=40)
@@ -134,9 +134,9 @@ def test_plan_and_status_say_the_same(seed):
     for device, line in zip(ring.devices, plan_lines(plan, kept), strict=False):
         own = kept[device.name]
         planned = device_status(plan, prediction, own, device.name, None, Costs(), daemon_rss_bytes=0).predicted
-        told = (device.resident_layers, device.streamed_layers, device.ahead_bytes)
-        assert told == (planned.resident, planned.streamed, planned.ahead_bytes)
-        assert told == (own.resident_layers, own.streamed_layers, plan.streaming_of(device.name).ahead_bytes)
+        told = (device.resident_layers, device.streamed_layers, device.read_ahead_bytes)
+        assert told == (planned.resident, planned.streamed, planned.read_ahead_bytes)
+        assert told == (own.resident_layers, own.streamed_layers, plan.streaming_of(device.name).read_ahead_bytes)
         assert sum(window.streamed_bytes for window in device.windows) == device.streamed_bytes == own.streamed_bytes
         assert (f"{own.streamed_layers} of them" in line) == (own.streamed_layers > 0)
 
@@ -162,10 +162,10 @@ def test_of_layers_with_experts_nothing_is_held_ahead():
     layer = replace(toy.layers[0], expert_bytes_by_type={"Q4_K": 90 * MB})
     toy = replace(toy, layers=(layer,) * 4, experts=8, experts_used=2)
     window = Window(device="d0", first=0, last=4, gpu_layers=0)
-    streaming = (Streaming(device="d0", streamed_bytes=100 * MB, ahead_bytes=0),)
+    streaming = (Streaming(device="d0", streamed_bytes=100 * MB, read_ahead_bytes=0),)
     plan = Plan(rounds=1, route=(window,), output_on_gpu=False, streaming=streaming, left_out=())
     kept = assignments(plan, toy)["d0"]
-    assert (kept.streamed_bytes, kept.ahead_bytes, kept.streamed_layers) == (100 * MB, 0, 1)
+    assert (kept.streamed_bytes, kept.read_ahead_bytes, kept.streamed_layers) == (100 * MB, 0, 1)
 
 
 def test_the_share_of_the_windows_is_the_same():
@@ -175,14 +175,14 @@ def test_the_share_of_the_windows_is_the_same():
         Window(device="b", first=8, last=12, gpu_layers=0),
         Window(device="a", first=12, last=20, gpu_layers=0),
     )
-    streaming = (Streaming(device="a", streamed_bytes=5 * LAYER, ahead_bytes=2 * LAYER),)
+    streaming = (Streaming(device="a", streamed_bytes=5 * LAYER, read_ahead_bytes=2 * LAYER),)
     plan = Plan(rounds=1, route=route, output_on_gpu=False, streaming=streaming, left_out=())
     kept = assignments(plan, asked.model)
     first, last = kept["a"].windows
     assert (first.output, last.output, kept["b"].windows[0].output) == ("none", "cpu", "none")
     assert (first.streamed_bytes, last.streamed_bytes) == (5 * LAYER // 2, 5 * LAYER // 2)
-    assert kept["a"].ahead_bytes == 2 * LAYER
-    assert kept["b"].ahead_bytes == min(LEAST_AHEAD_BYTES, 2 * LAYER)
+    assert kept["a"].read_ahead_bytes == 2 * LAYER
+    assert kept["b"].read_ahead_bytes == min(MIN_READ_AHEAD_BYTES, 2 * LAYER)
 
 
 @given(st.integers(0, 1000), st.integers(1, 1000), st.integers(1, 80))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from primad.api.answering.backend import ServedModel
 from primad.errors import PromptTooLongError, RequestError, RingError
-from primad.head.rings.backend import A_MOMENT_S, MAX_UNREAD, MOST_RINGS, GoOn, RingBackend
+from primad.head.rings.backend import A_MOMENT_S, MAX_RINGS, MAX_UNREAD, GoOn, RingBackend
 from primad.kv import keys
 from primad.kv.keys import KvBlock
 from primad.ring.messages import (
@@ -320,7 +320,7 @@ def test_health_is_well_for_a_moment_without_a_ring_and_again_once_something_is_
         assert health() == (False, True)
         for each in (reader, waiting):
             await each.cancel()
-        assert health() == (True, True), "nobody waits for more than the warm-up lap has proved"
+        assert health() == (True, True), "nobody waits for more than the warm-up pass has proved"
         backend.hold("again")
         now += A_MOMENT_S + 1
         backend.fail("there is no plan")
@@ -367,7 +367,7 @@ def test_an_answer_under_which_ring_after_ring_breaks_ends_and_those_that_get_fu
         spoilt, well = (each.request for each in ring.generates)
         backend.deliver(1, PromptProgress(request=spoilt, tokens=1))
         backend.hold("bo computed NaN")
-        for epoch in range(2, 2 + MOST_RINGS):
+        for epoch in range(2, 2 + MAX_RINGS):
             assert not poison.task.done()
             await attach(backend, epoch)
             backend.deliver(epoch, PromptProgress(request=spoilt, tokens=1))  # as before
@@ -375,7 +375,7 @@ def test_an_answer_under_which_ring_after_ring_breaks_ends_and_those_that_get_fu
             backend.hold("bo computed NaN")
             await settled()
         (end,) = poison.ends
-        assert end.error == f"{MOST_RINGS} rings in a row broke before this answer got any further; bo computed NaN"
+        assert end.error == f"{MAX_RINGS} rings in a row broke before this answer got any further; bo computed NaN"
         assert not other.task.done()
         await other.cancel()
 
@@ -536,15 +536,15 @@ def test_requests_have_their_places_while_kept_cells_are_looked_for():
     asyncio.run(once())
 
 
-@pytest.mark.parametrize(("logprobs", "most"), [(None, MAX_UNREAD), (20, MAX_UNREAD // 21)])
-def test_who_is_too_far_behind_with_reading_hears_so_and_holds_no_more(logprobs, most):
+@pytest.mark.parametrize(("logprobs", "maximum"), [(None, MAX_UNREAD), (20, MAX_UNREAD // 21)])
+def test_who_is_too_far_behind_with_reading_hears_so_and_holds_no_more(logprobs, maximum):
     async def once() -> None:
         backend = RingBackend()
         ring = await attach(backend, 1)
         answer = ask(backend, tokens=10 * MAX_UNREAD, logprobs=logprobs)
         first = asyncio.create_task(anext(answer))
         await settled()
-        for token in range(most):
+        for token in range(maximum):
             backend.deliver(1, sampled(1, token))
         assert isinstance(await first, Sampled)
         for token in range(2):
@@ -581,7 +581,7 @@ def test_one_that_has_not_begun_in_time_is_refused_and_cancelled():
             await anext(ask(backend))
         assert (refused.value.status, refused.value.code) == (429, "waited_too_long")
         (generate,) = ring.generates
-        assert generate.tells_begin
+        assert generate.reports_begin
         assert ring.told[-1] == Cancel(generate.request)
         assert backend.generations == 0
 
@@ -640,7 +640,7 @@ def test_one_that_may_not_expire_waits_on():
         await asyncio.wait([readers[1].task])
         assert isinstance(readers[1].task.exception(), RequestError)
         assert not readers[0].task.done()
-        assert not ring.generates[0].tells_begin
+        assert not ring.generates[0].reports_begin
         await readers[0].cancel()
 
     asyncio.run(once())
@@ -743,7 +743,7 @@ def test_the_next_ring_gets_the_blocks_that_it_holds_and_the_chain_goes_on_from_
         assert backend.rows_again({1: blocks[:2]}) == (4, 3)
         backend.hold("lost")
         ring = FakeRing(2)
-        held = GoOn(root=lambda owner: f"root of {owner!r}", blocks={1: blocks[:2]}, most_rows=3)
+        held = GoOn(root=lambda owner: f"root of {owner!r}", blocks={1: blocks[:2]}, max_rows=3)
         await backend.attach(SERVED, 2, ring.send, ring.status, "serving 2", held)
         (sent,) = ring.generates
         assert (sent.root, sent.blocks, sent.replays_rows) == ("root of ''", blocks[:2], True)
@@ -757,8 +757,8 @@ def test_the_next_ring_gets_the_blocks_that_it_holds_and_the_chain_goes_on_from_
     asyncio.run(once())
 
 
-@pytest.mark.parametrize(("most", "by_rows"), [(None, True), (4, True), (3, False)])
-def test_rows_are_computed_one_by_one_as_long_as_they_are_not_too_many(most, by_rows):
+@pytest.mark.parametrize(("maximum", "by_rows"), [(None, True), (4, True), (3, False)])
+def test_rows_are_computed_one_by_one_as_long_as_they_are_not_too_many(maximum, by_rows):
     async def once() -> None:
         backend = RingBackend()
         await attach(backend, 1)
@@ -767,7 +767,9 @@ def test_rows_are_computed_one_by_one_as_long_as_they_are_not_too_many(most, by_
         for token in range(5):
             backend.deliver(1, sampled(1, token))
         ring = FakeRing(2)
-        await backend.attach(SERVED, 2, ring.send, ring.status, "", GoOn(root=lambda _: "", blocks={}, most_rows=most))
+        await backend.attach(
+            SERVED, 2, ring.send, ring.status, "", GoOn(root=lambda _: "", blocks={}, max_rows=maximum)
+        )
         assert ring.generates[0].replays_rows == by_rows
         await reader.cancel()
 

@@ -16,7 +16,7 @@ from primad.planning.batching import (
     BatchingMode,
     batches_of,
     exact_rows,
-    least_rows,
+    min_rows,
     piece_rows,
     pieces_of,
     rows_of_chunks,
@@ -50,14 +50,14 @@ def question(*devices: DeviceProfile, flash: bool = False, **changes) -> Instanc
 def test_a_step_of_several_rows_is_worth_it_as_far_as_it_costs_less_than_single_ones():
     cheap, dear = (question(exactly(8, device("a"), batch=batch)) for batch in (0.5, 1 / 8))
     one = evaluate(ALONE, cheap).tpot_s
-    assert under_load(ALONE, cheap, sequences=8, most_rows=1).tokens_per_s == pytest.approx(1 / one)
+    assert under_load(ALONE, cheap, sequences=8, max_rows=1).tokens_per_s == pytest.approx(1 / one)
     assert under_load(ALONE, cheap, sequences=8).tokens_per_s > 3 / one
     assert under_load(ALONE, dear, sequences=8).tokens_per_s == pytest.approx(1 / one, rel=0.1)
 
 
 def test_a_ring_of_two_machines_writes_twice_as_much_with_two_steps_in_it():
     asked = question(exactly(8, device("a", rate=1e9)), exactly(8, device("b", rate=1e9)))
-    alone, both = (under_load(PLAN, asked, sequences=n, most_rows=1) for n in (1, 2))
+    alone, both = (under_load(PLAN, asked, sequences=n, max_rows=1) for n in (1, 2))
     assert both.tokens_per_s == pytest.approx(2 * alone.tokens_per_s, rel=0.06)
     assert (both.rows, both.machines, both.steps) == (1, 2, 2)
     many = under_load(PLAN, asked, sequences=8)
@@ -70,7 +70,7 @@ def test_where_layers_stream_every_step_reads_them_all():
     plan = residency(ALONE, asked)
     assert plan.streaming
     alone, together, apart = (
-        under_load(plan, asked, sequences=n, most_rows=most) for n, most in ((1, 4), (4, 4), (4, 1))
+        under_load(plan, asked, sequences=n, max_rows=maximum) for n, maximum in ((1, 4), (4, 4), (4, 1))
     )
     assert together.tokens_per_s > 3.5 * alone.tokens_per_s
     assert apart.tokens_per_s == pytest.approx(alone.tokens_per_s)
@@ -105,7 +105,7 @@ def test_noise_alone_makes_no_batch_inexact():
         return batches_of("auto", PLAN, question(*devices), 8).is_exact
 
     asked = question(exactly(1, device("a"), batch=0.7), exactly(1, device("b"), batch=0.7))
-    fast, exact = (under_load(PLAN, asked, sequences=8, most_rows=rows).tokens_per_s for rows in (8, 1))
+    fast, exact = (under_load(PLAN, asked, sequences=8, max_rows=rows).tokens_per_s for rows in (8, 1))
     enough = 0.9 * fast / exact - 1
     assert enough > 0.1
     assert not is_exact(0.0)
@@ -133,7 +133,7 @@ def test_flash_attention_on_several_threads_is_exact_before_many_cells_alone():
 def test_gaps_are_filled_where_a_step_reads_all_that_streams():
     asked = question(exactly(7, device("a", ram=3 * GB)))
     found = batches_of("auto", residency(ALONE, asked), asked, 4)
-    assert found.batching == Batching(rows=4, bridges=True)
+    assert found.batching == Batching(rows=4, pads=True)
     flash = replace(asked, workload=replace(asked.workload, flash=True))
     assert batches_of("exact", residency(ALONE, flash), flash, 4).batching == Batching(rows=4, cells=SPLIT_CELLS)
 
@@ -207,7 +207,7 @@ def test_chunks_are_small_where_several_answers_were_asked_for():
     longest = max(each.prefill_s for each in evaluate(PLAN, asked.with_rows(many)).devices)
     assert longest <= under_load(PLAN, asked, sequences=64).tbt_s
     assert rows_of_chunks(PLAN, asked.with_rows(8), 4, asked=True) == 8
-    assert (least_rows(PLAN, 256), least_rows(PLAN, 16)) == (64, 16)
+    assert (min_rows(PLAN, 256), min_rows(PLAN, 16)) == (64, 16)
 
 
 def test_pieces_of_a_chunk_take_no_longer_than_the_tokens_of_all_others():
@@ -257,7 +257,7 @@ def test_chunks_that_each_read_all_that_streams_stay_large():
     asked = question(exactly(7, device("a", ram=3 * GB)))
     plan = residency(ALONE, asked)
     assert rows_of_chunks(plan, asked, 4, asked=True) == 512
-    assert least_rows(plan, 512) == 256
+    assert min_rows(plan, 512) == 256
 
 
 def test_rows_of_a_model_with_states_are_computed_one_by_one():

@@ -34,8 +34,8 @@ def test_who_is_short_of_memory_streams_just_enough(rounds):
     assert [streaming.device for streaming in plan.streaming] == ["d1"]
     streaming = plan.streaming_of("d1")
     assert not prediction.short
-    # What streams makes room for what is held ahead, and for no more than that and a few bytes.
-    assert streaming.streamed_bytes > streaming.ahead_bytes
+    # What streams makes room for what is read ahead, and for no more than that and a few bytes.
+    assert streaming.streamed_bytes > streaming.read_ahead_bytes
     assert 2 * GB - 4096 <= prediction.devices[1].ram_bytes <= 2 * GB
 
 
@@ -43,14 +43,14 @@ def test_the_least_memory_streams_all_layers():
     needs = instance([device("d0", ram=GB)], [], model(), WORK, {})
     bare = plan_by_hand(["d0"], (20,), 1, model())
     (short,) = evaluate(residency(bare, needs), needs).short
-    least = short.needed_bytes
-    plan, prediction = by_hand(least, windows=(20,))
+    minimum = short.needed_bytes
+    plan, prediction = by_hand(minimum, windows=(20,))
     assert plan.streaming_of("d0").streamed_bytes == 20 * GB // 4
     assert not prediction.short
-    held = plan.streaming_of("d0").ahead_bytes + RESERVE_BYTES + model().output_bytes
-    assert least == needs.runtime_bytes(1) + needs.head_bytes(1) + 20 * needs.kv_bytes[0] + held
+    held = plan.streaming_of("d0").read_ahead_bytes + RESERVE_BYTES + model().output_bytes
+    assert minimum == needs.runtime_bytes(1) + needs.head_bytes(1) + 20 * needs.kv_bytes[0] + held
     with pytest.raises(PlanError, match="d0 is short of"):
-        by_hand(least - 1, windows=(20,))
+        by_hand(minimum - 1, windows=(20,))
 
 
 def test_who_has_less_than_that_is_named_with_what_is_missing():

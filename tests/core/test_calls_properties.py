@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from primad.api.answering.calls.choose import Thinking
 from primad.api.answering.calls.forms import FORMS
 from primad.api.answering.calls.reader import MAX_FAILED, MAX_PREFIX_CHARS
-from primad.api.answering.reading import AnswerReading
+from primad.api.answering.reading import CompletionReading
 from tests.fakes.told import CUT, calls_in
 
 THINK = Thinking(begin="<think>", end="</think>")
@@ -32,7 +32,7 @@ def read(
     like: Arguments | None = None,
 ) -> Found:
     """What is read of ``pieces``, with a function ``f`` whose parameters are as those in ``like``."""
-    reader = AnswerReading(
+    reader = CompletionReading(
         form=name,
         thinking=thinking,
         opened=opened,

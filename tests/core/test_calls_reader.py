@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primad.api.answering.calls.choose import Thinking, form_of, thinks
-from primad.api.answering.calls.events import Told
+from primad.api.answering.calls.events import TextPiece
 from primad.api.answering.calls.forms import FORMS
 from primad.api.answering.calls.reader import Reader
-from primad.api.answering.reading import AUTO, AnswerReading, manner_of
+from primad.api.answering.reading import AUTO, CompletionReading, manner_of
 from primad.api.answering.tool_prompt import written_call
 from tests.fakes.told import CUT, calls_in
 
@@ -140,7 +140,7 @@ Read = tuple[str, str, list[tuple[str, Any]]]
 
 
 def read(name: str | None, pieces: list[str], *, thinking: Thinking | None = None, opened: bool = False) -> Read:
-    asked = AnswerReading(
+    asked = CompletionReading(
         form=name, thinking=thinking, opened=opened, functions=FUNCTIONS, several=True, shows_control=True
     )
     reader = asked.reader()
@@ -150,7 +150,7 @@ def read(name: str | None, pieces: list[str], *, thinking: Thinking | None = Non
 
 def test_a_form_goes_by_its_name_and_stands_for_it():
     for name, form in FORMS.items():
-        asked = AnswerReading(
+        asked = CompletionReading(
             form=str(form), thinking=None, opened=False, functions=FUNCTIONS, several=True, shows_control=True
         )
         assert asked.form == name
@@ -238,7 +238,7 @@ def test_a_call_that_is_cut_off_in_its_arguments_is_one(name):
 
 @pytest.mark.parametrize("name", STREAMED)
 def test_a_call_is_told_as_it_forms(name):
-    reader = AnswerReading(
+    reader = CompletionReading(
         form=name, thinking=None, opened=False, functions=FUNCTIONS, several=True, shows_control=True
     ).reader()
     head, arguments, behind = SAID[name].partition(json.dumps(ROME))
@@ -248,7 +248,7 @@ def test_a_call_is_told_as_it_forms(name):
     assert len(parts) > len(arguments) // 2
     assert "".join(part.arguments for part in parts) == arguments
     assert [part.is_whole for part in parts] == [False] * (len(parts) - 1) + [True]
-    assert (reader.feed(behind), reader.finish()) == (Told(), Told())
+    assert (reader.feed(behind), reader.finish()) == (TextPiece(), TextPiece())
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_a_marker_inside_of_thoughts_is_no_call():
     ],
 )
 def test_thoughts_behind_a_marker_that_begins_no_call_are_told_at_once(said):
-    reader = AnswerReading(
+    reader = CompletionReading(
         form="hermes", thinking=THINK, opened=True, functions=FUNCTIONS, several=True, shows_control=True
     ).reader()
     assert "".join(reader.feed(char).thought for char in f"{said}Hm!") == f"{said}Hm!"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primad.api.answering.calls.choose import Thinking, thinks
-from primad.api.answering.reading import AnswerReading
+from primad.api.answering.reading import CompletionReading
 from tests.fakes.told import calls_in
 
 NAMES = {
@@ -50,7 +50,7 @@ Found = tuple[str, str, list[tuple[str, Any]]]
 
 
 @cache
-def reading(number: int) -> AnswerReading:
+def reading(number: int) -> CompletionReading:
     fixture = OURS[number]
     name = NAMES[fixture.family]
     if "DSML" in fixture.raw_output:
@@ -69,7 +69,7 @@ def reading(number: int) -> AnswerReading:
     is_open = not prompt and (
         thinking.end in fixture.raw_output and thinking.begin not in fixture.raw_output
     )  # prompts are not always told
-    return AnswerReading(
+    return CompletionReading(
         form=name,
         thinking=thinking,
         opened=prompt.endswith(thinking.begin) or is_open,

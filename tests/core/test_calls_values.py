@@ -9,7 +9,7 @@ import pytest
 
 from primad.api.answering.calls.forms import FORMS
 from primad.api.answering.calls.values import ArgumentPlace
-from primad.api.answering.reading import AnswerReading
+from primad.api.answering.reading import CompletionReading
 from tests.fakes.told import calls_in
 
 TEXT, NULL, INTEGER = {"type": "string"}, {"type": "null"}, {"type": "integer"}
@@ -146,7 +146,7 @@ WRITTEN = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_every_form_keeps_optional_texts(name):
     for text in ("12345", "true", '{"a": 1}'):
-        reader = AnswerReading(
+        reader = CompletionReading(
             form=name, thinking=None, opened=False, functions={"f": OPTIONAL}, several=True, shows_control=True
         ).reader()
         told = [reader.feed(WRITTEN[name].replace("{}", text)), reader.finish()]

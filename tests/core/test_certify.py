@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from primad.certify import check as checking
 from primad.certify.check import Wanted, check
 from primad.certify.child import MakeTiny, Tried, TryCuts, TryWhole
-from primad.certify.cuts import blamed, in_two
+from primad.certify.cuts import failing_cuts, in_two
 from primad.certify.keys import made_wrong, rewritten
 from primad.certify.tiny import WAYS, tiny_values
 from primad.certify.verdict import (
@@ -30,7 +30,7 @@ from primad.certify.verdict import (
     windows_line,
 )
 from primad.errors import ConfigError, DiskError, EngineError, ModelError
-from primad.gguf.architectures.cuts import borders
+from primad.gguf.architectures.cuts import cut_points
 from primad.gguf.header import array_value, scalar_value
 from primad.gguf.windows import window_metadata
 from tests.core.test_architectures import model
@@ -196,7 +196,7 @@ def test_cuts_that_the_rules_refuse_are_refused_by_them(child):
 def test_every_bad_cut_is_blamed_and_no_other(layers, bad):
     cuts, bad = range(1, layers), {each for each in bad if each < layers}
     if bad:
-        found = blamed(cuts, lambda some: "bad" if bad & set(some) else "")
+        found = failing_cuts(cuts, lambda some: "bad" if bad & set(some) else "")
         assert {layer for each, _ in found for layer in each} == bad
 
 
@@ -326,4 +326,4 @@ def test_a_model_is_cut_in_two_in_some_places_from_the_first_to_the_last():
     header = model("llama", 40)
     cuts = [windows[1] for windows in in_two(header, 8)]
     assert (cuts[0], cuts[-1], len(cuts)) == (1, 39, 8)
-    assert len(in_two(header, None)) == len(borders(header)) == 39
+    assert len(in_two(header, None)) == len(cut_points(header)) == 39

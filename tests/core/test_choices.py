@@ -18,11 +18,11 @@ class Writing:
     def __init__(self, parts: int = 3, fails: int | None = None) -> None:
         self.parts, self.fails = parts, fails
         self.open: set[int] = set()
-        self.most_open = self.given = 0
+        self.max_open = self.given = 0
 
     async def write(self, place: int) -> AsyncGenerator[int, None]:
         self.open.add(place)
-        self.most_open = max(self.most_open, len(self.open))
+        self.max_open = max(self.max_open, len(self.open))
         try:
             for part in range(self.parts):
                 await asyncio.sleep(0)
@@ -37,14 +37,14 @@ class Writing:
         return [partial(self.write, place) for place in range(count)]
 
 
-@pytest.mark.parametrize(("count", "at_once", "most"), [(1, 4, 1), (3, 1, 1), (5, 2, 2), (3, 9, 3)])
-def test_all_of_each_is_given_in_its_order_and_so_many_are_open_at_once(count, at_once, most):
+@pytest.mark.parametrize(("count", "at_once", "maximum"), [(1, 4, 1), (3, 1, 1), (5, 2, 2), (3, 9, 3)])
+def test_all_of_each_is_given_in_its_order_and_so_many_are_open_at_once(count, at_once, maximum):
     async def scenario():
         writing = Writing()
         told = [each async for each in together(writing.begins(count), at_once)]
         for place in range(count):
             assert [part for where, part in told if where == place] == [0, 1, 2]
-        assert (writing.most_open, writing.open) == (most, set())
+        assert (writing.max_open, writing.open) == (maximum, set())
 
     asyncio.run(scenario())
 

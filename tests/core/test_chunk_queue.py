@@ -152,7 +152,7 @@ class Fetching(RuleBasedStateMachine):
             self.held[source] = self.held[source] - {piece.digest}
 
     @invariant()
-    def every_chunk_arrives_at_most_once(self) -> None:
+    def every_chunk_arrives_at_max_once(self) -> None:
         assert set(self.arrived.values()) <= {1}
         assert self.arrived.keys() <= self.wanted
 
@@ -175,7 +175,7 @@ class Fetching(RuleBasedStateMachine):
         left = {piece.digest for piece in self.wanted - self.arrived.keys()}
         assert left.isdisjoint(given)
         assert set(self.chunks.unavailable()) == left
-        self.every_chunk_arrives_at_most_once()
+        self.every_chunk_arrives_at_max_once()
 
 
 TestFetching = Fetching.TestCase

@@ -13,8 +13,8 @@ from primad.ring.chunks import Chunking, Computed, Pieces
 FEW = st.lists(st.integers(0, 9), min_size=1, max_size=60)
 
 
-def chunking(rows: int = 8, least: int = 3) -> Chunking:
-    return Chunking(rows=rows, least=least, begins=lambda token: token == 0)
+def chunking(rows: int = 8, minimum: int = 3) -> Chunking:
+    return Chunking(rows=rows, minimum=minimum, begins=lambda token: token == 0)
 
 
 def ends(of: Chunking, prompt: list[int]) -> list[int]:
@@ -40,8 +40,8 @@ def test_a_chunk_ends_after_its_rows_or_before_a_message(prompt, expected):
 
 
 @given(FEW, FEW, FEW, st.integers(1, 12), st.integers(1, 12))
-def test_prompts_that_begin_alike_have_the_same_chunks_as_far(common, one, other, rows, least):
-    of = chunking(rows, min(rows, least))
+def test_prompts_that_begin_alike_have_the_same_chunks_as_far(common, one, other, rows, minimum):
+    of = chunking(rows, min(rows, minimum))
     first, second = common + one, common + other
     assert [end for end in ends(of, first) if end < len(common)] == [
         end for end in ends(of, second) if end < len(common)
@@ -49,8 +49,8 @@ def test_prompts_that_begin_alike_have_the_same_chunks_as_far(common, one, other
 
 
 @given(FEW, FEW, FEW, st.integers(1, 12), st.integers(1, 12), st.integers(0, 20))
-def test_what_is_reused_was_computed_in_the_same_chunks(common, one, other, rows, least, done):
-    of = chunking(rows, min(rows, least))
+def test_what_is_reused_was_computed_in_the_same_chunks(common, one, other, rows, minimum, done):
+    of = chunking(rows, min(rows, minimum))
     before, prompt = common + one, common + other
     computed = ends(of, before)[:done]
     reused = of.reused(prompt, Computed(before, computed))
@@ -64,9 +64,9 @@ def test_what_is_reused_was_computed_in_the_same_chunks(common, one, other, rows
 
 @given(FEW, FEW, FEW, st.integers(1, 12), st.integers(1, 12), st.integers(0, 20), st.integers(1, 4))
 def test_of_a_chunk_the_first_pieces_are_reused_where_enough_rows_are_behind_them(
-    common, one, other, rows, least, done, multiple
+    common, one, other, rows, minimum, done, multiple
 ):
-    whole = chunking(rows, min(rows, least))
+    whole = chunking(rows, min(rows, minimum))
     of = replace(whole, pieces=Pieces(multiple=multiple, rows=(multiple,)))
     before, prompt = common + one, common + other
     computed = Computed(before, ends(of, before)[:done])
@@ -85,7 +85,7 @@ def test_of_a_chunk_the_first_pieces_are_reused_where_enough_rows_are_behind_the
 
 
 def test_the_next_turn_of_a_chat_reuses_all_but_the_last_words_of_the_turn_before():
-    of = Chunking(rows=512, least=64, begins=lambda token: token == 0)
+    of = Chunking(rows=512, minimum=64, begins=lambda token: token == 0)
     turn = [0] + [7] * 400 + [0, 9, 9]
     assert of.reused(turn + [5] * 300 + [0] + [3] * 20, Computed(turn, ends(of, turn))) == 401
 

@@ -36,7 +36,7 @@ def levels(findings: list[Finding]) -> list[str]:
     return [found.level for found in findings]
 
 
-def helped(findings: list[Finding]) -> bool:
+def prefill_offload(findings: list[Finding]) -> bool:
     """Whether each problem says what to type."""
     return all(found.next for found in findings if found.level in ("warning", "error"))
 
@@ -62,7 +62,7 @@ def place(name: str, problem: str = "", *, virtual: bool = False) -> MulticastAd
 def test_multicast_must_work_somewhere(places, expected):
     found = judge_places(places)
     assert levels(found) == expected
-    assert helped(found)
+    assert prefill_offload(found)
 
 
 def test_an_interface_that_fails_is_named():
@@ -198,8 +198,8 @@ def test_nobody_in_sight_is_worth_a_note():
 
 
 def test_a_device_is_reached_when_one_of_its_addresses_answers():
-    near, bridge = targets([replace(peer(), addresses=("192.168.1.20", "172.17.0.1"))], "home", ())
-    (found,) = judge_reached({near: "", bridge: "no answer within 2 s"})
+    near, padding = targets([replace(peer(), addresses=("192.168.1.20", "172.17.0.1"))], "home", ())
+    (found,) = judge_reached({near: "", padding: "no answer within 2 s"})
     assert (found.level, found.text) == ("ok", "desk answers on 192.168.1.20 port 7770")
 
 
@@ -267,7 +267,7 @@ def test_a_firewall_is_judged_by_what_it_lets_in(facts, level, words):
     (found,) = judge_firewall(facts, NEED)
     assert found.level == level
     assert words in found.text
-    assert helped([found])
+    assert prefill_offload([found])
 
 
 def test_the_command_for_ufw_lets_in_what_primad_needs_and_only_from_home():
@@ -319,7 +319,7 @@ MEMORY = MemoryFacts(
 def test_memory_that_is_short_limited_or_swapped_is_said(facts, expected):
     found = judge_memory(facts, "Linux")
     assert levels(found) == expected
-    assert helped(found)
+    assert prefill_offload(found)
 
 
 def test_a_battery_is_of_note_while_it_is_used():
@@ -365,7 +365,7 @@ def test_a_clock_that_runs_wild_is_said(facts, level, system):
 def test_what_primad_is_made_for(system, python, wide, level):
     found = judge_platform(system, "x86_64", python, wide)
     assert levels(found) == [level]
-    assert helped(found)
+    assert prefill_offload(found)
 
 
 # -- the home folder
@@ -402,7 +402,7 @@ SERVED = tuple(CachedLayer(digest=f"{number:064}", size_bytes=GIB // 16, used_s=
 def test_a_disk_must_take_layers_and_give_them_back_fast(facts, expected):
     found = judge_disk(facts)
     assert levels(found) == expected
-    assert helped(found)
+    assert prefill_offload(found)
 
 
 def test_a_disk_that_is_full_of_layers_in_use_is_not_said_to_take_none():
@@ -492,7 +492,7 @@ def test_llama_cpp_that_is_missing_or_does_not_run_is_an_error():
     (found,) = judged(replace(ENGINE, devices="it ended with code -4", runs=False))
     assert found.level == "error"
     assert "code -4" in found.text
-    assert helped([found])
+    assert prefill_offload([found])
 
 
 def test_a_driver_that_ends_llama_cpp_costs_the_gpu_alone():

@@ -11,7 +11,7 @@ import pytest
 
 from primad.ring.grouping import Batching
 from primad.ring.messages import Sampled
-from primad.ring.speculation.drafter import Drafting, Guess
+from primad.ring.speculation.drafter import Drafting, DraftToken
 from primad.ring.speculation.lookup import PromptLookup
 from tests.core.test_speculation import Oracle, prompt
 from tests.fakes.drafter import Nothing
@@ -23,7 +23,7 @@ TOKENS = 500
 PROMPT = prompt(5)
 ANSWER = FakeModel(1).answer(PROMPT, TOKENS, GREEDY)
 PREDICTED = (1.0, 1.05, 1.1, 1.15, 1.2)
-MOST = 1.05
+MAX = 1.05
 """Times as long: what a draft that is always wrong may cost."""
 
 
@@ -40,11 +40,11 @@ def seconds(devices: int, drafter: Any = None, *, hop_s: float = 0.0, answers: i
 
 
 class NotBefore(PromptLookup):
-    """Guesses nothing before the first token is there."""
+    """Drafts nothing before the first token is there."""
 
-    def guess(self, drafts: Sequence[int]) -> Guess | None:
+    def propose(self, drafts: Sequence[int]) -> DraftToken | None:
         assert len(self._text) > len(PROMPT), "it was asked before the first token"
-        return super().guess(drafts)
+        return super().propose(drafts)
 
 
 def oracle(share: float) -> Any:
@@ -60,7 +60,7 @@ RINGS = [(2, 0.0, 2), (3, 0.0, 3), (4, 0.0, 4), (4, 0.01, 8), (2, 0.01, 16)]
 def test_a_draft_ahead_that_is_always_wrong_and_always_sure_costs_little(devices, hop_s, room, skips, answers):
     drafting = Drafting(room=room, skips=skips)
     without = seconds(devices, hop_s=hop_s, answers=answers)
-    assert seconds(devices, oracle(0.0), drafting=drafting, hop_s=hop_s, answers=answers) <= MOST * without
+    assert seconds(devices, oracle(0.0), drafting=drafting, hop_s=hop_s, answers=answers) <= MAX * without
 
 
 @pytest.mark.parametrize("share", [0.8, 0.95, 0.99])
@@ -69,7 +69,7 @@ def test_rows_of_one_step_take_no_place_of_rows_ahead_that_win_more(more, share)
     """Two rows in one step promise up to 2 / (1 + more) times the tokens, two devices nearly twice as many."""
     costs = [1 + more * rows for rows in range(8)]
     options = {"costs": costs, "shares": (0.3, 0.5, 0.2), "batching": Batching(replays=8)}
-    ahead = Drafting(room=3, laps=2.0)
+    ahead = Drafting(room=3, ring_passes=2.0)
     both = replace(ahead, rows=8, costs=tuple(costs))
 
     def honest(_: Sequence[int]) -> Oracle:
@@ -121,7 +121,7 @@ def test_wrong_drafts_in_one_step_cost_little_though_their_rows_take_more_than_p
     costs = [1 + more * rows for rows in range(5)]
     drafting = Drafting(rows=5, costs=PREDICTED)
     without = seconds(1, costs=costs, answers=answers)
-    assert seconds(1, oracle(share), drafting=drafting, costs=costs, answers=answers) <= MOST * without
+    assert seconds(1, oracle(share), drafting=drafting, costs=costs, answers=answers) <= MAX * without
 
 
 @pytest.mark.parametrize("times", [1.2, 2.0, 5.0])
@@ -129,7 +129,7 @@ def test_a_model_that_guesses_wrong_and_takes_the_cores_of_the_head_costs_little
     made: list[Working] = []
 
     class Working(Oracle):
-        """Works whenever a guess was asked for since the last token, as a process does that was told of it."""
+        """Works whenever a draft was asked for since the last token, as a process does that was told of it."""
 
         works = False
 
@@ -137,25 +137,25 @@ def test_a_model_that_guesses_wrong_and_takes_the_cores_of_the_head_costs_little
             super().took(token)
             self.works = False
 
-        def guess(self, drafts: Sequence[int]) -> Guess | None:
+        def propose(self, drafts: Sequence[int]) -> DraftToken | None:
             self.works = True
-            return super().guess(drafts)
+            return super().propose(drafts)
 
     def begin(_: Sequence[int]) -> Working:
         made.append(Working(ANSWER, 0.0, 1.0, 3))
         return made[-1]
 
     took_s = seconds(2, begin, drafting=Drafting(room=2), busy=lambda: times if made and made[-1].works else 1.0)
-    assert took_s <= MOST * seconds(2)
+    assert took_s <= MAX * seconds(2)
 
 
 @pytest.mark.parametrize(
-    ("devices", "hop_s", "room", "least"), [(2, 0.0, 2, 1.4), (4, 0.0, 4, 2.2), (4, 0.01, 8, 3.5), (2, 0.01, 4, 2.2)]
+    ("devices", "hop_s", "room", "minimum"), [(2, 0.0, 2, 1.4), (4, 0.0, 4, 2.2), (4, 0.01, 8, 3.5), (2, 0.01, 4, 2.2)]
 )
-def test_drafts_ahead_that_are_mostly_right_go_on_winning(devices, hop_s, room, least):
+def test_drafts_ahead_that_are_mostly_right_go_on_winning(devices, hop_s, room, minimum):
     """The head has two visits of a token, so a ring of two has half of them at once at most, one of four five halves."""
     took_s = seconds(devices, oracle(0.9), drafting=Drafting(room=room), hop_s=hop_s)
-    assert seconds(devices, hop_s=hop_s) >= least * took_s
+    assert seconds(devices, hop_s=hop_s) >= minimum * took_s
 
 
 def test_drafts_in_one_step_that_are_mostly_right_go_on_winning():
@@ -166,23 +166,23 @@ def test_drafts_in_one_step_that_are_mostly_right_go_on_winning():
 
 def test_after_long_success_drafts_that_become_wrong_are_given_up():
     class Turning(Oracle):
-        def guess(self, drafts: Sequence[int]) -> Guess | None:
+        def propose(self, drafts: Sequence[int]) -> DraftToken | None:
             self._share = 0.9 if self._taken < 100 else 0.0
-            return super().guess(drafts)
+            return super().propose(drafts)
 
     drafting = Drafting(rows=5, costs=PREDICTED)
     costs = [1 + 0.5 * rows for rows in range(5)]
     assert seconds(1, lambda _: Turning(ANSWER, 0.9, 1.0, 4), drafting=drafting, costs=costs) < seconds(1)
 
 
-# ---- guesses that come late ------------------------------------------------------------------------------------------
+# ---- drafts that come late ------------------------------------------------------------------------------------------
 
 
 RIGHT = [random.Random(place).random() < 0.8 for place in range(TOKENS)]
 
 
 class Behind(Oracle):
-    """Guesses a token every ``guess_s`` from when it knows the text, as long as it was right so far."""
+    """Drafts a token every ``draft_s`` from when it knows the text, as long as it was right so far."""
 
     ring: TimedRing
     each_s: float
@@ -201,36 +201,36 @@ class Behind(Oracle):
 
     def took(self, token: int) -> None:
         self._look()
-        held = self._ready and self._guess(0) == token
+        held = self._ready and self._drafted(0) == token
         super().took(token)
         self._ready = self._ready - 1 if held else 0
         if not held:
             self._since_s = self.ring.now_s
 
     @property
-    def guess_s(self) -> float | None:  # type: ignore[override]
+    def draft_s(self) -> float | None:  # type: ignore[override]
         return self.each_s if self.waits else None
 
-    def awaits(self, most: int, alpha: float) -> bool:
+    def awaits(self, maximum: int, alpha: float) -> bool:
         self._look()
-        return self._ready < most
+        return self._ready < maximum
 
-    def guess(self, drafts: Sequence[int]) -> Guess | None:
+    def propose(self, drafts: Sequence[int]) -> DraftToken | None:
         self._look()
         if len(drafts) >= self._ready or self._taken + len(drafts) >= len(ANSWER):
             return None
-        return Guess(token=self._guess(len(drafts)), sure=0.8)
+        return DraftToken(token=self._drafted(len(drafts)), sure=0.8)
 
-    def _guess(self, depth: int) -> int:
+    def _drafted(self, depth: int) -> int:
         """The same whenever it is asked: it is right at four of five places."""
         at = self._taken + depth
         return ANSWER[at] if RIGHT[at] else ANSWER[at] ^ 1
 
 
-def behind(guess_s: float, *, waits: bool) -> float:
-    """How long an answer takes whose model takes ``guess_s``, where a step of one row takes 0.01 s."""
+def behind(draft_s: float, *, waits: bool) -> float:
+    """How long an answer takes whose model takes ``draft_s``, where a step of one row takes 0.01 s."""
     made = Behind(ANSWER, 0.8, 0.8, 3)
-    made.each_s, made.waits = guess_s, waits
+    made.each_s, made.waits = draft_s, waits
     ring = TimedRing(
         1,
         context=1024,
@@ -251,13 +251,13 @@ def test_where_a_step_takes_long_and_a_guess_little_it_pays_to_wait_for_some():
     assert waited < 0.9 * late < 0.9 * without
 
 
-@pytest.mark.parametrize("guess_s", [0.002, 0.003, 0.005])
-def test_no_step_waits_for_a_slow_model_that_guesses_for_the_next_one_meanwhile(guess_s):
-    assert behind(guess_s, waits=True) <= MOST * behind(guess_s, waits=False)
+@pytest.mark.parametrize("draft_s", [0.002, 0.003, 0.005])
+def test_no_step_waits_for_a_slow_model_that_guesses_for_the_next_one_meanwhile(draft_s):
+    assert behind(draft_s, waits=True) <= MAX * behind(draft_s, waits=False)
 
 
 def test_no_step_waits_longer_than_half_a_token_for_a_model_that_says_nothing():
-    assert behind(1e6, waits=True) <= MOST * seconds(1)
+    assert behind(1e6, waits=True) <= MAX * seconds(1)
 
 
 # ---- what the bench leaves out ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a model that guesses would win for a plan, and the memory that the plan leaves it."""
+"""What a draft model would win for a plan, and the memory that the plan leaves it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_model_guesses_on_an_idle_device_where_it_wins_more_than_on_the_head
     assert place(a, b, device("c", ram=GB // 2), draft=MEDIUM) == "a", "it has no room"
     assert place(a, b, device("c", host="b"), draft=MEDIUM) == "a", "its machine computes layers"
     assert place(a, b, device("c"), draft=MEDIUM, round_trip_s=1.0) == "a", "it is too far away"
-    assert place(a, b, device("c")) == "a", "the head guesses as fast as the ring has room for"
+    assert place(a, b, device("c")) == "a", "the head drafts as fast as the ring has room for"
 
 
 def test_a_quicker_device_of_the_ring_guesses_if_the_plan_leaves_it_room():
@@ -140,7 +140,7 @@ def test_a_plan_whose_head_has_no_room_places_the_model_elsewhere_or_says_what_i
         shown = io.StringIO()
         show(answer, Console(width=300, file=shown))
         said.append(shown.getvalue())
-    assert "toy guesses nothing: no device has 5.00 GB of memory for it beside its layers; choose a smaller" in said[0]
+    assert "toy drafts nothing: no device has 5.00 GB of memory for it beside its layers; choose a smaller" in said[0]
     assert "toy takes 5.00 GB of box and" in said[1]
 
 

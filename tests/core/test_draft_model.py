@@ -1,4 +1,4 @@
-"""A model that guesses: what it has of a text, what of its guesses still counts, and what is told to it."""
+"""A draft model: what it has of a text, what of its drafts still counts, and what is told to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from primad.engine.protocol import EngineOptions
 from primad.errors import ProtocolError
 from primad.ring.speculation.branches import PART_ROWS, POOL, DraftBranches
 from primad.ring.speculation.draft_model import ModelDrafter, ModelDrafters
-from primad.ring.speculation.drafter import MOST_ROOM, Guess
+from primad.ring.speculation.drafter import MAX_ROOM, DraftToken
 from primad.ring.speculation.messages import Drafted, DraftTask, DraftText, DraftTokens, check_drafted
 from primad.ring.speculation.tree import OPENS_AT, TreeNode, behind, first_path
 from tests.fakes.engine import VOCABULARY, FakeModel
@@ -30,33 +30,33 @@ tokens = st.integers(0, VOCABULARY - 1)
 
 
 def right(text: list[int], count: int) -> list[int]:
-    """How the model that guesses would go on."""
+    """How the draft model would go on."""
     return MODEL.answer(text, count, GREEDY)
 
 
 def nodes_of(said: Drafted) -> list[TreeNode]:
     pairs = zip(said.tokens, said.sures, said.parents, strict=True)
-    return [TreeNode(Guess(token=token, sure=sure), parent) for token, sure, parent in pairs]
+    return [TreeNode(DraftToken(token=token, sure=sure), parent) for token, sure, parent in pairs]
 
 
 def main_of(said: Drafted) -> list[int]:
-    """The first guess behind the text, the first behind that, and so on."""
+    """The first draft behind the text, the first behind that, and so on."""
     nodes = nodes_of(said)
-    return [nodes[node].guess.token for node in first_path(nodes)]
+    return [nodes[node].draft_token.token for node in first_path(nodes)]
 
 
 def check_said(said: Drafted, text: list[int]) -> None:
-    """Each guess is what the model would say there, and how likely it would be."""
+    """Each draft is what the model would say there, and how likely it would be."""
     nodes = nodes_of(said)
     for place, node in enumerate(nodes):
         path, at = list[int](), node.parent
         while at >= 0:
-            path, at = [nodes[at].guess.token, *path], nodes[at].parent
+            path, at = [nodes[at].draft_token.token, *path], nodes[at].parent
         likely = np.exp(MODEL.logits([*text, *path]), dtype=np.float64)
         likely /= likely.sum()
         first, *others = behind(nodes, node.parent)
         assert first.token == int(likely.argmax())
-        assert node.guess.sure == pytest.approx(likely[node.guess.token], rel=1e-4)
+        assert node.draft_token.sure == pytest.approx(likely[node.draft_token.token], rel=1e-4)
         assert all(each.sure >= OPENS_AT for each in others)
         assert place == 0 or node.parent < place
 
@@ -100,7 +100,7 @@ def test_it_stops_at_its_room_and_at_its_context():
     while chain.has_work:
         said = chain.work()
     assert said is not None
-    assert len(main_of(said)) == MOST_ROOM
+    assert len(main_of(said)) == MAX_ROOM
     small = DraftBranches(MODEL.whole(), context=5)
     small.begin(1, [1, 2, 3])
     while small.has_work:
@@ -120,14 +120,16 @@ class Process:
         self.told: list[DraftTask] = []
         self.drafters = ModelDrafters(self.told.append)
 
-    def says(self, number: int, known: int, *guesses: int, sure: float = 0.95) -> None:
-        self.drafters.heard(Drafted(number=number, known=known, tokens=list(guesses), sures=[sure] * len(guesses)))
+    def says(self, number: int, known: int, *draft_tokens: int, sure: float = 0.95) -> None:
+        self.drafters.heard(
+            Drafted(number=number, known=known, tokens=list(draft_tokens), sures=[sure] * len(draft_tokens))
+        )
 
 
-def chain_of(drafter: ModelDrafter, most: int = 9) -> list[int]:
+def chain_of(drafter: ModelDrafter, maximum: int = 9) -> list[int]:
     found: list[int] = []
-    while len(found) < most and (guess := drafter.guess(found)) is not None:
-        found.append(guess.token)
+    while len(found) < maximum and (draft_token := drafter.propose(found)) is not None:
+        found.append(draft_token.token)
     return found
 
 
@@ -136,19 +138,19 @@ def test_nothing_is_told_until_a_guess_is_asked_for_and_then_what_came_since():
     drafter = process.drafters([1, 2])
     drafter.took(3)
     assert process.told == []
-    assert drafter.guess([]) is None
+    assert drafter.propose([]) is None
     assert process.told == [DraftText(number=1, tokens=[1, 2, 3])]
     drafter.took(4)
     drafter.took(5)
-    drafter.guess([])
-    drafter.guess([])
+    drafter.propose([])
+    drafter.propose([])
     assert process.told[1:] == [DraftTokens([4, 5], 3)]
 
 
 def test_what_it_said_counts_as_far_as_the_text_went_like_that():
     process = Process()
     drafter = process.drafters([1, 2])
-    drafter.guess([])
+    drafter.propose([])
     drafter.took(10)
     process.says(1, 2, 10, 11, 12)
     assert chain_of(drafter) == [11, 12]
@@ -177,7 +179,7 @@ def test_it_follows_the_latest_answer_and_the_others_are_looked_through():
 def test_where_the_process_is_gone_answers_are_looked_through():
     process = Process()
     begun = process.drafters([7, 8, 9, 1, 7, 8])
-    assert chain_of(begun, 1) == [], "a guess may come that is surer"
+    assert chain_of(begun, 1) == [], "a draft may come that is surer"
     process.drafters.end()
     assert chain_of(begun, 1) == [9]
     assert chain_of(process.drafters([7, 8, 9, 1, 7, 8]), 1) == [9]
@@ -186,14 +188,14 @@ def test_where_the_process_is_gone_answers_are_looked_through():
 def test_how_sure_a_guess_is_follows_from_how_often_those_held():
     process = Process()
     drafter = process.drafters([1, 2])
-    drafter.guess([])
+    drafter.propose([])
     for known in range(2, 40):
         process.says(1, known, 5)
         drafter.took(6 + known % 40)
     process.says(1, 40, 5)
-    guess = drafter.guess([])
-    assert guess is not None
-    assert guess.sure < 0.2, "it was said to be 0.95"
+    draft_token = drafter.propose([])
+    assert draft_token is not None
+    assert draft_token.sure < 0.2, "it was said to be 0.95"
 
 
 @given(st.lists(st.tuples(st.sampled_from(["say", "take", "ask"]), st.booleans()), max_size=60))
@@ -223,16 +225,16 @@ def test_whatever_crosses_on_the_way_its_guesses_are_those_of_the_model_behind_t
             text.append(expected if flag else (expected + 1) % VOCABULARY)
             drafter.took(text[-1])
         else:
-            guesses = [drafter._nodes[node].guess.token for node in first_path(drafter._nodes)]
-            assert guesses == right(text, len(guesses))
-            drafter.guess([])
+            draft_tokens = [drafter._nodes[node].draft_token.token for node in first_path(drafter._nodes)]
+            assert draft_tokens == right(text, len(draft_tokens))
+            drafter.propose([])
 
 
 def test_guesses_are_awaited_once_the_text_is_read_until_there_are_enough_or_they_are_unsure():
     process = Process()
     drafter = process.drafters([1, 2])
     assert not drafter.awaits(4, 0.01), "it may have a long prompt to read"
-    drafter.guess([])
+    drafter.propose([])
     process.says(1, 2, 5, 6, sure=0.95)
     assert drafter.awaits(3, 0.01)
     assert not drafter.awaits(2, 0.01), "so many are there"
@@ -247,13 +249,13 @@ def test_guesses_are_awaited_once_the_text_is_read_until_there_are_enough_or_the
 def test_another_process_takes_over_in_the_middle_and_is_told_all():
     process = Process()
     drafter = process.drafters([1, 2])
-    drafter.guess([])
+    drafter.propose([])
     process.says(1, 2, 5)
     process.drafters.end()
-    assert drafter.guess([]) is None
+    assert drafter.propose([]) is None
     drafter.took(7)
     process.drafters.move(process.told.append)
-    assert drafter.guess([]) is None, "what the one before guessed is forgotten"
+    assert drafter.propose([]) is None, "what the one before drafted is forgotten"
     assert process.told[1:] == [DraftText(number=1, tokens=[1, 2, 7])]
     process.says(1, 3, 8)
     assert chain_of(drafter) == [8]
@@ -272,8 +274,8 @@ def test_another_process_takes_over_in_the_middle_and_is_told_all():
         {"parents": [0]},
         {"parents": [-2]},
         {"known": -1},
-        {"guess_s": float("inf")},
-        {"guess_s": -1.0},
+        {"draft_s": float("inf")},
+        {"draft_s": -1.0},
     ],
     ids=lambda wrong: " ".join(f"{name}-{len(str(value))}" for name, value in wrong.items()),
 )
@@ -284,10 +286,10 @@ def test_guesses_of_another_device_are_judged(wrong):
         "tokens": [1],
         "sures": [0.5],
         "parents": [-1],
-        "guess_s": 0.1,
+        "draft_s": 0.1,
     }
     check_drafted(Drafted(**good), VOCABULARY)
-    with pytest.raises(ProtocolError, match="guess"):
+    with pytest.raises(ProtocolError, match="draft"):
         check_drafted(Drafted(**good | wrong), VOCABULARY)
 
 
@@ -295,18 +297,18 @@ def test_a_process_that_does_not_overlap_is_told_of_a_text_only_by_who_waits():
     process = Process()
     process.drafters = ModelDrafters(process.told.append, overlaps=False)
     drafter = process.drafters([1, 2])
-    drafter.guess([])
+    drafter.propose([])
     assert process.told == [DraftText(number=1, tokens=[1, 2])], "it has a prompt to read"
     process.says(1, 2, 5)
     drafter.took(9)
-    drafter.guess([])
+    drafter.propose([])
     assert len(process.told) == 1
     assert drafter.awaits(2, 0.01)
     assert process.told[1:] == [DraftTokens([9], 2)]
 
 
 def test_it_guesses_no_more_than_it_is_asked_for():
-    chain = DraftBranches(MODEL.whole(), context=100, most=2)
+    chain = DraftBranches(MODEL.whole(), context=100, maximum=2)
     chain.begin(1, [1, 2])
     while chain.has_work:
         said = chain.work()
@@ -330,11 +332,11 @@ def test_the_next_row_goes_to_the_guess_that_holds_most_likely_and_the_first_pat
     said = told_all(chain)
     check_said(said, [1, 2, 3])
     nodes = nodes_of(said)
-    assert len(first_path(nodes)) == MOST_ROOM
-    assert len(window.steps) <= 1 + MOST_ROOM + MOST_ROOM // 2
+    assert len(first_path(nodes)) == MAX_ROOM
+    assert len(window.steps) <= 1 + MAX_ROOM + MAX_ROOM // 2
     computed = {node.parent for node in nodes} - {-1}
     aside = computed - set(first_path(nodes))
-    assert aside, "other guesses have something behind them"
+    assert aside, "other drafts have something behind them"
     assert len(window.steps) == 1 + len(computed)
 
 
@@ -348,7 +350,7 @@ def test_where_it_is_asked_for_the_first_path_comes_before_other_guesses():
         assert len(main_of(said)) == count
     said = told_all(chain)
     check_said(said, [1, 2, 3])
-    assert len(window.steps) > MOST_ROOM
+    assert len(window.steps) > MAX_ROOM
 
 
 def test_behind_another_guess_that_turns_out_right_all_that_was_guessed_is_there():
@@ -360,7 +362,7 @@ def test_behind_another_guess_that_turns_out_right_all_that_was_guessed_is_there
         place for place, node in enumerate(nodes) if node.parent == -1 and place > 0 and behind(nodes, place)
     ]
     assert behind_others, "the fake model is unsure of its first token"
-    token = nodes[behind_others[0]].guess.token
+    token = nodes[behind_others[0]].draft_token.token
     rows = len(window.steps)
     chain.took(token)
     said = told_all(chain)
@@ -375,20 +377,20 @@ def test_behind_another_guess_that_turns_out_right_all_that_was_guessed_is_there
 def test_a_tree_goes_on_behind_other_guesses_than_the_first():
     process = Process()
     drafter = process.drafters([1, 2])
-    drafter.guess([])
+    drafter.propose([])
     process.drafters.heard(
         Drafted(number=1, known=2, tokens=[10, 11, 20, 21], sures=[0.5, 0.6, 0.4, 0.9], parents=[-1, 0, -1, 2])
     )
-    found = [drafter.guess([]), drafter.guess([10]), drafter.guess([20])]
+    found = [drafter.propose([]), drafter.propose([10]), drafter.propose([20])]
     assert [each.token for each in found if each is not None] == [10, 11, 21]
     drafter.took(20)
-    assert chain_of(drafter) == [21], "the second guess was right, and what is behind it counts"
+    assert chain_of(drafter) == [21], "the second draft was right, and what is behind it counts"
 
 
 def test_what_else_may_come_is_told_and_counts_as_far_as_the_text_went_like_that():
     process = Process()
     drafter = process.drafters([1, 2])
-    drafter.guess([])
+    drafter.propose([])
     process.drafters.heard(
         Drafted(
             number=1,

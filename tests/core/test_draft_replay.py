@@ -64,8 +64,10 @@ class Bench:
         return {name: self.played(name, None)[0] / self.played(name, self.drafting)[0] for name in ANSWERS}
 
 
-TWO: Final = Bench(shares=(0.161, 0.505, 0.334), hop_s=0.0003, drafting=Drafting(room=3, laps=2.0))
-FAR: Final = Bench(shares=(0.023, 0.207, 0.207, 0.230, 0.334), hop_s=0.0103, drafting=Drafting(room=16, laps=15.0))
+TWO: Final = Bench(shares=(0.161, 0.505, 0.334), hop_s=0.0003, drafting=Drafting(room=3, ring_passes=2.0))
+FAR: Final = Bench(
+    shares=(0.023, 0.207, 0.207, 0.230, 0.334), hop_s=0.0103, drafting=Drafting(room=16, ring_passes=15.0)
+)
 
 
 @pytest.mark.parametrize(

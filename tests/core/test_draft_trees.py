@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from primad.engine.protocol import Sampling
 from primad.ring.messages import KvCopy, KvRemove
 from primad.ring.scheduler import admission
-from primad.ring.speculation.drafter import Drafting, Guess
+from primad.ring.speculation.drafter import Drafting, DraftToken
 from primad.ring.speculation.tree import NO_TREE, OPENS_AT, TreeNode, best_tree, child, depth, placed
 from tests.core.test_speculation import (
     TOKENS,
@@ -41,7 +41,7 @@ rings = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCh
 
 
 def node(token: int, parent: int) -> TreeNode:
-    return TreeNode(Guess(token=token, sure=0.5), parent)
+    return TreeNode(DraftToken(token=token, sure=0.5), parent)
 
 
 @st.composite
@@ -75,18 +75,18 @@ def test_each_path_has_one_sequence_and_none_but_the_main_one_is_the_texts(nodes
 
 
 class Told:
-    """Says what stands in a table: behind which drafts which guesses may come, the first one first."""
+    """Says what stands in a table: behind which drafts which drafts may come, the first one first."""
 
     def __init__(self, table: dict[tuple[int, ...], list[tuple[int, float]]]) -> None:
         self._table = table
 
-    def _at(self, drafts: Sequence[int]) -> list[Guess]:
-        return [Guess(token=token, sure=sure) for token, sure in self._table.get(tuple(drafts), [])]
+    def _at(self, drafts: Sequence[int]) -> list[DraftToken]:
+        return [DraftToken(token=token, sure=sure) for token, sure in self._table.get(tuple(drafts), [])]
 
-    def guess(self, drafts: Sequence[int]) -> Guess | None:
+    def propose(self, drafts: Sequence[int]) -> DraftToken | None:
         return next(iter(self._at(drafts)), None)
 
-    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
+    def others(self, drafts: Sequence[int]) -> Sequence[DraftToken]:
         return self._at(drafts)[1:]
 
 
@@ -97,10 +97,10 @@ SURE = Told({(1,) * deep: [(1, 0.95), (2, 0.02)] for deep in range(9)})
 
 
 def tokens_of(nodes: Sequence[TreeNode]) -> list[tuple[int, int]]:
-    return [(each.guess.token, each.parent) for each in nodes]
+    return [(each.draft_token.token, each.parent) for each in nodes]
 
 
-def test_the_next_guess_goes_to_the_branch_that_holds_most_likely():
+def test_the_next_draft_goes_to_the_branch_that_holds_most_likely():
     flat = (1.0,) * 6
     assert tokens_of(best_tree(UNSURE, flat, 4, 1.1)) == [(1, -1), (2, -1), (5, 1), (3, 0), (7, 2)]
     assert tokens_of(best_tree(UNSURE, flat, 1, 1.1)) == [(1, -1), (2, -1), (5, 1), (3, 0), (7, 2)]
@@ -119,8 +119,8 @@ def test_a_tree_makes_no_fewer_tokens_than_the_best_chain(nodes, data):
     for at in range(-1, len(nodes)):
         path, up = [], at
         while up >= 0:
-            path, up = [nodes[up].guess.token, *path], nodes[up].parent
-        children = [each.guess.token for each in nodes if each.parent == at]
+            path, up = [nodes[up].draft_token.token, *path], nodes[up].parent
+        children = [each.draft_token.token for each in nodes if each.parent == at]
         left = 1.0
         for token in children:
             sure = data.draw(st.floats(0.05, 1)) * left
@@ -131,7 +131,7 @@ def test_a_tree_makes_no_fewer_tokens_than_the_best_chain(nodes, data):
     def rate(found: list[TreeNode]) -> float:
         shares: list[float] = []
         for each in found:
-            shares.append(each.guess.sure * (shares[each.parent] if each.parent >= 0 else 1.0))
+            shares.append(each.draft_token.sure * (shares[each.parent] if each.parent >= 0 else 1.0))
         return (1 + sum(shares)) / COSTS[len(found)]
 
     tree, chain = (best_tree(drafter, COSTS, branches, 1.0) for branches in (9, 0))
@@ -144,13 +144,13 @@ def test_a_tree_makes_no_fewer_tokens_than_the_best_chain(nodes, data):
 
 
 class Doubting(Counting):
-    """Guesses the number that follows the last token, or else one of the two behind it, and goes on from there."""
+    """Drafts the number that follows the last token, or else one of the two behind it, and goes on from there."""
 
     sure = 0.5
 
-    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
+    def others(self, drafts: Sequence[int]) -> Sequence[DraftToken]:
         first = (drafts[-1] if drafts else self._last) + 2
-        return [Guess(token=first, sure=0.3)]
+        return [DraftToken(token=first, sure=0.3)]
 
 
 def with_tree():
@@ -164,7 +164,7 @@ def test_a_tree_is_one_step_whose_branches_are_copies_of_the_text():
     assert rows_of(step) == [(13, 5), (14, 6), (15, 6), (15, 7), (16, 7)]
     assert step.ops == [KvCopy(0, 1, 5), KvCopy(0, 2, 5)]
     assert step.shared == {0: [0, 1, 2], 1: [0, 2], 2: [1], 3: [0], 4: [2]}
-    assert sorted(step.draws) == [0, 1, 2, 3, 4]
+    assert sorted(step.samples) == [0, 1, 2, 3, 4]
 
 
 def test_of_the_longest_right_path_the_cells_become_the_texts():
@@ -189,7 +189,7 @@ def test_a_tree_of_which_nothing_held_leaves_the_text_as_it_was():
 def short_turns():
     """What one owner has computed is often set back for another one's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(admission, "LEAST_TURN", 3)
+        patch.setattr(admission, "MIN_TURN", 3)
         yield
 
 
@@ -326,7 +326,7 @@ ANSWER = FakeModel(1).answer([1, 2, 3], LONG + 20, GREEDY)
 
 
 class Calibrated(Nothing):
-    """Its first guess is right in the share ``first`` of cases, its second in ``second``, as it says."""
+    """Its first draft is right in the share ``first`` of cases, its second in ``second``, as it says."""
 
     def __init__(self, first: float, second: float) -> None:
         self._first, self._second, self._taken = first, second, 0
@@ -335,19 +335,19 @@ class Calibrated(Nothing):
     def took(self, token: int) -> None:
         self._taken += 1
 
-    def guess(self, drafts: Sequence[int]) -> Guess | None:
+    def propose(self, drafts: Sequence[int]) -> DraftToken | None:
         return self._at(drafts, 0.0, self._first, 1)
 
-    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
+    def others(self, drafts: Sequence[int]) -> Sequence[DraftToken]:
         found = self._at(drafts, self._first, self._second, 2)
         return () if found is None else (found,)
 
-    def _at(self, drafts: Sequence[int], low: float, share: float, more: int) -> Guess | None:
+    def _at(self, drafts: Sequence[int], low: float, share: float, more: int) -> DraftToken | None:
         at = self._taken + len(drafts)
         if at >= len(ANSWER):
             return None
         holds = list(drafts) == ANSWER[self._taken : at] and low <= self._drawn[at] < low + share
-        return Guess(token=ANSWER[at] if holds else (ANSWER[at] + more) % VOCABULARY, sure=share)
+        return DraftToken(token=ANSWER[at] if holds else (ANSWER[at] + more) % VOCABULARY, sure=share)
 
 
 def seconds(first: float, second: float, branches: int, more: float) -> float:

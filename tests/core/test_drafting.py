@@ -1,4 +1,4 @@
-"""Who guesses what, how sure of it, and when guesses are worth a place in the ring."""
+"""Who drafts what, how sure of it, and when drafts are worth a place in the ring."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.ring.speculation.drafter import Drafting, Guess
+from primad.ring.speculation.drafter import Drafting, DraftToken
 from primad.ring.speculation.lookup import PromptLookup
-from primad.ring.speculation.pace import BEGINS_AFTER, HOPELESS_AFTER, JUDGED_AFTER, MOST_LOST, PAUSES, Losses, Pace
+from primad.ring.speculation.pace import BEGINS_AFTER, HOPELESS_AFTER, JUDGED_AFTER, MAX_LOST, PAUSES, Losses, Pace
 from primad.ring.speculation.speculation import Speculation
 from tests.fakes.drafter import Nothing
 
 
 def chain(lookup: PromptLookup, count: int) -> list[int]:
-    """What ``lookup`` guesses one behind the other."""
+    """What ``lookup`` drafts one behind the other."""
     found: list[int] = []
     for _ in range(count):
-        guess = lookup.guess(found)
-        if guess is None:
+        draft_token = lookup.propose(found)
+        if draft_token is None:
             break
-        found.append(guess.token)
+        found.append(draft_token.token)
     return found
 
 
@@ -59,17 +59,17 @@ def test_a_guess_depends_on_the_text_alone_and_stood_there_before(prompt, answer
         asked.took(token)
         fresh.took(token)
     text = [*prompt, *answer]
-    guesses = chain(asked, 3)
-    assert guesses == chain(fresh, 3)
-    if guesses:
-        assert any(text[at - 1] == text[-1] and text[at] == guesses[0] for at in range(1, len(text)))
+    draft_tokens = chain(asked, 3)
+    assert draft_tokens == chain(fresh, 3)
+    if draft_tokens:
+        assert any(text[at - 1] == text[-1] and text[at] == draft_tokens[0] for at in range(1, len(text)))
 
 
 def test_how_sure_a_guess_is_follows_from_how_often_such_guesses_held():
     def sure(of: PromptLookup) -> float:
-        guess = of.guess([])
-        assert guess is not None
-        return guess.sure
+        draft_token = of.propose([])
+        assert draft_token is not None
+        return draft_token.sure
 
     text = random.Random(5).choices(range(1000), k=400)
     right = PromptLookup(text)
@@ -89,7 +89,7 @@ def test_how_sure_a_guess_is_follows_from_how_often_such_guesses_held():
 
 
 def paced(gap_s: float, drafted_s: float, tokens: int, *, sure: float = 0.7) -> list[bool]:
-    """Whether such a guess is wanted at each token of an answer whose tokens come so quickly without and with drafts."""
+    """Whether such a draft is wanted at each token of an answer whose tokens come so quickly without and with drafts."""
     pace, now, wanted = Pace(), 0.0, []
     for _ in range(tokens):
         wanted.append(pace.wants(sure))
@@ -153,7 +153,7 @@ def test_what_one_answer_lost_is_counted_for_the_next_ones():
     assert first.is_off
     assert begun().is_off, "a trial would lose as much again"
     pace = begun()
-    for now in range(round(2 * losses.trial_s / MOST_LOST)):
+    for now in range(round(2 * losses.trial_s / MAX_LOST)):
         pace.took(BEGINS_AFTER + now, drafted=False, missed=False)
     assert not begun().is_off
 
@@ -173,15 +173,15 @@ def test_after_misses_guesses_must_be_surer_and_where_the_ring_was_idle_less_so(
 
 
 class Sure(Nothing):
-    """Guesses 7 for ever, with the same confidence."""
+    """Drafts 7 for ever, with the same confidence."""
 
     def __init__(self, sure: float) -> None:
         self._sure = sure
 
-    def guess(self, drafts: object) -> Guess:
-        return Guess(token=7, sure=self._sure)
+    def propose(self, drafts: object) -> DraftToken:
+        return DraftToken(token=7, sure=self._sure)
 
-    looked_up = guess
+    looked_up = propose
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_the_confidence_that_is_needed_is_that_of_all_that_is_on_its_way():
     for now in range(BEGINS_AFTER):
         speculation.took(1, now)
     count = 0
-    while (guess := speculation.next()) is not None:
-        speculation.handed_out([guess], count)
+    while (draft_token := speculation.next()) is not None:
+        speculation.handed_out([draft_token], count)
         count += 1
     assert count == 1, "two hold in 0.36 of the cases"

@@ -79,9 +79,9 @@ def test_whatever_happens_picked_experts_are_there_and_the_room_is_kept(layers, 
                 assert set(change.read) == missing, "only what was picked is read"
                 memory.apply(change, needed)
             case "ahead":
-                most = data.draw(st.integers(0, total))
-                change = pool.ahead(layer, data.draw(st.integers(1, 64)), most)
-                assert memory.bytes_of(change.read) <= most
+                maximum = data.draw(st.integers(0, total))
+                change = pool.ahead(layer, data.draw(st.integers(1, 64)), maximum)
+                assert memory.bytes_of(change.read) <= maximum
                 assert {each for each, _ in change.read} <= {layer}
                 memory.apply(change, needed)
             case "fill":
@@ -223,8 +223,8 @@ def test_layers_by_expert_hold_no_more_than_they_may_where_that_is_possible(size
     assert split.sizes == (*(base for base, _ in sizes), output)
     assert split.pool_bytes >= split.layer_pool_bytes == max(experts.values())
     assert split.pool_bytes <= sum(experts.values())
-    least = ladder(Residency.whole(split.sizes, (), 0), None)[-1].held_bytes
-    assert split.held_bytes <= max(held, least + split.layer_pool_bytes)
+    minimum = ladder(Residency.whole(split.sizes, (), 0), None)[-1].held_bytes
+    assert split.held_bytes <= max(held, minimum + split.layer_pool_bytes)
     if split.streamed:
         fewer = Residency.whole(split.sizes, (), 0).held_bytes + split.layer_pool_bytes
         assert fewer > held, "what is no expert stays as long as one layer's experts have room beside it"

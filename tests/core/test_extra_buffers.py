@@ -96,7 +96,7 @@ def test_the_owner_may_decide_for_all(wish):
 
 @pytest.mark.parametrize("wish", ["auto", "on"])
 def test_of_a_window_that_streams_there_are_no_copies(wish):
-    streaming = Streaming(device="lap", streamed_bytes=1, ahead_bytes=1)
+    streaming = Streaming(device="lap", streamed_bytes=1, read_ahead_bytes=1)
     devices = [profiled("desk", "Q4_K"), profiled("lap", "Q4_K")]
     assert chosen(devices, wish=wish, plan=replace(PLAN, streaming=(streaming,))) == {"desk": True, "lap": False}
 
@@ -118,7 +118,7 @@ def with_plain(profile: DeviceProfile) -> DeviceProfile:
 def test_a_device_that_will_have_no_copies_is_planned_for_as_it_is_without():
     devices = [with_plain(profiled("desk", "Q4_K")), with_plain(profiled("lap", "Q4_K"))]
     assert without_copies(PLAN, devices, MODEL, "auto") is None
-    streams = replace(PLAN, streaming=(Streaming(device="lap", streamed_bytes=1, ahead_bytes=1),))
+    streams = replace(PLAN, streaming=(Streaming(device="lap", streamed_bytes=1, read_ahead_bytes=1),))
     found = without_copies(streams, devices, MODEL, "auto")
     assert found == [devices[0], devices[1].without_extra_buffers()]
     before, after = devices[1].cpu.speeds[0], found[1].cpu.speeds[0]
@@ -138,7 +138,7 @@ def test_what_was_planned_without_copies_is_computed_without_whatever_fits_by_th
 @pytest.mark.parametrize("wish", ["auto", "on"])
 def test_of_a_window_that_is_helped_there_are_no_copies_and_it_was_planned_for_so(wish):
     devices = [with_plain(profiled("desk", "Q4_K")), with_plain(profiled("lap", "Q4_K"))]
-    plan = PLAN.with_help(["lap"])
+    plan = PLAN.with_offload(["lap"])
     assert chosen(devices, wish=wish, plan=plan) == {"desk": True, "lap": False}
     assert without_copies(plan, devices, MODEL, wish) is None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from primad.cli.fit import next_commands
-from primad.planning.fit import BEST, SCHEMA, Fit, FitAnswer, fit_all, ranked
+from primad.planning.fit import BEST, SCHEMA, Fit, FitResult, fit_all, ranked
 from primad.planning.question import ask
 from tests.fakes import planning
 from tests.fakes.planning import GB
@@ -31,8 +31,8 @@ def test_nothing_is_marked_where_all_are_too_slow():
     assert not any(each.is_best for each in found)
 
 
-def answer(*fits: Fit) -> FitAnswer:
-    return FitAnswer(schema=SCHEMA, devices=["desk"], models=ranked(fits), help="")
+def answer(*fits: Fit) -> FitResult:
+    return FitResult(schema=SCHEMA, devices=["desk"], models=ranked(fits), help="")
 
 
 def test_the_best_rows_end_with_the_commands_to_type_the_best_one_last():

@@ -255,7 +255,7 @@ def test_accessors_name_the_key_and_the_file(scratch):
         lambda: header.number("nan"),
         lambda: header.count("llama.attention.head_count_kv"),
         lambda: header.count("big"),
-        lambda: header.count("llama.block_count", most=1),
+        lambda: header.count("llama.block_count", maximum=1),
     ):
         with pytest.raises(ModelError, match="metadata key") as caught:
             call()

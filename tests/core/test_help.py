@@ -40,8 +40,8 @@ def help_of(name: str, option: str, capsys: Any) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("name", "most"), [("serve", 15), ("join", 11), ("plan", 14)])
-def test_help_shows_the_options_that_a_home_needs_and_help_all_every_one(name, most, capsys, monkeypatch):
+@pytest.mark.parametrize(("name", "maximum"), [("serve", 15), ("join", 11), ("plan", 14)])
+def test_help_shows_the_options_that_a_home_needs_and_help_all_every_one(name, maximum, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     (command,) = [each for each in all_commands() if each.name == name]
     every = {param.opts[0] for param in command.params if param.opts[0].startswith("--")}
@@ -50,7 +50,7 @@ def test_help_shows_the_options_that_a_home_needs_and_help_all_every_one(name, m
     shown = {option for option in every if re.search(f"{option}[ ,]", listed)}
     assert command.shown <= {param.name for param in command.params}
     assert "--help-all" in shown
-    assert len(shown) <= most < len(every)
+    assert len(shown) <= maximum < len(every)
     assert {option for option in every if not re.search(f"{option}[ ,]", full)} == set()
     assert command.table <= {param.name for param in command.params}
 
@@ -120,7 +120,7 @@ def test_a_wait_is_shown_on_a_terminal_with_its_seconds_and_nowhere_else(is_term
         reporter.progress("desk", "links", 1, 2)
         show("planned for 3 models")
     reporter.wait("loading")
-    reporter.settle()
+    reporter.resolve()
     assert ("loading" in shown.getvalue()) is is_terminal
     assert ("planned for 3 models" in shown.getvalue() and "0:00:00" in shown.getvalue()) is is_terminal
     assert is_terminal or shown.getvalue() == ""

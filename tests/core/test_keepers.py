@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halda import LayerProfile, Plan, Window
-from primad.planning.replicas import LINK_SHARE, Holder, keepers, token_bytes
+from primad.planning.replicas import LINK_SHARE, Holder, replicas, token_bytes
 
 FAST = 1e9
 
@@ -21,7 +21,7 @@ def links(*names: str, rate: float = FAST) -> dict[tuple[str, str], float]:
 
 
 def chosen(devices: list[Holder], rates: dict[tuple[str, str], float], **options: object) -> dict[str, str | None]:
-    return {kept.device: kept.keeper for kept in keepers(devices, "desk", rates, 10.0, **options)}
+    return {kept.device: kept.replica for kept in replicas(devices, "desk", rates, 10.0, **options)}
 
 
 def test_the_one_with_most_room_keeps():
@@ -45,12 +45,12 @@ def test_nobody_keeps_all_where_others_have_the_same_room():
     assert len(set(kept.values())) == 3
 
 
-@pytest.mark.parametrize(("rate", "keeper"), [(10 * 1000 / LINK_SHARE, "desk"), (10 * 1000 / LINK_SHARE - 1, None)])
-def test_a_slow_link_carries_no_copies_and_says_so(rate, keeper):
-    (kept,) = keepers([device("desk"), device("lap")], "desk", links("desk", "lap", rate=rate), 10.0)
-    assert kept.keeper == keeper
-    assert kept.bytes_per_s == (0 if keeper is None else 10_000)
-    assert ("link" in kept.why) == (keeper is None)
+@pytest.mark.parametrize(("rate", "replica"), [(10 * 1000 / LINK_SHARE, "desk"), (10 * 1000 / LINK_SHARE - 1, None)])
+def test_a_slow_link_carries_no_copies_and_says_so(rate, replica):
+    (kept,) = replicas([device("desk"), device("lap")], "desk", links("desk", "lap", rate=rate), 10.0)
+    assert kept.replica == replica
+    assert kept.bytes_per_s == (0 if replica is None else 10_000)
+    assert ("link" in kept.why) == (replica is None)
 
 
 def test_copies_that_were_asked_for_are_made_however_slow_a_link_is():
@@ -58,7 +58,7 @@ def test_copies_that_were_asked_for_are_made_however_slow_a_link_is():
 
 
 def test_a_device_alone_has_no_keeper():
-    assert keepers([device("desk")], "desk", {}, 10.0) == []
+    assert replicas([device("desk")], "desk", {}, 10.0) == []
 
 
 def test_a_token_takes_what_the_layers_of_a_device_say():
@@ -82,9 +82,9 @@ def test_a_token_takes_what_the_layers_of_a_device_say():
 def test_every_worker_has_another_keeper_or_a_reason(found, rate):
     devices = [device(f"d{i}", host=host, room=room, token=token) for i, (host, room, token) in enumerate(found)]
     names = [each.device for each in devices]
-    told = keepers(devices, "d0", links(*names, rate=rate), 10.0)
+    told = replicas(devices, "d0", links(*names, rate=rate), 10.0)
     assert [kept.device for kept in told] == sorted(names[1:])
     for kept in told:
-        assert kept.keeper != kept.device
-        assert (kept.keeper is None) == bool(kept.why)
-        assert kept.keeper is None or kept.bytes_per_s <= LINK_SHARE * rate
+        assert kept.replica != kept.device
+        assert (kept.replica is None) == bool(kept.why)
+        assert kept.replica is None or kept.bytes_per_s <= LINK_SHARE * rate

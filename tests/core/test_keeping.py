@@ -24,7 +24,7 @@ from primad.ring.messages import (
     PromptProgress,
     Sampled,
 )
-from primad.ring.scheduler.state import Draw
+from primad.ring.scheduler.state import SampledToken
 from tests.fakes.ring import FakeRing, generate
 
 SMALL = ([[2, 1, 3]], 2)
@@ -84,9 +84,9 @@ def test_chunks_of_a_prompt_and_some_rows_of_an_answer_at_a_time_are_blocks():
     chain = blocks_of(ring, tokens, [3, 3])
     assert [(each.start, each.end) for each in chain] == [(0, 4), (4, 8), (8, 10), (10, 13), (13, 16)]
     assert kept(ring) == chain
-    for shelf, layers in zip(ring.shelves, ring.layers, strict=True):
-        assert set(shelf.kept) == {each.key for each in chain}
-        assert all(shelf.holds(each.key, layers) for each in chain)
+    for kv_writer, layers in zip(ring.shelves, ring.layers, strict=True):
+        assert set(kv_writer.kept) == {each.key for each in chain}
+        assert all(kv_writer.holds(each.key, layers) for each in chain)
 
 
 def test_what_a_step_computed_is_kept_before_the_next_one():
@@ -95,7 +95,9 @@ def test_what_a_step_computed_is_kept_before_the_next_one():
     steps = []
     while (planned := ring.scheduler.next_step(0)) is not None:
         steps.append((len(planned.tokens), [type(op).__name__ for op in planned.ops]))
-        drawn = {each.request: Draw(token=9, ends=False) for _, each in ring.scheduler.wants_draws(planned.step)}
+        drawn = {
+            each.request: SampledToken(token=9, ends=False) for _, each in ring.scheduler.wants_samples(planned.step)
+        }
         ring.scheduler.commit(planned.step, drawn, 0)
     assert steps == [(4, []), (4, ["KvKeep"]), (2, ["KvKeep"]), (1, ["KvKeep"]), (1, []), (1, [])]
 
@@ -104,7 +106,7 @@ def test_nothing_is_kept_without_a_root_or_where_the_ring_keeps_nothing():
     for ring, root in ((keeping(), ""), (keeping(keep_rows=None), ROOT)):
         ring.ask(asked(root=root))
         assert not any(isinstance(event, KvKept | KvForgotten) for event in ring.events)
-        assert not any(shelf.kept or shelf.flushes for shelf in ring.shelves)
+        assert not any(kv_writer.kept or kv_writer.flushes for kv_writer in ring.shelves)
 
 
 @pytest.mark.parametrize("replays", [1, 4])
@@ -128,7 +130,7 @@ def test_an_answer_goes_on_behind_what_is_kept_of_it_and_makes_the_blocks_that_i
     assert tokens[:cut] + rest == tokens
     assert finished.completion_tokens == 8
     assert [*chain, *kept(after)] == kept(undisturbed)
-    assert [shelf.loaded[:1] for shelf in after.shelves] == [[chain[-1].key]] * 3
+    assert [kv_writer.loaded[:1] for kv_writer in after.shelves] == [[chain[-1].key]] * 3
     first = chain[-1].end
     assert after.windows[2].steps == [step for step in undisturbed.windows[2].steps if step[0] >= first]
     assert not any(isinstance(event, PromptProgress) and event.reused for event in after.events)
@@ -153,7 +155,7 @@ def test_a_ring_that_drains_keeps_all_that_it_computed_and_the_next_one_computes
     ring.head.submit(asked(tokens=12))
     while len(sampled(ring)) < 5:
         assert ring.move()
-    flushes = [shelf.flushes for shelf in ring.shelves]
+    flushes = [kv_writer.flushes for kv_writer in ring.shelves]
     ring.head.drain()
     while ring.move():
         pass
@@ -161,7 +163,7 @@ def test_a_ring_that_drains_keeps_all_that_it_computed_and_the_next_one_computes
     told = sampled(ring)
     assert kept(ring)[-1].end == len(PROMPT) + len(told) - 1
     assert kept(ring) == blocks_of(ring, tokens, [3, kept(ring)[-1].end - 13])
-    assert all(shelf.flushes > before for shelf, before in zip(ring.shelves, flushes, strict=True))
+    assert all(kv_writer.flushes > before for kv_writer, before in zip(ring.shelves, flushes, strict=True))
     after = heir(ring)
     rest, _ = after.ask(asked(sampled=told, blocks=kept(ring), tokens=12))
     assert told + rest == tokens
@@ -207,7 +209,7 @@ def test_what_a_sequence_has_of_a_prompt_is_not_loaded():
     ring = keeping()
     ring.ask(asked())
     ring.ask(asked(2, blocks=prompt_blocks(ring.chunking, PROMPT, ROOT)))
-    assert all(shelf.loaded == [] for shelf in ring.shelves)
+    assert all(kv_writer.loaded == [] for kv_writer in ring.shelves)
 
 
 def test_a_request_that_reuses_nothing_loads_nothing():
@@ -334,7 +336,7 @@ def test_a_sequence_is_kept_before_it_has_another_text():
     while not is_over:
         step = made.next_step(0)
         assert step is not None
-        drawn = {each.request: Draw(token=9, ends=False) for _, each in made.wants_draws(step.step)}
+        drawn = {each.request: SampledToken(token=9, ends=False) for _, each in made.wants_samples(step.step)}
         is_over = any(isinstance(event, Finished) for event in made.commit(step.step, drawn, 0))
     made.submit(asked(4, [*other[:4], 1, 2]))
     step = made.next_step(0)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from primad.errors import DiskError
 from primad.kv import keys, shelf
 from primad.kv.cells import CellsError, shape_of
-from primad.kv.shelf import KvShelf
+from primad.kv.shelf import KvWriter
 from primad.kv.store import KvStore
 from tests.fakes.cells import cells_of
 
@@ -265,7 +265,7 @@ def test_a_folder_that_refuses_is_one_clear_error(tmp_path):
 
 @pytest.fixture
 def kept(tmp_path):
-    made = KvShelf(KvStore(tmp_path))
+    made = KvWriter(KvStore(tmp_path))
     yield made
     made.close()
 
@@ -303,10 +303,10 @@ class _Slow(KvStore):
 
 
 def test_who_keeps_more_than_may_wait_waits_for_the_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(shelf, "MOST_WAITING_BYTES", 1000)
+    monkeypatch.setattr(shelf, "MAX_WAITING_BYTES", 1000)
     monkeypatch.setattr(shelf, "PATIENCE_S", 600)
     store = _Slow(tmp_path)
-    kept = KvShelf(store)
+    kept = KvWriter(store)
     kept.keep(FIRST, cells(FIRST, 0))
     second = threading.Thread(target=kept.keep, args=(SECOND, cells(SECOND, 0)))
     third = threading.Thread(target=kept.keep, args=(OTHER, cells(OTHER, 0)))
@@ -324,7 +324,7 @@ def test_who_keeps_more_than_may_wait_waits_for_the_disk(tmp_path, monkeypatch):
 
 def test_a_disk_that_refuses_is_told_once_and_stops_nobody(tmp_path, caplog):
     (tmp_path / "cells").write_bytes(b"")
-    kept = KvShelf(KvStore(tmp_path / "cells"))
+    kept = KvWriter(KvStore(tmp_path / "cells"))
     with caplog.at_level("WARNING"):
         for block in (FIRST, SECOND):
             kept.keep(block, cells(block, 0))
@@ -335,7 +335,7 @@ def test_a_disk_that_refuses_is_told_once_and_stops_nobody(tmp_path, caplog):
 
 
 def test_what_waits_is_written_before_the_end(tmp_path):
-    kept = KvShelf(KvStore(tmp_path))
+    kept = KvWriter(KvStore(tmp_path))
     for block in (FIRST, SECOND, THIRD):
         kept.keep(block, cells(block, 0))
     kept.close()
@@ -370,19 +370,19 @@ def copied(folder, *cells):
 def test_copies_of_another_form_than_this_devices_cells_are_not_taken_and_go(tmp_path, strange):
     """A ring that began with them would break when it loads them."""
     part = copied(tmp_path / "other", *cells(FIRST, 4), strange)
-    keeper = KvStore(tmp_path / "cells")
-    assert keeper.add_part(FIRST, part, range(0, 9)) == range(4, 6), "who keeps them for another knows no form"
+    replica = KvStore(tmp_path / "cells")
+    assert replica.add_part(FIRST, part, range(0, 9)) == range(4, 6), "who keeps them for another knows no form"
     mine = KvStore(tmp_path / "mine")
     mine.expect([shape_of(each) for each in cells(FIRST, 5, 6)])
     with pytest.raises(CellsError, match="layer 5 have other types or sizes"):
         mine.add_part(FIRST, part, range(0, 9))
-    for store in (mine, keeper):  # it is to compute these layers now
-        shelf = KvShelf(store, [shape_of(each) for each in cells(FIRST, 5, 6)])
+    for store in (mine, replica):  # it is to compute these layers now
+        shelf = KvWriter(store, [shape_of(each) for each in cells(FIRST, 5, 6)])
         assert not store.layers(FIRST.key)
         assert not shelf.chain(FIRST.key, 5, 6)
         shelf.close()
-    keeper.add_part(FIRST, copied(tmp_path / "good", *cells(FIRST, 4, 5, 6)), range(0, 9))
-    assert keeper.layers(FIRST.key) == {4, 5, 6}
+    replica.add_part(FIRST, copied(tmp_path / "good", *cells(FIRST, 4, 5, 6)), range(0, 9))
+    assert replica.layers(FIRST.key) == {4, 5, 6}
 
 
 def numbers(kind: int, *values: float) -> bytes:

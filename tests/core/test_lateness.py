@@ -6,120 +6,120 @@ import math
 
 import pytest
 
-from primad.ring.lateness import FIRST_WAIT_S, LEAST_WAIT_S, TIMEOUT_FACTOR, Lateness
+from primad.ring.lateness import FIRST_WAIT_S, MIN_WAIT_S, TIMEOUT_FACTOR, Lateness
 from primad.ring.messages import Overdue
 from tests.fakes.ring import FakeRing, generate
 
 
-def lap(laps: Lateness, step: int, *, at: float, took: float, rows: int = 1) -> None:
-    laps.left(step, rows, at)
-    laps.back(step, at + took)
+def lap(ring_passes: Lateness, step: int, *, at: float, took: float, rows: int = 1) -> None:
+    ring_passes.left(step, rows, at)
+    ring_passes.back(step, at + took)
 
 
 def test_the_first_lap_is_given_longer_and_the_first_of_several_rows_as_long_as_they_take_one_by_one():
-    laps = Lateness()
-    laps.left(0, 1, 0.0)
-    assert laps.due_s() == FIRST_WAIT_S
-    assert laps.overdue(FIRST_WAIT_S) == Overdue(step=0, waited_s=FIRST_WAIT_S, laps=0, is_first=True)
-    laps.back(0, 6.0)
-    laps.left(1, 512, 10.0)
-    assert laps.due_s() == 10.0 + 512 * 6.0
-    assert laps.overdue(1e9) == Overdue(step=1, waited_s=1e9 - 10.0, laps=1, is_first=True)
+    ring_passes = Lateness()
+    ring_passes.left(0, 1, 0.0)
+    assert ring_passes.due_s() == FIRST_WAIT_S
+    assert ring_passes.overdue(FIRST_WAIT_S) == Overdue(step=0, waited_s=FIRST_WAIT_S, ring_passes=0, is_first=True)
+    ring_passes.back(0, 6.0)
+    ring_passes.left(1, 512, 10.0)
+    assert ring_passes.due_s() == 10.0 + 512 * 6.0
+    assert ring_passes.overdue(1e9) == Overdue(step=1, waited_s=1e9 - 10.0, ring_passes=1, is_first=True)
 
 
 def test_the_first_lap_of_several_rows_of_a_quick_ring_is_given_as_long_as_the_first_of_all():
-    laps = Lateness()
-    lap(laps, 0, at=0, took=0.001)
-    laps.left(1, 512, 10.0)
-    assert laps.due_s() == 10.0 + FIRST_WAIT_S
+    ring_passes = Lateness()
+    lap(ring_passes, 0, at=0, took=0.001)
+    ring_passes.left(1, 512, 10.0)
+    assert ring_passes.due_s() == 10.0 + FIRST_WAIT_S
 
 
 def test_nothing_is_late_when_nothing_is_out():
-    laps = Lateness()
-    lap(laps, 0, at=0, took=0.1)
-    assert laps.due_s() == math.inf
-    assert laps.overdue(1e9) is None
+    ring_passes = Lateness()
+    lap(ring_passes, 0, at=0, took=0.1)
+    assert ring_passes.due_s() == math.inf
+    assert ring_passes.overdue(1e9) is None
 
 
 def test_no_lap_is_late_within_the_least_wait():
-    laps = Lateness()
-    lap(laps, 0, at=0, took=0.001)
-    laps.left(1, 1, 5.0)
-    assert laps.due_s() == 5.0 + LEAST_WAIT_S
-    assert laps.overdue(5.99) is None
-    assert laps.overdue(6.0) == Overdue(step=1, waited_s=1.0, laps=1)
+    ring_passes = Lateness()
+    lap(ring_passes, 0, at=0, took=0.001)
+    ring_passes.left(1, 1, 5.0)
+    assert ring_passes.due_s() == 5.0 + MIN_WAIT_S
+    assert ring_passes.overdue(5.99) is None
+    assert ring_passes.overdue(6.0) == Overdue(step=1, waited_s=1.0, ring_passes=1)
 
 
 def test_slow_laps_are_given_time():
-    laps = Lateness()
-    lap(laps, 0, at=0, took=2.0)
-    laps.left(1, 1, 10.0)
-    assert laps.due_s() == 10.0 + TIMEOUT_FACTOR * 2.0
+    ring_passes = Lateness()
+    lap(ring_passes, 0, at=0, took=2.0)
+    ring_passes.left(1, 1, 10.0)
+    assert ring_passes.due_s() == 10.0 + TIMEOUT_FACTOR * 2.0
 
 
 def test_a_late_lap_is_told_once_and_at_each_doubling():
-    laps = Lateness()
-    lap(laps, 0, at=0, took=0.01)
-    laps.left(1, 1, 0.0)
-    laps._returned_s = 0.0
-    told = [now for now in range(100) if laps.overdue(float(now)) is not None]
+    ring_passes = Lateness()
+    lap(ring_passes, 0, at=0, took=0.01)
+    ring_passes.left(1, 1, 0.0)
+    ring_passes._returned_s = 0.0
+    told = [now for now in range(100) if ring_passes.overdue(float(now)) is not None]
     assert told == [1, 2, 4, 8, 16, 32, 64]
 
 
 def test_who_looks_late_hears_of_it_once():
-    laps = Lateness()
-    lap(laps, 0, at=0, took=0.01)
-    laps.left(1, 1, 1.0)
-    assert laps.overdue(101.0) == Overdue(step=1, waited_s=100.0, laps=1)
-    assert laps.overdue(101.0) is None
-    assert laps.due_s() == 1.0 + 128
+    ring_passes = Lateness()
+    lap(ring_passes, 0, at=0, took=0.01)
+    ring_passes.left(1, 1, 1.0)
+    assert ring_passes.overdue(101.0) == Overdue(step=1, waited_s=100.0, ring_passes=1)
+    assert ring_passes.overdue(101.0) is None
+    assert ring_passes.due_s() == 1.0 + 128
 
 
 def test_a_lap_that_comes_back_is_no_longer_late_and_the_next_one_starts_anew():
-    laps = Lateness()
-    lap(laps, 0, at=0, took=0.01)
-    laps.left(1, 1, 0.01)
-    assert laps.overdue(1.5) is not None
-    laps.back(1, 1.6)
-    laps.left(2, 1, 1.6)
-    assert laps.due_s() == pytest.approx(1.6 + TIMEOUT_FACTOR * 1.59)
+    ring_passes = Lateness()
+    lap(ring_passes, 0, at=0, took=0.01)
+    ring_passes.left(1, 1, 0.01)
+    assert ring_passes.overdue(1.5) is not None
+    ring_passes.back(1, 1.6)
+    ring_passes.left(2, 1, 1.6)
+    assert ring_passes.due_s() == pytest.approx(1.6 + TIMEOUT_FACTOR * 1.59)
 
 
 def test_a_bad_lap_is_forgotten_in_time():
-    laps = Lateness()
-    lap(laps, 0, at=0, took=5.0)
+    ring_passes = Lateness()
+    lap(ring_passes, 0, at=0, took=5.0)
     for step in range(1, 60):
-        lap(laps, step, at=step * 10, took=0.01)
-    assert laps.expected_s(1) < LEAST_WAIT_S / TIMEOUT_FACTOR
+        lap(ring_passes, step, at=step * 10, took=0.01)
+    assert ring_passes.expected_s(1) < MIN_WAIT_S / TIMEOUT_FACTOR
 
 
 def test_prefill_is_measured_by_its_rows_and_decode_by_itself():
-    laps = Lateness()
-    lap(laps, 0, at=0, took=0.5)
-    assert laps.expected_s(512) is None
-    lap(laps, 1, at=10, took=10.5, rows=100)
-    assert laps.expected_s(512) == pytest.approx(0.5 + 512 * 0.1)
-    assert laps.expected_s(1) == 0.5
+    ring_passes = Lateness()
+    lap(ring_passes, 0, at=0, took=0.5)
+    assert ring_passes.expected_s(512) is None
+    lap(ring_passes, 1, at=10, took=10.5, rows=100)
+    assert ring_passes.expected_s(512) == pytest.approx(0.5 + 512 * 0.1)
+    assert ring_passes.expected_s(1) == 0.5
 
 
 def test_a_prefill_lap_that_is_quicker_than_a_decode_lap_is_no_nonsense():
-    laps = Lateness()
-    lap(laps, 0, at=0, took=0.5)
-    lap(laps, 1, at=10, took=0.1, rows=100)
-    assert laps.expected_s(200) == 0.5
+    ring_passes = Lateness()
+    lap(ring_passes, 0, at=0, took=0.5)
+    lap(ring_passes, 1, at=10, took=0.1, rows=100)
+    assert ring_passes.expected_s(200) == 0.5
 
 
 def test_a_lap_that_waits_behind_others_is_not_late_for_that():
-    laps = Lateness()
-    lap(laps, 0, at=0, took=0.5)
-    lap(laps, 1, at=10, took=10.5, rows=100)
-    laps.left(2, 100, 100.0)
-    laps.left(3, 1, 100.0)
-    assert laps.due_s() == pytest.approx(100.0 + TIMEOUT_FACTOR * 10.5)
-    laps.back(2, 150.0)
-    assert laps.due_s() == pytest.approx(150.0 + TIMEOUT_FACTOR * 0.5)
-    laps.back(3, 150.1)
-    assert laps.expected_s(1) == pytest.approx(0.45), "its wait behind the others is not its own"
+    ring_passes = Lateness()
+    lap(ring_passes, 0, at=0, took=0.5)
+    lap(ring_passes, 1, at=10, took=10.5, rows=100)
+    ring_passes.left(2, 100, 100.0)
+    ring_passes.left(3, 1, 100.0)
+    assert ring_passes.due_s() == pytest.approx(100.0 + TIMEOUT_FACTOR * 10.5)
+    ring_passes.back(2, 150.0)
+    assert ring_passes.due_s() == pytest.approx(150.0 + TIMEOUT_FACTOR * 0.5)
+    ring_passes.back(3, 150.1)
+    assert ring_passes.expected_s(1) == pytest.approx(0.45), "its wait behind the others is not its own"
 
 
 # ---- in the head ----------------------------------------------------------------------------------------------------
@@ -135,11 +135,11 @@ def test_the_head_tells_of_a_late_step_and_goes_on():
     ring.now_s += 1
     assert ring.head.wait_s() == 0
     assert ring._turn()
-    assert ring.events == [Overdue(step=3, waited_s=1.0, laps=3)]
+    assert ring.events == [Overdue(step=3, waited_s=1.0, ring_passes=3)]
     assert ring.head.wait_s() == 1.0
     ring.now_s += 1
     ring._turn()
-    assert ring.events[1:] == [Overdue(step=3, waited_s=2.0, laps=3)]
+    assert ring.events[1:] == [Overdue(step=3, waited_s=2.0, ring_passes=3)]
     ring.events.clear()
     ring.run()
     assert ring.answer(1)[0] == ring.model.answer([2], 3, generate(0, [1]).sampling)

@@ -26,14 +26,14 @@ from halda import (
     instance,
     prompt_row_s,
 )
-from primad.api.http.status import AnswerFigures, wrong_line
+from primad.api.http.status import CompletionFigures, wrong_line
 from primad.head.model.learning import Learning, correction_line, corrections_file, read_corrections
-from primad.head.model.limits import Lending
+from primad.head.model.limits import DeviceLimits
 from primad.head.rings.planner import Planner
 from primad.planning.corrections import (
-    LEAST,
-    LEAST_TOKENS,
-    MOST,
+    MAX,
+    MIN,
+    MIN_TOKENS,
     NEAR,
     NOTHING_LEARNT,
     Corrections,
@@ -44,7 +44,7 @@ from primad.planning.corrections import (
     stamp_of,
     verdict_of,
 )
-from primad.planning.forecast import Promise
+from primad.planning.forecast import Forecast
 from primad.planning.question import default_workload
 from primad.planning.run_config import RunConfig
 from primad.ring.messages import DecodeStatus, MemoryStatus, PromptStatus, Status
@@ -66,7 +66,7 @@ MEMORY = MemoryStatus(
     resident=5,
     streamed=0,
     streams_output=False,
-    ahead_bytes=0,
+    read_ahead_bytes=0,
     resident_bytes=1,
     streamed_bytes=0,
     read_bytes=0,
@@ -98,14 +98,14 @@ def prediction(desk: DevicePrediction, lap: DevicePrediction, *, hop_s: float = 
 
 
 PREDICTED = prediction(device_prediction("desk", compute_s=0.02), device_prediction("lap", compute_s=0.03))
-PROMISE = Promise(plan=PLAN, prediction=PREDICTED, assignments={}, context_tokens=64, corrections=USED)
+FORECAST = Forecast(plan=PLAN, prediction=PREDICTED, assignments={}, context_tokens=64, corrections=USED)
 
 
 def status(
     compute_s: float,
     *,
     token_s: float | None = None,
-    tokens: int = LEAST_TOKENS,
+    tokens: int = MIN_TOKENS,
     stall_s: float = 0.0,
     read_bytes: float = 0.0,
     pressure: str = "calm",
@@ -132,15 +132,15 @@ LAP_SLOW = {"desk": status(0.02, token_s=0.084), "lap": status(0.06)}
 # ---- factors --------------------------------------------------------------------------------------------------------
 
 
-@given(st.floats(LEAST, MOST), st.floats(0, 1e6))
+@given(st.floats(MIN, MAX), st.floats(0, 1e6))
 def test_no_factor_leaves_its_bounds_and_each_step_leads_nearer(factor, wanted):
-    target = min(MOST, max(LEAST, wanted))
+    target = min(MAX, max(MIN, wanted))
     after = moved(factor, wanted)
-    assert LEAST <= after <= MOST
+    assert MIN <= after <= MAX
     assert abs(target - after) <= abs(target - factor)
 
 
-@given(st.floats(LEAST, MOST))
+@given(st.floats(MIN, MAX))
 def test_a_factor_comes_near_in_a_few_answers_and_stays(wanted):
     factor = 1.0
     for _ in range(8):
@@ -204,7 +204,7 @@ def test_prompts_that_take_longer_than_planned_are_planned_with_longer():
 
 
 def test_prompts_teach_nothing_of_devices_that_stream_or_were_measured_anew():
-    streams = dataclasses.replace(PLAN, streaming=(Streaming(device="lap", streamed_bytes=1, ahead_bytes=1),))
+    streams = dataclasses.replace(PLAN, streaming=(Streaming(device="lap", streamed_bytes=1, read_ahead_bytes=1),))
     assert prompts(streams, lap=1.8) == USED
     anew = USED.noted([device("lap", rate=19e9)])
     said = {"lap": msgspec.structs.replace(status(0.02), prompt=PromptStatus(rows=100, row_s=1.0))}
@@ -232,19 +232,21 @@ def test_what_is_left_of_a_token_are_its_hops():
 
 def test_what_is_next_to_nothing_of_a_token_teaches_nothing():
     statuses = {"desk": status(0.0004, token_s=0.5), "lap": status(0.479)}
-    promised = prediction(device_prediction("desk", compute_s=0.0001), device_prediction("lap", compute_s=0.479))
-    known = learnt(USED, verdict_of(PLAN, promised, USED, statuses), PLAN, USED)
+    offered_forecast = prediction(
+        device_prediction("desk", compute_s=0.0001), device_prediction("lap", compute_s=0.479)
+    )
+    known = learnt(USED, verdict_of(PLAN, offered_forecast, USED, statuses), PLAN, USED)
     assert known == USED
 
 
 def test_a_slow_disk_shows_in_what_is_waited_for():
     lap = device_prediction("lap", compute_s=0.03, stall_s=0.03, disk_s=0.04, disk_bytes_per_token=1000)
-    promised = prediction(device_prediction("desk", compute_s=0.02), lap)
+    offered_forecast = prediction(device_prediction("desk", compute_s=0.02), lap)
     statuses = {
         "desk": status(0.02, token_s=0.124),
         "lap": status(0.03, stall_s=0.07, read_bytes=1000),
     }
-    verdict = verdict_of(PLAN, promised, USED, statuses)
+    verdict = verdict_of(PLAN, offered_forecast, USED, statuses)
     assert (verdict.worst.kind, verdict.worst.device) == ("disk", "lap")
     known = learnt(USED, verdict, PLAN, USED)
     assert known.devices["lap"].disk == pytest.approx(1.5)
@@ -256,16 +258,16 @@ def test_a_slow_disk_shows_in_what_is_waited_for():
 
 def test_a_disk_that_nobody_waits_for_teaches_nothing():
     lap = device_prediction("lap", compute_s=0.03, disk_s=0.01, disk_bytes_per_token=1000)
-    promised = prediction(device_prediction("desk", compute_s=0.02), lap)
+    offered_forecast = prediction(device_prediction("desk", compute_s=0.02), lap)
     statuses = AS_PLANNED | {"lap": status(0.03, read_bytes=10)}
-    assert learnt(USED, verdict_of(PLAN, promised, USED, statuses), PLAN, USED).devices == USED.devices
+    assert learnt(USED, verdict_of(PLAN, offered_forecast, USED, statuses), PLAN, USED).devices == USED.devices
 
 
 @pytest.mark.parametrize(
     "lap",
     [
         None,
-        status(0.06, tokens=LEAST_TOKENS - 1),
+        status(0.06, tokens=MIN_TOKENS - 1),
         status(0.06, pressure="some"),
         status(float("nan")),
         status(float("inf")),
@@ -303,7 +305,7 @@ def test_what_was_learnt_is_kept(tmp_path):
     learning = Learning(tmp_path)
     assert learning.planned(PROFILES) == USED
     slow = msgspec.structs.replace(LAP_SLOW["lap"], prompt=PromptStatus(rows=100, row_s=1e9))
-    learning.answered(1, dataclasses.replace(PROMISE, question=QUESTION), LAP_SLOW | {"lap": slow})
+    learning.answered(1, dataclasses.replace(FORECAST, question=QUESTION), LAP_SLOW | {"lap": slow})
     assert Learning(tmp_path).corrections == learning.corrections
     assert learning.corrections.devices["lap"].prompts == pytest.approx(1.5)
     assert learning.corrections.devices["lap"].compute == pytest.approx(1.5)
@@ -328,7 +330,7 @@ def test_what_was_learnt_is_kept(tmp_path):
 def test_a_file_that_is_damaged_counts_as_none(tmp_path, change):
     learning = Learning(tmp_path)
     learning.planned(PROFILES)
-    learning.answered(1, PROMISE, LAP_SLOW)
+    learning.answered(1, FORECAST, LAP_SLOW)
     file = corrections_file(tmp_path)
     assert b"1.5" in file.read_bytes()
     file.write_bytes(change(file.read_bytes()))
@@ -339,7 +341,7 @@ def test_a_file_that_is_damaged_counts_as_none(tmp_path, change):
 def test_a_home_that_cannot_be_written_is_no_reason_to_end(tmp_path, caplog):
     learning = Learning(tmp_path / "gone")
     learning.planned(PROFILES)
-    assert learning.answered(1, PROMISE, LAP_SLOW) is not None
+    assert learning.answered(1, FORECAST, LAP_SLOW) is not None
     assert "cannot be kept" in caplog.text
     assert learning.corrections.devices["lap"].compute == pytest.approx(1.5)
 
@@ -348,8 +350,8 @@ def test_a_home_that_cannot_be_written_is_no_reason_to_end(tmp_path, caplog):
 
 
 def test_a_plan_that_comes_true_is_not_told_of(tmp_path, caplog):
-    measured = Learning(tmp_path).answered(1, PROMISE, AS_PLANNED)
-    assert measured == AnswerFigures(tpot_ms=pytest.approx(54), predicted_tpot_ms=pytest.approx(54), wrong=None)
+    measured = Learning(tmp_path).answered(1, FORECAST, AS_PLANNED)
+    assert measured == CompletionFigures(tpot_ms=pytest.approx(54), predicted_tpot_ms=pytest.approx(54), wrong=None)
     assert not caplog.records
 
 
@@ -357,8 +359,8 @@ def test_a_plan_that_is_off_is_told_of_with_its_term_once(tmp_path, caplog):
     learning = Learning(tmp_path)
     learning.planned(PROFILES)
     with caplog.at_level(logging.WARNING):
-        measured = learning.answered(1, PROMISE, LAP_SLOW)
-        learning.answered(1, PROMISE, LAP_SLOW)
+        measured = learning.answered(1, FORECAST, LAP_SLOW)
+        learning.answered(1, FORECAST, LAP_SLOW)
     assert measured.wrong.term == "compute"
     assert measured.wrong.device == "lap"
     assert not measured.wrong.is_beyond
@@ -366,11 +368,11 @@ def test_a_plan_that_is_off_is_told_of_with_its_term_once(tmp_path, caplog):
         "epoch 1: a token takes 84.0 ms, not 54.0 ms as the plan says; "
         "most wrong is computing on lap: 60.0 ms, not 30.0 ms"
     ]
-    learning.answered(1, PROMISE, LAP_SLOW | {"desk": status(0.05, token_s=0.114)})
+    learning.answered(1, FORECAST, LAP_SLOW | {"desk": status(0.05, token_s=0.114)})
     assert len(caplog.records) == 1
-    learning.answered(1, PROMISE, LAP_SLOW | {"desk": status(0.12, token_s=0.184)})
+    learning.answered(1, FORECAST, LAP_SLOW | {"desk": status(0.12, token_s=0.184)})
     assert len(caplog.records) == 2, "it became much worse"
-    learning.answered(2, PROMISE, LAP_SLOW)
+    learning.answered(2, FORECAST, LAP_SLOW)
     assert len(caplog.records) == 3, "another plan"
 
 
@@ -379,32 +381,32 @@ def test_what_no_factor_may_make_up_for_is_called_amiss(tmp_path):
     learning = Learning(tmp_path)
     learning.planned(PROFILES)
     for _ in range(9):
-        measured = learning.answered(1, PROMISE, statuses)
+        measured = learning.answered(1, FORECAST, statuses)
     assert measured.wrong.is_beyond
     assert wrong_line(measured).endswith("look what else runs there")
     quicker = msgspec.structs.replace(measured, wrong=msgspec.structs.replace(measured.wrong, measured_ms=0.1))
     assert wrong_line(quicker).endswith("measure: primad profile --remeasure")
-    assert learning.corrections.devices["lap"].compute <= MOST
+    assert learning.corrections.devices["lap"].compute <= MAX
 
 
 def test_what_a_plan_by_hand_took_is_not_judged(tmp_path):
-    by_hand = Promise.of(PLAN, model(), None, context_tokens=64)
+    by_hand = Forecast.of(PLAN, model(), None, context_tokens=64)
     assert Learning(tmp_path).answered(1, by_hand, LAP_SLOW) is None
 
 
 def test_another_plan_is_worth_a_look_once_much_was_learnt_for_sure(tmp_path):
     learning = Learning(tmp_path)
     learning.planned(PROFILES)
-    assert learning.worth_a_plan(1, PROMISE) == set()
-    while learning.answered(1, PROMISE, LAP_SLOW) and not learning.worth_a_plan(1, PROMISE):
-        assert learning.corrections.devices["lap"].compute < MOST
+    assert learning.worth_a_plan(1, FORECAST) == set()
+    while learning.answered(1, FORECAST, LAP_SLOW) and not learning.worth_a_plan(1, FORECAST):
+        assert learning.corrections.devices["lap"].compute < MAX
     settled = learning.corrections
-    assert settled.devices["lap"].compute == pytest.approx(MOST, rel=NEAR)
-    learning.answered(1, PROMISE, LAP_SLOW)
+    assert settled.devices["lap"].compute == pytest.approx(MAX, rel=NEAR)
+    learning.answered(1, FORECAST, LAP_SLOW)
     assert learning.corrections == settled
-    assert learning.worth_a_plan(1, PROMISE) == set(), "as much was known then"
-    assert learning.worth_a_plan(2, PROMISE) == {"lap"}
-    assert learning.worth_a_plan(3, dataclasses.replace(PROMISE, corrections=settled)) == set()
+    assert learning.worth_a_plan(1, FORECAST) == set(), "as much was known then"
+    assert learning.worth_a_plan(2, FORECAST) == {"lap"}
+    assert learning.worth_a_plan(3, dataclasses.replace(FORECAST, corrections=settled)) == set()
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
@@ -433,12 +435,16 @@ def test_what_a_plan_takes_is_told_with_what_was_learnt_since(tmp_path):
     )
     learning = Learning(tmp_path)
     planner = Planner(
-        service, SimpleNamespace(profile=own), SimpleNamespace(present=present, book=book), learning, Lending(tmp_path)
+        service,
+        SimpleNamespace(profile=own),
+        SimpleNamespace(present=present, book=book),
+        learning,
+        DeviceLimits(tmp_path),
     )
-    promise = dataclasses.replace(PROMISE, prediction=dataclasses.replace(PREDICTED, chunk_rows=16))
-    before = asyncio.run(planner.value(promise))
+    forecast = dataclasses.replace(FORECAST, prediction=dataclasses.replace(PREDICTED, chunk_rows=16))
+    before = asyncio.run(planner.value(forecast))
     learning.corrections = learnt(learning.corrections, verdict_of(PLAN, PREDICTED, USED, LAP_SLOW), PLAN, USED)
-    assert before < asyncio.run(planner.value(promise)) < 1.5 * before
+    assert before < asyncio.run(planner.value(forecast)) < 1.5 * before
     del profiles["lap"]
-    assert asyncio.run(planner.value(promise)) is None
-    assert asyncio.run(planner.value(Promise.of(PLAN, model(), None, context_tokens=64))) is None
+    assert asyncio.run(planner.value(forecast)) is None
+    assert asyncio.run(planner.value(Forecast.of(PLAN, model(), None, context_tokens=64))) is None

@@ -6,46 +6,46 @@ from dataclasses import replace
 
 import pytest
 
-from primad.api.page.desk import Loan
+from primad.api.page.desk import DeviceLimit
 from primad.errors import ConfigError
-from primad.head.model.limits import FILE_NAME, Lending
+from primad.head.model.limits import FILE_NAME, DeviceLimits
 from tests.fakes.planning import device
 
 GB = 10**9
 
 
 def test_loans_outlive_a_restart_and_end(tmp_path):
-    lending = Lending(tmp_path)
-    assert lending.put(Loan(device="nas", is_paused=True))
-    assert lending.put(Loan(device="lap", ram_bytes=2 * GB))
-    again = Lending(tmp_path)
+    device_limits = DeviceLimits(tmp_path)
+    assert device_limits.put(DeviceLimit(device="nas", is_paused=True))
+    assert device_limits.put(DeviceLimit(device="lap", ram_bytes=2 * GB))
+    again = DeviceLimits(tmp_path)
     assert again.unpaused(["desk", "lap", "nas"]) == {"desk", "lap"}
     assert again.of("lap").ram_bytes == 2 * GB
-    assert not again.put(Loan(device="nas"))
-    assert Lending(tmp_path).unpaused(["nas"]) == {"nas"}
+    assert not again.put(DeviceLimit(device="nas"))
+    assert DeviceLimits(tmp_path).unpaused(["nas"]) == {"nas"}
 
 
 def test_less_is_told_from_more(tmp_path):
-    lending = Lending(tmp_path)
-    assert lending.put(Loan(device="lap", ram_bytes=4 * GB))
-    assert lending.put(Loan(device="lap", ram_bytes=2 * GB))
-    assert not lending.put(Loan(device="lap", ram_bytes=3 * GB))
-    assert lending.put(Loan(device="lap", is_paused=True, ram_bytes=3 * GB))
-    assert not lending.put(Loan(device="lap", ram_bytes=3 * GB))
+    device_limits = DeviceLimits(tmp_path)
+    assert device_limits.put(DeviceLimit(device="lap", ram_bytes=4 * GB))
+    assert device_limits.put(DeviceLimit(device="lap", ram_bytes=2 * GB))
+    assert not device_limits.put(DeviceLimit(device="lap", ram_bytes=3 * GB))
+    assert device_limits.put(DeviceLimit(device="lap", is_paused=True, ram_bytes=3 * GB))
+    assert not device_limits.put(DeviceLimit(device="lap", ram_bytes=3 * GB))
 
 
 def test_plans_have_no_more_memory_than_is_lent(tmp_path):
-    lending = Lending(tmp_path)
+    device_limits = DeviceLimits(tmp_path)
     lap = replace(device("lap"), ram_available_bytes=8 * GB)
-    lending.put(Loan(device="lap", ram_bytes=2 * GB))
-    assert lending.apply(lap).ram_available_bytes == 2 * GB
-    assert lending.apply(replace(lap, ram_available_bytes=GB)).ram_available_bytes == GB
-    assert lending.apply(device("desk")) == device("desk")
+    device_limits.put(DeviceLimit(device="lap", ram_bytes=2 * GB))
+    assert device_limits.apply(lap).ram_available_bytes == 2 * GB
+    assert device_limits.apply(replace(lap, ram_available_bytes=GB)).ram_available_bytes == GB
+    assert device_limits.apply(device("desk")) == device("desk")
 
 
 def test_so_little_that_nothing_fits_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="too few to lend"):
-        Lending(tmp_path).put(Loan(device="lap", ram_bytes=5))
+        DeviceLimits(tmp_path).put(DeviceLimit(device="lap", ram_bytes=5))
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_so_little_that_nothing_fits_is_refused(tmp_path):
 )
 def test_a_damaged_file_is_as_none(tmp_path, content):
     (tmp_path / FILE_NAME).write_bytes(content)
-    assert Lending(tmp_path).unpaused(["nas"]) == {"nas"}
+    assert DeviceLimits(tmp_path).unpaused(["nas"]) == {"nas"}

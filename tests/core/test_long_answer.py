@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.api.http.long_answer import PIECE_BYTES, LongAnswer
+from primad.api.http.long_answer import PIECE_BYTES, LongResponse
 
 LISTS = st.lists(st.lists(st.integers() | st.text(max_size=3), max_size=5), max_size=3)
 
@@ -22,7 +22,7 @@ def sent(lists: list[list[Any]], text: str) -> list[bytes]:
         pieces.append(message.get("body", b""))
 
     async def answer() -> None:
-        long = LongAnswer()
+        long = LongResponse()
         told = [{"list": await long.list_of(map(msgspec.json.encode, each)), "text": text} for each in lists]
         response = long.response(told)
         await response({"type": "http"}, None, send)  # type: ignore[arg-type]

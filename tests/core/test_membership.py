@@ -10,13 +10,13 @@ import pytest
 from primad.membership import types as m
 from primad.membership.due import REGAIN_S, RELIEVE_S
 from primad.membership.step import (
-    MOST_AGAIN_S,
-    MOST_BREAKS,
-    MOST_STRANGERS,
+    MAX_AGAIN_S,
+    MAX_BREAKS,
+    MAX_STRANGERS,
     phase_of,
     wake_at,
 )
-from primad.membership.transitions import BAR_S, FORGIVEN_S, LASTING_BAR_S, MOST_BAR_S
+from primad.membership.transitions import BAR_S, FORGIVEN_S, LASTING_BAR_S, MAX_BAR_S
 from tests.fakes.membership import SETTINGS, Shell
 
 LOOK_S = SETTINGS.look_s
@@ -31,18 +31,18 @@ def head(**config) -> Shell:
 
 def acts(effects: Iterable[m.Effect]) -> list[m.Effect]:
     """What is done, without what is said."""
-    return [effect for effect in effects if not isinstance(effect, m.SayLine)]
+    return [effect for effect in effects if not isinstance(effect, m.OwnerLine)]
 
 
 def welcome(shell: Shell, *names: str) -> None:
     """The devices ``names`` come and are trusted, greeted and measured."""
     for name in names:
-        shell.tell(m.Seen(name, True))
-        shell.tell(m.Welcomed(name))
+        shell.notify(m.Seen(name, True))
+        shell.notify(m.Welcomed(name))
     if shell.measuring is not None:
-        shell.tell(m.Measured(shell.measuring | set(names)))
+        shell.notify(m.Measured(shell.measuring | set(names)))
     if shell.measuring is not None:
-        shell.tell(m.Measured(shell.measuring))
+        shell.notify(m.Measured(shell.measuring))
 
 
 def live(shell: Shell, seconds: float, *names: str) -> list[m.Effect]:
@@ -51,20 +51,20 @@ def live(shell: Shell, seconds: float, *names: str) -> list[m.Effect]:
     while shell.now < end:
         shell.wake(min(end, shell.now + 0.5))
         for name in names:
-            shell.tell(m.Heard(name))
+            shell.notify(m.Heard(name))
     return acts(shell.effects[start:])
 
 
 def solve(shell: Shell, *members: str, value: float = 1.0) -> list[m.Effect]:
     """The attempt under way is solved, of all candidates if no members are named."""
     assert shell.attempt is not None
-    return acts(shell.tell(m.Solved(shell.attempt, frozenset(members) or shell.candidates, value)))
+    return acts(shell.notify(m.Solved(shell.attempt, frozenset(members) or shell.candidates, value)))
 
 
 def form(shell: Shell) -> list[m.Effect]:
     """The ring that was solved is formed."""
     assert shell.attempt is not None
-    return acts(shell.tell(m.Formed(shell.attempt)))
+    return acts(shell.notify(m.Formed(shell.attempt)))
 
 
 def serving(*names: str, **config) -> Shell:
@@ -89,12 +89,12 @@ def broken(shell: Shell, device: str | None = None, *parties: str, lasting: bool
     """The attempt under way, or else the ring that serves, breaks by ``device``, or by one of ``parties``."""
     epoch = shell.attempt or shell.serving
     assert epoch is not None
-    return acts(shell.tell(m.RingFailed(epoch, device, "it broke", lasting, parties=parties)))
+    return acts(shell.notify(m.RingFailed(epoch, device, "it broke", lasting, parties=parties)))
 
 
 def no_plan(shell: Shell) -> list[m.Effect]:
     assert shell.attempt is not None
-    return acts(shell.tell(m.NoPlan(shell.attempt, "too large")))
+    return acts(shell.notify(m.NoPlan(shell.attempt, "too large")))
 
 
 def solves(effects: Iterable[m.Effect]) -> list[frozenset[str]]:
@@ -125,30 +125,30 @@ def test_nobody_came_so_the_head_serves_alone():
 
 def test_a_device_that_is_being_greeted_is_waited_for_a_little_longer():
     shell = head()
-    shell.tell(m.Seen("ada", True))
+    shell.notify(m.Seen("ada", True))
     assert acts(shell.wake(shell.now + LOOK_S + GREETING_S - 0.1)) == []
     assert acts(shell.wake(shell.now + 0.2)) == [m.Solve(1, frozenset())]
 
 
 def test_the_first_ring_waits_for_measuring():
     shell = head()
-    shell.tell(m.Seen("ada", True))
-    assert shell.tell(m.Welcomed("ada")) == [m.Measure(frozenset({"ada"}))]
+    shell.notify(m.Seen("ada", True))
+    assert shell.notify(m.Welcomed("ada")) == [m.Measure(frozenset({"ada"}))]
     assert live(shell, 30.0, "ada") == []
-    assert acts(shell.tell(m.Measured(frozenset({"ada"})))) == [m.Solve(1, frozenset({"ada"}))]
+    assert acts(shell.notify(m.Measured(frozenset({"ada"})))) == [m.Solve(1, frozenset({"ada"}))]
 
 
 def test_a_device_that_cannot_be_measured_does_not_hold_up_the_others_and_is_not_asked_without_a_pause():
     shell = head(solo=False)
     welcome(shell, "ada")
-    shell.tell(m.Seen("bo", True))
-    shell.tell(m.Welcomed("bo"))
-    assert acts(shell.tell(m.Measured(frozenset({"ada"})))) == []
+    shell.notify(m.Seen("bo", True))
+    shell.notify(m.Welcomed("bo"))
+    assert acts(shell.notify(m.Measured(frozenset({"ada"})))) == []
     assert "measured" in shell.state.devices["bo"].reason
     assert live(shell, 1.9, "ada", "bo") == []
     assert live(shell, 0.2, "ada", "bo") == [m.Measure(frozenset({"ada", "bo"}))]
     live(shell, LOOK_S, "ada", "bo")
-    assert acts(shell.tell(m.Measured(frozenset({"ada"})))) == [m.Solve(1, frozenset({"ada"}))]
+    assert acts(shell.notify(m.Measured(frozenset({"ada"})))) == [m.Solve(1, frozenset({"ada"}))]
 
 
 def test_as_soon_as_the_wanted_devices_are_there_it_begins():
@@ -162,8 +162,8 @@ def test_as_soon_as_the_wanted_devices_are_there_it_begins():
 def test_fewer_than_wanted_is_the_end_with_every_reason():
     shell = head(wanted=2)
     welcome(shell, "ada")
-    shell.tell(m.Seen("bo", True))
-    shell.tell(m.DeviceRefused("bo", "works for another head"))
+    shell.notify(m.Seen("bo", True))
+    shell.notify(m.DeviceRefused("bo", "works for another head"))
     *_, last = live(shell, LOOK_S + GREETING_S, "ada")
     assert isinstance(last, m.GiveUp)
     assert "found 1 of 2" in last.reason
@@ -174,7 +174,7 @@ def test_after_the_end_nothing_is_done():
     shell = head(solo=True)
     assert no_plan(shell) == [m.GiveUp("too large")]
     assert shell.wake(shell.now + 100.0) == []
-    assert shell.tell(m.Seen("ada", True)) == []
+    assert shell.notify(m.Seen("ada", True)) == []
     assert wake_at(shell.state, shell.now) is None
 
 
@@ -185,7 +185,7 @@ def test_a_wanted_device_that_is_silent_for_a_moment_is_not_given_up():
     live(shell, 2.0, "ada")
     assert shell.state.devices["bo"].phase is m.DevicePhase.SUSPECTED
     assert not shell.ended
-    shell.tell(m.Heard("bo"))
+    shell.notify(m.Heard("bo"))
     assert shell.candidates == {"ada", "bo"}
 
 
@@ -198,13 +198,13 @@ def test_an_attempt_at_the_first_ring_that_breaks_by_nobodys_fault_is_the_end():
 def test_an_attempt_at_the_first_ring_that_is_to_load_once_more_is_made_again():
     shell = head(solo=True)
     solve(shell)
-    shell.tell(m.RingFailed(1, None, "the GPU has room", again=True))
+    shell.notify(m.RingFailed(1, None, "the GPU has room", again=True))
     assert not shell.ended
     live(shell, 3.0)
     assert shell.attempt == 2
     for _ in range(3):
         solve(shell)
-        shell.tell(m.RingFailed(shell.attempt, None, "the GPU has room", again=True))
+        shell.notify(m.RingFailed(shell.attempt, None, "the GPU has room", again=True))
         live(shell, 10.0)
         if shell.ended:
             return
@@ -252,7 +252,7 @@ def test_a_device_lost_before_the_first_ring_serves_is_done_without(solved):
     live(shell, LOOK_S, "ada", "bo")
     if solved:
         solve(shell)
-    effects = acts(shell.tell(m.Lost("bo", "its process ended")))
+    effects = acts(shell.notify(m.Lost("bo", "its process ended")))
     assert effects == [m.Drop("bo"), m.Abandon(1), m.Solve(2, frozenset({"ada"}))]
 
 
@@ -261,40 +261,40 @@ def test_a_device_lost_before_the_first_ring_serves_is_done_without(solved):
 
 def test_a_device_without_trust_is_seen_and_nothing_more():
     shell = serving("ada")
-    assert shell.tell(m.Seen("eve", False)) == []
+    assert shell.notify(m.Seen("eve", False)) == []
     assert live(shell, 30.0, "ada", "eve") == []
     assert phase_of(shell.state, "eve") is m.DevicePhase.DISCOVERED
 
 
 def test_a_device_is_greeted_once_it_is_trusted():
     shell = serving("ada")
-    shell.tell(m.Seen("bo", False))
-    assert shell.tell(m.Seen("bo", True)) == [m.Greet("bo")]
+    shell.notify(m.Seen("bo", False))
+    assert shell.notify(m.Seen("bo", True)) == [m.Greet("bo")]
     assert phase_of(shell.state, "bo") is m.DevicePhase.PAIRED
 
 
 def test_a_welcome_after_trust_was_withdrawn_is_dropped():
     shell = serving("ada")
-    shell.tell(m.Seen("bo", True))
-    shell.tell(m.Seen("bo", False))
-    assert shell.tell(m.Welcomed("bo")) == [m.Drop("bo")]
+    shell.notify(m.Seen("bo", True))
+    shell.notify(m.Seen("bo", False))
+    assert shell.notify(m.Welcomed("bo")) == [m.Drop("bo")]
     assert phase_of(shell.state, "bo") is m.DevicePhase.DISCOVERED
 
 
 def test_a_crowd_of_strangers_is_not_remembered():
     shell = serving("ada")
-    for count in range(10 * MOST_STRANGERS):
-        shell.tell(m.Seen(f"eve{count}", False))
-    assert len(shell.state.devices) == MOST_STRANGERS + 1
-    assert m.Greet("bo") in shell.tell(m.Seen("bo", True))
+    for count in range(10 * MAX_STRANGERS):
+        shell.notify(m.Seen(f"eve{count}", False))
+    assert len(shell.state.devices) == MAX_STRANGERS + 1
+    assert m.Greet("bo") in shell.notify(m.Seen("bo", True))
 
 
 def test_a_device_that_refuses_is_greeted_ever_more_rarely():
     shell = serving("ada")
-    shell.tell(m.Seen("bo", True))
+    shell.notify(m.Seen("bo", True))
     pauses_s = []
     for _ in range(7):
-        shell.tell(m.DeviceRefused("bo", "busy"))
+        shell.notify(m.DeviceRefused("bo", "busy"))
         start = shell.now
         while not shell.greets:
             live(shell, 0.5, "ada")
@@ -304,29 +304,29 @@ def test_a_device_that_refuses_is_greeted_ever_more_rarely():
 
 def test_before_the_first_ring_a_device_that_refuses_is_greeted_every_half_second():
     shell = head()
-    shell.tell(m.Seen("bo", True))
+    shell.notify(m.Seen("bo", True))
     for _ in range(4):
-        shell.tell(m.DeviceRefused("bo", "busy"))
+        shell.notify(m.DeviceRefused("bo", "busy"))
         assert acts(shell.wake(shell.now + 0.5)) == [m.Greet("bo")]
 
 
 def test_a_device_that_vanished_is_forgotten_unless_there_is_a_link_to_it():
     shell = serving("ada")
-    shell.tell(m.Seen("bo", False))
-    shell.tell(m.Vanished("bo"))
-    shell.tell(m.Vanished("ada"))
+    shell.notify(m.Seen("bo", False))
+    shell.notify(m.Vanished("bo"))
+    shell.notify(m.Vanished("ada"))
     assert list(shell.state.devices) == ["ada"]
     assert members(shell) == {"ada"}
-    shell.tell(m.Lost("ada", "its process ended"))
+    shell.notify(m.Lost("ada", "its process ended"))
     assert m.Greet("ada") not in shell.wake(shell.now + 60.0)
 
 
 def test_a_device_that_vanished_while_it_was_greeted_is_forgotten_when_it_refuses():
     shell = serving("ada")
-    shell.tell(m.Seen("bo", True))
-    shell.tell(m.Vanished("bo"))
+    shell.notify(m.Seen("bo", True))
+    shell.notify(m.Vanished("bo"))
     assert "bo" in shell.state.devices
-    shell.tell(m.DeviceRefused("bo", "no answer"))
+    shell.notify(m.DeviceRefused("bo", "no answer"))
     assert "bo" not in shell.state.devices
 
 
@@ -359,7 +359,7 @@ def test_a_device_that_speaks_again_stays_and_the_shadow_is_forgotten():
     live(shell, 2.0, "ada")
     solve(shell)
     form(shell)
-    assert acts(shell.tell(m.Heard("bo"))) == [m.Abandon(2)]
+    assert acts(shell.notify(m.Heard("bo"))) == [m.Abandon(2)]
     assert live(shell, 10.0, "ada", "bo") == []
     assert members(shell) == {"ada", "bo"}
 
@@ -390,7 +390,7 @@ def test_a_ring_on_its_way_after_a_loss_is_not_forgotten_because_another_device_
     solve(shell, "ada")
     live(shell, 2.1, "ada")
     assert phase_of(shell.state, "cy") is m.DevicePhase.SUSPECTED
-    assert acts(shell.tell(m.Heard("cy"))) == []
+    assert acts(shell.notify(m.Heard("cy"))) == []
     assert form(shell) == [m.Serve(2, None)]
 
 
@@ -400,12 +400,12 @@ def test_a_shadow_that_holds_the_last_suspect_is_made_anew():
     solve(shell)
     live(shell, 2.0, "ada")
     assert phase_of(shell.state, "cy") is m.DevicePhase.SUSPECTED
-    assert acts(shell.tell(m.Heard("bo"))) == [m.Abandon(2), m.Solve(3, frozenset({"ada", "bo"}))]
+    assert acts(shell.notify(m.Heard("bo"))) == [m.Abandon(2), m.Solve(3, frozenset({"ada", "bo"}))]
 
 
 def test_a_lost_device_is_done_without_at_once():
     shell = serving("ada", "bo")
-    effects = acts(shell.tell(m.Lost("bo", "its process ended")))
+    effects = acts(shell.notify(m.Lost("bo", "its process ended")))
     assert effects == [m.Drop("bo"), m.Close(1, "bo: its process ended"), m.Solve(2, frozenset({"ada"}))]
     assert solve(shell) + form(shell) == [m.Form(2), m.Serve(2, None)]
 
@@ -414,13 +414,13 @@ def test_a_device_without_a_part_is_lost_without_a_stir():
     shell = serving("ada")
     welcome(shell, "bo")
     solve(shell, "ada", value=1.0)
-    assert acts(shell.tell(m.Lost("bo", "its process ended"))) == [m.Drop("bo")]
+    assert acts(shell.notify(m.Lost("bo", "its process ended"))) == [m.Drop("bo")]
     assert shell.serving == 1
 
 
 def test_a_candidate_that_falls_silent_while_the_plan_is_solved_is_left_out():
     shell = serving("ada", "bo", "cy")
-    shell.tell(m.Lost("cy", "its process ended"))
+    shell.notify(m.Lost("cy", "its process ended"))
     assert shell.candidates == {"ada", "bo"}
     effects = live(shell, 1.6, "ada")
     assert m.Abandon(2) in effects
@@ -430,15 +430,15 @@ def test_a_candidate_that_falls_silent_while_the_plan_is_solved_is_left_out():
 @pytest.mark.parametrize("solved", [False, True])
 def test_a_device_lost_during_recovery_is_done_without_too(solved):
     shell = serving("ada", "bo", "cy")
-    shell.tell(m.Lost("cy", "its process ended"))
+    shell.notify(m.Lost("cy", "its process ended"))
     if solved:
         solve(shell)
-    assert acts(shell.tell(m.Lost("bo", "unplugged"))) == [m.Drop("bo"), m.Abandon(2), m.Solve(3, frozenset({"ada"}))]
+    assert acts(shell.notify(m.Lost("bo", "unplugged"))) == [m.Drop("bo"), m.Abandon(2), m.Solve(3, frozenset({"ada"}))]
 
 
 def test_a_head_left_alone_serves_alone():
     shell = serving("ada")
-    assert acts(shell.tell(m.Lost("ada", "unplugged")))[-1] == m.Solve(2, frozenset())
+    assert acts(shell.notify(m.Lost("ada", "unplugged")))[-1] == m.Solve(2, frozenset())
     assert solve(shell) + form(shell) == [m.Form(2), m.Serve(2, None)]
 
 
@@ -460,13 +460,13 @@ def test_an_attempt_that_needs_the_device_to_blame_is_not_gone_on_with():
     shell = serving("ada", "bo", "cy")
     live(shell, 2.0, "ada", "bo")
     solve(shell)
-    effects = acts(shell.tell(m.RingFailed(1, "bo", "it broke")))
+    effects = acts(shell.notify(m.RingFailed(1, "bo", "it broke")))
     assert effects == [m.Abandon(2), m.Close(1, "it broke"), m.Solve(3, frozenset({"ada"}))]
 
 
 def test_an_attempt_that_breaks_is_made_again_at_once_without_the_device_to_blame():
     shell = serving("ada", "bo", "cy")
-    shell.tell(m.Lost("cy", "unplugged"))
+    shell.notify(m.Lost("cy", "unplugged"))
     solve(shell)
     assert broken(shell, "bo") == [m.Abandon(2), m.Solve(3, frozenset({"ada"}))]
 
@@ -474,7 +474,7 @@ def test_an_attempt_that_breaks_is_made_again_at_once_without_the_device_to_blam
 @pytest.mark.parametrize("device", [None, "head", "cy"])
 def test_an_attempt_that_breaks_by_nobodys_fault_is_made_again_after_a_pause_that_doubles(device):
     shell = serving("ada", "cy")
-    shell.tell(m.Lost("cy", "unplugged"))
+    shell.notify(m.Lost("cy", "unplugged"))
     for pause_s in (2.0, 4.0, 8.0):
         solve(shell)
         assert broken(shell, device) == [m.Abandon(shell.state.epoch)]
@@ -487,7 +487,7 @@ def test_failures_of_the_shadow_do_not_delay_recovery():
     live(shell, 2.0, "ada")
     solve(shell)
     assert broken(shell) == [m.Abandon(2)]
-    assert solves(shell.tell(m.Lost("bo", "unplugged"))) == [{"ada"}]
+    assert solves(shell.notify(m.Lost("bo", "unplugged"))) == [{"ada"}]
 
 
 def test_the_bar_doubles_up_to_a_limit_and_is_forgiven():
@@ -503,7 +503,7 @@ def test_the_bar_doubles_up_to_a_limit_and_is_forgiven():
         form(shell)
         live(shell, SETTLE_S, "ada", "bo")
         assert members(shell) == {"ada", "bo"}
-    assert bars_s == pytest.approx([BAR_S * 2**count for count in range(6)] + [MOST_BAR_S] * 2)
+    assert bars_s == pytest.approx([BAR_S * 2**count for count in range(6)] + [MAX_BAR_S] * 2)
     live(shell, FORGIVEN_S + 1.0, "ada", "bo")
     broken(shell, "bo")
     assert shell.state.devices["bo"].barred_until_s - shell.now == pytest.approx(BAR_S)
@@ -511,9 +511,9 @@ def test_the_bar_doubles_up_to_a_limit_and_is_forgiven():
 
 def test_a_fault_that_lasts_bars_for_long_and_another_fault_does_not_shorten_that():
     shell = serving("ada", "bo")
-    shell.tell(m.RingFailed(1, "bo", "disk full", lasting=True))
+    shell.notify(m.RingFailed(1, "bo", "disk full", lasting=True))
     until_s = shell.now + LASTING_BAR_S
-    shell.tell(m.RingFailed(2, "bo", "it broke"))
+    shell.notify(m.RingFailed(2, "bo", "it broke"))
     assert shell.state.devices["bo"].barred_until_s == until_s
 
 
@@ -538,19 +538,19 @@ def test_who_is_out_for_long_is_shown_with_the_reason_until_it_serves_again():
 
 def test_a_lasting_bar_is_short_once_the_device_comes_anew():
     shell = serving("ada", "bo")
-    shell.tell(m.RingFailed(1, "bo", "disk full", lasting=True))
-    shell.tell(m.Lost("bo", "its primad ended"))
-    shell.tell(m.Welcomed("bo"))
+    shell.notify(m.RingFailed(1, "bo", "disk full", lasting=True))
+    shell.notify(m.Lost("bo", "its primad ended"))
+    shell.notify(m.Welcomed("bo"))
     assert shell.state.devices["bo"].barred_until_s == shell.now + BAR_S
 
 
 def test_another_bar_lasts_whoever_comes_anew():
     shell = serving("ada", "bo")
     for epoch in (1, 2):
-        shell.tell(m.RingFailed(epoch, "bo", "it broke"))
+        shell.notify(m.RingFailed(epoch, "bo", "it broke"))
     until_s = shell.state.devices["bo"].barred_until_s
-    shell.tell(m.Lost("bo", "its primad ended"))
-    shell.tell(m.Welcomed("bo"))
+    shell.notify(m.Lost("bo", "its primad ended"))
+    shell.notify(m.Welcomed("bo"))
     assert shell.state.devices["bo"].barred_until_s == until_s
 
 
@@ -595,12 +595,12 @@ def test_answers_that_break_ring_after_ring_end():
     shell = serving("ada", "bo")
     live(shell, SETTLE_S, "ada", "bo")
     failed = []
-    for _ in range(MOST_BREAKS + 1):
+    for _ in range(MAX_BREAKS + 1):
         failed += [effect for effect in broken(shell) if isinstance(effect, m.Fail)]
         live(shell, 5.0, "ada", "bo")
         solve(shell)
         form(shell)
-    assert failed == [m.Fail(f"{MOST_BREAKS} rings in a row broke: it broke")]
+    assert failed == [m.Fail(f"{MAX_BREAKS} rings in a row broke: it broke")]
     live(shell, SETTLE_S, "ada", "bo")
     assert not any(isinstance(effect, m.Fail) for effect in broken(shell))
 
@@ -609,7 +609,7 @@ def test_breaks_with_a_device_to_blame_do_not_count_as_ring_after_ring():
     names = ["ada", "bo", "cy", "dee", "eve", "fay"]
     shell = serving(*names)
     live(shell, SETTLE_S, *names)
-    for name in names[: MOST_BREAKS + 1]:
+    for name in names[: MAX_BREAKS + 1]:
         assert not any(isinstance(effect, m.Fail) for effect in broken(shell, name))
         solve(shell)
         form(shell)
@@ -620,7 +620,7 @@ def test_breaks_with_a_device_to_blame_do_not_count_as_ring_after_ring():
 
 def test_without_a_plan_the_answers_end_at_once_and_the_same_devices_are_asked_again_later():
     shell = serving("ada", "bo")
-    shell.tell(m.Lost("bo", "unplugged"))
+    shell.notify(m.Lost("bo", "unplugged"))
     assert no_plan(shell) == [m.Fail("too large")]
     assert shell.state.holding_s is None
     assert solves(live(shell, RETRY_S - 0.1, "ada")) == []
@@ -629,7 +629,7 @@ def test_without_a_plan_the_answers_end_at_once_and_the_same_devices_are_asked_a
 
 def test_a_device_that_returns_while_there_is_no_ring_is_taken_at_once_though_it_is_barred():
     shell = serving("ada", "bo")
-    shell.tell(m.Lost("bo", "unplugged"))
+    shell.notify(m.Lost("bo", "unplugged"))
     no_plan(shell)
     live(shell, 0.6, "ada")
     welcome(shell, "bo")
@@ -639,10 +639,10 @@ def test_a_device_that_returns_while_there_is_no_ring_is_taken_at_once_though_it
 
 def test_devices_that_came_while_no_plan_was_found_are_asked_before_the_answers_end():
     shell = serving("ada", "bo")
-    shell.tell(m.Seen("cy", True))
-    shell.tell(m.Welcomed("cy"))
-    shell.tell(m.Lost("bo", "unplugged"))
-    shell.tell(m.Measured(frozenset({"ada", "cy"})))
+    shell.notify(m.Seen("cy", True))
+    shell.notify(m.Welcomed("cy"))
+    shell.notify(m.Lost("bo", "unplugged"))
+    shell.notify(m.Measured(frozenset({"ada", "cy"})))
     assert shell.candidates == {"ada"}
     assert no_plan(shell) == [m.Solve(3, frozenset({"ada", "cy"}))]
     assert shell.state.holding_s is not None
@@ -650,7 +650,7 @@ def test_devices_that_came_while_no_plan_was_found_are_asked_before_the_answers_
 
 def test_answers_wait_for_a_ring_for_so_long_and_no_longer():
     shell = serving("ada", "bo", hold_s=10.0)
-    shell.tell(m.Lost("bo", "unplugged"))
+    shell.notify(m.Lost("bo", "unplugged"))
     solve(shell)
     assert live(shell, 9.9, "ada") == [m.Greet("bo")]
     (fail,) = live(shell, 0.2, "ada")
@@ -674,7 +674,7 @@ def test_a_plan_that_gains_too_little_is_not_taken_and_not_asked_for_again():
     welcome(shell, "bo")
     assert solve(shell, value=0.91) == [m.Abandon(2)]
     assert live(shell, 1000.0, "ada", "bo") == []
-    shell.tell(m.Lost("bo", "unplugged"))
+    shell.notify(m.Lost("bo", "unplugged"))
     live(shell, 1.0, "ada")
     welcome(shell, "bo")
     assert live(shell, 1000.0, "ada", "bo") == []
@@ -693,7 +693,7 @@ def test_a_silence_does_not_make_the_same_plan_worth_asking_again():
     solve(shell, value=0.95)
     live(shell, 2.0, "bo")
     no_plan(shell)
-    shell.tell(m.Heard("ada"))
+    shell.notify(m.Heard("ada"))
     assert live(shell, 100.0, "ada", "bo") == []
 
 
@@ -722,7 +722,7 @@ def test_a_device_that_comes_and_goes_is_taken_ever_more_rarely():
     waits_s = []
     for _ in range(4):
         live(shell, SETTLE_S, "ada", "bo")
-        shell.tell(m.Lost("bo", "Wi-Fi"))
+        shell.notify(m.Lost("bo", "Wi-Fi"))
         start = shell.now
         solve(shell, value=1.0)
         form(shell)
@@ -762,8 +762,8 @@ def test_a_device_that_broke_a_better_plan_is_tried_again_when_its_bar_ends():
 def test_for_a_device_that_is_short_of_memory_another_plan_is_formed_beside_the_ring(name):
     """It serves though it gains nothing, and no step and no sequence is lost: the first ring serves until then."""
     shell = serving("ada", "bo")
-    assert acts(shell.tell(m.DeviceMemoryLow(name))) == [m.Solve(2, frozenset({"ada", "bo"}), 1)]
-    assert any(isinstance(effect, m.SayLine) and effect.text.startswith(f"{name}: ") for effect in shell.effects)
+    assert acts(shell.notify(m.DeviceMemoryLow(name))) == [m.Solve(2, frozenset({"ada", "bo"}), 1)]
+    assert any(isinstance(effect, m.OwnerLine) and effect.text.startswith(f"{name}: ") for effect in shell.effects)
     assert solve(shell, value=5.0) == [m.Form(2)]
     assert shell.serving == 1
     assert form(shell) == [m.Serve(2, 1)]
@@ -773,42 +773,42 @@ def test_for_a_device_that_is_short_of_memory_another_plan_is_formed_beside_the_
 @pytest.mark.parametrize("name", ["cy", "nobody"])
 def test_a_device_without_a_part_is_not_relieved(name):
     shell = serving("ada", "bo")
-    assert acts(shell.tell(m.DeviceMemoryLow(name))) == []
+    assert acts(shell.notify(m.DeviceMemoryLow(name))) == []
     assert live(shell, 1000.0, "ada", "bo") == []
 
 
 def test_without_another_plan_the_ring_goes_on_as_it_is():
     shell = serving("ada", "bo")
-    shell.tell(m.DeviceMemoryLow("bo"))
+    shell.notify(m.DeviceMemoryLow("bo"))
     assert no_plan(shell) == []
-    assert shell.effects[-1] == m.SayLine("no other plan asks less of bo: too large")
+    assert shell.effects[-1] == m.OwnerLine("no other plan asks less of bo: too large")
     assert live(shell, 1000.0, "ada", "bo") == []
     assert shell.serving == 1
 
 
 def test_other_plans_are_not_looked_for_all_the_time():
     shell = serving("ada", "bo")
-    shell.tell(m.DeviceMemoryLow("bo"))
+    shell.notify(m.DeviceMemoryLow("bo"))
     no_plan(shell)
-    assert acts(shell.tell(m.DeviceMemoryLow("bo"))) == []
-    assert acts(shell.tell(m.DeviceMemoryLow("ada"))) == []
+    assert acts(shell.notify(m.DeviceMemoryLow("bo"))) == []
+    assert acts(shell.notify(m.DeviceMemoryLow("ada"))) == []
     assert live(shell, RELIEVE_S - 0.5, "ada", "bo") == []
     assert live(shell, 1.0, "ada", "bo") == [m.Solve(3, frozenset({"ada", "bo"}), 1)]
 
 
 def test_the_owner_who_lends_less_or_more_of_a_device_need_not_wait_for_the_next_look():
     shell = serving("ada", "bo")
-    shell.tell(m.DeviceMemoryLow("bo"))
+    shell.notify(m.DeviceMemoryLow("bo"))
     no_plan(shell)
-    assert shell.tell(m.DeviceMemoryLow("bo", by_owner=True)) == [
-        m.SayLine("bo: the owner lends less of it; looking for a plan that asks less of it"),
+    assert shell.notify(m.DeviceMemoryLow("bo", by_owner=True)) == [
+        m.OwnerLine("bo: the owner lends less of it; looking for a plan that asks less of it"),
         m.Solve(3, frozenset({"ada", "bo"}), 1),
     ]
     solve(shell, "ada", value=2.0)
     form(shell)
     live(shell, SETTLE_S + 0.5, "ada", "bo")
     for epoch in (4, 5):
-        assert acts(shell.tell(m.DeviceMemoryRecovered("bo", by_owner=True))) == [
+        assert acts(shell.notify(m.DeviceMemoryRecovered("bo", by_owner=True))) == [
             m.Solve(epoch, frozenset({"ada", "bo"}))
         ]
         solve(shell, value=2.0)
@@ -816,21 +816,21 @@ def test_the_owner_who_lends_less_or_more_of_a_device_need_not_wait_for_the_next
 
 def test_a_ring_settles_before_it_is_relieved():
     shell = serving("ada", "bo")
-    shell.tell(m.DeviceMemoryLow("bo"))
+    shell.notify(m.DeviceMemoryLow("bo"))
     solve(shell)
     form(shell)
     live(shell, RELIEVE_S, "ada", "bo")
-    shell.tell(m.DeviceLeaving("bo", "Ctrl-C"))
+    shell.notify(m.DeviceLeaving("bo", "Ctrl-C"))
     solve(shell)
     form(shell)
-    assert acts(shell.tell(m.DeviceMemoryLow("ada"))) == []
+    assert acts(shell.notify(m.DeviceMemoryLow("ada"))) == []
     assert solves(live(shell, SETTLE_S + 0.5, "ada", "bo")) == [{"ada"}]
 
 
 def test_a_better_plan_under_way_comes_first():
     shell = serving("ada")
     welcome(shell, "bo")
-    assert acts(shell.tell(m.DeviceMemoryLow("ada"))) == []
+    assert acts(shell.notify(m.DeviceMemoryLow("ada"))) == []
     solve(shell, value=0.5)
     assert form(shell) == [m.Serve(2, 1)]
     assert live(shell, SETTLE_S + 0.5, "ada", "bo") == [m.Solve(3, frozenset({"ada", "bo"}), 2)]
@@ -838,7 +838,7 @@ def test_a_better_plan_under_way_comes_first():
 
 def test_an_attempt_that_breaks_is_made_again_later():
     shell = serving("ada", "bo")
-    shell.tell(m.DeviceMemoryLow("ada"))
+    shell.notify(m.DeviceMemoryLow("ada"))
     solve(shell)
     assert broken(shell) == [m.Abandon(2)]
     assert shell.serving == 1
@@ -849,17 +849,17 @@ def test_an_attempt_that_breaks_is_made_again_later():
 def test_a_ring_that_breaks_meanwhile_is_formed_of_the_same_plan():
     """What it was solved for knows of the lack already."""
     shell = serving("ada", "bo")
-    shell.tell(m.DeviceMemoryLow("ada"))
+    shell.notify(m.DeviceMemoryLow("ada"))
     solve(shell)
-    assert acts(shell.tell(m.RingFailed(1, None, "it broke"))) == [m.Close(1, "it broke")]
+    assert acts(shell.notify(m.RingFailed(1, None, "it broke"))) == [m.Close(1, "it broke")]
     assert form(shell) == [m.Serve(2, None)]
     assert live(shell, 1000.0, "ada", "bo") == []
 
 
 def test_who_leaves_is_let_go_before_others_are_relieved():
     shell = serving("ada", "bo")
-    shell.tell(m.DeviceMemoryLow("ada"))
-    shell.tell(m.DeviceLeaving("bo", "Ctrl-C"))
+    shell.notify(m.DeviceMemoryLow("ada"))
+    shell.notify(m.DeviceLeaving("bo", "Ctrl-C"))
     assert shell.state.attempt is not None
     assert shell.state.attempt.why is m.Purpose.LEAVING
     solve(shell)
@@ -869,8 +869,8 @@ def test_who_leaves_is_let_go_before_others_are_relieved():
 @pytest.mark.parametrize("name", ["ada", "head"])
 def test_when_a_device_has_room_again_a_plan_that_gains_enough_is_taken(name):
     shell = serving("ada", "bo")
-    assert shell.tell(m.DeviceMemoryRecovered(name)) == [
-        m.SayLine(f"{name}: there is memory again; looking for a better plan"),
+    assert shell.notify(m.DeviceMemoryRecovered(name)) == [
+        m.OwnerLine(f"{name}: there is memory again; looking for a better plan"),
         m.Solve(2, frozenset({"ada", "bo"})),
     ]
     assert solve(shell, value=0.5) == [m.Form(2)]
@@ -880,11 +880,11 @@ def test_when_a_device_has_room_again_a_plan_that_gains_enough_is_taken(name):
 
 def test_a_device_that_lost_its_part_for_want_of_memory_gets_one_again():
     shell = serving("ada", "bo")
-    shell.tell(m.DeviceMemoryLow("bo"))
+    shell.notify(m.DeviceMemoryLow("bo"))
     solve(shell, "ada", value=2.0)
     form(shell)
     assert live(shell, 1000.0, "ada", "bo") == []
-    assert acts(shell.tell(m.DeviceMemoryRecovered("bo"))) == [m.Solve(3, frozenset({"ada", "bo"}))]
+    assert acts(shell.notify(m.DeviceMemoryRecovered("bo"))) == [m.Solve(3, frozenset({"ada", "bo"}))]
     assert solve(shell, value=1.0) == [m.Form(3)]
     assert form(shell) == [m.Serve(3, 2)]
     assert members(shell) == {"ada", "bo"}
@@ -893,19 +893,19 @@ def test_a_device_that_lost_its_part_for_want_of_memory_gets_one_again():
 @pytest.mark.parametrize("use_all", [False, True])
 def test_room_that_gains_too_little_changes_nothing(use_all):
     shell = serving("ada", "bo", use_all=use_all)
-    shell.tell(m.DeviceMemoryRecovered("bo"))
+    shell.notify(m.DeviceMemoryRecovered("bo"))
     assert solve(shell, value=0.95) == [m.Abandon(2)]
     assert live(shell, 1000.0, "ada", "bo") == []
-    shell.tell(m.DeviceMemoryRecovered("bo"))
+    shell.notify(m.DeviceMemoryRecovered("bo"))
     assert shell.attempt == 3, "it has more room now than it had then"
 
 
 def test_better_plans_are_not_looked_for_each_time_that_somebody_has_room():
     shell = serving("ada", "bo")
-    shell.tell(m.DeviceMemoryRecovered("bo"))
+    shell.notify(m.DeviceMemoryRecovered("bo"))
     solve(shell, value=1.0)
-    assert acts(shell.tell(m.DeviceMemoryRecovered("ada"))) == []
-    assert acts(shell.tell(m.DeviceMemoryRecovered("bo"))) == []
+    assert acts(shell.notify(m.DeviceMemoryRecovered("ada"))) == []
+    assert acts(shell.notify(m.DeviceMemoryRecovered("bo"))) == []
     assert live(shell, REGAIN_S - 0.5, "ada", "bo") == []
     assert solves(live(shell, 1.0, "ada", "bo")) == [{"ada", "bo"}]
     solve(shell, value=1.0)
@@ -914,11 +914,11 @@ def test_better_plans_are_not_looked_for_each_time_that_somebody_has_room():
 
 def test_room_of_a_device_that_is_not_there_is_no_reason():
     shell = serving("ada", "bo")
-    assert acts(shell.tell(m.DeviceMemoryRecovered("nobody"))) == []
-    shell.tell(m.DeviceMemoryRecovered("bo"))
+    assert acts(shell.notify(m.DeviceMemoryRecovered("nobody"))) == []
+    shell.notify(m.DeviceMemoryRecovered("bo"))
     solve(shell, value=1.0)
-    shell.tell(m.DeviceMemoryRecovered("ada"))
-    shell.tell(m.Lost("ada", "unplugged"))
+    shell.notify(m.DeviceMemoryRecovered("ada"))
+    shell.notify(m.Lost("ada", "unplugged"))
     solve(shell)
     form(shell)
     assert solves(live(shell, 1000.0, "bo")) == []
@@ -927,8 +927,8 @@ def test_room_of_a_device_that_is_not_there_is_no_reason():
 def test_who_has_room_again_before_it_was_planned_for_is_not_short_any_more():
     shell = serving("ada")
     welcome(shell, "bo")
-    shell.tell(m.DeviceMemoryLow("ada"))
-    shell.tell(m.DeviceMemoryRecovered("ada"))
+    shell.notify(m.DeviceMemoryLow("ada"))
+    shell.notify(m.DeviceMemoryRecovered("ada"))
     looks = m.Solve(3, frozenset({"ada", "bo"}))
     assert solve(shell, value=1.0) == [m.Abandon(2), looks], "for a better plan, not for one that asks less"
     assert solve(shell, value=1.0) == [m.Abandon(3)]
@@ -937,7 +937,7 @@ def test_who_has_room_again_before_it_was_planned_for_is_not_short_any_more():
 
 def test_a_plan_for_more_room_that_breaks_by_somebodys_fault_is_tried_again():
     shell = serving("ada", "bo")
-    shell.tell(m.DeviceMemoryRecovered("bo"))
+    shell.notify(m.DeviceMemoryRecovered("bo"))
     solve(shell, value=0.5)
     assert broken(shell, "bo") == [m.Abandon(2)]
     assert shell.state.memory_recovered == {"bo"}
@@ -949,8 +949,8 @@ def test_a_plan_for_more_room_that_breaks_by_somebodys_fault_is_tried_again():
 
 def test_a_ring_that_breaks_is_formed_with_what_everybody_has_now():
     shell = serving("ada", "bo")
-    shell.tell(m.DeviceMemoryRecovered("bo"))
-    assert acts(shell.tell(m.RingFailed(1, None, "it broke"))) == [m.Close(1, "it broke")]
+    shell.notify(m.DeviceMemoryRecovered("bo"))
+    assert acts(shell.notify(m.RingFailed(1, None, "it broke"))) == [m.Close(1, "it broke")]
     solve(shell)
     assert form(shell) == [m.Serve(2, None)]
     assert live(shell, 1000.0, "ada", "bo") == []
@@ -962,8 +962,8 @@ def test_a_ring_that_breaks_is_formed_with_what_everybody_has_now():
 @pytest.mark.parametrize("name", ["ada", "head"])
 def test_when_figures_are_corrected_a_plan_that_gains_enough_is_taken(name):
     shell = serving("ada", "bo")
-    assert shell.tell(m.DevicesCorrected(frozenset({name}))) == [
-        m.SayLine(f"{name}: figures are corrected; looking for a better plan"),
+    assert shell.notify(m.DevicesCorrected(frozenset({name}))) == [
+        m.OwnerLine(f"{name}: figures are corrected; looking for a better plan"),
         m.Solve(2, frozenset({"ada", "bo"})),
     ]
     assert solve(shell, value=0.5) == [m.Form(2)]
@@ -974,16 +974,16 @@ def test_when_figures_are_corrected_a_plan_that_gains_enough_is_taken(name):
 @pytest.mark.parametrize(("value", "is_taken"), [(1.75, True), (1.85, False)])
 def test_a_plan_is_better_than_what_serves_is_known_to_take_now(value, is_taken):
     shell = serving("ada", "bo")
-    shell.tell(m.DevicesCorrected(frozenset({"ada"})))
-    told = acts(shell.tell(m.Solved(2, frozenset({"bo"}), value, serving_value=2.0)))
+    shell.notify(m.DevicesCorrected(frozenset({"ada"})))
+    told = acts(shell.notify(m.Solved(2, frozenset({"bo"}), value, serving_value=2.0)))
     assert told == ([m.Form(2)] if is_taken else [m.Abandon(2)])
 
 
 def test_better_plans_are_not_looked_for_after_each_answer():
     shell = serving("ada")
-    shell.tell(m.DevicesCorrected(frozenset({"ada"})))
+    shell.notify(m.DevicesCorrected(frozenset({"ada"})))
     solve(shell, value=1.0)
-    assert acts(shell.tell(m.DevicesCorrected(frozenset({"ada"})))) == []
+    assert acts(shell.notify(m.DevicesCorrected(frozenset({"ada"})))) == []
     assert live(shell, REGAIN_S - 0.5, "ada") == []
     assert solves(live(shell, 1.0, "ada")) == [{"ada"}]
     solve(shell, value=1.0)
@@ -992,17 +992,17 @@ def test_better_plans_are_not_looked_for_after_each_answer():
 
 def test_figures_of_nobody_or_of_a_head_alone_are_no_reason():
     shell = serving("ada")
-    assert shell.tell(m.DevicesCorrected(frozenset({"nobody"}))) == []
+    assert shell.notify(m.DevicesCorrected(frozenset({"nobody"}))) == []
     alone = head(solo=True)
     solve(alone)
     form(alone)
-    assert acts(alone.tell(m.DevicesCorrected(frozenset({"head"})))) == []
+    assert acts(alone.notify(m.DevicesCorrected(frozenset({"head"})))) == []
     assert live(alone, 1000.0) == []
 
 
 def test_a_plan_for_corrected_figures_that_breaks_by_somebodys_fault_is_tried_again():
     shell = serving("ada", "bo")
-    shell.tell(m.DevicesCorrected(frozenset({"ada"})))
+    shell.notify(m.DevicesCorrected(frozenset({"ada"})))
     solve(shell, value=0.5)
     assert broken(shell, "bo") == [m.Abandon(2)]
     assert shell.state.corrected == {"ada"}
@@ -1011,10 +1011,10 @@ def test_a_plan_for_corrected_figures_that_breaks_by_somebodys_fault_is_tried_ag
 
 def test_corrected_figures_of_a_device_that_is_lost_are_no_reason():
     shell = serving("ada", "bo")
-    shell.tell(m.DevicesCorrected(frozenset({"bo"})))
+    shell.notify(m.DevicesCorrected(frozenset({"bo"})))
     solve(shell, value=1.0)
-    shell.tell(m.DevicesCorrected(frozenset({"ada"})))
-    shell.tell(m.Lost("ada", "unplugged"))
+    shell.notify(m.DevicesCorrected(frozenset({"ada"})))
+    shell.notify(m.Lost("ada", "unplugged"))
     solve(shell)
     form(shell)
     assert solves(live(shell, 1000.0, "bo")) == []
@@ -1033,51 +1033,51 @@ def measures(effects: Iterable[m.Effect]) -> list[m.Measure]:
 
 def test_a_link_that_did_not_work_is_measured_again_after_a_while_and_less_and_less_often():
     shell = serving("ada", "bo")
-    shell.tell(UNREACHED)
+    shell.notify(UNREACHED)
     pause_s = AGAIN_S
     for _ in range(8):
         assert live(shell, pause_s - 1.0, "ada", "bo") == []
-        shell.tell(UNREACHED)  # as after another device came
+        shell.notify(UNREACHED)  # as after another device came
         assert live(shell, 1.5, "ada", "bo") == [m.Measure(frozenset({"ada", "bo"}), again=True)]
-        shell.tell(m.Measured(frozenset({"ada", "bo"}), unreached=True))
-        pause_s = min(2 * pause_s, MOST_AGAIN_S)
-    assert pause_s == MOST_AGAIN_S
+        shell.notify(m.Measured(frozenset({"ada", "bo"}), unreached=True))
+        pause_s = min(2 * pause_s, MAX_AGAIN_S)
+    assert pause_s == MAX_AGAIN_S
 
 
 def test_once_all_links_work_none_is_measured_again():
     shell = serving("ada")
-    shell.tell(UNREACHED)
+    shell.notify(UNREACHED)
     assert measures(live(shell, AGAIN_S, "ada")) == [m.Measure(frozenset({"ada"}), again=True)]
-    shell.tell(m.Measured(frozenset({"ada"})))
-    assert live(shell, 3 * MOST_AGAIN_S, "ada") == []
+    shell.notify(m.Measured(frozenset({"ada"})))
+    assert live(shell, 3 * MAX_AGAIN_S, "ada") == []
 
 
 def test_a_device_that_comes_has_its_links_measured_again_soon():
     shell = serving("ada")
-    shell.tell(UNREACHED)
+    shell.notify(UNREACHED)
     for _ in range(3):
-        live(shell, MOST_AGAIN_S, "ada")
-        shell.tell(m.Measured(frozenset({"ada"}), unreached=True))
+        live(shell, MAX_AGAIN_S, "ada")
+        shell.notify(m.Measured(frozenset({"ada"}), unreached=True))
     welcome(shell, "bo")
-    shell.tell(UNREACHED)
+    shell.notify(UNREACHED)
     solve(shell, value=1.0)
     assert measures(live(shell, AGAIN_S + 1.0, "ada", "bo")) == [m.Measure(frozenset({"ada", "bo"}), again=True)]
 
 
 def test_a_device_that_is_reached_now_is_planned_for_as_if_it_had_just_come():
     shell = serving("ada", "bo")
-    assert acts(shell.tell(REACHED)) == [m.Solve(2, frozenset({"ada", "bo"}))]
+    assert acts(shell.notify(REACHED)) == [m.Solve(2, frozenset({"ada", "bo"}))]
     assert solve(shell, value=1.0) == [m.Abandon(2)], "unless that gains nothing"
     assert live(shell, 1000.0, "ada", "bo") == []
-    assert acts(shell.tell(REACHED)) == [m.Solve(3, frozenset({"ada", "bo"}))], "another link, another plan"
+    assert acts(shell.notify(REACHED)) == [m.Solve(3, frozenset({"ada", "bo"}))], "another link, another plan"
     assert solve(shell, value=0.5) == [m.Form(3)]
 
 
 def test_links_are_not_measured_again_while_no_ring_serves_or_another_is_formed():
     shell = serving("ada", "bo")
-    shell.tell(UNREACHED)
+    shell.notify(UNREACHED)
     live(shell, AGAIN_S - 1.0, "ada", "bo")
-    shell.tell(m.RingFailed(1, None, "it broke"))
+    shell.notify(m.RingFailed(1, None, "it broke"))
     assert measures(live(shell, 10.0, "ada", "bo")) == []
     solve(shell)
     form(shell)
@@ -1087,8 +1087,8 @@ def test_links_are_not_measured_again_while_no_ring_serves_or_another_is_formed(
 
 def test_who_is_reached_while_no_ring_serves_has_a_place_in_the_next_plan_anyhow():
     shell = serving("ada", "bo")
-    shell.tell(m.RingFailed(1, None, "it broke"))
-    assert shell.tell(REACHED) == []
+    shell.notify(m.RingFailed(1, None, "it broke"))
+    assert shell.notify(REACHED) == []
     assert shell.candidates == {"ada", "bo"}
 
 
@@ -1097,17 +1097,17 @@ def test_who_is_reached_while_no_ring_serves_has_a_place_in_the_next_plan_anyhow
 
 def test_a_device_that_leaves_hands_over_first():
     shell = serving("ada", "bo")
-    assert acts(shell.tell(m.DeviceLeaving("bo", "Ctrl-C"))) == [m.Solve(2, frozenset({"ada"}))]
+    assert acts(shell.notify(m.DeviceLeaving("bo", "Ctrl-C"))) == [m.Solve(2, frozenset({"ada"}))]
     assert solve(shell) == [m.Form(2)]
     assert form(shell) == [m.Serve(2, 1), m.LetGo("bo")]
-    assert acts(shell.tell(m.Lost("bo", "left"))) == [m.Drop("bo")]
+    assert acts(shell.notify(m.Lost("bo", "left"))) == [m.Drop("bo")]
     assert shell.serving == 2
 
 
 @pytest.mark.parametrize("fails", [no_plan, broken])
 def test_a_device_whose_layers_nobody_can_take_may_go_nonetheless(fails):
     shell = serving("ada", "bo")
-    shell.tell(m.DeviceLeaving("bo", "Ctrl-C"))
+    shell.notify(m.DeviceLeaving("bo", "Ctrl-C"))
     assert fails(shell)[-1] == m.LetGo("bo")
     assert live(shell, 100.0, "ada", "bo") == []
     assert shell.serving == 1
@@ -1115,7 +1115,7 @@ def test_a_device_whose_layers_nobody_can_take_may_go_nonetheless(fails):
 
 def test_handing_over_goes_on_without_the_device_it_broke_by():
     shell = serving("ada", "bo", "cy")
-    shell.tell(m.DeviceLeaving("cy", "Ctrl-C"))
+    shell.notify(m.DeviceLeaving("cy", "Ctrl-C"))
     solve(shell)
     assert broken(shell, "bo") == [m.Abandon(2), m.Solve(3, frozenset({"ada"}))]
 
@@ -1124,7 +1124,7 @@ def test_a_device_without_a_part_may_leave_at_once():
     shell = serving("ada")
     welcome(shell, "bo")
     solve(shell, "ada", value=1.0)
-    assert shell.tell(m.DeviceLeaving("bo", "Ctrl-C")) == [m.LetGo("bo")]
+    assert shell.notify(m.DeviceLeaving("bo", "Ctrl-C")) == [m.LetGo("bo")]
 
 
 def test_a_device_that_leaves_the_ring_on_its_way_is_left_out():
@@ -1132,7 +1132,7 @@ def test_a_device_that_leaves_the_ring_on_its_way_is_left_out():
     welcome(shell, "ada", "bo")
     live(shell, LOOK_S, "ada", "bo")
     solve(shell)
-    effects = shell.tell(m.DeviceLeaving("bo", "Ctrl-C"))
+    effects = shell.notify(m.DeviceLeaving("bo", "Ctrl-C"))
     assert effects == [m.Abandon(1), m.LetGo("bo"), m.Solve(2, frozenset({"ada"}))]
 
 
@@ -1141,13 +1141,13 @@ def test_a_device_that_leaves_without_a_part_does_not_disturb_the_ring_on_its_wa
     welcome(shell, "ada", "bo")
     live(shell, LOOK_S, "ada", "bo")
     solve(shell, "ada")
-    assert shell.tell(m.DeviceLeaving("bo", "Ctrl-C")) == [m.LetGo("bo")]
+    assert shell.notify(m.DeviceLeaving("bo", "Ctrl-C")) == [m.LetGo("bo")]
 
 
 def test_who_waits_to_hand_over_may_go_when_the_ring_breaks():
     shell = serving("ada", "bo", "cy")
-    shell.tell(m.DeviceLeaving("cy", "Ctrl-C"))
-    effects = acts(shell.tell(m.Lost("bo", "unplugged")))
+    shell.notify(m.DeviceLeaving("cy", "Ctrl-C"))
+    effects = acts(shell.notify(m.Lost("bo", "unplugged")))
     assert m.LetGo("cy") in effects
     assert shell.candidates == {"ada"}
 
@@ -1157,7 +1157,7 @@ def test_a_suspected_device_that_leaves_need_not_be_waited_for():
     live(shell, 2.0, "ada")
     solve(shell)
     form(shell)
-    assert acts(shell.tell(m.DeviceLeaving("bo", "asleep soon"))) == [m.Serve(2, 1), m.LetGo("bo")]
+    assert acts(shell.notify(m.DeviceLeaving("bo", "asleep soon"))) == [m.Serve(2, 1), m.LetGo("bo")]
 
 
 def test_a_plan_that_gained_too_little_does_not_keep_a_device_from_handing_over():
@@ -1167,7 +1167,7 @@ def test_a_plan_that_gained_too_little_does_not_keep_a_device_from_handing_over(
     broken(shell, "bo")
     assert shell.candidates == {"ada", "cy"}
     solve(shell, value=1.0)
-    assert acts(shell.tell(m.DeviceLeaving("bo", "Ctrl-C"))) == [m.Solve(4, frozenset({"ada", "cy"}))]
+    assert acts(shell.notify(m.DeviceLeaving("bo", "Ctrl-C"))) == [m.Solve(4, frozenset({"ada", "cy"}))]
 
 
 # ---- messages of long ago -------------------------------------------------------------------------------------------
@@ -1195,21 +1195,21 @@ def test_a_plan_that_gained_too_little_does_not_keep_a_device_from_handing_over(
 )
 def test_what_is_said_of_other_rings_and_devices_changes_nothing(event):
     shell = serving("ada", "bo")
-    shell.tell(m.Lost("bo", "unplugged"))
+    shell.notify(m.Lost("bo", "unplugged"))
     solve(shell)
     form(shell)
     before = shell.state
-    assert shell.tell(event) == []
+    assert shell.notify(event) == []
     assert shell.state == before
 
 
 def test_a_plan_counts_once():
     shell = serving("ada", "bo")
-    shell.tell(m.Lost("bo", "unplugged"))
+    shell.notify(m.Lost("bo", "unplugged"))
     solve(shell)
     before = shell.state
     for event in (m.Solved(2, frozenset(), 0.1), m.NoPlan(2, "too large")):
-        assert shell.tell(event) == []
+        assert shell.notify(event) == []
         assert shell.state == before
 
 

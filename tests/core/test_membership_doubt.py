@@ -66,11 +66,11 @@ def test_the_first_break_between_two_leaves_out_nobody_as_a_connection_may_have_
 
 def test_the_second_one_leaves_out_the_accused_and_the_third_the_accuser():
     shell = serving("ada", "bo")
-    blamed = []
+    at_fault = []
     for _ in range(5):
-        blamed.append(left_out(shell, None, "bo", "ada"))
+        at_fault.append(left_out(shell, None, "bo", "ada"))
         formed(shell, "ada", "bo")
-    assert blamed == [[], ["bo"], ["ada"], ["bo"], ["ada"]]
+    assert at_fault == [[], ["bo"], ["ada"], ["bo"], ["ada"]]
 
 
 def test_a_device_that_breaks_what_it_sends_to_the_head_is_left_out_the_second_time():
@@ -94,28 +94,28 @@ def test_a_liar_gets_one_honest_device_left_out_at_most_and_then_itself(seed):
     """It accuses one neighbour after the other, has itself accused, or makes them fail by what it sends."""
     chance = random.Random(seed)
     shell, victim = serving(*EVERYBODY), ""
-    blamed: list[str] = []
+    at_fault: list[str] = []
     for _ in range(6):
         victim = chance.choice(sorted(members(shell) - {"liar", victim}))
         device, parties = chance.choice(
             [(None, (victim, "liar")), (None, ("liar", victim)), (victim, (victim, "liar"))],
         )
-        blamed += left_out(shell, device, *parties)
+        at_fault += left_out(shell, device, *parties)
         formed(shell, *EVERYBODY)
-    assert sum(name != "liar" for name in blamed) <= 1, blamed
-    assert blamed.count("liar") >= 4
+    assert sum(name != "liar" for name in at_fault) <= 1, at_fault
+    assert at_fault.count("liar") >= 4
 
 
 @pytest.mark.parametrize("liar", EVERYBODY[::3])
 def test_who_alters_what_all_pass_on_is_found_since_it_is_in_each_such_ring(liar):
     """Nobody knows whose doing it was: each may be left out once, until the liar is."""
     shell = serving(*EVERYBODY)
-    blamed: list[str] = []
+    at_fault: list[str] = []
     for _ in range(10):
-        blamed += left_out(shell, None, *sorted(members(shell)))
+        at_fault += left_out(shell, None, *sorted(members(shell)))
         formed(shell, liar)
-    assert all(blamed.count(name) <= 1 for name in EVERYBODY if name != liar), blamed
-    assert blamed.count(liar) >= 4
+    assert all(at_fault.count(name) <= 1 for name in EVERYBODY if name != liar), at_fault
+    assert at_fault.count(liar) >= 4
 
 
 def test_a_device_that_fails_by_itself_takes_nobody_with_it():
@@ -163,7 +163,7 @@ def loading() -> Shell:
     shell = head(wanted=2)
     welcome(shell, "ada", "bo")
     solve(shell)
-    shell.tell(m.Progressed(1, "bo", m.LoadStage.READY, 1.0))
+    shell.notify(m.Progressed(1, "bo", m.LoadStage.READY, 1.0))
     return shell
 
 
@@ -176,7 +176,7 @@ def loads(
     while shell.now < end:
         live(shell, every_s, "ada", "bo")
         done, count = done + share, count + 1
-        shell.tell(m.Progressed(1, "ada", stages[count % len(stages)], done))
+        shell.notify(m.Progressed(1, "ada", stages[count % len(stages)], done))
     return [each for each in shell.effects[start:] if isinstance(each, m.Abandon | m.Solve)]
 
 
@@ -203,9 +203,9 @@ def test_a_slow_device_that_gets_on_is_waited_for():
     shell = loading()
     enough = 1.2 / LOAD_PARTS / LOAD_STALL_S * 20
     assert loads(shell, 4 * LOAD_STALL_S, 20.0, (m.LoadStage.FETCH,), enough) == []
-    shell.tell(m.Progressed(1, "ada", m.LoadStage.LOAD, 0.0))
+    shell.notify(m.Progressed(1, "ada", m.LoadStage.LOAD, 0.0))
     live(shell, LOAD_STALL_S - 1, "ada", "bo")
-    shell.tell(m.Progressed(1, "ada", m.LoadStage.READY, 1.0))
+    shell.notify(m.Progressed(1, "ada", m.LoadStage.READY, 1.0))
     live(shell, 2 * LOAD_STALL_S, "ada", "bo")
     assert shell.attempt == 1
     assert m.Serve(1, None) in form(shell)
@@ -217,8 +217,8 @@ def test_the_end_of_patience_with_who_loads_is_a_moment_to_wake_at():
     due_s = shell.state.attempt.loading["ada"].since_s + LOAD_STALL_S
     while shell.now < due_s - 1:
         live(shell, 1.0, "ada", "bo")
-    shell.tell(m.Heard("ada"))
-    shell.tell(m.Heard("bo"))
+    shell.notify(m.Heard("ada"))
+    shell.notify(m.Heard("bo"))
     assert wake_at(shell.state, shell.now) <= due_s
     live(shell, due_s - shell.now, "ada", "bo")
     assert barred(shell) == {"ada"}
@@ -227,7 +227,7 @@ def test_the_end_of_patience_with_who_loads_is_a_moment_to_wake_at():
 def stalls(shell: Shell) -> None:
     """Ada and bo load; the liars say that they do, and never get any further."""
     for name in members_on_their_way(shell) & {"ada", "bo"}:
-        shell.tell(m.Progressed(shell.attempt, name, m.LoadStage.READY, 1.0))
+        shell.notify(m.Progressed(shell.attempt, name, m.LoadStage.READY, 1.0))
     live(shell, LOAD_STALL_S + 1, "ada", "bo", "liar", "fraud")
 
 
@@ -235,7 +235,7 @@ def goes(shell: Shell) -> None:
     """A liar is lost just before it would have to be ready, and is back at once."""
     liar = max(members_on_their_way(shell) - {"ada", "bo"})
     live(shell, LOAD_STALL_S - 10, "ada", "bo", "liar", "fraud")
-    shell.tell(m.Lost(liar, "it closed the link"))
+    shell.notify(m.Lost(liar, "it closed the link"))
     welcome(shell, liar)
 
 
@@ -243,8 +243,8 @@ def leaves(shell: Shell) -> None:
     """A liar asks to leave, and is back at once."""
     liar = max(members_on_their_way(shell) - {"ada", "bo"})
     live(shell, LOAD_STALL_S - 10, "ada", "bo", "liar", "fraud")
-    shell.tell(m.DeviceLeaving(liar, "its owner ended it"))
-    shell.tell(m.Lost(liar, "it left"))
+    shell.notify(m.DeviceLeaving(liar, "its owner ended it"))
+    shell.notify(m.Lost(liar, "it left"))
     welcome(shell, liar)
 
 
@@ -284,7 +284,7 @@ def test_a_device_that_held_up_a_ring_proves_itself_beside_one_that_serves():
     live(shell, SETTLE_S, "ada", "bo")
     assert shell.candidates == {"ada", "bo"}
     solve(shell, value=0.1)
-    assert m.Abandon(shell.attempt) in shell.tell(m.RingFailed(shell.serving, "bo", "it broke"))
+    assert m.Abandon(shell.attempt) in shell.notify(m.RingFailed(shell.serving, "bo", "it broke"))
     assert shell.candidates == set(), "while no ring serves nobody waits for it"
     solve(shell)
     form(shell)
@@ -319,8 +319,8 @@ def test_who_goes_out_of_sight_and_comes_back_is_not_forgiven_for_that():
     shell = serving("ada", "bo")
     pauses_s = []
     for _ in range(4):
-        shell.tell(m.Lost("bo", "it closed the link"))
-        shell.tell(m.Vanished("bo"))
+        shell.notify(m.Lost("bo", "it closed the link"))
+        shell.notify(m.Vanished("bo"))
         pauses_s.append(shell.state.devices["bo"].barred_until_s - shell.now)
         formed(shell)
         live(shell, 1.0, "ada")
@@ -333,10 +333,10 @@ def test_who_did_no_harm_for_long_is_forgotten_when_it_goes():
     shell = serving("ada", "bo")
     broken(shell, "bo")
     formed(shell)
-    shell.tell(m.Lost("bo", "it closed the link"))
+    shell.notify(m.Lost("bo", "it closed the link"))
     live(shell, BAR_S + FORGIVEN_S + 1, "ada")
-    shell.tell(m.DeviceRefused("bo", "busy"))
-    shell.tell(m.Vanished("bo"))
+    shell.notify(m.DeviceRefused("bo", "busy"))
+    shell.notify(m.Vanished("bo"))
     assert "bo" not in shell.state.devices
 
 
@@ -347,7 +347,7 @@ def test_a_lasting_fault_that_is_over_each_time_the_device_comes_anew_counts_as_
         broken(shell, "bo", lasting=True)
         assert shell.state.devices["bo"].barred_until_s - shell.now == pytest.approx(LASTING_BAR_S)
         formed(shell)
-        shell.tell(m.Lost("bo", "it closed the link"))
+        shell.notify(m.Lost("bo", "it closed the link"))
         welcome(shell, "bo")
         pauses_s.append(shell.state.devices["bo"].barred_until_s - shell.now)
         formed(shell, "bo")
@@ -360,23 +360,23 @@ def test_a_lasting_fault_that_is_over_each_time_the_device_comes_anew_counts_as_
 def test_who_does_not_measure_its_links_is_waited_for_by_nobody_for_longer_each_time():
     """The others are measured without it meanwhile, and whoever comes anew as well."""
     shell = serving("ada", "bo")
-    shell.tell(m.Seen("liar", True))
+    shell.notify(m.Seen("liar", True))
     pauses_s = []
     for number in range(4):
-        shell.tell(m.Welcomed("liar"))
+        shell.notify(m.Welcomed("liar"))
         while shell.measuring is None:
             live(shell, 0.5, *EVERYBODY)
         assert shell.measuring == members(shell) | {"liar"}
-        shell.tell(m.Lost("liar", "it did not measure its links"))
-        shell.tell(m.Measured(members(shell)))
+        shell.notify(m.Lost("liar", "it did not measure its links"))
+        shell.notify(m.Measured(members(shell)))
         pauses_s.append(shell.state.devices["liar"].barred_until_s - shell.now)
-        shell.tell(m.Welcomed("liar"))
+        shell.notify(m.Welcomed("liar"))
         if number == 1:
             assert not shell.measuring
-            shell.tell(m.Seen("cy", True))
-            shell.tell(m.Welcomed("cy"))
+            shell.notify(m.Seen("cy", True))
+            shell.notify(m.Welcomed("cy"))
             assert shell.measuring == {"ada", "bo", "cy"}
-            shell.tell(m.Measured(shell.measuring))
+            shell.notify(m.Measured(shell.measuring))
             assert formed(shell, "cy") == {"ada", "bo", "cy"}
     assert pauses_s == pytest.approx([BAR_S, 2 * BAR_S, 4 * BAR_S, 8 * BAR_S])
 
@@ -384,10 +384,10 @@ def test_who_does_not_measure_its_links_is_waited_for_by_nobody_for_longer_each_
 def test_the_first_ring_does_not_wait_for_who_does_not_measure_its_links():
     shell = head(wanted=2)
     for name in ("ada", "bo", "liar"):
-        shell.tell(m.Seen(name, True))
-        shell.tell(m.Welcomed(name))
-    shell.tell(m.Measured(frozenset({"ada"})))
+        shell.notify(m.Seen(name, True))
+        shell.notify(m.Welcomed(name))
+    shell.notify(m.Measured(frozenset({"ada"})))
     assert shell.measuring == {"ada", "bo", "liar"}
-    shell.tell(m.Lost("liar", "it did not measure its links"))
-    shell.tell(m.Welcomed("liar"))
-    assert solves(shell.tell(m.Measured(frozenset({"ada", "bo"})))) == [{"ada", "bo"}]
+    shell.notify(m.Lost("liar", "it did not measure its links"))
+    shell.notify(m.Welcomed("liar"))
+    assert solves(shell.notify(m.Measured(frozenset({"ada", "bo"})))) == [{"ada", "bo"}]

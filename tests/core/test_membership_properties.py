@@ -34,29 +34,29 @@ starts = st.builds(
     hold_s=st.sampled_from((8.0, 20.0)),
 )
 quick = [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink]
-MOST_AT_ONCE = 60
+MAX_AT_ONCE = 60
 """More answers than that at one instant, of a shell that needs no time, are a loop without an end."""
 
 
 def answer(shell: Shell, chance: random.Random, *, luck: float) -> bool:
     """Answer one effect that is outstanding, well with probability ``luck``; False if none is. With none no plan is."""
     fails = chance.random() >= luck
-    blame = chance.choice((None, "head", *NAMES, *NAMES))
+    culprits = chance.choice((None, "head", *NAMES, *NAMES))
     if shell.greets:
         device = min(shell.greets)
-        shell.tell(m.DeviceRefused(device, "busy") if fails else m.Welcomed(device))
+        shell.notify(m.DeviceRefused(device, "busy") if fails else m.Welcomed(device))
     elif shell.measuring is not None:
-        shell.tell(m.Measured(frozenset() if fails else shell.measuring))
+        shell.notify(m.Measured(frozenset() if fails else shell.measuring))
     elif shell.attempt is None:
         return False
     elif not shell.forming and fails and (luck == 0.0 or chance.random() < 0.5):
-        shell.tell(m.NoPlan(shell.attempt, "too large"))
+        shell.notify(m.NoPlan(shell.attempt, "too large"))
     elif fails:
-        shell.tell(m.RingFailed(shell.attempt, blame, "it broke", lasting=chance.random() < 0.1))
+        shell.notify(m.RingFailed(shell.attempt, culprits, "it broke", lasting=chance.random() < 0.1))
     elif not shell.forming:
-        shell.tell(m.Solved(shell.attempt, shell.candidates, chance.choice((1.0, 0.8))))
+        shell.notify(m.Solved(shell.attempt, shell.candidates, chance.choice((1.0, 0.8))))
     elif not shell.formed:
-        shell.tell(m.Formed(shell.attempt))
+        shell.notify(m.Formed(shell.attempt))
     else:
         return False
     return True
@@ -64,12 +64,12 @@ def answer(shell: Shell, chance: random.Random, *, luck: float) -> bool:
 
 def answer_all(shell: Shell, chance: random.Random, *, luck: float, poison: bool = False) -> None:
     """Answer at once whatever is outstanding; with ``poison`` every ring breaks the moment it serves."""
-    for _ in range(MOST_AT_ONCE):
+    for _ in range(MAX_AT_ONCE):
         if answer(shell, chance, luck=luck):
             continue
         if not poison or shell.serving is None:
             return
-        shell.tell(m.RingFailed(shell.serving, chance.choice((None, *NAMES)), "it broke"))
+        shell.notify(m.RingFailed(shell.serving, chance.choice((None, *NAMES)), "it broke"))
     raise AssertionError("a loop at one instant")
 
 
@@ -84,10 +84,10 @@ def rest(
         due = wake_at(shell.state, shell.now)
         shell.now = min(end, shell.now + 0.5, end if due is None else due)
         for name in sorted(alive):
-            shell.tell(m.Heard(name))
-        shell.tell(m.Tick())
+            shell.notify(m.Heard(name))
+        shell.notify(m.Tick())
         answer_all(shell, chance, luck=luck, poison=poison)
-    assert len(shell.effects) - told < MOST_AT_ONCE + 30 * seconds, "restless"
+    assert len(shell.effects) - told < MAX_AT_ONCE + 30 * seconds, "restless"
 
 
 def begin(config: m.Settings, now: float, workers: frozenset[str]) -> Shell:
@@ -95,7 +95,7 @@ def begin(config: m.Settings, now: float, workers: frozenset[str]) -> Shell:
     shell = Shell.start(config, now)
     chance = random.Random(1)
     for name in sorted(workers):
-        shell.tell(m.Seen(name, True))
+        shell.notify(m.Seen(name, True))
     if workers:
         answer_all(shell, chance, luck=1.0)
         rest(shell, config.look_s + 12.0, workers, chance, luck=1.0)
@@ -111,100 +111,100 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(name=names, trusted=st.sampled_from((True, True, True, False)))
     def announce(self, name, trusted):
-        self.shell.tell(m.Seen(name, trusted))
+        self.shell.notify(m.Seen(name, trusted))
 
     @rule(name=names)
     def vanish(self, name):
-        self.shell.tell(m.Vanished(name))
+        self.shell.notify(m.Vanished(name))
 
     @rule()
     def everybody_comes(self):
         for name in NAMES:
-            self.shell.tell(m.Seen(name, True))
+            self.shell.notify(m.Seen(name, True))
             if name in self.shell.greets:
-                self.shell.tell(m.Welcomed(name))
+                self.shell.notify(m.Welcomed(name))
         if self.shell.measuring is not None:
-            self.shell.tell(m.Measured(self.shell.measuring))
+            self.shell.notify(m.Measured(self.shell.measuring))
 
     @precondition(lambda self: self.shell.greets)
     @rule(data=st.data(), welcome=st.booleans())
     def answer_greeting(self, data, welcome):
         name = data.draw(st.sampled_from(sorted(self.shell.greets)))
-        self.shell.tell(m.Welcomed(name) if welcome else m.DeviceRefused(name, "busy"))
+        self.shell.notify(m.Welcomed(name) if welcome else m.DeviceRefused(name, "busy"))
 
     @precondition(lambda self: self.shell.measuring is not None)
     @rule(missed=subsets, unreached=st.booleans(), reached=subsets)
     def end_measuring(self, missed, unreached, reached):
-        self.shell.tell(m.Measured(self.shell.measuring - missed, unreached, reached))
+        self.shell.notify(m.Measured(self.shell.measuring - missed, unreached, reached))
 
     @precondition(lambda self: self.shell.linked)
     @rule(silent=subsets)
     def hear(self, silent):
         for name in sorted(self.shell.linked - silent):
-            self.shell.tell(m.Heard(name))
+            self.shell.notify(m.Heard(name))
 
     @rule(name=names)
     def lose(self, name):
-        self.shell.tell(m.Lost(name, "its process ended"))
+        self.shell.notify(m.Lost(name, "its process ended"))
 
     @rule(name=names)
     def leave(self, name):
-        self.shell.tell(m.DeviceLeaving(name, "Ctrl-C"))
+        self.shell.notify(m.DeviceLeaving(name, "Ctrl-C"))
 
     @rule(name=st.one_of(names, st.just("head")))
-    def press(self, name):
-        self.shell.tell(m.DeviceMemoryLow(name))
+    def report_memory_low(self, name):
+        self.shell.notify(m.DeviceMemoryLow(name))
 
     @rule(name=st.one_of(names, st.just("head")))
     def relieve(self, name):
-        self.shell.tell(m.DeviceMemoryRecovered(name))
+        self.shell.notify(m.DeviceMemoryRecovered(name))
 
     @precondition(lambda self: self.shell.attempt is not None and self.shell.solved is None)
     @rule(unused=subsets, value=values)
     def solve(self, unused, value):
-        self.shell.tell(m.Solved(self.shell.attempt, self.shell.candidates - unused, value))
+        self.shell.notify(m.Solved(self.shell.attempt, self.shell.candidates - unused, value))
 
     @precondition(lambda self: self.shell.attempt is not None and self.shell.solved is None)
     @rule()
     def find_no_plan(self):
-        self.shell.tell(m.NoPlan(self.shell.attempt, "too large"))
+        self.shell.notify(m.NoPlan(self.shell.attempt, "too large"))
 
     @precondition(lambda self: self.shell.attempt is not None and self.shell.forming)
     @rule()
     def form(self):
-        self.shell.tell(m.Formed(self.shell.attempt))
+        self.shell.notify(m.Formed(self.shell.attempt))
 
     @precondition(lambda self: self.shell.attempt is not None)
-    @rule(blame=blames, lasting=st.booleans(), parties=parties)
-    def break_attempt(self, blame, lasting, parties):
-        self.shell.tell(m.RingFailed(self.shell.attempt, blame, "it broke", lasting, parties=parties))
+    @rule(culprits=blames, lasting=st.booleans(), parties=parties)
+    def break_attempt(self, culprits, lasting, parties):
+        self.shell.notify(m.RingFailed(self.shell.attempt, culprits, "it broke", lasting, parties=parties))
 
     @precondition(lambda self: self.shell.attempt is not None and self.shell.forming)
     @rule(name=names, stage=stages, share=st.floats(0.0, 1.0))
     def load(self, name, stage, share):
-        self.shell.tell(m.Progressed(self.shell.attempt, name, stage, share))
+        self.shell.notify(m.Progressed(self.shell.attempt, name, stage, share))
 
     @precondition(lambda self: self.shell.serving is not None)
-    @rule(blame=blames, parties=parties)
-    def break_ring(self, blame, parties):
-        self.shell.tell(m.RingFailed(self.shell.serving, blame, "it broke", parties=parties))
+    @rule(culprits=blames, parties=parties)
+    def break_ring(self, culprits, parties):
+        self.shell.notify(m.RingFailed(self.shell.serving, culprits, "it broke", parties=parties))
 
-    @rule(age=st.integers(1, 3), blame=blames, members=subsets)
-    def hear_of_long_ago(self, age, blame, members):
+    @rule(age=st.integers(1, 3), culprits=blames, members=subsets)
+    def hear_of_long_ago(self, age, culprits, members):
         """Messages of rings that are neither attempted nor serving change nothing."""
         epoch = self.shell.state.epoch - age
         if epoch in (self.shell.serving, self.shell.attempt):
             return
         before = self.shell.state
-        self.shell.tell(m.Tick())
+        self.shell.notify(m.Tick())
         before = self.shell.state
         for event in (
             m.Solved(epoch, members, 0.1),
             m.NoPlan(epoch, "too large"),
             m.Formed(epoch),
-            m.RingFailed(epoch, blame, "it broke"),
+            m.RingFailed(epoch, culprits, "it broke"),
         ):
-            assert self.shell.tell(event) == []
+            assert self.shell.notify(event) == []
             assert self.shell.state == before
 
     @rule(seconds=pauses_s)
@@ -216,7 +216,7 @@ class Cluster(RuleBasedStateMachine):
         end = self.shell.now + seconds
         while self.shell.now < end:
             for name in sorted(self.shell.linked):
-                self.shell.tell(m.Heard(name))
+                self.shell.notify(m.Heard(name))
             self.shell.wake(min(end, self.shell.now + 1.0))
 
     @rule(
@@ -287,7 +287,7 @@ def test_any_events_in_any_order_leave_one_sound_ring_at_most(config, now, worke
     for event, pause_s in story:
         if isinstance(event, m.Solved) and event.epoch == shell.attempt:
             event = m.Solved(event.epoch, event.members & shell.candidates, event.value)
-        shell.tell(event)
+        shell.notify(event)
         shell.wake(shell.now + pause_s / 10)
 
 
@@ -296,13 +296,13 @@ def test_any_events_in_any_order_leave_one_sound_ring_at_most(config, now, worke
 def test_ticks_every_ten_milliseconds_find_nothing_to_do_before_the_core_asked(chance, now):
     shell = Shell.start(now=now)
     for name in NAMES[:3]:
-        shell.tell(m.Seen(name, True))
+        shell.notify(m.Seen(name, True))
     answer_all(shell, chance, luck=1.0)
     for _ in range(12):
         if chance.random() < 0.5:
             for name in sorted(shell.linked):
                 if chance.random() < 0.7:
-                    shell.tell(m.Heard(name))
+                    shell.notify(m.Heard(name))
         if chance.random() < 0.7:
             answer_all(shell, chance, luck=chance.choice((0.4, 1.0, 1.0)))
         due = wake_at(shell.state, shell.now)
@@ -314,4 +314,4 @@ def test_ticks_every_ten_milliseconds_find_nothing_to_do_before_the_core_asked(c
             moment += 0.01
         assert state == shell.state
         shell.now = end
-        shell.tell(m.Tick())
+        shell.notify(m.Tick())

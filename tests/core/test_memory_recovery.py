@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primad.membership.memory_recovery import (
-    MOST_WAIT_S,
+    MAX_WAIT_S,
     RELAPSE_WAITS,
     WAIT_S,
     WORTH_SHARE,
@@ -19,7 +19,7 @@ from primad.membership.memory_recovery import (
     begin,
     look,
     lowered,
-    press,
+    report_memory_low,
 )
 from primad.settings.timings import Timings
 
@@ -54,8 +54,8 @@ class Device:
             self.available, min(self.available, self.limit), max(0, min(self.available, self.limit) - self.ours)
         )
 
-    def press(self, needed: int) -> None:
-        self.recovery = press(self.recovery, self.room, needed_bytes=needed, now=self.now)
+    def report_memory_low(self, needed: int) -> None:
+        self.recovery = report_memory_low(self.recovery, self.room, needed_bytes=needed, now=self.now)
         self.presses.append(self.now)
 
     def run(self, seconds: float, available: int | None = None) -> list[int]:
@@ -76,7 +76,7 @@ def test_a_device_that_never_was_short_is_left_alone():
 
 def test_what_is_available_counts_as_measured_once_it_was_there_for_a_while():
     device = Device(available=1000 * MIB)
-    device.press(100 * MIB)
+    device.report_memory_low(100 * MIB)
     assert device.told == 1000 * MIB
     assert device.run(3600) == [], "nothing has changed"
     assert device.run(WAIT_S - LOOK_S, 3000 * MIB) == []
@@ -88,7 +88,7 @@ def test_what_is_available_counts_as_measured_once_it_was_there_for_a_while():
 
 def test_it_is_the_least_that_was_there_that_counts():
     device = Device(available=1000 * MIB)
-    device.press(100 * MIB)
+    device.report_memory_low(100 * MIB)
     device.run(WAIT_S / 3, 2900 * MIB)
     device.run(WAIT_S / 3, 2000 * MIB)
     assert device.run(WAIT_S, 2900 * MIB)[0] == 2000 * MIB
@@ -96,7 +96,7 @@ def test_it_is_the_least_that_was_there_that_counts():
 
 def test_a_moment_without_room_begins_the_wait_anew():
     device = Device(available=1000 * MIB)
-    device.press(100 * MIB)
+    device.report_memory_low(100 * MIB)
     for _ in range(20):
         assert device.run(WAIT_S - 2 * LOOK_S, 2900 * MIB) == []
         assert device.run(LOOK_S, 1000 * MIB) == []
@@ -104,7 +104,7 @@ def test_a_moment_without_room_begins_the_wait_anew():
 
 def test_programs_that_end_one_after_the_other_give_it_back_in_steps():
     device = Device(available=1000 * MIB)
-    device.press(100 * MIB)
+    device.report_memory_low(100 * MIB)
     assert device.run(2 * WAIT_S, 1500 * MIB) == [1500 * MIB]
     assert device.run(2 * WAIT_S, 1500 * MIB + WORTH // 2) == [], "not worth a plan"
     assert device.run(2 * WAIT_S, 3000 * MIB) == [3000 * MIB]
@@ -115,7 +115,7 @@ def test_programs_that_end_one_after_the_other_give_it_back_in_steps():
 def test_what_was_missing_must_be_there_again(needed):
     """Where symptoms told of the lack, what is available may look as it did before it: that is no sign of recovery."""
     device = Device()
-    device.press(needed)
+    device.report_memory_low(needed)
     assert device.told == HAD - needed
     assert device.run(3600) == []
     assert device.run(3600, HAD + needed - MIB) == []
@@ -125,7 +125,7 @@ def test_what_was_missing_must_be_there_again(needed):
 
 def test_beyond_what_the_owner_allows_room_counts_but_no_plan_has_it():
     device = Device(recovery=begin(1000 * MIB), available=2000 * MIB, limit=1000 * MIB)
-    device.press(200 * MIB)
+    device.report_memory_low(200 * MIB)
     assert device.told == 800 * MIB
     assert device.run(3600, 2199 * MIB) == []
     assert device.run(2 * WAIT_S, 2200 * MIB) == [1000 * MIB]
@@ -134,7 +134,7 @@ def test_beyond_what_the_owner_allows_room_counts_but_no_plan_has_it():
 
 def test_the_next_ring_must_fit_beside_what_serves_but_that_it_ends_is_no_relief():
     device = Device(available=1000 * MIB, ours=300 * MIB)
-    device.press(100 * MIB)
+    device.report_memory_low(100 * MIB)
     assert device.told == 700 * MIB
     device.ours = 0
     assert device.run(3600) == []
@@ -147,28 +147,28 @@ def test_a_lack_soon_after_relief_doubles_the_patience_and_one_long_after_it_doe
     waits = []
     for _ in range(8):
         device.available = 1000 * MIB
-        device.press(100 * MIB)
+        device.report_memory_low(100 * MIB)
         pressed_s = device.now
         device.run(10_000, HAD)
         waits.append(device.plans[-1][0] - pressed_s)
         device.now = device.plans[-1][0] + 30.0
     assert waits[:4] == [pytest.approx(WAIT_S * 2**i, abs=2 * LOOK_S) for i in range(4)]
-    assert waits[-1] == pytest.approx(MOST_WAIT_S, abs=2 * LOOK_S)
-    device.now += RELAPSE_WAITS * MOST_WAIT_S
+    assert waits[-1] == pytest.approx(MAX_WAIT_S, abs=2 * LOOK_S)
+    device.now += RELAPSE_WAITS * MAX_WAIT_S
     device.available = 1000 * MIB
-    device.press(100 * MIB)
+    device.report_memory_low(100 * MIB)
     assert device.run(WAIT_S + 2 * LOOK_S, HAD) == [HAD]
 
 
 def test_a_plan_made_meanwhile_does_not_forget_the_lack():
     """The head measures itself for every plan, a worker at every hello: the programs may still be there."""
     device = Device(available=1000 * MIB)
-    device.press(100 * MIB)
+    device.report_memory_low(100 * MIB)
     device.recovery = begin(900 * MIB, device.recovery)
     assert device.told == 900 * MIB
     assert device.run(2 * WAIT_S, HAD) == [HAD]
     device.available = 1000 * MIB
-    device.press(100 * MIB)
+    device.report_memory_low(100 * MIB)
     device.recovery = begin(HAD, device.recovery)
     assert not device.recovery.watches, "it has all back already"
 
@@ -195,7 +195,7 @@ def test_whatever_programs_do_plans_have_more_only_after_patience_and_only_what_
         known.append((device.now, available))
         if needed is not None:
             before = device.told
-            device.press(needed)
+            device.report_memory_low(needed)
             assert device.told == lowered(before, available_bytes=available, needed_bytes=needed)
         wait_s, told, start = device.recovery.wait_s, device.told, len(device.plans)
         device.run(seconds)
@@ -225,13 +225,13 @@ def test_programs_that_come_and_go_do_not_make_plans_swing(busy_s, calm_s, taken
     while device.now < end:
         device.available = HAD - taken
         if device.told > device.available:
-            device.press(min(device.told - device.available, TOTAL))
+            device.report_memory_low(min(device.told - device.available, TOTAL))
         device.run(busy_s * jitter.uniform(0.5, 1.5))
         device.run(calm_s * jitter.uniform(0.5, 1.5), HAD)
     gaps = [later - earlier for (earlier, _), (later, _) in zip(device.plans, device.plans[1:], strict=False)]
     # Each relapse doubles the wait; only after a time without a lack ten times as long does it begin anew.
     assert all(gap >= WAIT_S for gap in gaps)
-    assert len(device.plans) <= 12 + day_s / min(MOST_WAIT_S, RELAPSE_WAITS * WAIT_S)
+    assert len(device.plans) <= 12 + day_s / min(MAX_WAIT_S, RELAPSE_WAITS * WAIT_S)
     if calm_s * 1.5 < WAIT_S:
         assert device.plans == [], "it never had a whole wait of room"
 
@@ -243,8 +243,8 @@ def test_once_programs_are_gone_for_good_plans_have_all_back(story):
     for seconds, available, needed in story:
         device.available = available
         if needed is not None:
-            device.press(needed)
+            device.report_memory_low(needed)
         device.run(seconds)
-    device.run(2 * MOST_WAIT_S, TOTAL)
+    device.run(2 * MAX_WAIT_S, TOTAL)
     if device.presses and device.recovery.enough_bytes <= TOTAL:
         assert not device.recovery.watches or device.told + 2 * WORTH >= device.recovery.goal_bytes

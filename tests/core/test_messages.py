@@ -55,7 +55,7 @@ def a_load(**changes: Any) -> cluster.Load:
         width=64,
         windows=[window],
         assignments=[in_memory(2, 4)],
-        ahead_bytes=0,
+        read_ahead_bytes=0,
         extra_buffers=[False],
         sources=[SOURCE],
         context=128,
@@ -106,15 +106,15 @@ def a_welcome(profile: DeviceProfile = PROFILE, layer_port: int = 7771) -> clust
     return cluster.Welcome(protocol=cluster.PROTOCOL, version="0", build="b", profile=profile, layer_port=layer_port)
 
 
-def a_state(epoch: int = 1, **changes: Any) -> cluster.ParticipationState:
+def a_state(epoch: int = 1, **changes: Any) -> cluster.StageState:
     loaded = cluster.Loaded(port=4000, key=KEY)
     broken = cluster.Broken(error="no memory", fault="load")
-    state = cluster.ParticipationState(epoch=epoch, loaded=loaded, linked=True, broken=broken)
+    state = cluster.StageState(epoch=epoch, loaded=loaded, linked=True, broken=broken)
     return msgspec.structs.replace(state, **changes)
 
 
-def the_states(*states: cluster.ParticipationState, revision: int = 1) -> cluster.ParticipationStates:
-    return cluster.ParticipationStates(revision=revision, states=list(states))
+def the_states(*states: cluster.StageState, revision: int = 1) -> cluster.StageStates:
+    return cluster.StageStates(revision=revision, states=list(states))
 
 
 STATUS = Status(steps=1, rows=1, compute_s=0.5, hop_s=[0.1], rss_bytes=1, private_bytes=1, refused=0)
@@ -265,8 +265,8 @@ def assert_loadable(load: cluster.Load) -> None:
         {"assignments": [dataclasses.replace(in_memory(2, 4), layer_bytes=1, resident_bytes=-1)]},
         {"assignments": [dataclasses.replace(in_memory(2, 4), layer_bytes=1 << 60)]},
         {"assignments": [dataclasses.replace(in_memory(2, 4), output_bytes=1)]},
-        {"ahead_bytes": -1},
-        {"ahead_bytes": 1 << 60},
+        {"read_ahead_bytes": -1},
+        {"read_ahead_bytes": 1 << 60},
         {"windows": [a_window(), a_window()], "assignments": [in_memory(2, 4)] * 2, "extra_buffers": [False] * 2},
         {"windows": [a_window(window=0)]},
         {"windows": [a_window(window=3)]},
@@ -487,7 +487,7 @@ def test_the_largest_layer_that_is_accepted_has_a_header():
 )
 def test_the_texts_of_a_worker_are_one_printable_line(message):
     received = cluster.decode_from_worker(encode(message))
-    is_states = isinstance(received, cluster.ParticipationStates)
+    is_states = isinstance(received, cluster.StageStates)
     text = received.states[1].broken.error if is_states else received.reason
     assert text.isprintable()
     assert "you won" in text
@@ -579,7 +579,7 @@ def test_impossible_news_of_a_worker_are_refused(message):
 @pytest.mark.parametrize(
     ("states", "why"),
     [
-        ([a_state(number) for number in range(cluster.MAX_PARTICIPATIONS + 1)], "of length <= 64"),
+        ([a_state(number) for number in range(cluster.MAX_STAGES + 1)], "of length <= 64"),
         ([a_state(), a_state()], "twice in one epoch"),
         ([a_state(loaded=cluster.Loaded(port=1, key=HOSTILE))], "no public key"),
     ],

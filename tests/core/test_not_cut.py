@@ -21,16 +21,16 @@ CONFIG = SimpleNamespace(devices=())
 class Told(list):
     """A reporter that remembers lines."""
 
-    say = list.append
+    report_line = list.append
 
 
-def options(*, wait=None, alone=False, **run):
+def options(*, wait=None, single_device=False, **run):
     return ServeOptions(
         wait=wait,
         wait_timeout_s=None,
         step_timeout_s=5.0,
         http_port=0,
-        alone=alone,
+        single_device=single_device,
         run=RunConfig(extra_buffers="off", context_tokens=64, chunk_rows=16, **run),
     )
 
@@ -45,7 +45,7 @@ def unknown(tmp_path):
 def test_the_head_serves_it_alone_and_says_why(unknown):
     told = Told()
     found = as_it_can_be(options(wait=0), CONFIG, unknown, told)
-    assert found == options(wait=0, alone=True)
+    assert found == options(wait=0, single_device=True)
     assert len(told) == 1
     assert "key 'llama.attention.key_length_swa' cannot be cut into windows exactly" in told[0]
     assert told[0].endswith("; this device serves it alone")
@@ -68,7 +68,7 @@ def test_it_is_refused_by_name_where_other_devices_were_asked_for(unknown):
 
 def test_a_named_device_counts_as_asked_for(unknown):
     config = SimpleNamespace(devices=(("192.0.2.1", 7770),))
-    assert not as_it_can_be(options(), config, unknown, Told()).alone
+    assert not as_it_can_be(options(), config, unknown, Told()).single_device
 
 
 def test_a_model_that_is_cut_is_not_served_alone(tmp_path):

@@ -17,7 +17,7 @@ from primad.planning.explain import explain
 from primad.planning.question import PlannedDraft, Wishes, ask
 from primad.planning.run_config import DEFAULT_RUN, MAX_SEQUENCES, RunConfig
 from tests.core.test_planned_sequences import House
-from tests.fakes.planning import GB, device, helping, model
+from tests.fakes.planning import GB, device, model, offloading
 
 NAMES = ("desk", "lap", "nas")
 LAYERS = 6
@@ -32,7 +32,7 @@ def some_device(chance: random.Random, name: str) -> DeviceProfile:
     if chance.random() < 0.5:
         exact = tuple(TypeRows(type=speed.type, rows=8, piece_rows=8) for speed in found.cpu.speeds)
         found = replace(found, cpu=replace(found.cpu, exact_rows=exact))
-    return helping(found) if vram and chance.random() < 0.5 else found
+    return offloading(found) if vram and chance.random() < 0.5 else found
 
 
 def some_run(chance: random.Random, devices: int, *, drafts: bool) -> RunConfig:
@@ -96,8 +96,8 @@ def test_the_plan_that_plan_prints_is_the_plan_that_serve_forms(seed, monkeypatc
         for name in served.plan.devices
         for i, window in served.plan.windows_of(name)
     ]
-    assert [part.name for part in printed.devices if part.helped] == [
-        name for name in served.plan.devices if name in served.plan.helped
+    assert [part.name for part in printed.devices if part.prefill_offload] == [
+        name for name in served.plan.devices if name in served.plan.prefill_offload
     ]
     work = printed.workload
     assert (work.context_tokens, work.why_context) == (served.context_tokens, served.why_context)
@@ -105,7 +105,7 @@ def test_the_plan_that_plan_prints_is_the_plan_that_serve_forms(seed, monkeypatc
     assert work.flash == served.flash
     assert (printed.load is None or printed.load.is_exact) == served.is_exact
     assert printed.rounds == served.plan.rounds
-    assert (printed.draft.device if printed.draft and printed.draft.kind != "none" else None) == served.guesser
+    assert (printed.draft.device if printed.draft and printed.draft.kind != "none" else None) == served.draft_device
     if served.prediction is not None:
         assert printed.chunk_rows == served.prediction.chunk_rows
         assert printed.predicted.tpot_ms == served.prediction.tpot_s * 1e3

@@ -9,9 +9,9 @@ import pytest
 from halda import DeviceProfile, LayerProfile, evaluate, instance, residency
 from halda.instance import Instance
 from primad.planning.batching import BatchingMode, batches_of
-from primad.planning.drafting import MOST_ROWS, SpeculateMode, drafting_of
+from primad.planning.drafting import MAX_ROWS, SpeculateMode, drafting_of
 from primad.planning.question import default_workload
-from primad.ring.speculation.drafter import MOST_ROOM, Drafting
+from primad.ring.speculation.drafter import MAX_ROOM, Drafting
 from tests.core.test_batches import exactly
 from tests.fakes.planning import GB, device, link, model
 from tests.solver.test_simulate import ring
@@ -45,7 +45,7 @@ def test_the_further_devices_are_apart_the_more_rows_are_on_their_way():
     )
     assert near is not None
     assert far is not None
-    assert near.room < far.room <= MOST_ROOM
+    assert near.room < far.room <= MAX_ROOM
 
 
 @pytest.mark.parametrize("mode", ["auto", "off"])
@@ -70,7 +70,7 @@ def test_where_weights_stream_several_rows_cost_little_more_than_one():
     assert plan.streaming
     fast = drafting(plan, question, batching="fast")
     assert fast is not None
-    assert (fast.room, fast.rows) == (1, MOST_ROWS)
+    assert (fast.room, fast.rows) == (1, MAX_ROWS)
     assert fast.costs[0] == 1.0
     assert fast.costs[-1] < 2
     assert fast.branches > 0

@@ -13,16 +13,16 @@ import pytest
 
 from halda import DeviceProfile, ModelProfile
 from primad.head.model.learning import Learning
-from primad.head.model.limits import Lending
+from primad.head.model.limits import DeviceLimits
 from primad.head.rings import planner as planner_module
 from primad.head.rings.planner import Planner, PlanResult
 from primad.head.rings.status import attention_line
-from primad.planning.forecast import Promise
+from primad.planning.forecast import Forecast
 from primad.planning.plan import FoundPlan, PlanRequest, search
 from primad.planning.question import PlannedDraft, workload_of
 from primad.planning.run_config import RunConfig
 from primad.system.tasks import Tasks
-from tests.fakes.planning import GB, device, helping, link, model
+from tests.fakes.planning import GB, device, link, model, offloading
 
 LAP = frozenset({"lap"})
 
@@ -60,9 +60,9 @@ class House:
         draft: PlannedDraft | None = None,
         **wishes: Any,
     ) -> None:
-        monkeypatch.setattr(planner_module, "solve_apart", solve_here)
+        monkeypatch.setattr(planner_module, "solve_in_process", solve_here)
         desk = device("desk", ram=int(ram), vram=vram)
-        self._profiles = list(profiles) or [helping(desk) if vram else desk, device("lap", ram=int(lap))]
+        self._profiles = list(profiles) or [offloading(desk) if vram else desk, device("lap", ram=int(lap))]
         run = RunConfig(**wishes)
         toy = model(context_tokens=trained) if toy is None else toy
         service = SimpleNamespace(
@@ -79,10 +79,10 @@ class House:
         monkeypatch.setattr(planner_module, "why_whole", lambda header: "")
         monkeypatch.setattr(planner_module, "turns_by_context", lambda header: False)
         own, devices = SimpleNamespace(profile=self._own), SimpleNamespace(present=self._present, book=book)
-        self.planner = Planner(service, own, devices, Learning(tmp_path), Lending(tmp_path))
+        self.planner = Planner(service, own, devices, Learning(tmp_path), DeviceLimits(tmp_path))
 
     def plan(
-        self, candidates: frozenset[str] = frozenset(), served: Promise | None = None, *, keeps_attention: bool = False
+        self, candidates: frozenset[str] = frozenset(), served: Forecast | None = None, *, keeps_attention: bool = False
     ) -> PlanResult:
         return asyncio.run(self.planner.plan(candidates, served, keeps_attention=keeps_attention))
 
@@ -107,13 +107,13 @@ def house(monkeypatch, tmp_path):
     ],
 )
 def test_a_first_plan_has_as_many_as_its_memory_gives_at_little_cost(house, ram, sequences, why):
-    promise, value = house(ram=ram).plan()
-    assert (promise.sequences, promise.why_sequences) == (sequences, why)
-    assert value == promise.prediction.objective_s("balanced", 256)
+    forecast, value = house(ram=ram).plan()
+    assert (forecast.sequences, forecast.why_sequences) == (sequences, why)
+    assert value == forecast.prediction.objective_s("balanced", 256)
     one, of_one = house(ram=ram, sequences=1).plan()
-    assert one.plan == promise.plan
+    assert one.plan == forecast.plan
     assert value == pytest.approx(of_one, rel=0.01), "chunks of a prompt are smaller"
-    assert promise.flash == one.flash == (ram < 6 * GB), "where nothing streams, scores have room"
+    assert forecast.flash == one.flash == (ram < 6 * GB), "where nothing streams, scores have room"
     assert attention_line(one) == f"texts are those of llama.cpp with --flash-attn {'on' if one.flash else 'off'}"
 
 
@@ -121,20 +121,20 @@ def test_of_a_model_that_is_not_known_to_be_exact_one_is_written_at_a_time(house
     at_home = house(ram=64 * GB)
 
     monkeypatch.setattr(planner_module, "why_whole", lambda header: "its layers mix in values of the first one")
-    promise, _ = at_home.plan()
-    assert (promise.sequences, promise.context_tokens) == (1, 4096)
-    assert promise.why_sequences == "more are not known to be exact with such a model; --sequences sets it"
+    forecast, _ = at_home.plan()
+    assert (forecast.sequences, forecast.context_tokens) == (1, 4096)
+    assert forecast.why_sequences == "more are not known to be exact with such a model; --sequences sets it"
 
 
 def test_who_says_how_many_gets_them_and_no_reason(house):
-    promise, _ = house(ram=64 * GB, sequences=7).plan()
-    assert (promise.sequences, promise.why_sequences) == (7, "")
+    forecast, _ = house(ram=64 * GB, sequences=7).plan()
+    assert (forecast.sequences, forecast.why_sequences) == (7, "")
 
 
 @pytest.mark.parametrize(("asked", "planned"), [(None, 1), (3, 3)])
 def test_a_plan_by_hand_is_for_one_unless_said_otherwise(house, asked, planned):
-    promise, _ = house(ram=64 * GB, windows=(19,), rounds=1, sequences=asked).plan()
-    assert promise.sequences == planned
+    forecast, _ = house(ram=64 * GB, windows=(19,), rounds=1, sequences=asked).plan()
+    assert forecast.sequences == planned
 
 
 @pytest.mark.parametrize(("ram", "left"), [(7, 4), (6.5, 2), (5, 1)])
@@ -150,21 +150,21 @@ def test_without_a_device_as_many_go_on_as_still_fit(house, ram, left):
 
 def test_a_plan_that_serves_is_valued_for_the_answers_that_it_promised(house):
     at_home = house(ram=64 * GB, objective="throughput")
-    promise, value = at_home.plan()
-    assert promise.sequences == 4
-    assert asyncio.run(at_home.planner.value(promise)) == pytest.approx(value)
+    forecast, value = at_home.plan()
+    assert forecast.sequences == 4
+    assert asyncio.run(at_home.planner.value(forecast)) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
-    ("wishes", "helped"),
+    ("wishes", "prefill_offload"),
     [({}, ("desk",)), ({"batching": "exact"}, ()), ({"batching": "fast"}, ("desk",)), ({"extra_buffers": "on"}, ())],
 )
-def test_no_gpu_helps_where_bits_or_extra_buffers_are_asked_for(house, wishes, helped):
-    promise, _ = house(ram=12 * GB, vram=GB, **wishes).plan()
-    assert promise.plan.helped == helped
-    assert not promise.prediction.short
-    assert promise.flash or not helped
-    assert promise.is_exact or wishes.get("batching") != "exact"
+def test_no_gpu_helps_where_bits_or_extra_buffers_are_asked_for(house, wishes, prefill_offload):
+    forecast, _ = house(ram=12 * GB, vram=GB, **wishes).plan()
+    assert forecast.plan.prefill_offload == prefill_offload
+    assert not forecast.prediction.short
+    assert forecast.flash or not prefill_offload
+    assert forecast.is_exact or wishes.get("batching") != "exact"
 
 
 @pytest.mark.parametrize("before", [GB * 64, 5 * GB])
@@ -186,13 +186,13 @@ def test_what_is_foreseen_keeps_the_attention_and_a_plan_by_hand_does(house):
     both, _ = at_home.plan(LAP)
     assert not both.flash
 
-    async def foreseen() -> Promise:
+    async def precomputed() -> Forecast:
         tasks = Tasks()
-        at_home.planner.foresee(LAP, LAP, tasks, both)
+        at_home.planner.precompute(LAP, LAP, tasks, both)
         await at_home.planner.foreseeing
         return (await at_home.planner.plan(frozenset(), both))[0]
 
-    rest = asyncio.run(foreseen())
+    rest = asyncio.run(precomputed())
     assert rest.plan.streaming
     assert not rest.flash
     by_hand = house(ram=64 * GB, windows=(19,), rounds=1)

@@ -9,7 +9,7 @@ import pytest
 
 from halda import DeviceProfile, ModelProfile, Plan, evaluate, instance, residency
 from halda.instance import Instance
-from primad.planning.context import LITTLE_OF_FREE, MOST_AT_ONCE, MOST_OF_FREE, answers_at_once, widened_context
+from primad.planning.context import LITTLE_OF_FREE, MAX_AT_ONCE, MAX_OF_FREE, answers_at_once, widened_context
 from primad.planning.question import default_workload
 from tests.fakes.planning import GB, device, model
 from tests.solver.test_simulate import ring
@@ -113,7 +113,7 @@ def test_answers_at_once_and_a_wider_context_cost_no_time_and_break_no_limit():
         now, count = evaluate(plan, asked), answers_at_once(plan, asked).sequences
         found = widened_context(plan, asked, replace(asked.workload, sequences=count))
         assert found.tokens >= work.context_tokens
-        assert count in (1, 2, MOST_AT_ONCE)
+        assert count in (1, 2, MAX_AT_ONCE)
         widened += found.tokens > work.context_tokens
         several += count > 1
         then = evaluate(plan, replace(asked, workload=replace(work, context_tokens=found.tokens, sequences=count)))
@@ -122,6 +122,6 @@ def test_answers_at_once_and_a_wider_context_cost_no_time_and_break_no_limit():
         assert then.ttft_s == pytest.approx(now.ttft_s)
         limits = {member.name: member.ram_limit for member in asked.members}
         for before, after in zip(now.devices, then.devices, strict=True):
-            assert after.ram_bytes - before.ram_bytes <= MOST_OF_FREE * (limits[before.device] - before.ram_bytes)
+            assert after.ram_bytes - before.ram_bytes <= MAX_OF_FREE * (limits[before.device] - before.ram_bytes)
     assert widened >= 10
     assert several >= 10

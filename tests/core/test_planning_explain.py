@@ -104,8 +104,8 @@ def test_a_device_that_cannot_take_part_says_which_limit():
 
 
 def test_the_best_alone_comes_first_and_the_ring_is_not_slower(answer):
-    assert {part.name for part in answer.alone} == {"desk", "laptop", "pi"}
-    times = [part.predicted.exchange_ms for part in answer.alone if part.predicted is not None]
+    assert {part.name for part in answer.single_device} == {"desk", "laptop", "pi"}
+    times = [part.predicted.exchange_ms for part in answer.single_device if part.predicted is not None]
     assert times == sorted(times)
     assert answer.predicted.exchange_ms <= times[0] * (1 + 1e-6)
 
@@ -204,7 +204,7 @@ def test_what_streams_is_counted_for_each_device_and_in_all():
     assert any(part.streamed_layers for part in found.devices)
     assert found.predicted.disk_bytes_per_token == sum(part.disk_bytes_per_token for part in found.devices) > 0
     assert sum(part.stall_ms for part in found.devices) == pytest.approx(found.predicted.stall_ms)
-    assert all(part.ahead_bytes > 0 for part in found.devices if part.streamed_layers)
+    assert all(part.read_ahead_bytes > 0 for part in found.devices if part.streamed_layers)
 
 
 def test_devices_that_share_a_disk_are_named(answer):
@@ -244,15 +244,15 @@ def test_with_the_least_memory_all_layers_are_read():
     needs = instance(asked.devices, [], asked.model, fewest, {})
     with pytest.raises(Infeasible) as caught:
         solve([device("desk", ram=GB // 2)], [], asked.model, fewest)
-    least = GB // 2 + caught.value.short_bytes
-    found = explain(question(device("desk", ram=least)))
+    minimum = GB // 2 + caught.value.short_bytes
+    found = explain(question(device("desk", ram=minimum)))
     assert found.chunk_rows == fewest.chunk_rows
     (part,) = found.devices
     assert part.streamed_bytes == 20 * GB // 4
     assert part.resident_bytes == 0
     assert part.disk_bytes_per_token == 20 * GB // 4 - needs.buffer_bytes, "while no prompt is read its room is used"
-    assert part.ram_bytes == least
+    assert part.ram_bytes == minimum
     with pytest.raises(PlanError, match=r"RAM of desk is short of .*: a smaller context or a KV cache in q8_0 or q4_0"):
-        explain(question(device("desk", ram=least - GB // 100)))
-    smaller = explain(question(device("desk", ram=least - GB // 100), kv_type="q8_0"))
+        explain(question(device("desk", ram=minimum - GB // 100)))
+    smaller = explain(question(device("desk", ram=minimum - GB // 100), kv_type="q8_0"))
     assert smaller.workload.kv_type == "q8_0"

@@ -12,7 +12,7 @@ from primad.planning.explain import explain
 from primad.planning.question import Wishes, ask
 from primad.planning.table import check_plot, plot, show
 from primad.planning.whatif import change
-from tests.fakes.planning import GB, device, helping, model, wishes
+from tests.fakes.planning import GB, device, model, offloading, wishes
 
 
 @pytest.fixture(scope="module")
@@ -91,21 +91,22 @@ def test_what_is_read_from_disk_is_shown_where_something_is():
     fast = shown(explain(ask(wishes(sequences=1), (device("desk", ram=20 * GB),), (), model())))
     for words in ("ahead", "disk", "stall"):
         assert words not in fast, words
-    least = explain(ask(Wishes(), (device("desk", ram=9 * GB // 8),), (), model()))
-    (alone,) = least.devices
-    assert f"{alone.streamed_layers} of 20 layers: " in shown(least)
+    minimum = explain(ask(Wishes(), (device("desk", ram=9 * GB // 8),), (), model()))
+    (alone,) = minimum.devices
+    assert f"{alone.streamed_layers} of 20 layers: " in shown(minimum)
     assert alone.streamed_layers >= 15
     assert "at a time" not in fast
-    assert f"for a prompt of 512 tokens, {least.chunk_rows} at a time" in shown(least)
-    assert least.chunk_rows < 512
+    assert f"for a prompt of 512 tokens, {minimum.chunk_rows} at a time" in shown(minimum)
+    assert minimum.chunk_rows < 512
 
 
 def test_who_is_helped_is_said():
     desk = device("desk", ram=12 * GB, vram=GB)
     answers = {
-        helps: explain(ask(Wishes(), (helping(desk) if helps else desk,), (), model())) for helps in (True, False)
+        offloads: explain(ask(Wishes(), (offloading(desk) if offloads else desk,), (), model()))
+        for offloads in (True, False)
     }
-    assert [answer.devices[0].helped for answer in answers.values()] == [True, False]
+    assert [answer.devices[0].prefill_offload for answer in answers.values()] == [True, False]
     assert "prompts through layers in RAM are computed by the GPU of desk" in shown(answers[True])
     assert "helped" not in shown(answers[False])
     assert answers[True].predicted.ttft_ms < answers[False].predicted.ttft_ms

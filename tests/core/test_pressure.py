@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from primad.engine.streaming.pressure import (
     INTERVAL_S,
     LINGER_S,
-    MOST_WAIT_S,
+    MAX_WAIT_S,
     RELAPSE_S,
     REPLAN_AFTER_S,
     REPLAN_AGAIN_S,
@@ -312,7 +312,7 @@ def test_pressure_after_it_grew_makes_it_wait_longer():
     world.only_room(300 * MIB)
     for _ in range(5):
         while world.step() != Grow():
-            assert world.now - since < 2 * MOST_WAIT_S + 5
+            assert world.now - since < 2 * MAX_WAIT_S + 5
         waits.append(world.now - since)
         world.only_room(-1)
         assert isinstance(world.step(), Shrink)
@@ -496,7 +496,7 @@ def test_when_it_is_calm_everything_comes_back(changes, streamed):
     world.some = world.full = world.swapped_in = world.evicted = 0.0
     world.reading = replace(world.reading, verdict=None)
     world.taken = 0
-    world.run(2 * MOST_WAIT_S + 4 * world.layers)
+    world.run(2 * MAX_WAIT_S + 4 * world.layers)
     assert world.streamed == 0
     assert world.watch.level == "calm"
 

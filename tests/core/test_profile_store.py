@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halda import DeviceProfile, HelpedSpeed, RoutingCost
+from halda import DeviceProfile, OffloadSpeed, RoutingCost
 from primad.errors import ConfigError
 from primad.profiler import records
 from primad.profiler.store import MAX_FILE_BYTES, load_profile, load_profiles, save_profile
@@ -66,7 +66,7 @@ def test_a_saved_profile_is_loaded_as_it_was(tmp_path):
     assert stored.measured.endswith("Z")
 
 
-HELPED = HelpedSpeed(type="Q4_K", few_bytes_per_s=5e9, prefill_flop_per_s=2e12)
+OFFLOADED = OffloadSpeed(type="Q4_K", few_bytes_per_s=5e9, prefill_flop_per_s=2e12)
 
 
 ROUTING = RoutingCost(layer_s=1e-5, row_s=1e-7, many_ratio=2.0)
@@ -74,11 +74,11 @@ ROUTING = RoutingCost(layer_s=1e-5, row_s=1e-7, many_ratio=2.0)
 
 def test_help_and_routing_are_kept_and_a_file_from_before_has_none(tmp_path, raw):
     path = tmp_path / "desk.json"
-    gpu = replace(GPU, helped=(HELPED,), routing=ROUTING, attention_flop_per_s=1e12)
-    helping = replace(PROFILE, cpu=replace(PROFILE.cpu, routing=ROUTING), gpu=gpu)
-    save_profile(path, helping, "made up")
-    assert load_profiles(path) == [helping]
-    for name in ("helped", "routing", "attention_flop_per_s"):
+    gpu = replace(GPU, prefill_offload=(OFFLOADED,), routing=ROUTING, attention_flop_per_s=1e12)
+    offloading = replace(PROFILE, cpu=replace(PROFILE.cpu, routing=ROUTING), gpu=gpu)
+    save_profile(path, offloading, "made up")
+    assert load_profiles(path) == [offloading]
+    for name in ("prefill_offload", "routing", "attention_flop_per_s"):
         del raw["device"]["gpu"][name]
     del raw["device"]["cpu"]["routing"]
     path.write_text(json.dumps(raw))
@@ -88,14 +88,14 @@ def test_help_and_routing_are_kept_and_a_file_from_before_has_none(tmp_path, raw
 @pytest.mark.parametrize(
     ("speed", "told"),
     [
-        (replace(HELPED, few_bytes_per_s=0.0), r"gpu\.helped\[0\]\.few_bytes_per_s is 0\.0; expected"),
-        (replace(HELPED, prefill_flop_per_s=1e20), r"gpu\.helped\[0\]\.prefill_flop_per_s is 1e\+20; expected"),
-        (replace(HELPED, type="Q4K"), r"gpu\.helped\[0\]\.type is 'Q4K'; no quantisation type"),
+        (replace(OFFLOADED, few_bytes_per_s=0.0), r"gpu\.helped\[0\]\.few_bytes_per_s is 0\.0; expected"),
+        (replace(OFFLOADED, prefill_flop_per_s=1e20), r"gpu\.helped\[0\]\.prefill_flop_per_s is 1e\+20; expected"),
+        (replace(OFFLOADED, type="Q4K"), r"gpu\.helped\[0\]\.type is 'Q4K'; no quantisation type"),
     ],
 )
 def test_help_that_cannot_be_is_refused(speed, told):
     with pytest.raises(Implausible, match=told):
-        check_profile(replace(PROFILE, gpu=replace(GPU, helped=(speed,))))
+        check_profile(replace(PROFILE, gpu=replace(GPU, prefill_offload=(speed,))))
 
 
 def test_what_a_busy_machine_was_measured_to_cost_is_no_slip_of_the_unit():

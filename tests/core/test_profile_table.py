@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from halda import DeviceProfile, HelpedSpeed
+from halda import DeviceProfile, OffloadSpeed
 from primad.profiler.table import profile_table
 from tests.fakes.profile import GPU, PROFILE
 
-HELPED = HelpedSpeed(type="Q4_K", few_bytes_per_s=5e9, prefill_flop_per_s=2.34e12)
+OFFLOADED = OffloadSpeed(type="Q4_K", few_bytes_per_s=5e9, prefill_flop_per_s=2.34e12)
 
 
 def shown(profile: DeviceProfile) -> str:
@@ -21,7 +21,7 @@ def shown(profile: DeviceProfile) -> str:
 
 
 def test_what_a_gpu_helps_stands_beside_what_the_processor_does_alone():
-    text = shown(replace(PROFILE, gpu=replace(GPU, helped=(HELPED,))))
+    text = shown(replace(PROFILE, gpu=replace(GPU, prefill_offload=(OFFLOADED,))))
     header, row = (next(line for line in text.splitlines() if word in line) for word in ("GPU helps", "Q4_K"))
     assert header.index("prefill") < header.index("GPU helps") < header.index("GPU decode")
     assert row.count("2.34 TFLOP/s") == 1

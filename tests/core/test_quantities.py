@@ -44,7 +44,7 @@ def test_a_share_is_of_all_there_is(percent, total):
 
 def test_a_number_is_bytes_or_seconds():
     assert parse_bytes(4096, "x") == parse_amount(4096, "x") == bytes_of(4096, 1) == 4096
-    assert parse_duration(2, "x", most=10) == parse_duration("2", "x", most=10) == 2.0
+    assert parse_duration(2, "x", maximum=10) == parse_duration("2", "x", maximum=10) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_number_is_bytes_or_seconds():
     [("500ms", 0.5), ("150us", 0.00015), ("2s", 2.0), ("10min", 600.0), ("2h", 7200.0), ("1d", 86_400)],
 )
 def test_a_time_is_read(text, seconds):
-    assert parse_duration(text, "--x", most=1e6) == pytest.approx(seconds)
+    assert parse_duration(text, "--x", maximum=1e6) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ ANYTHING = st.one_of(st.text(), st.integers(), st.floats(), st.none(), st.boolea
 @given(ANYTHING)
 def test_nothing_breaks_a_parser(value):
     parsers = (parse_bytes, parse_amount, parse_rate, parse_gain, parse_yes_no, parse_list)
-    for parse in (*parsers, lambda v, s: parse_whole(v, s, most=9), lambda v, s: parse_duration(v, s, most=9)):
+    for parse in (*parsers, lambda v, s: parse_whole(v, s, maximum=9), lambda v, s: parse_duration(v, s, maximum=9)):
         try:
             parse(value, "--x")
         except ConfigError as exc:
@@ -80,7 +80,7 @@ def test_nothing_breaks_a_parser(value):
 
 @pytest.mark.parametrize("value", [10**5000, "9" * 5000, -(10**5000)], ids=["most", "text", "least"])
 def test_absurd_numbers_are_refused_in_a_short_line(value):
-    for parse in (parse_bytes, parse_rate, parse_gain, lambda v, s: parse_duration(v, s, most=9)):
+    for parse in (parse_bytes, parse_rate, parse_gain, lambda v, s: parse_duration(v, s, maximum=9)):
         with pytest.raises(ConfigError) as caught:
             parse(value, "--x")
         assert len(str(caught.value)) < 250

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from primad.engine.protocol import draw_seed
+from primad.engine.protocol import sampling_seed
 from primad.errors import RingError
 from primad.ring.messages import Drained, Finished, Sampled
 from tests.fakes.engine import VOCABULARY
@@ -199,14 +199,14 @@ def test_a_cancel_while_draining_is_a_cancel():
 def test_the_seeds_of_draws_are_those_of_splitmix64():
     # The first outputs of the published generator for the state 1234567, upper halves.
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    assert [draw_seed(1234567, index) for index in range(4)] == [value >> 32 for value in published]
+    assert [sampling_seed(1234567, index) for index in range(4)] == [value >> 32 for value in published]
 
 
 @given(st.integers(0, 2**32 - 2), st.integers(0, 2**20))
 def test_the_seed_of_a_draw_is_one_that_llama_cpp_takes_as_it_is(seed, index):
-    assert 0 <= draw_seed(seed, index) < 2**32 - 1
+    assert 0 <= sampling_seed(seed, index) < 2**32 - 1
 
 
 def test_draws_of_neighbouring_seeds_and_places_have_seeds_of_their_own():
-    seeds = {draw_seed(seed, index) for seed in range(100) for index in range(100)}
+    seeds = {sampling_seed(seed, index) for seed in range(100) for index in range(100)}
     assert len(seeds) > 9990

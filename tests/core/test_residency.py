@@ -53,7 +53,7 @@ class Loader:
         for unit, size in wanted.items():
             self.read_bytes += size - self.held.get(unit, 0)
             self.held[unit] = size
-            assert sum(self.held.values()) <= max(residency.ahead_bytes, residency.part_sizes[next(iter(wanted))])
+            assert sum(self.held.values()) <= max(residency.read_ahead_bytes, residency.part_sizes[next(iter(wanted))])
         assert self.held.get(position, 0) == residency.part_sizes[position], "the unit that is computed is in memory"
 
     def lap(self) -> None:
@@ -73,8 +73,8 @@ def test_a_lap_reads_each_streamed_unit_once_and_nothing_else(residency):
 
 @given(residencies(), st.integers(0, 100))
 def test_a_lap_reads_all_that_streams_unless_less_than_a_part_does_not_fit(residency, percent):
-    most = residency.streamed_bytes - max(residency.part_sizes)
-    residency = replace(residency, ahead_bytes=most * percent // 100)
+    maximum = residency.streamed_bytes - max(residency.part_sizes)
+    residency = replace(residency, read_ahead_bytes=maximum * percent // 100)
     assert residency.read_bytes == (residency.streamed_bytes if residency.streams else 0)
 
 
@@ -84,7 +84,7 @@ def test_no_room_is_left_in_which_something_more_fits(residency):
     count = len(residency.sizes)
     for position in range(count):
         wanted = residency.wanted(position)
-        room = residency.ahead_bytes - sum(wanted.values())
+        room = residency.read_ahead_bytes - sum(wanted.values())
         order = [unit for unit in ((position + i) % count for i in range(count)) if residency.part_sizes[unit]]
         assert list(wanted) == order[: len(wanted)]
         assert all(wanted[unit] == residency.part_sizes[unit] for unit in list(wanted)[:-1]), (
@@ -105,7 +105,7 @@ def test_a_single_streamed_unit_stays_however_small_the_room():
 
 @given(residencies())
 def test_nothing_is_read_when_everything_fits(residency):
-    assume(residency.streamed_bytes <= residency.ahead_bytes)
+    assume(residency.streamed_bytes <= residency.read_ahead_bytes)
     loader = Loader(residency)
     for _ in range(3):
         loader.lap()
@@ -130,7 +130,7 @@ def test_a_step_that_goes_back_costs_no_more_than_the_slots(residency, data):
             visited += residency.part_sizes[position]
         expected = last % count
         loader.move(expected)
-    slots = max(residency.ahead_bytes, *residency.part_sizes)
+    slots = max(residency.read_ahead_bytes, *residency.part_sizes)
     assert loader.read_bytes <= visited + jumps * slots
 
 
@@ -164,7 +164,7 @@ def test_what_is_resident_and_what_streams_is_everything(residency):
 @given(residencies())
 def test_under_pressure_less_and_less_is_held_down_to_nothing_resident(base):
     """Of units that stream as a whole."""
-    assume(base == Residency.whole(base.sizes, base.streamed, base.ahead_bytes))
+    assume(base == Residency.whole(base.sizes, base.streamed, base.read_ahead_bytes))
     levels = ladder(base, None)
     assert levels[0] == base
     for upper, lower in pairwise(levels):
@@ -173,8 +173,8 @@ def test_under_pressure_less_and_less_is_held_down_to_nothing_resident(base):
     # The last level holds the least there is: with everything streamed nothing less is held.
     sizes = base.sizes
     everything = frozenset(range(len(sizes)))
-    least = Residency.whole(sizes, everything, max(base.ahead_bytes, two_slots(sizes)))
-    assert levels[-1].held_bytes <= max(base.held_bytes if len(levels) == 1 else 0, least.held_bytes)
+    minimum = Residency.whole(sizes, everything, max(base.read_ahead_bytes, two_slots(sizes)))
+    assert levels[-1].held_bytes <= max(base.held_bytes if len(levels) == 1 else 0, minimum.held_bytes)
 
 
 @given(SIZES, st.integers(0, 100))
@@ -185,7 +185,7 @@ def test_the_rung_that_fits_reads_no_more_than_the_overflow_the_slots_and_a_unit
     assume(level is not None)
     assert level is not None
     overflow = sum(sizes) - budget
-    assert level.read_bytes <= overflow + level.ahead_bytes + max(sizes)
+    assert level.read_bytes <= overflow + level.read_ahead_bytes + max(sizes)
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
@@ -232,7 +232,7 @@ def test_a_spread_holds_no_more_than_it_may_unless_everything_streams(spread, he
     for (begin, end), cuts in zip(found.parts, spread.cuts, strict=True):
         if spread.in_groups and len(cuts) > 1 and begin < end:
             assert cuts[0] <= begin < end <= cuts[-1], "what it shares with its neighbours stays"
-    assert found.room_bytes == max(spread.ahead_bytes, *found.part_sizes)
+    assert found.room_bytes == max(spread.read_ahead_bytes, *found.part_sizes)
 
 
 @given(spreads(), st.integers(0, 1200))

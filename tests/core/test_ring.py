@@ -18,7 +18,7 @@ from primad.errors import AlteredStepError, EngineError, NotFiniteError, RingErr
 from primad.kv.keys import KvBlock
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
-from primad.ring.head import Send, Tell, log_softmax, most_likely
+from primad.ring.head import Notify, Send, log_softmax, most_likely
 from primad.ring.keeping import prompt_blocks
 from primad.ring.messages import (
     PROTOCOL,
@@ -36,12 +36,12 @@ from primad.ring.messages import (
 from primad.ring.scheduler import admission
 from primad.ring.worker import Worker
 from tests.fakes.engine import VOCABULARY, WIDTH, FakeModel
-from tests.fakes.keeper import FakeKeeper
+from tests.fakes.keeper import FakeReplica
 from tests.fakes.ring import GREEDY, STEP_TIMEOUT_S, FakeRing, generate
-from tests.fakes.shelf import FakeShelf
+from tests.fakes.shelf import FakeKvWriter
 
 CONTEXT = 2048
-DRAWN = msgspec.structs.replace(GREEDY, temperature=1.0)
+SAMPLED = msgspec.structs.replace(GREEDY, temperature=1.0)
 SMALL = ([[2, 1, 3]], 2)
 """Three devices, one round."""
 
@@ -65,8 +65,8 @@ class Shape:
 
 
 @st.composite
-def shapes(draw, least_devices=1):
-    devices, rounds = draw(st.integers(least_devices, 5)), draw(st.integers(1, 3))
+def shapes(draw, min_devices=1):
+    devices, rounds = draw(st.integers(min_devices, 5)), draw(st.integers(1, 3))
     sizes = st.lists(st.integers(1, 4), min_size=devices, max_size=devices)
     return Shape(
         rounds=draw(st.lists(sizes, min_size=rounds, max_size=rounds)) if devices > 1 else [],
@@ -83,8 +83,8 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 @st.composite
 def prompts(draw, shape: Shape | None = None):
-    most = 2000 if shape is None or shape.rows > 1 else 100
-    return prompt(draw(st.one_of(st.integers(1, 20), st.integers(1, most))), draw(st.integers(0, 3)))
+    maximum = 2000 if shape is None or shape.rows > 1 else 100
+    return prompt(draw(st.one_of(st.integers(1, 20), st.integers(1, maximum))), draw(st.integers(0, 3)))
 
 
 @rings
@@ -102,7 +102,7 @@ def test_any_ring_gives_the_tokens_of_one_device(data, shape):
 def test_any_ring_draws_what_one_device_draws(data, shape):
     text, seed = data.draw(prompts(shape)), data.draw(st.integers(0, 2**32 - 2))
     sampling = msgspec.structs.replace(
-        DRAWN, seed=seed, presence_penalty=0.5, penalty_tokens=16, logit_bias=((3, 1.5), (9, -50.0))
+        SAMPLED, seed=seed, presence_penalty=0.5, penalty_tokens=16, logit_bias=((3, 1.5), (9, -50.0))
     )
     ring = shape.ring()
     tokens, _ = ring.ask(generate(1, text, sampling=sampling))
@@ -147,7 +147,7 @@ def test_a_cancel_at_any_moment_never_disturbs_the_next_request(data, shape):
 
 
 @rings
-@given(st.data(), shapes(least_devices=2))
+@given(st.data(), shapes(min_devices=2))
 def test_cancels_of_many_waiting_and_running_requests_leave_the_others_whole(data, shape):
     texts = data.draw(st.lists(prompts(shape), min_size=3, max_size=5))
     ring = shape.ring()
@@ -215,10 +215,10 @@ def test_an_end_token_ends_the_answer_and_is_not_told(data, shape):
 
 @rings
 @given(shapes(), st.integers(1, 12))
-def test_an_answer_has_at_most_max_tokens(shape, most):
+def test_an_answer_has_at_most_max_tokens(shape, maximum):
     ring = shape.ring()
-    tokens, finished = ring.ask(generate(1, [1, 2, 3], tokens=most))
-    assert (len(tokens), finished.reason) == (most, "length")
+    tokens, finished = ring.ask(generate(1, [1, 2, 3], tokens=maximum))
+    assert (len(tokens), finished.reason) == (maximum, "length")
 
 
 @rings
@@ -235,7 +235,7 @@ def test_an_answer_ends_with_the_context(shape, left):
 def test_logprobs_are_those_of_the_model(wanted):
     ring = FakeRing(*SMALL)
     text = prompt(20)
-    ring.ask(generate(1, text, tokens=4, sampling=DRAWN, logprobs=wanted))
+    ring.ask(generate(1, text, tokens=4, sampling=SAMPLED, logprobs=wanted))
     for event in ring.events:
         if isinstance(event, Sampled):
             logits = ring.model.logits(text).astype(np.float64)
@@ -266,7 +266,7 @@ def test_logprobs_of_huge_and_of_equal_logits():
 def test_the_seed_decides_what_is_drawn():
     ring = FakeRing(*SMALL)
     answers = [
-        ring.ask(generate(request, [1, 2], sampling=msgspec.structs.replace(DRAWN, seed=seed)))[0]
+        ring.ask(generate(request, [1, 2], sampling=msgspec.structs.replace(SAMPLED, seed=seed)))[0]
         for request, seed in enumerate([1, 2, 1, 3])
     ]
     assert answers[0] == answers[2]
@@ -275,7 +275,7 @@ def test_the_seed_decides_what_is_drawn():
 
 def test_a_grammar_that_cannot_be_followed_ends_its_answer_and_no_other():
     ring = FakeRing(*SMALL)
-    strange = msgspec.structs.replace(DRAWN, grammar="strange")
+    strange = msgspec.structs.replace(SAMPLED, grammar="strange")
     tokens, finished = ring.ask(generate(1, [1, 2], sampling=strange))
     assert (tokens, finished.reason, finished.completion_tokens) == ([], "refused", 0)
     assert "grammar" in finished.error
@@ -286,7 +286,7 @@ def test_at_most_one_sampler_is_open():
     ring = FakeRing(*SMALL)
     ring.head.warm_up()
     for request in range(3):
-        ring.ask(generate(request, [1, 2], sampling=DRAWN))
+        ring.ask(generate(request, [1, 2], sampling=SAMPLED))
         assert ring.model.open_samplers == 1
 
 
@@ -319,9 +319,9 @@ def test_a_quiet_head_waits_for_nothing():
 
 def test_that_a_generation_waits_no_longer_is_told_while_its_first_step_is_on_its_way():
     ring = FakeRing(*SMALL)
-    ring.head.submit(msgspec.structs.replace(generate(1, [1, 2]), tells_begin=True))
+    ring.head.submit(msgspec.structs.replace(generate(1, [1, 2]), reports_begin=True))
     assert isinstance(ring.head.turn(), Send)
-    assert ring.head.turn() == Tell([PromptProgress(request=1, tokens=0)])
+    assert ring.head.turn() == Notify([PromptProgress(request=1, tokens=0)])
     assert ring.head.turn() is None
 
 
@@ -425,7 +425,7 @@ def test_a_step_that_is_over_is_refused():
 
 
 @rings
-@given(st.data(), shapes(least_devices=2))
+@given(st.data(), shapes(min_devices=2))
 def test_a_step_that_is_lost_on_its_way_never_leads_to_another_text(data, shape):
     """A connection that breaks takes it along: somebody sees the gap, or nothing comes any more and the answer is open."""
     asked = data.draw(prompts(shape))
@@ -596,7 +596,7 @@ def options(draw):
     rows = draw(st.sampled_from([1, 7, 64]))
     return {
         "rows": rows,
-        "least": draw(st.integers(1, min(6, rows))),
+        "minimum": draw(st.integers(1, min(6, rows))),
         "depth": draw(st.integers(1, 4)),
         "seed": draw(st.integers(0, 2**32)),
         "context": CONTEXT,
@@ -648,14 +648,14 @@ cuts_of_chunks = st.none() | st.builds(
 )
 replays = st.sampled_from([1, 1, 3, 7])
 batchings = st.builds(
-    Batching, rows=st.integers(1, 5), steps=st.integers(1, 3), bridges=st.booleans(), replays=replays
+    Batching, rows=st.integers(1, 5), steps=st.integers(1, 3), pads=st.booleans(), replays=replays
 ) | st.builds(
     Batching, rows=st.integers(1, 5), steps=st.integers(1, 3), cells=st.sampled_from([1, 20, 50]), replays=replays
 )
 
 
 @st.composite
-def rings_for_several(draw, shape: Shape, shelves: Sequence[FakeShelf] = ()):
+def rings_for_several(draw, shape: Shape, shelves: Sequence[FakeKvWriter] = ()):
     """A ring of the layers of ``shape`` as it might be formed anew, of devices that have ``shelves`` or none.
 
     It runs another number of generations in other batches, chunks and pieces, and keeps blocks of another size.
@@ -670,7 +670,7 @@ def rings_for_several(draw, shape: Shape, shelves: Sequence[FakeShelf] = ()):
         shape.rounds if not is_cut_anew else [sizes[:-1]] if cuts else [],
         shape.tail if not is_cut_anew else sizes[-1],
         rows=rows,
-        least=min(3, rows),
+        minimum=min(3, rows),
         depth=draw(st.integers(1, 4)),
         context=CONTEXT,
         sequences=draw(st.integers(1, 5)),
@@ -689,7 +689,7 @@ class Service:
     def __init__(self, data, shape: Shape, sampling: Sampling) -> None:
         self.data, self.shape, self.sampling = data, shape, sampling
         self.ring = data.draw(rings_for_several(shape))
-        self.keeper = FakeKeeper()
+        self.replica = FakeReplica()
         self.texts: dict[int, list[int]] = {}
         self.roots: dict[int, str] = {}
         self.owners: dict[int, str] = {}
@@ -708,7 +708,7 @@ class Service:
             replays_rows=self.data.draw(st.booleans()),
         )
         asked = msgspec.structs.replace(asked, owner=self.owners[request])
-        self.keeper.give(asked)
+        self.replica.give(asked)
         self.ring.head.submit(asked)
 
     def ask(self, request: int, text: list[int]) -> None:
@@ -721,16 +721,16 @@ class Service:
             request,
             list(
                 takewhile(
-                    lambda each: all(shelf.holds(each.key, layers) for shelf, layers in devices),
+                    lambda each: all(kv_writer.holds(each.key, layers) for kv_writer, layers in devices),
                     prompt_blocks(self.ring.chunking, text, root),
                 )
             ),
         )
 
-    def move(self, most: int) -> None:
+    def move(self, maximum: int) -> None:
         """Some moves of the ring. One that lacks cells that it is to load breaks."""
         try:
-            moves = (self.ring.move() for _ in range(most))
+            moves = (self.ring.move() for _ in range(maximum))
             while next(moves, False):
                 pass
         except RingError as exc:
@@ -744,15 +744,15 @@ class Service:
             if isinstance(event, Sampled):
                 self.told[event.request].append(event.token)
             elif isinstance(event, KvKept | KvForgotten):
-                self.keeper.note(event, self.ring.shelves)
+                self.replica.note(event, self.ring.shelves)
             elif isinstance(event, Finished):
                 self.ends[event.request] = event
-                self.keeper.chains.pop(event.request, None)
+                self.replica.chains.pop(event.request, None)
         self.ring.events.clear()
 
     def cancel(self, request: int) -> None:
         self.ring.cancel(request)
-        self.keeper.chains.pop(request, None)
+        self.replica.chains.pop(request, None)
         del self.texts[request]
 
     def drain(self) -> None:
@@ -764,22 +764,22 @@ class Service:
         self.note()
         self.form(self.ring.shelves)
 
-    def form(self, left: Sequence[FakeShelf]) -> None:
+    def form(self, left: Sequence[FakeKvWriter]) -> None:
         """The next ring, of devices of the last one that are ``left``, in any order, and of others."""
         left = self.data.draw(st.permutations(left))
         self.note()
         self.ring = self.data.draw(rings_for_several(self.shape, left))
         if self.ring.keep_rows is None:
-            self.keeper.chains.clear()
-        self.keeper.move(self.ring, left)
+            self.replica.chains.clear()
+        self.replica.move(self.ring, left)
         for request in sorted(self.texts.keys() - self.ends.keys()):
-            self.submit(request, self.keeper.chains.get(request, []))
+            self.submit(request, self.replica.chains.get(request, []))
 
     def lose(self) -> None:
         """A device loses what it has of a block."""
-        shelf = self.data.draw(st.sampled_from(self.ring.shelves))
-        if shelf.cells:
-            shelf.forget([self.data.draw(st.sampled_from(sorted(shelf.cells)))])
+        kv_writer = self.data.draw(st.sampled_from(self.ring.shelves))
+        if kv_writer.cells:
+            kv_writer.forget([self.data.draw(st.sampled_from(sorted(kv_writer.cells)))])
 
     def finish(self) -> None:
         """Everything is answered; then others take all sequences, and nothing is left of those before them."""
@@ -791,11 +791,11 @@ class Service:
             self.told[request] = []
         self.ring.run()
         self.note()
-        assert not any(shelf.cells for shelf in self.ring.shelves), "something is kept that nobody needs"
+        assert not any(kv_writer.cells for kv_writer in self.ring.shelves), "something is kept that nobody needs"
 
 
 @settings(rings, max_examples=200)
-@given(st.data(), shapes(), st.sampled_from([GREEDY, DRAWN]))
+@given(st.data(), shapes(), st.sampled_from([GREEDY, SAMPLED]))
 def test_generations_at_once_say_what_each_says_alone_whoever_comes_goes_and_dies(data, shape, sampling):
     """They come and are cancelled at any time, begin like others or are the same, and rings break under them.
 
@@ -803,7 +803,7 @@ def test_generations_at_once_say_what_each_says_alone_whoever_comes_goes_and_die
     them; no cell is another text's or comes twice.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(admission, "LEAST_TURN", data.draw(st.sampled_from([1, 3])))
+        patch.setattr(admission, "MIN_TURN", data.draw(st.sampled_from([1, 3])))
         say_what_each_says_alone(data, shape, sampling)
 
 
@@ -819,7 +819,7 @@ def say_what_each_says_alone(data, shape: Shape, sampling: Sampling) -> None:
             case "cancel":
                 service.cancel(data.draw(st.sampled_from(sorted(service.texts))))
             case "death":
-                service.form([shelf for shelf in service.ring.shelves if data.draw(st.booleans())])
+                service.form([kv_writer for kv_writer in service.ring.shelves if data.draw(st.booleans())])
             case "drain":
                 service.drain()
             case "loss":
@@ -834,11 +834,11 @@ def say_what_each_says_alone(data, shape: Shape, sampling: Sampling) -> None:
 def test_choices_of_one_prompt_compute_it_once():
     ring, text = FakeRing(*SMALL, rows=16, sequences=4), prompt(40)
     for request in range(1, 5):
-        sampling = msgspec.structs.replace(DRAWN, seed=request)
+        sampling = msgspec.structs.replace(SAMPLED, seed=request)
         ring.head.submit(generate(request, text, sampling=sampling))
     ring.run()
     for request in range(1, 5):
-        assert ring.answer(request)[0] == ring.model.answer(text, 8, msgspec.structs.replace(DRAWN, seed=request))
+        assert ring.answer(request)[0] == ring.model.answer(text, 8, msgspec.structs.replace(SAMPLED, seed=request))
     assert [positions for positions in ring.windows[0].steps if len(positions) > 1] == [
         tuple(range(16)),
         tuple(range(16, 32)),
@@ -880,7 +880,7 @@ def test_a_prompt_that_comes_again_has_nothing_computed_again_and_the_same_answe
     ring = FakeRing(*SMALL, rows=8, sequences=sequences, seed=seed)
     texts = [prompt(count, 1) for count in (1, 3, 8, 12)]
     for request in range(1, data.draw(st.integers(2, 6))):
-        text, sampling = data.draw(st.sampled_from(texts)), data.draw(st.sampled_from([GREEDY, DRAWN]))
+        text, sampling = data.draw(st.sampled_from(texts)), data.draw(st.sampled_from([GREEDY, SAMPLED]))
         ring.head.submit(generate(request, text, sampling=sampling, logprobs=2))
         is_cut = data.draw(st.booleans())
         if is_cut:

@@ -11,7 +11,7 @@ import pytest
 from halda import DevicePrediction, LinkProfile, Plan, Prediction, Streaming, Window, assignments
 from halda.assignment import in_memory
 from primad.api.answering.backend import Health
-from primad.api.http.status import MemoryFigures, PlannedFigures, Promises, status_body
+from primad.api.http.status import MemoryFigures, PlannedFigures, RingForecast, status_body
 from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.head.rings.status import (
     WINDOW_S,
@@ -21,9 +21,9 @@ from primad.head.rings.status import (
     left_out_line,
     link_status,
     plan_lines,
-    promises,
+    predicted_status,
 )
-from primad.planning.forecast import Promise
+from primad.planning.forecast import Forecast
 from primad.ring.messages import DecodeStatus, MemoryStatus, PromptStatus, Status
 from primad.ring.meter import TOKENS_KEPT, Meter
 from primad.ring.speculation.drafter import Drafting
@@ -37,8 +37,8 @@ PLAN = Plan(
     ),
     output_on_gpu=False,
     streaming=(
-        Streaming(device="desk", streamed_bytes=300, ahead_bytes=200),
-        Streaming(device="lap", streamed_bytes=300, ahead_bytes=200),
+        Streaming(device="desk", streamed_bytes=300, read_ahead_bytes=200),
+        Streaming(device="lap", streamed_bytes=300, read_ahead_bytes=200),
     ),
     left_out=(),
 )
@@ -55,9 +55,16 @@ def predicted(device: str, **figures: float) -> DevicePrediction:
 
 
 LAP = predicted(
-    "lap", layers=10, ahead_bytes=200, ram_bytes=900, disk_bytes_per_token=300, stall_s=0.02, compute_s=0.1, hop_s=0.001
+    "lap",
+    layers=10,
+    read_ahead_bytes=200,
+    ram_bytes=900,
+    disk_bytes_per_token=300,
+    stall_s=0.02,
+    compute_s=0.1,
+    hop_s=0.001,
 )
-DESK = predicted("desk", layers=15, ahead_bytes=250, ram_bytes=800, disk_bytes_per_token=50, stall_s=0.01)
+DESK = predicted("desk", layers=15, read_ahead_bytes=250, ram_bytes=800, disk_bytes_per_token=50, stall_s=0.01)
 PREDICTION = Prediction(
     tpot_s=0.25,
     ttft_s=2.0,
@@ -78,7 +85,7 @@ def memory(read_bytes: int = 0, stall_s: float = 0.0, pressure: str = "calm") ->
         resident=7,
         streamed=3,
         streams_output=False,
-        ahead_bytes=150,
+        read_ahead_bytes=150,
         resident_bytes=700,
         streamed_bytes=300,
         read_bytes=read_bytes,
@@ -162,7 +169,7 @@ def test_the_memory_of_a_device_stands_beside_what_was_planned():
         resident=7,
         streamed=3,
         streams_output=False,
-        ahead_bytes=150,
+        read_ahead_bytes=150,
         resident_bytes=700,
         streamed_bytes=300,
         read_bytes=6000,
@@ -176,7 +183,7 @@ def test_the_memory_of_a_device_stands_beside_what_was_planned():
     assert found.predicted == PlannedFigures(
         resident=7,
         streamed=3,
-        ahead_bytes=200,
+        read_ahead_bytes=200,
         ram_bytes=900,
         bytes_read_per_token=300,
         stall_ms_per_token=20,
@@ -190,7 +197,7 @@ def test_the_memory_of_a_device_stands_beside_what_was_planned():
 
 def test_the_output_matrix_is_no_layer():
     """It streams only where memory pressure asks for it; a ring process tells it apart, and no plan counts it."""
-    units = Streaming(device="desk", streamed_bytes=1500, ahead_bytes=200)
+    units = Streaming(device="desk", streamed_bytes=1500, read_ahead_bytes=200)
     kept = assignments(dataclasses.replace(PLAN, streaming=(units,)), MODEL)["desk"]
     said = status(3, msgspec.structs.replace(memory(), streams_output=True))
     found = device_status(PLAN, PREDICTION, kept, "desk", said, Costs(), daemon_rss_bytes=0)
@@ -213,10 +220,12 @@ def test_what_is_not_known_is_null():
 
 def test_who_holds_copies_of_all_its_weights_streams_and_reads_nothing():
     window = dataclasses.replace(in_memory(3, 7), layer_bytes=400, resident_bytes=400)
-    streams = Streams([StreamedWindow(index=1, assignment=window, units=None)], ahead_bytes=0, lock=False, usage=None)
+    streams = Streams(
+        [StreamedWindow(index=1, assignment=window, units=None)], read_ahead_bytes=0, lock=False, usage=None
+    )
     said = Meter().status(0, streams)
     figures = device_status(PLAN, None, KEPT["desk"], "desk", said, Costs(), daemon_rss_bytes=0).memory
-    assert (figures.resident, figures.streamed, figures.ahead_bytes, figures.streams_output) == (4, 0, 0, False)
+    assert (figures.resident, figures.streamed, figures.read_ahead_bytes, figures.streams_output) == (4, 0, 0, False)
     assert (figures.resident_bytes, figures.streamed_bytes, figures.read_bytes, figures.stall_s) == (400, 0, 0, 0)
 
 
@@ -228,7 +237,7 @@ def test_the_body_says_whether_it_serves_and_what_the_ring_says():
     ring = {
         "epoch": 4,
         "rounds": 2,
-        "predicted": msgspec.to_builtins(promises(PREDICTION)),
+        "predicted": msgspec.to_builtins(predicted_status(PREDICTION)),
         "devices": [msgspec.to_builtins(found)],
         "links": [msgspec.to_builtins(link_status(link))],
         "cluster": [{"device": "lap", "phase": "serving", "reason": ""}],
@@ -242,7 +251,7 @@ def test_the_body_says_whether_it_serves_and_what_the_ring_says():
         2,
     )
     assert body.devices == [found]
-    assert body.predicted == Promises(tokens_per_s=4, tpot_ms=250, ttft_ms=2000)
+    assert body.predicted == RingForecast(tokens_per_s=4, tpot_ms=250, ttft_ms=2000)
     assert (body.links[0].round_trip_ms, body.links[0].late_ms, body.links[0].mbit_per_s) == (2, 3, 8)
     assert body.cluster[0].phase == "serving"
 
@@ -333,7 +342,7 @@ def test_what_a_token_takes_beside_others_does_not_count():
 
 
 def test_the_owner_is_told_who_streams():
-    units = Streaming(device="desk", streamed_bytes=1500, ahead_bytes=200)
+    units = Streaming(device="desk", streamed_bytes=1500, read_ahead_bytes=200)
     plan = dataclasses.replace(PLAN, streaming=(units,))
     assert plan_lines(plan, assignments(plan, MODEL)) == [
         "desk: 15 layers (0-4, 10-14, 20-24), 15 of them streamed",
@@ -370,10 +379,10 @@ def test_who_is_left_out_is_told_what_it_would_cost(slowdown, line):
 def test_what_alone_keeps_guesses_from_being_a_tree_is_named():
     def line(sequences: int, keep_rows: int | None, branches: int = 4) -> str:
         drafting = Drafting(rows=8, costs=(1.0,) * 8, branches=branches)
-        promise = Promise(
+        forecast = Forecast(
             plan=PLAN, prediction=None, assignments={}, context_tokens=64, sequences=sequences, drafting=drafting
         )
-        return chains_line(promise, keep_rows)
+        return chains_line(forecast, keep_rows)
 
     assert not line(1, None)
     assert not line(2, 16, branches=0), "the plan has none"

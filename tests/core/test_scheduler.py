@@ -15,9 +15,9 @@ from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 from primad.ring.messages import Cancel, Finished, KvCopy, KvRemove, PromptProgress, Sampled
 from primad.ring.scheduler import state
-from primad.ring.scheduler.admission import LEAST_TURN
+from primad.ring.scheduler.admission import MIN_TURN
 from primad.ring.scheduler.scheduler import Scheduler
-from primad.ring.scheduler.state import Draw, PlannedStep
+from primad.ring.scheduler.state import PlannedStep, SampledToken
 from primad.ring.slots import COPIED_CELLS
 from tests.fakes.ring import chunks_of, generate
 
@@ -34,13 +34,13 @@ def with_prompt(prompt, *, tokens: int = 8, **options) -> Scheduler:
     return made
 
 
-def draw_of(token: int) -> Draw:
-    return Draw(token=token, ends=False)
+def sampled_of(token: int) -> SampledToken:
+    return SampledToken(token=token, ends=False)
 
 
-def commit(of: Scheduler, step: int, draw: Draw | None, now: float):
+def commit(of: Scheduler, step: int, draw: SampledToken | None, now: float):
     """Bring step ``step`` back, with ``draw`` for its only row that wants one."""
-    return of.commit(step, {each.request: draw for _, each in of.wants_draws(step) if draw is not None}, now)
+    return of.commit(step, {each.request: draw for _, each in of.wants_samples(step) if draw is not None}, now)
 
 
 def next_step(of: Scheduler, now: float = 0.0) -> PlannedStep:
@@ -62,7 +62,7 @@ def test_a_short_prompt_is_one_step_that_wants_an_output():
         tokens=[7, 8, 9],
         positions=[0, 1, 2],
         sequences=[0, 0, 0],
-        draws={2: [generate(1, [7, 8, 9])]},
+        samples={2: [generate(1, [7, 8, 9])]},
         ops=[],
     )
 
@@ -75,12 +75,12 @@ def test_a_long_prompt_goes_in_chunks_and_only_the_last_wants_an_output():
         (1, [4, 5, 6, 7], [4, 5, 6, 7]),
         (2, [8, 9], [8, 9]),
     ]
-    assert [list(chunk.draws) for chunk in chunks] == [[], [], [1]]
+    assert [list(chunk.samples) for chunk in chunks] == [[], [], [1]]
 
 
 def test_a_prompt_of_whole_chunks_has_no_empty_chunk():
     made = with_prompt(range(8))
-    assert [list(next_step(made).draws) for _ in range(2)] == [[], [3]]
+    assert [list(next_step(made).samples) for _ in range(2)] == [[], [3]]
     assert made.next_step(0) is None
 
 
@@ -98,26 +98,26 @@ def test_a_decode_step_waits_for_the_token_before_it():
     made = with_prompt([1, 2])
     next_step(made)
     assert made.next_step(0) is None
-    assert commit(made, 0, draw_of(33), 0) == [Sampled(request=1, token=33, logprob=None, top=())]
+    assert commit(made, 0, sampled_of(33), 0) == [Sampled(request=1, token=33, logprob=None, top=())]
     step = next_step(made)
-    assert (step.step, step.requests, step.tokens, step.positions, list(step.draws)) == (1, [1], [33], [2], [0])
-    commit(made, 1, draw_of(34), 0)
+    assert (step.step, step.requests, step.tokens, step.positions, list(step.samples)) == (1, [1], [33], [2], [0])
+    commit(made, 1, sampled_of(34), 0)
     assert next_step(made).positions == [3]
 
 
 def test_what_was_drawn_is_told_as_it_is():
     made = with_prompt([1])
     next_step(made)
-    draw = Draw(token=5, ends=False, logprob=-0.5, top=((5, -0.5), (6, -1.5)))
+    draw = SampledToken(token=5, ends=False, logprob=-0.5, top=((5, -0.5), (6, -1.5)))
     assert commit(made, 0, draw, 0) == [Sampled(request=1, token=5, logprob=-0.5, top=((5, -0.5), (6, -1.5)))]
 
 
 def test_the_last_of_max_tokens_ends_the_answer():
     made = with_prompt([1, 2], tokens=2)
     next_step(made)
-    commit(made, 0, draw_of(3), 0)
+    commit(made, 0, sampled_of(3), 0)
     next_step(made)
-    sampled, finished = commit(made, 1, draw_of(4), 0)
+    sampled, finished = commit(made, 1, sampled_of(4), 0)
     assert isinstance(sampled, Sampled)
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.prompt_tokens, finished.completion_tokens) == ("length", 2, 2)
@@ -127,9 +127,9 @@ def test_the_last_of_max_tokens_ends_the_answer():
 def test_a_full_context_ends_the_answer():
     made = with_prompt([1, 2], context=4, tokens=50)
     next_step(made)
-    assert len(commit(made, 0, draw_of(3), 0)) == 1
+    assert len(commit(made, 0, sampled_of(3), 0)) == 1
     next_step(made)
-    _, finished = commit(made, 1, draw_of(4), 0)
+    _, finished = commit(made, 1, sampled_of(4), 0)
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.completion_tokens) == ("length", 2)
 
@@ -137,7 +137,7 @@ def test_a_full_context_ends_the_answer():
 def test_a_prompt_that_leaves_room_for_one_token_gets_one():
     made = with_prompt(range(3), context=4, tokens=50)
     next_step(made)
-    sampled, finished = commit(made, 0, draw_of(9), 0)
+    sampled, finished = commit(made, 0, sampled_of(9), 0)
     assert isinstance(sampled, Sampled)
     assert isinstance(finished, Finished)
 
@@ -145,7 +145,7 @@ def test_a_prompt_that_leaves_room_for_one_token_gets_one():
 def test_a_token_that_ends_the_answer_is_not_told():
     made = with_prompt([1])
     next_step(made)
-    (finished,) = commit(made, 0, Draw(token=2, ends=True), 0)
+    (finished,) = commit(made, 0, SampledToken(token=2, ends=True), 0)
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.completion_tokens) == ("stop", 0)
 
@@ -153,9 +153,9 @@ def test_a_token_that_ends_the_answer_is_not_told():
 def test_times_count_from_the_first_step_and_from_the_first_token():
     made = with_prompt([1], tokens=2)
     next_step(made, now=10.0)
-    commit(made, 0, draw_of(3), 12.5)
+    commit(made, 0, sampled_of(3), 12.5)
     next_step(made, now=13.0)
-    finished = commit(made, 1, draw_of(4), 20.0)[-1]
+    finished = commit(made, 1, sampled_of(4), 20.0)[-1]
     assert isinstance(finished, Finished)
     assert (finished.prompt_s, finished.decode_s) == (2.5, 7.5)
 
@@ -165,7 +165,7 @@ def test_generations_take_turns_in_the_order_they_came():
     made.submit(generate(2, [5, 6], tokens=1))
     next_step(made)
     assert made.next_step(0) is None, "one sequence at a time"
-    commit(made, 0, draw_of(3), 0)
+    commit(made, 0, sampled_of(3), 0)
     step = next_step(made)
     assert (step.step, step.requests, step.tokens, step.positions, step.ops) == (1, [2], [5, 6], [0, 1], FORGET)
 
@@ -173,7 +173,7 @@ def test_generations_take_turns_in_the_order_they_came():
 def test_the_first_step_after_a_generation_forgets_it_once():
     made = with_prompt([1], tokens=1)
     next_step(made)
-    commit(made, 0, draw_of(3), 0)
+    commit(made, 0, sampled_of(3), 0)
     made.submit(generate(2, range(8)))
     assert [next_step(made).ops for _ in range(2)] == [FORGET, []]
 
@@ -184,13 +184,13 @@ def test_a_cancel_forgets_what_runs_and_drops_what_is_under_way():
     next_step(made)
     made.cancel(Cancel(1))
     made.submit(generate(2, [9]))
-    assert not made.wants_draws(1)
+    assert not made.wants_samples(1)
     following = next_step(made)
     assert (following.step, following.requests, following.ops) == (2, [2], FORGET)
     assert commit(made, 0, None, 0) == []
-    assert commit(made, 1, draw_of(50), 0) == []
-    assert made.wants_draws(2) == [(0, generate(2, [9]))]
-    assert len(commit(made, 2, draw_of(51), 0)) == 1
+    assert commit(made, 1, sampled_of(50), 0) == []
+    assert made.wants_samples(2) == [(0, generate(2, [9]))]
+    assert len(commit(made, 2, sampled_of(51), 0)) == 1
 
 
 def test_a_cancelled_generation_still_takes_its_place_in_the_depth():
@@ -208,7 +208,7 @@ def test_a_cancelled_generation_still_takes_its_place_in_the_depth():
 def test_a_cancel_between_two_tokens_lets_the_next_one_begin():
     made = with_prompt([1])
     next_step(made)
-    commit(made, 0, draw_of(3), 0)
+    commit(made, 0, sampled_of(3), 0)
     made.cancel(Cancel(1))
     assert made.is_idle
     made.submit(generate(2, [9]))
@@ -221,7 +221,7 @@ def test_a_cancelled_generation_that_waits_is_never_begun():
     made.submit(generate(3, [3]))
     made.cancel(Cancel(2))
     next_step(made)
-    commit(made, 0, draw_of(5), 0)
+    commit(made, 0, sampled_of(5), 0)
     assert next_step(made).requests == [3]
 
 
@@ -234,7 +234,7 @@ def test_a_cancel_of_nothing_changes_nothing():
 def test_a_draw_is_wanted_by_the_generation_of_the_step():
     made = with_prompt([1, 2])
     planned = next_step(made)
-    assert made.wants_draws(planned.step) == [(1, generate(1, [1, 2]))]
+    assert made.wants_samples(planned.step) == [(1, generate(1, [1, 2]))]
 
 
 # ---- what an earlier epoch has sampled ---------------------------------------------------------------------------------
@@ -256,9 +256,9 @@ def test_the_prompt_goes_in_the_same_chunks_and_each_drawn_token_alone():
         ([21], [7]),
         ([22], [8]),
     ]
-    assert [list(step.draws) for step in steps] == [[], [], [], [], [0]]
+    assert [list(step.samples) for step in steps] == [[], [], [], [], [0]]
     assert made.next_step(0) is None
-    (sampled,) = commit(made, 4, draw_of(23), 0)
+    (sampled,) = commit(made, 4, sampled_of(23), 0)
     assert isinstance(sampled, Sampled)
     assert next_step(made).tokens == [23]
 
@@ -276,7 +276,7 @@ def test_tokens_of_earlier_epochs_count():
     made = continued([1, 2], [5, 6], tokens=3)
     for _ in range(3):
         last = next_step(made)
-    _, finished = commit(made, last.step, draw_of(7), 0)
+    _, finished = commit(made, last.step, sampled_of(7), 0)
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.prompt_tokens, finished.completion_tokens) == ("length", 2, 3)
 
@@ -284,7 +284,7 @@ def test_tokens_of_earlier_epochs_count():
 def test_the_context_ends_a_continued_answer_where_it_would_have_ended():
     made = continued([1, 2], [5], tokens=50, context=4)
     last = [next_step(made) for _ in range(2)][-1]
-    _, finished = commit(made, last.step, draw_of(6), 0)
+    _, finished = commit(made, last.step, sampled_of(6), 0)
     assert isinstance(finished, Finished)
     assert finished.completion_tokens == 2
 
@@ -302,8 +302,8 @@ def test_the_time_to_the_first_token_is_that_of_the_first_new_one():
     made = continued([1], [5], tokens=3)
     last = [next_step(made, now=10.0) for _ in range(2)][-1]
     commit(made, 0, None, 11.0)
-    commit(made, last.step, draw_of(6), 12.0)
-    finished = commit(made, next_step(made).step, draw_of(7), 20.0)[-1]
+    commit(made, last.step, sampled_of(6), 12.0)
+    finished = commit(made, next_step(made).step, sampled_of(7), 20.0)[-1]
     assert isinstance(finished, Finished)
     assert (finished.prompt_s, finished.decode_s) == (2.0, 8.0)
 
@@ -328,7 +328,7 @@ def test_a_token_that_was_under_way_at_the_drain_is_told():
     made = with_prompt([1, 2])
     step = next_step(made).step
     made.drain()
-    assert commit(made, step, draw_of(9), 0) == [Sampled(request=1, token=9, logprob=None, top=())]
+    assert commit(made, step, sampled_of(9), 0) == [Sampled(request=1, token=9, logprob=None, top=())]
     assert made.is_drained
 
 
@@ -399,7 +399,7 @@ def finish(made: Scheduler, request: int) -> list[int]:
         step = next_step(made)
         of += step.requests
         if any(
-            isinstance(each, Finished) and each.request == request for each in commit(made, step.step, draw_of(9), 0)
+            isinstance(each, Finished) and each.request == request for each in commit(made, step.step, sampled_of(9), 0)
         ):
             return of
 
@@ -410,17 +410,17 @@ def test_with_one_sequence_owners_take_turns_however_many_requests_one_has():
     while not made.is_idle:
         request = next_step(made).requests[0]
         order.append(request)
-        made.commit(len(order) - 1, {request: Draw(token=1, ends=True)}, 0)
+        made.commit(len(order) - 1, {request: SampledToken(token=1, ends=True)}, 0)
     assert order == [1, 4, 7, 2, 6, 3, 5]
 
 
 def test_an_owner_who_waits_gets_a_sequence_of_one_who_has_several_and_that_goes_on_later():
     made = owned("a", "a", sequences=2, rows=64, depth=1)
     for _ in range(4):
-        commit(made, next_step(made).step, draw_of(7), 0)
+        commit(made, next_step(made).step, sampled_of(7), 0)
     under_way = next_step(made)
     made.submit(msgspec.structs.replace(generate(3, [3], tokens=2), owner="b"))
-    commit(made, under_way.step, draw_of(8), 0)
+    commit(made, under_way.step, sampled_of(8), 0)
     assert finish(made, 3) == [3, 1, 3], "the newest of a is set back, at once since nothing was under way for it"
     again = next_step(made)
     assert (again.requests, len(again.tokens)) == ([2], 40), "its prompt is read again"
@@ -434,14 +434,14 @@ def test_one_that_is_set_back_waits_for_its_step_and_has_all_tokens_once():
     steps = [next_step(made), next_step(made)]
     made.submit(msgspec.structs.replace(generate(3, [3], tokens=1), owner="b"))
     assert made.next_step(0) is None
-    commit(made, steps[0].step, draw_of(5), 0)
+    commit(made, steps[0].step, sampled_of(5), 0)
     assert next_step(made).requests == [1], "what is under way for the other one is not lost"
-    assert [each.token for each in commit(made, steps[1].step, draw_of(6), 0)] == [6]
+    assert [each.token for each in commit(made, steps[1].step, sampled_of(6), 0)] == [6]
     begins = next_step(made)
     assert begins.requests == [3]
-    assert any(isinstance(each, Finished) for each in commit(made, begins.step, draw_of(7), 0))
+    assert any(isinstance(each, Finished) for each in commit(made, begins.step, sampled_of(7), 0))
     prompt, last = next_step(made), next_step(made)
-    assert (prompt.requests, prompt.draws) == ([2], {})
+    assert (prompt.requests, prompt.samples) == ([2], {})
     assert (last.requests, last.tokens, last.positions) == ([2], [6], [40])
 
 
@@ -449,7 +449,7 @@ def test_who_waits_again_may_be_cancelled():
     made = owned("a", "a", sequences=2, rows=64, depth=1)
     made.submit(msgspec.structs.replace(generate(3, [3]), owner="b"))
     for _ in range(2):
-        commit(made, next_step(made).step, draw_of(7), 0)
+        commit(made, next_step(made).step, sampled_of(7), 0)
     for request in (1, 2, 3):
         made.cancel(Cancel(request))
     assert made.next_step(0) is None
@@ -459,20 +459,20 @@ def test_who_waits_again_may_be_cancelled():
 def test_where_each_has_one_sequence_the_one_that_had_it_longest_is_set_back_behind_a_turn():
     made = scheduler(context=9999, rows=64, depth=1)
     for request, owner in enumerate("ab", 1):
-        made.submit(msgspec.structs.replace(generate(request, [request], tokens=2 * LEAST_TURN), owner=owner))
+        made.submit(msgspec.structs.replace(generate(request, [request], tokens=2 * MIN_TURN), owner=owner))
     turns = [(owner, len(list(each))) for owner, each in groupby(finish(made, 1))]
-    assert turns[:2] == [(1, LEAST_TURN), (2, LEAST_TURN)]
-    again = 1 + LEAST_TURN - 1
-    assert turns[2:] == [(1, again + LEAST_TURN)], "it comes back with its prompt and what was drawn"
+    assert turns[:2] == [(1, MIN_TURN), (2, MIN_TURN)]
+    again = 1 + MIN_TURN - 1
+    assert turns[2:] == [(1, again + MIN_TURN)], "it comes back with its prompt and what was drawn"
 
 
 def test_what_comes_back_draws_as_much_as_that_cost_before_it_is_set_back_again():
     made = scheduler(context=99999, rows=64, depth=1)
     for request, owner in enumerate("ab", 1):
-        made.submit(msgspec.structs.replace(generate(request, [request], tokens=9 * LEAST_TURN), owner=owner))
+        made.submit(msgspec.structs.replace(generate(request, [request], tokens=9 * MIN_TURN), owner=owner))
     turns = [len(list(each)) for _, each in groupby(finish(made, 1))]
-    drawn = [turns[0], turns[2] - turns[0], turns[4] - turns[0] - (turns[2] - turns[0])]
-    assert drawn == [LEAST_TURN, LEAST_TURN, 2 * LEAST_TURN]
+    sampled_tokens = [turns[0], turns[2] - turns[0], turns[4] - turns[0] - (turns[2] - turns[0])]
+    assert sampled_tokens == [MIN_TURN, MIN_TURN, 2 * MIN_TURN]
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 4])
@@ -481,8 +481,8 @@ def test_a_short_answer_is_some_times_slower_beside_forty_of_another_owner_and_n
     made = scheduler(context=9999, rows=64, depth=1, sequences=sequences)
     for request in range(40):
         made.submit(msgspec.structs.replace(generate(request, [request] * 20, tokens=tokens), owner="greedy"))
-    for _ in range(LEAST_TURN + 1):
-        commit(made, next_step(made).step, draw_of(9), 0)
+    for _ in range(MIN_TURN + 1):
+        commit(made, next_step(made).step, sampled_of(9), 0)
     made.submit(msgspec.structs.replace(generate(99, [99] * 20, tokens=30), owner="short"))
     alone = 30
     assert len(finish(made, 99)) <= 3 * alone + tokens % 100
@@ -492,8 +492,8 @@ def test_a_short_answer_is_some_times_slower_beside_forty_of_another_owner_and_n
 def test_an_owner_alone_is_never_set_back():
     made = scheduler(context=9999, rows=64, depth=1)
     for request in (1, 2):
-        made.submit(generate(request, [request], tokens=4 * LEAST_TURN))
-    assert finish(made, 1) == [1] * 4 * LEAST_TURN
+        made.submit(generate(request, [request], tokens=4 * MIN_TURN))
+    assert finish(made, 1) == [1] * 4 * MIN_TURN
 
 
 def test_a_sequence_that_is_free_is_another_owners_though_few_run_at_once():
@@ -504,11 +504,11 @@ def test_a_sequence_that_is_free_is_another_owners_though_few_run_at_once():
 
 
 def test_of_owners_who_ask_no_more_nothing_is_kept_without_end(monkeypatch):
-    monkeypatch.setattr(state, "MOST_OWNERS", 5)
+    monkeypatch.setattr(state, "MAX_OWNERS", 5)
     made = scheduler(rows=64)
     for request in range(20):
         made.submit(msgspec.structs.replace(generate(request, [1], tokens=1), owner=f"from {request}"))
-        commit(made, next_step(made).step, draw_of(1), 0)
+        commit(made, next_step(made).step, sampled_of(1), 0)
     assert list(made._state.owners) == [f"from {request}" for request in range(15, 20)]
 
 
@@ -551,7 +551,7 @@ def test_no_priority_changes_whose_turn_it_is(asked):
 def test_that_it_waits_no_longer_is_told_of_those_that_ask_for_it():
     made = scheduler(sequences=2)
     for request in (1, 2, 3):
-        made.submit(msgspec.structs.replace(generate(request, [1]), tells_begin=request > 1))
+        made.submit(msgspec.structs.replace(generate(request, [1]), reports_begin=request > 1))
     assert made.take_begun() == []
     made.next_step(0)
     assert made.take_begun() == [PromptProgress(request=2, tokens=0)]
@@ -569,7 +569,7 @@ def test_where_less_run_at_once_the_others_wait():
 def test_a_long_prompt_and_a_token_take_turns():
     made = several([1], range(40), depth=9, rows=4)
     assert requests(made, 3) == [1, 2, 2]
-    commit(made, 0, draw_of(7), 0)
+    commit(made, 0, sampled_of(7), 0)
     assert requests(made, 3) == [1, 2, 2]
 
 
@@ -582,7 +582,7 @@ def test_the_depth_bounds_the_steps_of_all():
     made = several([1], [2], [3], sequences=3, depth=2)
     assert requests(made, 2) == [1, 2]
     assert made.next_step(0) is None
-    commit(made, 0, draw_of(7), 0)
+    commit(made, 0, sampled_of(7), 0)
     assert requests(made, 1) == [3]
 
 
@@ -600,7 +600,7 @@ def test_a_generation_takes_the_sequence_with_which_it_has_most_in_common():
 def test_of_sequences_that_serve_alike_the_one_used_longest_ago_is_taken():
     made = several([1], [2], sequences=2, depth=9)
     assert requests(made, 2) == [1, 2]
-    commit(made, 0, draw_of(7), 0)
+    commit(made, 0, sampled_of(7), 0)
     assert requests(made, 1) == [1]
     made.cancel(Cancel(1))
     made.cancel(Cancel(2))
@@ -640,7 +640,7 @@ def decoding(*generations: int, batching: Batching, sequences: int = 4, **option
     for step in range(len(generations)):
         assert next_step(made).requests == [step + 1]
     for step in range(len(generations)):
-        commit(made, step, draw_of(100 + step), 0)
+        commit(made, step, sampled_of(100 + step), 0)
     return made
 
 
@@ -648,7 +648,7 @@ def test_tokens_are_computed_together_as_far_as_may_be():
     made = decoding(2, 3, 4, batching=Batching(rows=2, steps=1))
     step = next_step(made)
     assert (step.requests, step.tokens, step.positions, step.sequences) == ([1, 2], [100, 101], [2, 3], [0, 1])
-    assert {row: [each.request for each in of] for row, of in step.draws.items()} == {0: [1], 1: [2]}
+    assert {row: [each.request for each in of] for row, of in step.samples.items()} == {0: [1], 1: [2]}
     assert next_step(made).requests == [3]
     assert made.next_step(0) is None
 
@@ -657,8 +657,8 @@ def test_what_was_drawn_together_is_told_of_each():
     made = decoding(2, 3, batching=Batching(rows=4))
     step = next_step(made)
     made.cancel(Cancel(1))
-    assert [row for row, _ in made.wants_draws(step.step)] == [1]
-    (sampled,) = made.commit(step.step, {2: draw_of(7)}, 0)
+    assert [row for row, _ in made.wants_samples(step.step)] == [1]
+    (sampled,) = made.commit(step.step, {2: sampled_of(7)}, 0)
     assert isinstance(sampled, Sampled)
     assert (sampled.request, sampled.token) == (2, 7)
 
@@ -675,9 +675,9 @@ def test_one_that_comes_late_waits_for_a_step_to_come_back_and_goes_with_its_gen
     assert step.requests == [1, 2]
     made.submit(generate(3, [5]))
     prompt = next_step(made)
-    commit(made, prompt.step, draw_of(9), 0)
+    commit(made, prompt.step, sampled_of(9), 0)
     assert made.next_step(0) is None
-    made.commit(step.step, {1: draw_of(7), 2: draw_of(8)}, 0)
+    made.commit(step.step, {1: sampled_of(7), 2: sampled_of(8)}, 0)
     assert next_step(made).requests == [1, 2, 3]
 
 
@@ -687,17 +687,17 @@ def test_only_sequences_that_follow_each_other_are_computed_together():
     step = next_step(made)
     assert step.requests == [1]
     assert made.next_step(0) is None
-    commit(made, step.step, draw_of(7), 0)
+    commit(made, step.step, sampled_of(7), 0)
     assert next_step(made).requests == [3]
 
 
 def test_a_gap_is_filled_by_a_row_of_nobody_which_is_forgotten():
-    made = decoding(1, 5, 1, batching=Batching(rows=4, steps=1, bridges=True), sequences=3)
+    made = decoding(1, 5, 1, batching=Batching(rows=4, steps=1, pads=True), sequences=3)
     made.cancel(Cancel(2))
     step = next_step(made)
     assert (step.requests, step.sequences, step.positions) == ([1, 3], [0, 1, 2], [1, 5, 1])
-    assert sorted(step.draws) == [0, 2]
-    made.commit(step.step, {1: draw_of(7), 3: draw_of(8)}, 0)
+    assert sorted(step.samples) == [0, 2]
+    made.commit(step.step, {1: sampled_of(7), 3: sampled_of(8)}, 0)
     assert next_step(made).ops == [KvRemove(1, 5, -1)]
     made.submit(generate(4, [1, 1, 1, 1, 9]))
     assert next_step(made).ops == [KvRemove(1, 0, -1)]
@@ -707,7 +707,7 @@ def test_rows_behind_many_cells_are_computed_alone():
     made = decoding(20, 1, 1, 20, batching=Batching(rows=4, steps=1, cells=20))
     assert next_step(made).requests == [1]
     assert made.next_step(0) is None
-    commit(made, 4, draw_of(7), 0)
+    commit(made, 4, sampled_of(7), 0)
     assert next_step(made).requests == [2, 3]
 
 
@@ -716,9 +716,9 @@ def test_of_several_owners_each_has_the_same_share_of_the_rows():
     for request, owner in enumerate("aaaab", 1):
         made.submit(msgspec.structs.replace(generate(request, [request]), owner=owner))
     for step in [next_step(made).step for _ in range(5)]:
-        commit(made, step, draw_of(3), 0)
+        commit(made, step, sampled_of(3), 0)
     step = next_step(made)
-    owners = [each.owner for of in step.draws.values() for each in of]
+    owners = [each.owner for of in step.samples.values() for each in of]
     assert (owners.count("a"), owners.count("b")) == (3, 1)
 
 
@@ -740,9 +740,9 @@ def test_what_an_earlier_epoch_sampled_is_fed_some_at_a_time_where_that_is_exact
     assert [len(step.tokens) for step in replayed] == steps
     assert [token for step in replayed for token in step.tokens] == list(range(10, 17))
     assert [position for step in replayed for position in step.positions] == list(range(3, 10))
-    assert not any(step.draws for step in replayed)
+    assert not any(step.samples for step in replayed)
     last = next_step(made)
-    assert (last.tokens, list(last.draws)) == ([17], [0])
+    assert (last.tokens, list(last.samples)) == ([17], [0])
 
 
 def in_pieces(short: int = 0) -> Scheduler:
@@ -750,7 +750,7 @@ def in_pieces(short: int = 0) -> Scheduler:
     chunking = replace(chunks_of(9), pieces=Pieces(multiple=2, rows=(2, 4), short=short))
     made = Scheduler(context=100, chunking=chunking, depth=1, sequences=3)
     made.submit(generate(1, [1]))
-    commit(made, next_step(made).step, draw_of(7), 0)
+    commit(made, next_step(made).step, sampled_of(7), 0)
     made.submit(generate(2, range(20)))
     return made
 
@@ -761,7 +761,7 @@ def test_beside_others_a_chunk_is_computed_in_pieces_between_their_tokens():
     for _ in range(14):
         step = next_step(made)
         found.append((step.requests[0], len(step.tokens)))
-        commit(made, step.step, draw_of(9), 0)
+        commit(made, step.step, sampled_of(9), 0)
     pieces = [rows for request, rows in found if request == 2]
     assert [request for request, _ in found] == [2, 1] * 7
     assert pieces == [2, 2, 2, 3, 2, 2, 2]
@@ -775,7 +775,7 @@ def test_what_is_left_of_a_prompt_is_one_piece_once_it_is_short():
     for _ in range(16):
         step = next_step(made)
         pieces += [len(step.tokens)] if step.requests == [2] and len(pieces) < 8 else []
-        commit(made, step.step, draw_of(9), 0)
+        commit(made, step.step, sampled_of(9), 0)
     assert pieces == [2, 2, 2, 3, 2, 2, 5, 2], "chunks end where they do"
 
 
@@ -788,12 +788,12 @@ def test_pieces_far_behind_the_beginning_have_fewer_rows_for_the_same_time():
 
 def test_a_chunk_goes_on_whole_once_it_is_alone():
     made = in_pieces()
-    commit(made, next_step(made).step, draw_of(9), 0)
+    commit(made, next_step(made).step, sampled_of(9), 0)
     made.cancel(Cancel(1))
     steps = []
     for _ in range(3):
         steps.append(next_step(made))
-        commit(made, steps[-1].step, draw_of(9), 0)
+        commit(made, steps[-1].step, sampled_of(9), 0)
     assert [len(step.tokens) for step in steps] == [7, 9, 2]
     made.cancel(Cancel(2))
     made.submit(generate(3, [*range(19), 99]))
@@ -808,7 +808,7 @@ def test_behind_a_part_of_a_prompt_all_that_write_have_a_turn_whoever_asks():
     for _ in range(9):
         step = next_step(made)
         found += step.requests
-        commit(made, step.step, draw_of(9), 0)
+        commit(made, step.step, sampled_of(9), 0)
     assert found[3:] == [3, 1, 2] * 2
 
 
@@ -820,9 +820,9 @@ def test_generations_with_one_prompt_draw_their_first_tokens_from_one_row():
     steps = [next_step(made) for _ in range(3)]
     assert made.next_step(0) is None
     assert [step.requests for step in steps] == [[1]] * 3
-    assert [each.request for each in steps[-1].draws[1]] == [1, 2, 3]
+    assert [each.request for each in steps[-1].samples[1]] == [1, 2, 3]
     for step in steps:
-        told = made.commit(step.step, {request: draw_of(20 + request) for request in (1, 2, 3) if step.draws}, 0)
+        told = made.commit(step.step, {request: sampled_of(20 + request) for request in (1, 2, 3) if step.samples}, 0)
     assert [(each.request, each.token) for each in told if isinstance(each, Sampled)] == [(1, 21), (2, 22), (3, 23)]
     assert [(each.request, each.reused) for each in told if isinstance(each, PromptProgress)] == [(2, 10), (3, 10)]
     following = next_step(made)
@@ -844,7 +844,7 @@ def test_a_prompt_that_begins_like_one_under_way_waits_for_what_both_have():
 def test_a_prompt_that_begins_like_one_that_writes_copies_it_at_once():
     made = several([1, 2, 3, 4, 5], depth=9)
     for _ in range(2):
-        commit(made, next_step(made).step, draw_of(9), 0)
+        commit(made, next_step(made).step, sampled_of(9), 0)
     made.submit(generate(2, [1, 2, 3, 4, 6]))
     step = next_step(made)
     assert (step.requests, step.positions, step.ops) == ([2], [4], [KvCopy(0, 1, 4)])
@@ -862,7 +862,7 @@ def test_what_is_copied_is_so_before_its_sequence_has_another_text():
     made = several([1, 2], [1, 2], depth=1)
     step = next_step(made)
     made.submit(msgspec.structs.replace(generate(3, [7]), owner="another"))
-    made.commit(step.step, {1: Draw(token=2, ends=True), 2: draw_of(8)}, 0)
+    made.commit(step.step, {1: SampledToken(token=2, ends=True), 2: sampled_of(8)}, 0)
     following = next_step(made)
     assert (following.requests, following.ops) == ([3], [KvCopy(0, 1, 2), KvRemove(0, 0, -1)])
 
@@ -884,4 +884,4 @@ def test_what_earlier_epochs_sampled_for_one_prompt_goes_on_behind_one_prefill()
     made.submit(generate(2, [1, 2], sampled=[6, 7]))
     steps = [next_step(made) for _ in range(4)]
     assert [(step.requests, step.tokens) for step in steps] == [([1], [1, 2]), ([2], [6]), ([1], [5]), ([2], [7])]
-    assert [list(step.draws) for step in steps] == [[], [], [0], [0]]
+    assert [list(step.samples) for step in steps] == [[], [], [0], [0]]

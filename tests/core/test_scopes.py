@@ -8,7 +8,7 @@ import pytest
 
 from primad.network.addresses import Interface
 from primad.network.contacts import Contact
-from primad.network.scopes import MOST_KNOWN, MOST_WAYS, Scopes, bare, needs_scope
+from primad.network.scopes import MAX_KNOWN, MAX_WAYS, Scopes, bare, needs_scope
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 
@@ -20,7 +20,7 @@ def interface(name: str, index: int, *addresses: str, up: bool = True) -> Interf
 
 
 LO = interface("lo", 1, "127.0.0.1/8", "::1/128")
-BRIDGE = interface("docker0", 2, "172.17.0.1/16", "fe80::4/64")
+PADDING = interface("docker0", 2, "172.17.0.1/16", "fe80::4/64")
 ETH = interface("eth0", 3, "192.168.1.20/24", "fe80::20/64")
 WIFI = interface("wlan0", 4, "fe80::21/64")
 DEAD = interface("eth1", 5, "fe80::22/64", up=False)
@@ -55,7 +55,7 @@ def test_a_scope_is_not_told():
 
 def test_whoever_is_told_an_address_puts_its_own_interfaces_behind_it_the_likeliest_first():
     assert scopes(LO, ETH, DEAD).ways("fe80::9") == ["fe80::9%3"]
-    assert scopes(BRIDGE, LO, ETH, WIFI).ways("fe80::9") == ["fe80::9%3", "fe80::9%4", "fe80::9%2"]
+    assert scopes(PADDING, LO, ETH, WIFI).ways("fe80::9") == ["fe80::9%3", "fe80::9%4", "fe80::9%2"]
     assert scopes(NAMED).ways("fe80::9") == ["fe80::9%Ethernet 2"]
 
 
@@ -91,12 +91,12 @@ def test_what_has_no_scope_says_nothing_of_interfaces(address):
 
 
 def test_no_more_is_remembered_or_tried_than_there_is_room_for():
-    known = scopes(*(interface(f"eth{i}", i + 1, "fe80::1/64") for i in range(2 * MOST_WAYS)))
-    for i in range(1, MOST_KNOWN + 2):
+    known = scopes(*(interface(f"eth{i}", i + 1, "fe80::1/64") for i in range(2 * MAX_WAYS)))
+    for i in range(1, MAX_KNOWN + 2):
         known.saw(f"fe80::{i:x}%99")
     assert known.ways("fe80::1")[0] == "fe80::1%1", "the first is forgotten"
     assert known.ways("fe80::2")[0] == "fe80::2%99"
-    assert len(known.ways("fe80::2")) == MOST_WAYS
+    assert len(known.ways("fe80::2")) == MAX_WAYS
 
 
 def test_an_endpoint_gets_every_way_to_its_address():

@@ -26,7 +26,7 @@ def test_one_alone_gets_half_and_the_next_ones_find_room():
 
 
 def test_who_holds_none_may_have_one_however_many_came_before():
-    shares = Shares(8, least=1)
+    shares = Shares(8, minimum=1)
     assert [fill(shares, caller) for caller in "abcdefghi"] == [4, 2, 1, 1, 1, 1, 1, 1, 1]
     assert not shares.has_room("b")
 

@@ -28,26 +28,28 @@ TALK = [
 ]
 
 
-@pytest.mark.parametrize(("most", "left"), [(9, "Sabcd"), (5, "Sabcd"), (4, "Scd"), (3, "Scd"), (2, "Scd"), (0, "Scd")])
-def test_the_oldest_exchanges_go_and_the_system_and_the_last_one_stay(most, left):
-    assert said(shifted(TALK, lambda messages: len(messages) <= most)) == left
+@pytest.mark.parametrize(
+    ("maximum", "left"), [(9, "Sabcd"), (5, "Sabcd"), (4, "Scd"), (3, "Scd"), (2, "Scd"), (0, "Scd")]
+)
+def test_the_oldest_exchanges_go_and_the_system_and_the_last_one_stay(maximum, left):
+    assert said(shifted(TALK, lambda messages: len(messages) <= maximum)) == left
 
 
 @given(
     roles=st.lists(st.sampled_from(["user", "assistant", "tool", "system"]), min_size=1, max_size=30),
-    most=st.integers(0, 30),
+    maximum=st.integers(0, 30),
 )
-def test_no_more_is_left_out_than_must_be(roles, most):
+def test_no_more_is_left_out_than_must_be(roles, maximum):
     messages = [message(role, f"{number},") for number, role in enumerate(roles)]
-    found = shifted(messages, lambda each: len(each) <= most)
+    found = shifted(messages, lambda each: len(each) <= maximum)
     assert found == [each for each in messages if each in found]
     assert [each for each in messages if each.role == "system"] == [each for each in found if each.role == "system"]
-    if len(messages) <= most:
+    if len(messages) <= maximum:
         assert found == messages
     spoken = [each for each in found if each.role != "system"]
     if found != messages:
         assert spoken[0].role == "user"
-    if len(found) > most:
+    if len(found) > maximum:
         assert sum(each.role == "user" for each in found) <= 1
 
 

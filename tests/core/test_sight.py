@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primad.head.members.sight import Sight
-from primad.network.peer import MOST_OF_ONE, Peer
+from primad.network.peer import MAX_OF_ONE, Peer
 from primad.trust.identity import new_identity
 from primad.trust.labels import Labels
 
@@ -85,9 +85,9 @@ def test_who_announces_a_trusted_key_elsewhere_adds_a_place_and_hides_none():
     )
     for announced in orders:
         nas = sight_of(*announced).devices["nas"]
-        turns = [nas.places(turn) for turn in range(2 * len(nas.peers) // MOST_OF_ONE)]
+        turns = [nas.places(turn) for turn in range(2 * len(nas.peers) // MAX_OF_ONE)]
         assert ("10.0.0.2", 7770) in [place for places in turns for place in places]
-        assert max(map(len, turns)) == MOST_OF_ONE
+        assert max(map(len, turns)) == MAX_OF_ONE
         assert not nas.is_measuring, "one of them says that it can be greeted"
     assert sight_of(*orders[0]).devices["nas"].places()[0] == ("10.0.0.2", 7770)
 

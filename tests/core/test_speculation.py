@@ -1,4 +1,4 @@
-"""Drafts change when tokens come and nothing else: whoever guesses, whatever is skipped, however many write at once."""
+"""Drafts change when tokens come and nothing else: whoever drafts, whatever is skipped, however many write at once."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from primad.ring.head import Send
 from primad.ring.messages import Cancel, Drained, KvRemove, Sampled
 from primad.ring.scheduler import admission
 from primad.ring.scheduler.scheduler import Scheduler
-from primad.ring.scheduler.state import Draw, PlannedStep
-from primad.ring.speculation.drafter import Drafting, Guess
+from primad.ring.scheduler.state import PlannedStep, SampledToken
+from primad.ring.speculation.drafter import Drafting, DraftToken
 from primad.ring.speculation.pace import BEGINS_AFTER
 from primad.ring.speculation.speculation import BeginsDrafter
 from tests.fakes.drafter import Nothing
@@ -37,7 +37,7 @@ rings = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCh
 
 
 class Oracle(Nothing):
-    """Knows the answers: its guess is right in the ``share`` of cases, of which it says it is ``sure``."""
+    """Knows the answers: its draft is right in the ``share`` of cases, of which it says it is ``sure``."""
 
     def __init__(self, answer: Sequence[int], share: float, sure: float, seed: int, late: float = 0.0) -> None:
         self._answer, self._share, self._sure, self._late = answer, share, sure, late
@@ -48,35 +48,35 @@ class Oracle(Nothing):
         assert token == self._answer[self._taken], "it is told another text than that of no drafter"
         self._taken += 1
 
-    guess_s: float | None = 1e-4
+    draft_s: float | None = 1e-4
 
-    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
-        """One that is right where the first guess is not, as often as not, and one that never is."""
+    def others(self, drafts: Sequence[int]) -> Sequence[DraftToken]:
+        """One that is right where the first draft is not, as often as not, and one that never is."""
         at = self._taken + len(drafts)
         if at >= len(self._answer):
             return ()
         answer, wrong = self._answer[at], (self._answer[at] + 1) % VOCABULARY
         token = answer if self._random.random() < 0.5 else wrong
-        return [Guess(token=each, sure=self._sure * 0.6) for each in dict.fromkeys((token, wrong))]
+        return [DraftToken(token=each, sure=self._sure * 0.6) for each in dict.fromkeys((token, wrong))]
 
-    def awaits(self, most: int, alpha: float) -> bool:
+    def awaits(self, maximum: int, alpha: float) -> bool:
         return self._late > 0 and self._random.random() < self._late
 
-    def looked_up(self, drafts: Sequence[int]) -> Guess | None:
-        return self.guess(drafts)
+    def looked_up(self, drafts: Sequence[int]) -> DraftToken | None:
+        return self.propose(drafts)
 
-    def guess(self, drafts: Sequence[int]) -> Guess | None:
+    def propose(self, drafts: Sequence[int]) -> DraftToken | None:
         at = self._taken + len(drafts)
         if at >= len(self._answer):
             return None
         wrong = (self._answer[at] + self._random.randrange(1, VOCABULARY)) % VOCABULARY
-        return Guess(token=self._answer[at] if self._random.random() < self._share else wrong, sure=self._sure)
+        return DraftToken(token=self._answer[at] if self._random.random() < self._share else wrong, sure=self._sure)
 
 
 def knowing(sampling: Sampling, share: float, *, sure: float = 1.0, seed: int = 0, late: float = 0.0) -> BeginsDrafter:
     """Oracles for answers that are sampled so. The fake model's answers depend on nothing but the prompt.
 
-    In the ``late`` share of cases a guess is awaited.
+    In the ``late`` share of cases a draft is awaited.
     """
     return lambda prompt: Oracle(FakeModel(1).answer(prompt, 4 * TOKENS, sampling), share, sure, seed, late)
 
@@ -105,7 +105,7 @@ def sampled(ring: FakeRing, request: int) -> list[int]:
 def short_turns():
     """What one owner has computed is often set back for another one's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(admission, "LEAST_TURN", 3)
+        patch.setattr(admission, "MIN_TURN", 3)
         yield
 
 
@@ -127,7 +127,7 @@ def drafting_rings(draw, sampling: Sampling = GREEDY, **options):
         "sequences": draw(st.integers(1, 3)),
         "keep_rows": draw(st.sampled_from([None, 2])),
         "batching": Batching(
-            rows=draw(st.integers(1, 3)), steps=draw(st.integers(1, 3)), bridges=draw(st.booleans()), replays=3
+            rows=draw(st.integers(1, 3)), steps=draw(st.integers(1, 3)), pads=draw(st.booleans()), replays=3
         ),
         "drafting": Drafting(
             room=draw(st.integers(1, 6)),
@@ -246,7 +246,7 @@ ROOM_3 = Drafting(room=3)
 
 
 class Counting(Nothing):
-    """Guesses the numbers that follow the last token, and is as sure of each."""
+    """Drafts the numbers that follow the last token, and is as sure of each."""
 
     sure = 1.0
 
@@ -256,8 +256,8 @@ class Counting(Nothing):
     def took(self, token: int) -> None:
         self._last = token
 
-    def guess(self, drafts: Sequence[int]) -> Guess | None:
-        return Guess(token=(drafts[-1] if drafts else self._last) + 1, sure=self.sure)
+    def propose(self, drafts: Sequence[int]) -> DraftToken | None:
+        return DraftToken(token=(drafts[-1] if drafts else self._last) + 1, sure=self.sure)
 
 
 def begun(*prompts: Sequence[int], drafting: Drafting = ROOM_3, depth: int = 2, **options) -> Scheduler:
@@ -280,8 +280,8 @@ def next_step(made: Scheduler) -> PlannedStep:
 
 def bring_back(made: Scheduler, step: PlannedStep, *tokens: int) -> list[int]:
     """``step`` comes back, and ``tokens`` are drawn from its rows as far as somebody wants them; what is told."""
-    draws = [Draw(token=token, ends=False) for token in tokens]
-    drawn = {each.request: replace(draws[0], more=tuple(draws[1:])) for _, each in made.wants_draws(step.step)}
+    samples = [SampledToken(token=token, ends=False) for token in tokens]
+    drawn = {each.request: replace(samples[0], more=tuple(samples[1:])) for _, each in made.wants_samples(step.step)}
     return [event.token for event in made.commit(step.step, drawn, 0) if isinstance(event, Sampled)]
 
 
@@ -301,15 +301,15 @@ def test_a_draft_that_holds_is_the_next_token_and_another_one_follows_it():
     assert bring_back(made, steps[0], 14) == [14]
     assert rows_of(next_step(made)) == [(16, 8)]
     assert [bring_back(made, steps[1], 15), bring_back(made, steps[2], 16)] == [[15], [16]]
-    assert not made.take_void()
+    assert not made.take_discarded()
 
 
 def test_behind_a_draft_that_failed_its_cells_are_forgotten_and_nothing_is_drawn():
     made = begun([1, 2])
     steps = [next_step(made) for _ in range(3)]
     assert bring_back(made, steps[0], 99) == [99]
-    assert made.take_void() == [steps[1].step, steps[2].step]
-    assert made.take_void() == []
+    assert made.take_discarded() == [steps[1].step, steps[2].step]
+    assert made.take_discarded() == []
     following = next_step(made)
     assert (rows_of(following), following.ops) == ([(99, 6)], [KvRemove(0, 6, -1)])
     assert [bring_back(made, step, 15) for step in steps[1:]] == [[], []]
@@ -320,8 +320,8 @@ def test_a_ring_that_skips_nothing_is_told_of_no_void_steps():
     made = begun([1, 2], drafting=Drafting(room=3, skips=False))
     steps = [next_step(made) for _ in range(2)]
     bring_back(made, steps[0], 99)
-    assert made.take_void() == []
-    assert made.is_void(steps[1].step)
+    assert made.take_discarded() == []
+    assert made.is_discarded(steps[1].step)
     assert not made.skips(steps[1].step)
 
 
@@ -329,7 +329,7 @@ def test_what_is_ahead_of_a_generation_that_is_over_is_void():
     made = begun([1, 2])
     steps = [next_step(made) for _ in range(3)]
     made.cancel(Cancel(1))
-    assert made.take_void() == [steps[1].step, steps[2].step]
+    assert made.take_discarded() == [steps[1].step, steps[2].step]
     assert [bring_back(made, step, 14) for step in steps] == [[], [], []]
     assert made.is_idle
 
@@ -363,8 +363,8 @@ def test_a_generation_that_does_not_speculate_has_no_drafts():
 def test_rows_that_cost_little_go_with_the_next_token_in_one_step():
     made = begun([1, 2], drafting=Drafting(rows=4, costs=COSTS))
     step = next_step(made)
-    assert (rows_of(step), sorted(step.draws)) == ([(13, 5), (14, 6), (15, 7), (16, 8)], [0, 1, 2, 3])
-    assert [(node.guess.token, node.parent) for node in made.drafts(step.step)] == [(14, -1), (15, 0), (16, 1)]
+    assert (rows_of(step), sorted(step.samples)) == ([(13, 5), (14, 6), (15, 7), (16, 8)], [0, 1, 2, 3])
+    assert [(node.draft_token.token, node.parent) for node in made.drafts(step.step)] == [(14, -1), (15, 0), (16, 1)]
     assert bring_back(made, step, 14, 15, 99) == [14, 15, 99]
     following = next_step(made)
     assert (rows_of(following)[0], following.ops) == ((99, 8), [KvRemove(0, 8, -1)])
@@ -400,7 +400,7 @@ def test_of_an_answer_that_another_ring_began_drafts_come_behind_what_is_known()
 
 
 def test_over_the_drafts_of_another_one_no_row_of_nobody_is_put():
-    batching = Batching(rows=3, steps=1, bridges=True)
+    batching = Batching(rows=3, steps=1, pads=True)
     made = Scheduler(
         context=100,
         chunking=chunks_of(64),
@@ -421,8 +421,12 @@ def test_over_the_drafts_of_another_one_no_row_of_nobody_is_put():
     drafts = [next_step(made) for _ in range(3)]
     assert {step.requests[0] for step in drafts} == {1}, "all are as sure"
     made.cancel(Cancel(2))
-    one, three = whole.draws[0][0], whole.draws[2][0]
-    made.commit(whole.step, {one.request: Draw(token=14, ends=False), three.request: Draw(token=50, ends=False)}, 0)
+    one, three = whole.samples[0][0], whole.samples[2][0]
+    made.commit(
+        whole.step,
+        {one.request: SampledToken(token=14, ends=False), three.request: SampledToken(token=50, ends=False)},
+        0,
+    )
     assert rows_of(next_step(made)) == [(50, 5)]
 
 
@@ -438,13 +442,13 @@ def ring_of_three(share: float, **drafting) -> FakeRing:
 def test_a_right_drafter_has_several_rows_of_one_answer_in_the_ring():
     ring = ring_of_three(1.0)
     ring.head.submit(generate(1, [1, 2], tokens=TOKENS))
-    most = 0
+    maximum = 0
     while move(ring):
-        most = max(most, ring.scheduler.in_flight)
-    assert most == 4
+        maximum = max(maximum, ring.scheduler.in_flight)
+    assert maximum == 4
     _, finished = ring.answer(1)
     assert finished.accepted == finished.drafted > TOKENS // 2
-    assert ring.scheduler.tally.tokens_a_lap > 2
+    assert ring.scheduler.tally.tokens_per_pass > 2
 
 
 def test_a_wrong_drafter_is_found_out_and_its_steps_are_skipped():

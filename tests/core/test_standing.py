@@ -1,22 +1,22 @@
-"""How a worker's participations stand: each change counts, and a refusal is remembered until it is released."""
+"""How a worker's stages stand: each change counts, and a refusal is remembered until it is released."""
 
 from __future__ import annotations
 
 import pytest
 
-from primad.network.messages import Broken, Loaded, ParticipationState, ParticipationStates
-from primad.worker.standing import MOST_REFUSED, Standing
+from primad.network.messages import Broken, Loaded, StageState, StageStates
+from primad.worker.standing import MAX_REFUSED, Standing
 
 BUSY = Broken(error="no room", fault="load")
 LOADED = Loaded(port=4000, key="k" * 40)
 
 
-def begun(epoch: int) -> ParticipationState:
-    return ParticipationState(epoch=epoch, loaded=None, linked=False, broken=None)
+def begun(epoch: int) -> StageState:
+    return StageState(epoch=epoch, loaded=None, linked=False, broken=None)
 
 
 def test_a_worker_that_was_never_asked_stands_as_a_head_that_heard_nothing_believes():
-    assert Standing().message() == ParticipationStates(revision=0, states=[])
+    assert Standing().message() == StageStates(revision=0, states=[])
 
 
 def test_every_change_has_a_number_of_its_own():
@@ -44,7 +44,7 @@ def test_what_changes_is_one_participation():
     standing.change(4, loaded=LOADED, linked=True)
     assert standing.message().states == [
         begun(3),
-        ParticipationState(epoch=4, loaded=LOADED, linked=True, broken=None),
+        StageState(epoch=4, loaded=LOADED, linked=True, broken=None),
     ]
 
 
@@ -67,12 +67,12 @@ def test_the_end_of_what_never_began_is_no_change():
 def test_a_flood_of_refusals_is_forgotten_from_its_beginning(again):
     standing = Standing()
     standing.begin(0)
-    for epoch in range(1, 3 * MOST_REFUSED + 1):
+    for epoch in range(1, 3 * MAX_REFUSED + 1):
         standing.refuse(epoch, BUSY)
         if again:
             standing.end(epoch)
             standing.refuse(epoch, BUSY)
-    assert standing.epochs == [0, *range(2 * MOST_REFUSED + 1, 3 * MOST_REFUSED + 1)]
+    assert standing.epochs == [0, *range(2 * MAX_REFUSED + 1, 3 * MAX_REFUSED + 1)]
 
 
 def test_what_was_refused_and_then_begins_is_not_forgotten():
@@ -80,6 +80,6 @@ def test_what_was_refused_and_then_begins_is_not_forgotten():
     standing.refuse(1, BUSY)
     standing.end(1)
     standing.begin(1)
-    for epoch in range(2, 2 + MOST_REFUSED + 1):
+    for epoch in range(2, 2 + MAX_REFUSED + 1):
         standing.refuse(epoch, BUSY)
     assert 1 in standing.epochs

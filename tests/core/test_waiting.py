@@ -28,7 +28,7 @@ def test_without_an_end_it_waits_on_however_long_it_takes():
 
 def test_each_device_is_named_with_what_it_waits_for():
     shell = head(3)
-    shell.tell(m.Seen("bo", False))
+    shell.notify(m.Seen("bo", False))
     assert line(shell, "mini") == (
         "waiting for 3 of 3 devices: bo is in sight, but not paired ('primad pair' shows a code for it); "
         "mini is paired and measures itself, about 6 s more; start 'primad join' on the others"
@@ -37,18 +37,18 @@ def test_each_device_is_named_with_what_it_waits_for():
 
 def test_a_device_that_refused_is_told_with_its_reason():
     shell = head(1)
-    shell.tell(m.Seen("ada", True))
+    shell.notify(m.Seen("ada", True))
     assert line(shell) == "waiting for 1 of 1 devices: ada is paired, and is asked what it measured"
-    shell.tell(m.DeviceRefused("ada", "it works for another head"))
+    shell.notify(m.DeviceRefused("ada", "it works for another head"))
     assert line(shell) == "waiting for 1 of 1 devices: ada is paired, but it works for another head"
 
 
 def test_nothing_is_said_once_they_are_there():
     shell = head(1)
-    shell.tell(m.Seen("ada", True))
-    shell.tell(m.Welcomed("ada"))
+    shell.notify(m.Seen("ada", True))
+    shell.notify(m.Welcomed("ada"))
     assert "the links to it are measured" in str(line(shell))
-    shell.tell(m.Measured(frozenset({"ada"})))
+    shell.notify(m.Measured(frozenset({"ada"})))
     assert line(shell) is None
     assert shell.candidates == {"ada"}
 

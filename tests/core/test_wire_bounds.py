@@ -53,7 +53,7 @@ def types_of(kind: inspect.Type, place: str, seen: tuple[type, ...] = ()) -> Ite
             yield from types_of(kind.value_type, f"{place}{{}}", seen)
 
 
-def most_bytes(message: inspect.StructType) -> int:
+def max_bytes(message: inspect.StructType) -> int:
     return messages.LARGE_BYTES.get(str(message.tag), messages.USUAL_BYTES)
 
 
@@ -64,7 +64,7 @@ def of(union: Any) -> list[inspect.StructType]:
 @pytest.mark.parametrize("union", [HeadMessage, WorkerMessage, RouteMessage, layer_messages.TransferMessage])
 def test_every_list_of_a_message_that_may_be_large_has_a_bound(union):
     for message in of(union):
-        limit = MAX_HEADER_BYTES if union is RouteMessage else most_bytes(message)
+        limit = MAX_HEADER_BYTES if union is RouteMessage else max_bytes(message)
         for place, kind in types_of(message, message.cls.__name__):
             assert not isinstance(kind, inspect.AnyType | inspect.RawType), f"{place} may be anything"
             if isinstance(kind, inspect.CollectionType | inspect.DictType):
@@ -79,9 +79,9 @@ def test_every_message_has_a_bound_in_bytes():
     tags = {str(message.tag) for union in (HeadMessage, WorkerMessage) for message in of(union)}
     assert messages.LARGE_BYTES.keys() <= tags
     for tag in sorted(tags):
-        most = messages.LARGE_BYTES.get(tag, messages.USUAL_BYTES)
-        assert most <= messages.MAX_MESSAGE_BYTES
-        body = msgspec.msgpack.encode({"type": tag, "made_up": bytes(most)})
+        maximum = messages.LARGE_BYTES.get(tag, messages.USUAL_BYTES)
+        assert maximum <= messages.MAX_MESSAGE_BYTES
+        body = msgspec.msgpack.encode({"type": tag, "made_up": bytes(maximum)})
         for decode in (decode_from_head, decode_from_worker):
             with pytest.raises(ProtocolError, match=r"too large|not a control message"):
                 decode(body)
@@ -102,7 +102,7 @@ def test_what_no_head_says_is_small_enough_to_be_skipped_in_a_moment():
     [
         {"type": "load", "windows": [{}] * 5_000_000},
         {"type": "links", "links": [[]] * 2_000_000},
-        {"type": "guess-text", "epoch": 1, "task": {"type": "text", "number": 1, "tokens": [1] * 8_000_000}},
+        {"type": "draft_input", "epoch": 1, "task": {"type": "text", "number": 1, "tokens": [1] * 8_000_000}},
         {"type": "welcome", "profile": {"cpu": {"exact_rows": [[]] * 4_000_000}}},
         {"type": "kv-hold", "number": 1, "blocks": [["", "", 0, 1]] * 900_000},
         {"type": "status", "epoch": 1, "status": {"hop_s": [0] * 15_000_000}},

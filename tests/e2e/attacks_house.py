@@ -35,7 +35,7 @@ from tests.e2e.cluster import (
 )
 from tests.e2e.streams import show
 
-MOST_GROWTH_BYTES = 64 << 20
+MAX_GROWTH_BYTES = 64 << 20
 MORE_DESCRIPTORS = 12
 """Connections of the cluster's own come and go."""
 LINES_PER_S = 8
@@ -166,7 +166,7 @@ class House:
         growth = {pid: (after.rss_bytes[pid] - rss) / 2**20 for pid, rss in before.rss_bytes.items()}
         lines = self.logs() - said
         show(f"{what}: {took_s:.1f} s, MiB more {[round(each, 1) for each in growth.values()]}, {lines} lines")
-        assert max(growth.values()) * 2**20 < MOST_GROWTH_BYTES, (what, growth)
+        assert max(growth.values()) * 2**20 < MAX_GROWTH_BYTES, (what, growth)
         assert lines < 30 + LINES_PER_S * took_s, (what, self.output())
         assert "Traceback" not in self.output()
         wait_until(lambda: self._came_back(before), f"descriptors after {what}: {before}, {self.costs()}")

@@ -22,7 +22,7 @@ from tests.figures import note
 from tests.shell.gated import HOST, ZMTP_CURVE, ZMTP_NULL, raw, until_closed, until_one_ends
 from tests.shell.test_wire_attacks import GARBAGE
 
-MOST_HEARD_BYTES = 320
+MAX_HEARD_BYTES = 320
 """A greeting (64), a WELCOME (170) and an ERROR (9), or an HTTP error with its headers."""
 QUESTION = b"give me your layers"
 _COMMAND = 0x04
@@ -53,7 +53,7 @@ class Door:
 
 def judge(door: Door, heard: bytes) -> None:
     """Nothing but a greeting and a refusal was heard."""
-    assert len(heard) <= MOST_HEARD_BYTES, (door, heard)
+    assert len(heard) <= MAX_HEARD_BYTES, (door, heard)
     if door.kind == "pairing":
         assert heard == b"", (door, heard)
     elif door.kind == "http":

@@ -62,8 +62,8 @@ class Lab:
         """What the head says of KV cells."""
         return dict(self.head.status()["kv"])
 
-    def keeper_of(self, device: str) -> str:
-        return next(copy["keeper"] for copy in self.kv["copies"] if copy["device"] == device)
+    def replica_of(self, device: str) -> str:
+        return next(copy["replica"] for copy in self.kv["copies"] if copy["device"] == device)
 
     def two(self) -> tuple[str, str]:
         """The names of two workers that compute, and nobody else."""
@@ -77,7 +77,7 @@ class Lab:
     def computing(self) -> set[str]:
         return {device["name"] for device in self.head.status().get("devices", ()) if device["role"] == "worker"}
 
-    def goes_on(self, act: Callable[[], object], most_again: int) -> None:
+    def goes_on(self, act: Callable[[], object], max_again: int) -> None:
         """``act`` in the middle of an answer, of which at most so many tokens may be computed again."""
         before = self.kv
         told = self.ask(act)
@@ -86,7 +86,7 @@ class Lab:
         show(f"gap {told.gap_s:.2f} s, {again} tokens again, {after}")
         assert (told.text, told.finish, told.error) == (self.undisturbed, "length", None), self.head.run.output
         assert after["restores"] > before["restores"]
-        assert again <= most_again
+        assert again <= max_again
         assert after["restored_tokens"] - before["restored_tokens"] + again >= self._middle - 1
         assert "Traceback" not in self.head.run.output
 

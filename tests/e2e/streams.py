@@ -36,7 +36,7 @@ def ask(
 ) -> Told:
     """Stream an answer, greedy unless ``fields`` say else; after ``middle`` pieces of it ``act``, beside the reading.
 
-    Nothing is guessed in an answer in which something happens, so that it does not end before.
+    Nothing is drafted in an answer in which something happens, so that it does not end before.
     """
     body = {
         "prompt": STORY,

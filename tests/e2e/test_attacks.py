@@ -26,11 +26,11 @@ from primad.network.messages import (
     Echo,
     Echoed,
     Introduce,
-    ParticipationStates,
     Ping,
     Pong,
     Probed,
     Refused,
+    StageStates,
     Welcome,
 )
 from primad.network.sockets import raise_descriptor_limit
@@ -185,9 +185,7 @@ def test_a_rogue_head_is_obeyed_within_limits_only(house: House):
             await asyncio.to_thread(house.idle.wait_for, "for which no device has memory")
             await rogue.say_all(loads(100))
             while not (
-                faults := [
-                    each.broken.fault for each in (await rogue.wait_for(ParticipationStates)).states if each.broken
-                ]
+                faults := [each.broken.fault for each in (await rogue.wait_for(StageStates)).states if each.broken]
             ):
                 continue
             assert set(faults) <= {"disk", "fetch", "load"}
@@ -265,7 +263,7 @@ def test_five_wrong_codes_burn_it_and_none_is_tried_within_a_second_of_another(h
     right = parse_code(shown.code)
     wrong = replace(right, second=next(word for word in WORDS if word != right.second))
 
-    async def guess() -> list[str]:
+    async def propose() -> list[str]:
         said = []
         for _ in range(MAX_TRIES):
             with pytest.raises(ClusterError) as refused:
@@ -276,7 +274,7 @@ def test_five_wrong_codes_burn_it_and_none_is_tried_within_a_second_of_another(h
         return said
 
     began = time.monotonic()
-    said = asyncio.run(guess())
+    said = asyncio.run(propose())
     assert time.monotonic() - began > (MAX_TRIES - 1) * BETWEEN_TRIES_S
     assert "4 tries are left" in said[0]
     assert "void" in said[-1]

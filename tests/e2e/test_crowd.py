@@ -15,9 +15,9 @@ from tests.e2e.streams import ask, show
 
 pytestmark = pytest.mark.slow
 
-MOST_MORE = 6
+MAX_MORE = 6
 """Descriptors or threads more than before that are no leak: a pool of threads grows when it is needed."""
-MOST_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 """More memory than before that is no leak: of compute buffers as much is there as the largest steps until then used."""
 
 
@@ -43,8 +43,8 @@ def test_every_request_of_a_crowd_ends_and_nothing_is_left_of_it(
         after = held(head)
         show(f"{requests} requests of {clients} clients: {dict(crowd.ends)}; before {before}, after {after}")
         assert crowd.ends.total() == requests
-        assert after.descriptors <= before.descriptors + MOST_MORE
-        assert after.threads <= before.threads + MOST_MORE
-        assert after.private_bytes <= before.private_bytes + MOST_BYTES
+        assert after.descriptors <= before.descriptors + MAX_MORE
+        assert after.threads <= before.threads + MAX_MORE
+        assert after.private_bytes <= before.private_bytes + MAX_BYTES
         assert ask(head, tokens=16).text == alone
         assert "Traceback" not in head.run.output

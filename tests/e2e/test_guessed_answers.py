@@ -29,12 +29,12 @@ from tools.lab.local_ring import GREEDY, LocalRing
 
 pytestmark = pytest.mark.slow
 
-DRAWN = msgspec.structs.replace(GREEDY, temperature=1.0, seed=11)
+SAMPLED = msgspec.structs.replace(GREEDY, temperature=1.0, seed=11)
 PENALISED = msgspec.structs.replace(
-    DRAWN, seed=5, repeat_penalty=1.1, presence_penalty=0.3, penalty_tokens=64, logit_bias=((28, 2.0),)
+    SAMPLED, seed=5, repeat_penalty=1.1, presence_penalty=0.3, penalty_tokens=64, logit_bias=((28, 2.0),)
 )
-MIROSTAT = msgspec.structs.replace(DRAWN, mirostat=2, mirostat_tau=4.0)
-GUIDED = msgspec.structs.replace(DRAWN, grammar='start: item (", " item)*\nitem: "a red fish" | "a blue fish"\n')
+MIROSTAT = msgspec.structs.replace(SAMPLED, mirostat=2, mirostat_tau=4.0)
+GUIDED = msgspec.structs.replace(SAMPLED, grammar='start: item (", " item)*\nitem: "a red fish" | "a blue fish"\n')
 TEXT = "A red fish, a blue fish, a red fish and a blue fish swam in the sea. " * 6
 TOKENS = 32
 FEW = 40
@@ -83,7 +83,7 @@ def check(model: Path, texts: Sequence[str], kinds: Sequence[Sampling], drafting
 
 def test_drafts_change_no_token_and_no_log_probability(smollm2: Path):
     """Neither those ahead in steps of their own, nor those in one step with the next token where its rows are exact."""
-    prompts, kinds, batching = tokens_of(smollm2, TEXT), [GREEDY, DRAWN, GUIDED], Batching(replays=4)
+    prompts, kinds, batching = tokens_of(smollm2, TEXT), [GREEDY, SAMPLED, GUIDED], Batching(replays=4)
     expected, _ = asyncio.run(told(smollm2, prompts, kinds, batching=batching))
     for drafting in (Drafting(room=4), Drafting(rows=4, costs=(1.0,) * 4, adapts=False)):
         found, accepted = asyncio.run(told(smollm2, prompts, kinds, drafting=drafting, batching=batching))
@@ -92,7 +92,7 @@ def test_drafts_change_no_token_and_no_log_probability(smollm2: Path):
 
 
 def guessing(model: Path) -> DraftModel:
-    """The model as the one that guesses for itself."""
+    """The model as the one that drafts for itself."""
     return draft_model(model, open_model(model), context=512, threads=1)
 
 
@@ -110,8 +110,8 @@ def test_a_model_that_guesses_changes_nothing_and_is_killed_without_harm(smollm2
             def heard(event: Sampled) -> None:
                 told.append(event)
                 if draft is not None and len(told) == TOKENS:
-                    (guesses,) = head.children()
-                    guesses.kill()
+                    (draft_tokens,) = head.children()
+                    draft_tokens.kill()
 
             return await ring.generate(prompt, TOKENS + 8, logprobs=3, heard=heard)
 
@@ -132,7 +132,7 @@ def test_steps_of_several_rows_wait_for_a_model_and_may_be_trees(smollm2: Path, 
             smollm2, SHAPE, context=512, threads=1, latency_s=0.02, drafting=drafting, draft=guessing(smollm2)
         ) as ring:
             alone, _ = await ring.generate(prompt, TOKENS, speculates=False)
-            for _ in range(200):  # until the model that guesses is loaded, which nothing waits for
+            for _ in range(200):  # until the draft model is loaded, which nothing waits for
                 found, finished = await ring.generate(prompt, TOKENS)
                 if finished.accepted:
                     break
@@ -151,7 +151,7 @@ def test_no_room_and_no_skipping_changes_anything(smollm2: Path, room, skips):
     accepted = check(
         smollm2,
         [TEXT, f"{STORY} {TEXT}"],
-        [GREEDY, DRAWN, PENALISED, MIROSTAT, GUIDED],
+        [GREEDY, SAMPLED, PENALISED, MIROSTAT, GUIDED],
         Drafting(room=room, skips=skips),
     )
     assert accepted > 0
@@ -160,7 +160,7 @@ def test_no_room_and_no_skipping_changes_anything(smollm2: Path, room, skips):
 @pytest.mark.matrix
 def test_eight_users_have_the_answers_that_they_have_without(smollm2: Path):
     texts = [f"{number}. {TEXT[: 100 + 40 * number]}" for number in range(8)]
-    accepted = check(smollm2, texts, [GREEDY, DRAWN], Drafting(room=9), batching=Batching(steps=3))
+    accepted = check(smollm2, texts, [GREEDY, SAMPLED], Drafting(room=9), batching=Batching(steps=3))
     assert accepted < 2 * len(texts) * TOKENS, "users go first: a full ring has little room, or none"
 
 
@@ -182,7 +182,9 @@ def test_sliding_windows_are_cut_back_exactly(gemma3: Path):
 def test_a_model_guesses_on_a_device_without_layers_and_at_the_head_when_that_is_lost(smollm2: Path, module_home):
     cluster = f"guesser-{secrets.token_hex(6)}"
     with ExitStack() as stack:
-        _, guesser = stack.enter_context(all_joined([module_home(name) for name in ("computes", "guesses")], cluster))
+        _, draft_device = stack.enter_context(
+            all_joined([module_home(name) for name in ("computes", "guesses")], cluster)
+        )
         arguments = ("--windows", "16,14", "--context", 512, "--speculate", "draft", "--draft", smollm2)
         head = stack.enter_context(
             heading(smollm2, module_home("has-text"), cluster, "--wait", 2, *arguments, "--draft-on", "guesses")
@@ -190,20 +192,20 @@ def test_a_model_guesses_on_a_device_without_layers_and_at_the_head_when_that_is
         head.wait_serving()
         expected = ask(head, prompt=STORY, tokens=FEW, speculate=False).text
 
-        def guessing_on() -> str | None:
+        def drafting_on() -> str | None:
             drafts = head.status()["drafts"]
             return None if drafts is None else drafts["model_on"]
 
-        wait_until(lambda: guessing_on() == "guesses", "the other device guesses")
+        wait_until(lambda: drafting_on() == "guesses", "the other device drafts")
 
         def accepts() -> bool:
             before = head.status()["drafts"]["accepted"]
             assert ask(head, prompt=STORY, tokens=FEW).text == expected
             return bool(head.status()["drafts"]["accepted"] > before)
 
-        wait_until(accepts, "guesses of it hold")
-        assert ask(head, guesser.kill, prompt=STORY, tokens=FEW, middle=FEW // 2, speculate=True).text == expected
-        wait_until(lambda: guessing_on() == "has-text", "the head guesses")
+        wait_until(accepts, "drafts of it hold")
+        assert ask(head, draft_device.kill, prompt=STORY, tokens=FEW, middle=FEW // 2, speculate=True).text == expected
+        wait_until(lambda: drafting_on() == "has-text", "the head drafts")
         assert ask(head, prompt=STORY, tokens=FEW).text == expected
         assert "Traceback" not in head.run.output
 

@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.cluster import PATIENCE_S, Head, all_joined, heading
 from tests.e2e.crowd import held
 from tests.e2e.streams import ask, show
-from tests.e2e.test_crowd import MOST_BYTES, MOST_MORE
+from tests.e2e.test_crowd import MAX_BYTES, MAX_MORE
 from tests.figures import note
 from tests.shell.test_http_hostile import HOSTILE
 
@@ -109,7 +109,7 @@ def test_hostile_requests_hold_up_neither_health_nor_others_and_leave_nothing(sm
         )
         assert {status for _, status in looks} == {200}
         assert set(listener.texts) == {alone}
-        assert after.descriptors <= before.descriptors + MOST_MORE
-        assert after.threads <= before.threads + MOST_MORE
-        assert after.private_bytes <= before.private_bytes + MOST_BYTES
+        assert after.descriptors <= before.descriptors + MAX_MORE
+        assert after.threads <= before.threads + MAX_MORE
+        assert after.private_bytes <= before.private_bytes + MAX_BYTES
         assert "Traceback" not in head.run.output

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 TOKENS, MIDDLE = 450, 200
 AGAIN = 64
-"""Rows that are in no block yet, those on their way round the ring, and a block that the keeper was not told of."""
+"""Rows that are in no block yet, those on their way round the ring, and a block that the replica was not told of."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_a_worker_that_is_killed_has_left_its_cells(lab):
     first, _ = lab.two()
 
     def act() -> None:
-        wait_until(lambda: not lab.kv["lag_tokens"], "the keeper has all blocks")
+        wait_until(lambda: not lab.kv["lag_tokens"], "the replica has all blocks")
         lab.workers[first].kill()
 
     lab.goes_on(act, AGAIN)
@@ -40,12 +40,12 @@ def test_a_worker_that_is_killed_has_left_its_cells(lab):
 
 def test_a_copy_with_a_flipped_byte_is_no_copy_from_there_on(lab):
     first, _ = lab.two()
-    keeper = lab.keeper_of(first)
+    replica = lab.replica_of(first)
     spoilt: list[Path] = []
 
     def act() -> None:
         ((begin, last),) = next(each["windows"] for each in lab.head.status()["devices"] if each["name"] == first)
-        copies = [path for path in lab.cells(keeper) if path.name == f"{begin}-{last}.copy"]
+        copies = [path for path in lab.cells(replica) if path.name == f"{begin}-{last}.copy"]
         spoilt.append(sorted(copies, key=lambda path: path.stat().st_mtime)[len(copies) // 2])
         flip(spoilt[0])
         lab.workers[first].kill()

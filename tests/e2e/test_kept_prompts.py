@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 PROMPT = "A tale of the sea and of those who sail on it. " * 60
 """More than a chunk."""
-MOST_STARTS = 4
+MAX_STARTS = 4
 """What does not come sooner than it is computed is not waited for, as on a machine that stands still in that moment."""
 
 
@@ -45,7 +45,7 @@ def test_a_prompt_is_found_again_after_every_device_was_started_anew(smollm2, mo
             assert head.status()["kv"]["found_tokens"] == 512
             worker.stop()
         heads.close()
-    for _ in range(MOST_STARTS):
+    for _ in range(MAX_STARTS):
         with (
             joined(worker_home, cluster, *caches["worker"]),
             heading(smollm2, head_home, cluster, *arguments, config="") as again,

@@ -39,7 +39,7 @@ FEW_TOKENS = 16
 """What is read a token is steady where nobody takes memory beside."""
 NEIGHBOUR_SHARE = 0.2
 """What the other program takes of the limit at most."""
-MOST_READ = 1.5
+MAX_READ = 1.5
 """Of the whole model a token: all of it where pressure has everything stream, and some pages that were thrown out. What
 streams is more than half of the model at half of its memory and less, so reading that twice is more."""
 
@@ -69,7 +69,7 @@ class Ran:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    """Many small layers, so that what is held ahead, the output matrix and a process fit where the model does not."""
+    """Many small layers, so that what is read ahead, the output matrix and a process fit where the model does not."""
     if (reason := unable()) is not None:
         pytest.skip(f"memory limits: {reason}")
     folder = tmp_path_factory.mktemp("model")
@@ -140,7 +140,7 @@ def check(model: Model, ran: Ran) -> None:
     assert ran.status.memory is not None
     assert ran.counters.oom_kills == 0
     assert ran.counters.swap_bytes == 0
-    assert ran.read_bytes_per_token <= MOST_READ * model.size_bytes
+    assert ran.read_bytes_per_token <= MAX_READ * model.size_bytes
 
 
 @pytest.mark.parametrize("share", [*(pytest.param(share, marks=pytest.mark.matrix) for share in (0.75, 0.5)), 0.3])
@@ -153,16 +153,16 @@ def test_the_same_text_and_nothing_read_twice(model: Model, share: float) -> Non
     memory, streaming = ran.status.memory, solution.plan.streaming_of("d0")
     assert memory is not None
     assert memory.streamed_bytes > 0
-    assert 0 < memory.ahead_bytes <= streaming.ahead_bytes
+    assert 0 < memory.read_ahead_bytes <= streaming.read_ahead_bytes
 
 
 @pytest.mark.parametrize("share", [0.5])
 def test_the_same_text_beside_a_program_that_takes_and_frees_memory(model: Model, share: float) -> None:
     limit = int(share * model.size_bytes)
-    most = int(NEIGHBOUR_SHARE * limit)
+    maximum = int(NEIGHBOUR_SHARE * limit)
     with LimitedGroup(limit) as group:
         solution = planned(model, group)
-        with Neighbour(group, most) as other:
+        with Neighbour(group, maximum) as other:
             ran = asyncio.run(limited(model, group, solution))
             assert other.end() >= 1
     check(model, ran)

@@ -36,15 +36,15 @@ KINDS: dict[str, dict[str, Any]] = {
     [("f16", (100, 800, 2500, 8000)), ("seeded", (100, 800)), ("q8_0", (100, 800)), ("streamed", (100, 800))],
 )
 def test_the_pause_does_not_grow_with_the_answer(smollm2, new_home, record_property, kind, lengths):
-    most = lengths[-1] + AFTER
+    maximum = lengths[-1] + AFTER
     with ExitStack() as stack:
         lab = Lab(
             stack,
             smollm2,
             new_home,
-            tokens=most,
-            middle=most,
-            context=most + 100,
+            tokens=maximum,
+            middle=maximum,
+            context=maximum + 100,
             **KINDS[kind],
         )
         pieces = lab.undisturbed
@@ -62,9 +62,9 @@ def test_the_pause_does_not_grow_with_the_answer(smollm2, new_home, record_prope
 
 def test_who_pauses_comes_back_leaves_and_joins_late_in_an_answer_is_hardly_noticed(smollm2, new_home, record_property):
     length = 2500
-    most = length + BEHIND
+    maximum = length + BEHIND
     with ExitStack() as stack:
-        lab = Lab(stack, smollm2, new_home, tokens=most, middle=length, context=most + 100)
+        lab = Lab(stack, smollm2, new_home, tokens=maximum, middle=length, context=maximum + 100)
         first, second = lab.two()
         changes: dict[str, tuple[Callable[[], object], int]] = {
             "pause": (lambda: asked_of(lab, "pause", first), 1),
@@ -134,10 +134,10 @@ def changing(lab: Lab, change: Callable[[], object], workers: int) -> Callable[[
 
 
 def killing(lab: Lab, name: str) -> Callable[[], None]:
-    """What kills a worker as soon as its keeper has all that it was told of."""
+    """What kills a worker as soon as its replica has all that it was told of."""
 
     def act() -> None:
-        wait_until(lambda: not lab.kv["lag_tokens"], "the keeper has all blocks")
+        wait_until(lambda: not lab.kv["lag_tokens"], "the replica has all blocks")
         lab.workers[name].kill()
 
     return act

@@ -14,7 +14,7 @@ from tools import synth
 
 pytestmark = pytest.mark.slow
 
-PROMPT = "The keeper of the lighthouse wrote in his book:"
+PROMPT = "The replica of the lighthouse wrote in his book:"
 TOKENS = 24
 BASE = 20_000.0
 SCALE = 0.02

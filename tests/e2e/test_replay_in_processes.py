@@ -19,7 +19,7 @@ COUNT = 24
 ROWS = 128
 PROMPT = [(7 * place + 11) % 900 + 20 for place in range(ROWS + 18)]
 """Longer than one chunk, so that chunk boundaries matter."""
-DRAWN = msgspec.structs.replace(
+SAMPLED = msgspec.structs.replace(
     GREEDY, temperature=1.1, top_p=0.95, seed=99, repeat_penalty=1.2, presence_penalty=0.3, penalty_tokens=16
 )
 
@@ -67,7 +67,7 @@ def rings(smollm2: Path) -> Iterator[Rings]:
     made.close()
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_every_ring_goes_on_where_another_one_ended(rings, sampling):
     whole = rings.answer(None, sampling, [])
     tokens = [event.token for event in whole]
@@ -78,8 +78,8 @@ def test_every_ring_goes_on_where_another_one_ended(rings, sampling):
 
 
 def test_a_new_head_goes_on_with_workers_that_kept_their_windows(rings):
-    whole = rings.answer(None, DRAWN, [])
+    whole = rings.answer(None, SAMPLED, [])
     for shape in rings.shapes[1:]:
         rings.answer(shape, GREEDY, [])
         rings.replace_head(shape)
-        assert rings.answer(shape, DRAWN, [event.token for event in whole[:9]]) == whole[9:]
+        assert rings.answer(shape, SAMPLED, [event.token for event in whole[:9]]) == whole[9:]

@@ -24,7 +24,7 @@ stats = Lazily("scipy.stats")
 
 pytestmark = pytest.mark.slow
 
-DRAWN = msgspec.structs.replace(GREEDY, temperature=1.0)
+SAMPLED = msgspec.structs.replace(GREEDY, temperature=1.0)
 TEXT = "The best thing about the sea is"
 DRAWS = 5_000
 
@@ -54,7 +54,7 @@ class Ring:
         async def draw() -> Counter[int]:
             found: Counter[int] = Counter()
             for seed in range(count):
-                sampling = msgspec.structs.replace(DRAWN, seed=seed, **changes)
+                sampling = msgspec.structs.replace(SAMPLED, seed=seed, **changes)
                 sampled, _ = await self._ring.generate(prompt, 1, sampling=sampling)
                 found[sampled[0].token if sampled else -1] += 1
             return found
@@ -127,22 +127,24 @@ def model(smollm2: Path) -> Iterator[Model]:
 
 def test_temperature_0_top_k_1_and_greedy_agree(ring, model):
     assert ring.tokens(model.prompt, 24) == model.greedy
-    assert ring.tokens(model.prompt, 24, DRAWN, temperature=0.0, top_k=40, top_p=0.5, seed=7) == model.greedy
-    assert ring.tokens(model.prompt, 24, DRAWN, temperature=1.7, top_k=1, seed=8) == model.greedy
+    assert ring.tokens(model.prompt, 24, SAMPLED, temperature=0.0, top_k=40, top_p=0.5, seed=7) == model.greedy
+    assert ring.tokens(model.prompt, 24, SAMPLED, temperature=1.7, top_k=1, seed=8) == model.greedy
     # A tiny bias takes the chain of samplers instead of the short cut.
     assert ring.tokens(model.prompt, 24, logit_bias=((0, -1e-6),)) == model.greedy
 
 
 def test_the_same_seed_gives_the_same_text_and_others_give_others(ring, model):
-    texts = {seed: ring.tokens(model.prompt, 16, DRAWN, seed=seed) for seed in (1, 2, 3, 4)}
-    assert all(ring.tokens(model.prompt, 16, DRAWN, seed=seed) == text for seed, text in texts.items())
+    texts = {seed: ring.tokens(model.prompt, 16, SAMPLED, seed=seed) for seed in (1, 2, 3, 4)}
+    assert all(ring.tokens(model.prompt, 16, SAMPLED, seed=seed) == text for seed, text in texts.items())
     assert len({tuple(text) for text in texts.values()}) == len(texts)
 
 
 def test_every_ring_size_draws_the_same(smollm2, ring, model):
     with opened(smollm2, (4, 20)) as other:
         for seed in (5, 2**32 - 2):
-            assert other.tokens(model.prompt, 12, DRAWN, seed=seed) == ring.tokens(model.prompt, 12, DRAWN, seed=seed)
+            assert other.tokens(model.prompt, 12, SAMPLED, seed=seed) == ring.tokens(
+                model.prompt, 12, SAMPLED, seed=seed
+            )
         assert other.draws(model.start, 150) == ring.draws(model.start, 150)
 
 
@@ -164,7 +166,7 @@ CHAINS = [
 def test_every_draw_is_that_of_plain_llama_cpp(ring, model, chain):
     for seed in (0, 11, 2**32 - 2):
         plain = model.sampled(seed, chain)
-        assert ring.tokens(model.prompt, len(plain), DRAWN, seed=seed, **chain) == plain
+        assert ring.tokens(model.prompt, len(plain), SAMPLED, seed=seed, **chain) == plain
 
 
 def test_draws_fit_the_distribution_of_the_model(tmp_path):
@@ -233,20 +235,20 @@ def test_mirostat_keeps_the_surprise_where_it_is_asked_for(one, model, version):
             token
             for seed in range(6)
             for token in one.tokens(
-                model.prompt, 24, DRAWN, seed=seed, temperature=2.0, mirostat=version, mirostat_tau=tau
+                model.prompt, 24, SAMPLED, seed=seed, temperature=2.0, mirostat=version, mirostat_tau=tau
             )
         ]
         for tau in (0.5, 9.0)
     )
     assert len(set(calm)) < len(set(wild))
-    assert one.tokens(model.prompt, 24, DRAWN, temperature=0.0, mirostat=version) == model.greedy
+    assert one.tokens(model.prompt, 24, SAMPLED, temperature=0.0, mirostat=version) == model.greedy
 
 
 @pytest.mark.parametrize("grammar", [None, "start: /[a-z ]{90}/"], ids=["free", "masked"])
 @pytest.mark.parametrize("version", [1, 2])
 def test_mirostat_goes_on_as_if_nothing_had_happened(one, model, version, grammar):
     sampling = msgspec.structs.replace(
-        DRAWN, seed=3, temperature=2.0, mirostat=version, mirostat_tau=2.0, mirostat_eta=0.3, grammar=grammar
+        SAMPLED, seed=3, temperature=2.0, mirostat=version, mirostat_tau=2.0, mirostat_eta=0.3, grammar=grammar
     )
     whole = one.events(model.prompt, 24, sampling)
     tokens = [event.token for event in whole]
@@ -268,5 +270,5 @@ def test_loops_that_dry_sees_are_left(one, model):
 
 def test_an_answer_ends_where_it_may(one, model):
     for seed in range(4):
-        assert len(one.tokens(model.prompt, 64, DRAWN, seed=seed, temperature=1.5, min_tokens=40)) >= 40
-        assert len(one.tokens(model.prompt, 64, DRAWN, seed=seed, temperature=1.5, ignore_eos=True)) == 64
+        assert len(one.tokens(model.prompt, 64, SAMPLED, seed=seed, temperature=1.5, min_tokens=40)) >= 40
+        assert len(one.tokens(model.prompt, 64, SAMPLED, seed=seed, temperature=1.5, ignore_eos=True)) == 64

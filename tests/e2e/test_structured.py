@@ -22,9 +22,9 @@ from tools.synth import write_model
 
 pytestmark = pytest.mark.slow
 
-DRAWN = msgspec.structs.replace(GREEDY, temperature=1.0, top_k=40, top_p=0.95, min_p=0.05)
+SAMPLED = msgspec.structs.replace(GREEDY, temperature=1.0, top_k=40, top_p=0.95, min_p=0.05)
 QUESTION = "<|im_start|>user\nDescribe a ship as JSON.<|im_end|>\n<|im_start|>assistant\n"
-MOST = 400
+MAX = 400
 """Tokens of an answer; the schemas below allow no text that is longer."""
 
 
@@ -36,11 +36,11 @@ class Rings:
         self.prompt = words.tokenize(QUESTION, add_special=False, parse_special=True)
 
     def answer(
-        self, grammar: str, *, on: int = 0, most: int = MOST, behind: list[int] | None = None, **changes: Any
+        self, grammar: str, *, on: int = 0, maximum: int = MAX, behind: list[int] | None = None, **changes: Any
     ) -> tuple[list[int], Any]:
         """The tokens after those ``behind`` which the answer goes on, and how it ended."""
-        sampling = msgspec.structs.replace(DRAWN, grammar=grammar, **changes)
-        asked = self._rings[on].generate(self.prompt, most, sampling=sampling, replayed=behind or [])
+        sampling = msgspec.structs.replace(SAMPLED, grammar=grammar, **changes)
+        asked = self._rings[on].generate(self.prompt, maximum, sampling=sampling, replayed=behind or [])
         sampled, finished = self._runner.run(asked)
         return [event.token for event in sampled], finished
 
@@ -72,7 +72,7 @@ NAMES = st.sampled_from(["name", "size", "a b", "größe", 'q"uote', "x"])
 LEAVES = st.one_of(
     st.just({"type": "boolean"}),
     st.just({"type": "null"}),
-    st.integers(1, 6).map(lambda most: {"type": "string", "maxLength": most}),
+    st.integers(1, 6).map(lambda maximum: {"type": "string", "maxLength": maximum}),
     st.tuples(st.integers(-50, 0), st.integers(0, 999)).map(
         lambda ends: {"type": "integer", "minimum": ends[0], "maximum": ends[1]}
     ),
@@ -97,7 +97,9 @@ def _objects(values: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dic
 
 
 def _lists(values: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
-    return st.builds(lambda items, most: {"type": "array", "items": items, "maxItems": most}, values, st.integers(0, 2))
+    return st.builds(
+        lambda items, maximum: {"type": "array", "items": items, "maxItems": maximum}, values, st.integers(0, 2)
+    )
 
 
 SCHEMAS = st.recursive(
@@ -125,7 +127,7 @@ def test_an_answer_fits_its_schema_also_when_another_ring_takes_it_over(rings, s
 
 
 def test_an_answer_to_any_json_object_is_one_or_was_cut_short(rings):
-    tokens, finished = rings.answer(of_schema({"type": "object"}), seed=1, most=200)
+    tokens, finished = rings.answer(of_schema({"type": "object"}), seed=1, maximum=200)
     text = rings.text(tokens)
     assert text.startswith("{")
     assert finished.reason == "length" or isinstance(json.loads(text), dict)
@@ -150,7 +152,7 @@ def test_where_only_the_end_may_come_it_comes(rings):
 
 
 def test_an_answer_may_be_cut_short(rings):
-    tokens, finished = rings.answer(of_text('start: "a"{200}'), most=5)
+    tokens, finished = rings.answer(of_text('start: "a"{200}'), maximum=5)
     assert (len(tokens), finished.reason) == (5, "length")
     assert set(rings.text(tokens)) == {"a"}
 

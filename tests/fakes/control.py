@@ -26,13 +26,13 @@ from primad.network.messages import (
     KvHold,
     LinksMeasured,
     MeasureLinks,
-    ParticipationState,
-    ParticipationStates,
     Ping,
     Pong,
     Probe,
     Probed,
     Refused,
+    StageState,
+    StageStates,
     Welcome,
     WorkerMessage,
 )
@@ -65,7 +65,7 @@ class FakeDevice:
 
     What it does not answer by itself is in ``heard``. ``silent`` answers nothing; ``refuses`` is what it says to a hello;
     its pongs say that it is ``measuring`` links, that it is not, or nothing of it; without ``echoes`` no link to it can be
-    measured, nor where it ``garbles`` them. ``stand`` says how its participations stand: a head whose ping shows that it
+    measured, nor where it ``garbles`` them. ``stand`` says how its stages stand: a head whose ping shows that it
     does not know is told, unless ``loses_states``. ``known`` is what the head's last ping said that it knows. ``held`` is
     what it was asked to hold of KV cells: it has all but the blocks that it ``lacks``.
     """
@@ -94,7 +94,7 @@ class FakeDevice:
         self.loses_states = False
         self.known = 0
         self.revision = 0
-        self.states: list[ParticipationState] = []
+        self.states: list[StageState] = []
         self.pings = 0
         self.hellos: list[Hello] = []
         self.knocks = 0
@@ -123,12 +123,12 @@ class FakeDevice:
         """Where to measure the link to it."""
         return Contact(device=self.name, key=self.key, addresses=list(addresses) or [HOST], port=self.port)
 
-    def stand(self, *states: ParticipationState) -> None:
-        """Its participations stand so from now on."""
+    def stand(self, *states: StageState) -> None:
+        """Its stages stand so from now on."""
         self.revision += 1
         self.states = list(states)
 
-    async def tell(self, message: WorkerMessage) -> None:
+    async def notify(self, message: WorkerMessage) -> None:
         """Say something to the head that it answered last."""
         assert self._peer is not None, "no head was here"
         await self.end.send(self._peer, message)
@@ -175,7 +175,7 @@ class FakeDevice:
             case Ping(status=False, number=number, revision=known):
                 self.pings, self.known = self.pings + 1, known
                 if known != self.revision and not self.loses_states:
-                    await self.end.send(peer, ParticipationStates(revision=self.revision, states=self.states))
+                    await self.end.send(peer, StageStates(revision=self.revision, states=self.states))
                 await self.end.send(peer, Pong(number, self.revision, measuring=self.measuring))
             case MeasureLinks(targets=targets) if self.measures:
                 if targets:

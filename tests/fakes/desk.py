@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from primad.api.page.desk import (
+    DeviceLimit,
     DevicesBody,
     HeadKey,
     Imagined,
     KnownDevice,
-    Loan,
     OpenCode,
     OtherCluster,
     Paired,
@@ -37,7 +37,7 @@ def known(device: str, trusted: str = "yes", *, in_sight: bool = True) -> KnownD
 
 
 @dataclass
-class FakeDesk:
+class FakeAdminApi:
     """Trusts and revokes in memory; ``calls`` has what was asked."""
 
     known: list[KnownDevice] = field(default_factory=list)
@@ -71,11 +71,11 @@ class FakeDesk:
         self.calls.append(("revoke", key))
         self._become(key, "revoked")
 
-    async def lend(self, loan: Loan) -> None:
-        self.calls.append(("lend", loan.device))
+    async def limit_device(self, device_limit: DeviceLimit) -> None:
+        self.calls.append(("lend", device_limit.device))
         self.known = [
-            msgspec.structs.replace(each, is_paused=loan.is_paused, ram_bytes=loan.ram_bytes)
-            if each.device == loan.device
+            msgspec.structs.replace(each, is_paused=device_limit.is_paused, ram_bytes=device_limit.ram_bytes)
+            if each.device == device_limit.device
             else each
             for each in self.known
         ]

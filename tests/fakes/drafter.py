@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from primad.ring.speculation.drafter import Guess
+from primad.ring.speculation.drafter import DraftToken
 
 
 class Nothing:
-    """Has no guess, and none is awaited."""
+    """Has no draft, and none is awaited."""
 
     works = False
-    guess_s: float | None = None
+    draft_s: float | None = None
 
     def __init__(self, prompt: Sequence[int] = ()) -> None:
         """Looks at nothing."""
@@ -19,14 +19,14 @@ class Nothing:
     def took(self, token: int) -> None:
         """Learns nothing."""
 
-    def guess(self, drafts: Sequence[int]) -> Guess | None:
+    def propose(self, drafts: Sequence[int]) -> DraftToken | None:
         return None
 
-    def looked_up(self, drafts: Sequence[int]) -> Guess | None:
+    def looked_up(self, drafts: Sequence[int]) -> DraftToken | None:
         return None
 
-    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
+    def others(self, drafts: Sequence[int]) -> Sequence[DraftToken]:
         return ()
 
-    def awaits(self, most: int, alpha: float) -> bool:
+    def awaits(self, maximum: int, alpha: float) -> bool:
         return False

@@ -15,7 +15,7 @@ VECTORS = {"sea": [0.6, 0.8, 0.0], "ship": [0.8, 0.6, 0.0], "tree": [0.0, 0.0, 1
 class FakeEmbeddings:
     """Any other text is the vector of the second axis, and counts two tokens as all do; empty ones are refused."""
 
-    name, created, most_tokens, width = "small", 7, 512, 3
+    name, created, max_text_tokens, width = "small", 7, 512, 3
 
     def __init__(self) -> None:
         self.cuts: list[bool] = []

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from primad.engine.protocol import EngineOptions, Hidden, LogitsRow, Rows, Sampling, draw_seed
+from primad.engine.protocol import EngineOptions, Hidden, LogitsRow, Rows, Sampling, sampling_seed
 from primad.errors import EngineError, GrammarError
 from primad.kv.cells import CellShape, LayerCells
 
@@ -361,7 +361,7 @@ class _Draws:
         if self.sampling.penalty_tokens > 0:
             scores[list(set(self._seen[-self.sampling.penalty_tokens :]))] -= self.sampling.presence_penalty
         if not self.sampling.is_greedy:
-            random = np.random.default_rng(draw_seed(self.sampling.seed, self._index))
+            random = np.random.default_rng(sampling_seed(self.sampling.seed, self._index))
             scores = scores / self.sampling.temperature + random.gumbel(size=len(scores))
         token = int(scores.argmax())
         self._index += 1

@@ -80,7 +80,7 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
             hub.tokens.append(self.headers.get("Authorization", ""))
             hub.asked.append((self.command, "/".join(parts), self.headers.get("Range", "")))
             if parts[:2] == ["api", "models"]:
-                self._tell("/".join(parts[2:4]))
+                self._notify("/".join(parts[2:4]))
             else:
                 self._give("/".join(parts[:2]), "/".join(parts[4:]), has_body=has_body)
 
@@ -93,7 +93,7 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
                 return None
             return hub.repositories[repo]
 
-        def _tell(self, repo: str) -> None:
+        def _notify(self, repo: str) -> None:
             files = self._known(repo)
             if files is None:
                 return

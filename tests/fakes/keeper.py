@@ -8,16 +8,16 @@ from itertools import pairwise
 from primad.kv.keys import KvBlock
 from primad.ring.messages import Generate, KvForgotten, KvKept
 from tests.fakes.ring import FakeRing
-from tests.fakes.shelf import FakeShelf
+from tests.fakes.shelf import FakeKvWriter
 
 
-class FakeKeeper:
+class FakeReplica:
     """The chains of the generations that are not over."""
 
     def __init__(self) -> None:
         self.chains: dict[int, list[KvBlock]] = {}
 
-    def note(self, event: KvKept | KvForgotten, shelves: Iterable[FakeShelf]) -> None:
+    def note(self, event: KvKept | KvForgotten, shelves: Iterable[FakeKvWriter]) -> None:
         """Do what follows from an event of the ring whose devices have ``shelves``."""
         match event:
             case KvKept(request=request, blocks=blocks):
@@ -30,25 +30,25 @@ class FakeKeeper:
                     self.chains[request] = [*behind, *blocks]
             case KvForgotten(keys=keys):
                 leased = {each.key for chain in self.chains.values() for each in chain}
-                for shelf in shelves:
-                    shelf.forget(set(keys) - leased)
+                for kv_writer in shelves:
+                    kv_writer.forget(set(keys) - leased)
 
     def give(self, generate: Generate) -> None:
         """``generate`` is for the ring now, with the blocks that it brings."""
         self.chains[generate.request] = list(generate.blocks)
 
-    def move(self, ring: FakeRing, others: Iterable[FakeShelf]) -> None:
+    def move(self, ring: FakeRing, others: Iterable[FakeKvWriter]) -> None:
         """``ring`` is new: its devices get what they lack from each other and from ``others``; what is lacking is cut."""
         shelves, sources = ring.shelves, [*ring.shelves, *others]
         for request, chain in self.chains.items():
-            for shelf, layers in zip(shelves, ring.layers, strict=True):
+            for kv_writer, layers in zip(shelves, ring.layers, strict=True):
                 for each in chain:
-                    shelf.fetch(each.key, layers, sources)
+                    kv_writer.fetch(each.key, layers, sources)
             held = [
-                all(shelf.holds(each.key, layers) for shelf, layers in zip(shelves, ring.layers, strict=True))
+                all(kv_writer.holds(each.key, layers) for kv_writer, layers in zip(shelves, ring.layers, strict=True))
                 for each in chain
             ]
             self.chains[request] = chain[: held.index(False) if False in held else None]
         needed = {each.key for chain in self.chains.values() for each in chain}
-        for shelf in shelves:
-            shelf.forget(shelf.cells.keys() - needed)
+        for kv_writer in shelves:
+            kv_writer.forget(kv_writer.cells.keys() - needed)

@@ -31,7 +31,7 @@ def a_load(
         width=8,
         windows=[WindowSpec(window=window, first=first, last=last, metadata=metadata, layers=layers)],
         assignments=[in_memory(first, last)],
-        ahead_bytes=0,
+        read_ahead_bytes=0,
         extra_buffers=[False],
         sources=[],
         context=64,

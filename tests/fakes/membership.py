@@ -47,10 +47,10 @@ class Shell:
     def start(cls, settings: m.Settings = SETTINGS, now: float = 0.0) -> Shell:
         """A head that has just started."""
         shell = cls(m.State(settings=settings, started_s=now), now)
-        shell.tell(m.Tick())
+        shell.notify(m.Tick())
         return shell
 
-    def tell(self, event: m.Event) -> list[m.Effect]:
+    def notify(self, event: m.Event) -> list[m.Effect]:
         """Tell the core ``event`` and check what it wants done."""
         self._note(event)
         before = self.state
@@ -71,9 +71,9 @@ class Shell:
         while (due := wake_at(self.state, self.now)) is not None and due <= until:
             assert due > self.now, "a tick in the past"
             self.now = due
-            self.tell(m.Tick())
+            self.notify(m.Tick())
         self.now = max(self.now, until)
-        self.tell(m.Tick())
+        self.notify(m.Tick())
         return self.effects[start:]
 
     def check_sleep(self, times: list[float]) -> None:
@@ -123,7 +123,7 @@ class Shell:
             case m.GiveUp():
                 assert not self.state.has_served
                 self.ended = True
-            case m.SayLine(text):
+            case m.OwnerLine(text):
                 assert text.splitlines() == [text]
             case _:
                 self._do_ring(effect, barred=barred)

@@ -10,10 +10,10 @@ from halda import (
     DeviceProfile,
     DiskProfile,
     GpuProfile,
-    HelpedSpeed,
     LayerProfile,
     LinkProfile,
     ModelProfile,
+    OffloadSpeed,
     TypeSpeed,
 )
 from primad.planning.question import Wishes
@@ -75,18 +75,18 @@ def device(
     )
 
 
-def helping(device: DeviceProfile, *, times: float = 4.0) -> DeviceProfile:
+def offloading(device: DeviceProfile, *, times: float = 4.0) -> DeviceProfile:
     """``device``, whose GPU computes prompts through layers in RAM so many times as fast as its processor."""
     assert device.gpu is not None
-    helped = tuple(
-        HelpedSpeed(
+    prefill_offload = tuple(
+        OffloadSpeed(
             type=speed.type,
             few_bytes_per_s=min(speed.decode_bytes_per_s / 2, times * speed.prefill_flop_per_s / 250),
             prefill_flop_per_s=times * speed.prefill_flop_per_s,
         )
         for speed in device.cpu.speeds
     )
-    return replace(device, gpu=replace(device.gpu, helped=helped))
+    return replace(device, gpu=replace(device.gpu, prefill_offload=prefill_offload))
 
 
 def link(source: str, target: str, *, bytes_per_s: float = 1e8, round_trip_s: float = 0.001) -> LinkProfile:

@@ -42,7 +42,7 @@ class FakeRingProcess:
             case Connect():
                 assert self.keys, "connected before it was open"
             case Report():
-                self.say(STATUS)
+                self.report_line(STATUS)
             case _:
                 raise AssertionError(f"a worker's ring process was told {type(command).__name__}")
         self.commands.append(command)
@@ -52,9 +52,9 @@ class FakeRingProcess:
     def _open(self) -> None:
         if not self.holds_back:
             self.keys.append(new_identity().public)
-            self.say(Opened(f"tcp://127.0.0.1:{4000 + self.number}", self.keys[-1]))
+            self.report_line(Opened(f"tcp://127.0.0.1:{4000 + self.number}", self.keys[-1]))
 
-    def say(self, event: RingEvent) -> None:
+    def report_line(self, event: RingEvent) -> None:
         """Tell the daemon."""
         self._events.put_nowait(event)
 

@@ -18,7 +18,7 @@ from primad.engine.protocol import GREEDY, EngineOptions, Hidden, HiddenWindow, 
 from primad.kv.keys import KvBlock
 from primad.ring.chunks import Chunking, Pieces
 from primad.ring.grouping import Batching
-from primad.ring.head import MASKS_LOOK_S, Head, HeadEvent, Send, Tell
+from primad.ring.head import MASKS_LOOK_S, Head, HeadEvent, Notify, Send
 from primad.ring.messages import Cancel, Finished, Generate, Sampled, Skip, Step, StepLimits, decode_route
 from primad.ring.scheduler.scheduler import Scheduler
 from primad.ring.speculation.drafter import Drafting
@@ -27,14 +27,14 @@ from primad.ring.speculation.speculation import BeginsDrafter
 from primad.ring.worker import Worker
 from primad.system.wire import encode
 from tests.fakes.engine import WIDTH, FakeHiddenWindow, FakeLogitsWindow, FakeModel
-from tests.fakes.shelf import FakeShelf
+from tests.fakes.shelf import FakeKvWriter
 
 STEP_TIMEOUT_S = 180.0
 
 
 def chunks_of(rows: int) -> Chunking:
     """Chunks of ``rows`` rows, whatever the tokens."""
-    return Chunking(rows=rows, least=rows, begins=never)
+    return Chunking(rows=rows, minimum=rows, begins=never)
 
 
 def never(_: int) -> bool:
@@ -77,8 +77,8 @@ class FakeRing:
     """``rounds[r][d]`` layers for device ``d`` in round ``r`` and ``tail`` for the head at the end; device 0 is the head.
 
     Without rounds the head computes the whole model of ``tail`` layers. ``now_s`` is the head's clock. Chunks of a prompt
-    that have ``least`` rows end before a token that ``begins_message``. Each device has a shelf for cells of its ``layers``.
-    With an odd ``seed`` masks are late.
+    that have ``minimum`` rows end before a token that ``begins_message``. Each device has a shelf for cells of its
+    ``layers``. With an odd ``seed`` masks are late.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class FakeRing:
         context: int = 4096,
         depth: int = 2,
         ends: frozenset[int] = frozenset(),
-        least: int | None = None,
+        minimum: int | None = None,
         sequences: int = 1,
         batching: Batching | None = None,
         pieces: Pieces | None = None,
         keep_rows: int | None = None,
-        shelves: Sequence[FakeShelf] = (),
+        shelves: Sequence[FakeKvWriter] = (),
         seed: int = 0,
         drafting: Drafting | None = None,
         drafter: BeginsDrafter = PromptLookup,
@@ -139,7 +139,9 @@ class FakeRing:
             )
             for device in range(len(held))
         ]
-        chunking = Chunking(rows=rows, least=least or rows, begins=begins_message if least else never, pieces=pieces)
+        chunking = Chunking(
+            rows=rows, minimum=minimum or rows, begins=begins_message if minimum else never, pieces=pieces
+        )
         self.scheduler = Scheduler(
             context=context,
             chunking=chunking,
@@ -151,7 +153,7 @@ class FakeRing:
             drafter=drafter,
         )
         self.chunking, self.keep_rows = chunking, keep_rows
-        self.shelves = [*shelves, *(FakeShelf() for _ in held)][: len(held)]
+        self.shelves = [*shelves, *(FakeKvWriter() for _ in held)][: len(held)]
         self.layers = [
             {layer for i, window in enumerate(self.windows) if owners[i] == device for layer in window.layers}
             for device in range(len(held))
@@ -164,9 +166,11 @@ class FakeRing:
             scheduler=self.scheduler,
             step_timeout_s=STEP_TIMEOUT_S,
             clock=lambda: self.now_s,
-            shelf=self.shelves[0],
+            kv_writer=self.shelves[0],
         )
-        self.workers = [Worker(windows, shelf) for windows, shelf in zip(held[1:], self.shelves[1:], strict=True)]
+        self.workers = [
+            Worker(windows, kv_writer) for windows, kv_writer in zip(held[1:], self.shelves[1:], strict=True)
+        ]
         self.links: list[deque[tuple[bytes, bytes]]] = [deque() for _ in held]
         self._random = random.Random(seed)
 
@@ -222,7 +226,7 @@ class FakeRing:
                 self._send(0, step, hidden)
             case Skip():
                 self._overtake(0, outcome)
-            case Tell(events):
+            case Notify(events):
                 self.events += events
         return True
 

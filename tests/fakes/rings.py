@@ -9,9 +9,9 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from halda import CutOff, DeviceProfile, Infeasible, LeftOut, Plan, Prediction, Window
-from primad.api.http.status import AnswerFigures
+from primad.api.http.status import CompletionFigures
 from primad.errors import PrimadError, RingError
-from primad.head.members.core import Blame
+from primad.head.members.core import Attribution
 from primad.head.rings.ring import RingInputs
 from primad.kv.keys import KvBlock
 from primad.network.contacts import Contact
@@ -25,16 +25,16 @@ LAYERS = 30
 
 
 class FakeSolver:
-    """In place of ``solve_apart``: every device offered gets layers, if there are at least ``least`` of them.
+    """In place of ``solve_in_process``: every device offered gets layers, if there are at least ``minimum`` of them.
 
     ``value`` gives the objective for a number of devices, ``layers`` how many each window of a worker has, if not one.
     ``memory`` is what each device had available when it was asked last, ``step_s`` what a window cost it besides its layers;
-    ``prediction`` is what each plan promises. With ``cut`` the links to the first device do not work: the others are left
+    ``prediction`` is what each plan forecasts. With ``cut`` the links to the first device do not work: the others are left
     out, and no plan has those that are required.
     """
 
     def __init__(self) -> None:
-        self.least = 1
+        self.minimum = 1
         self.value: Callable[[int], float] = lambda count: 10.0
         self.layers: dict[str, int] = {}
         self.cut = False
@@ -42,7 +42,7 @@ class FakeSolver:
         self.memory: dict[str, int] = {}
         self.step_s: dict[str, float] = {}
         self.asked: list[tuple[str, ...]] = []
-        self.foreseen: list[tuple[str, ...]] = []
+        self.precomputed: list[tuple[str, ...]] = []
         self._news = asyncio.Condition()
 
     async def wait(self, condition: Callable[[], bool]) -> None:
@@ -52,13 +52,13 @@ class FakeSolver:
 
     async def __call__(self, question: PlanRequest, *, background: bool = False) -> SimpleNamespace:
         names = [device.device for device in question.devices]
-        (self.foreseen if background else self.asked).append(tuple(names))
+        (self.precomputed if background else self.asked).append(tuple(names))
         if not background:
             self.memory = {device.device: device.ram_available_bytes for device in question.devices}
             self.step_s = {device.device: device.cpu.step_s for device in question.devices}
         async with self._news:
             self._news.notify_all()
-        if len(names) < self.least:
+        if len(names) < self.minimum:
             raise Infeasible(f"{len(names)} devices are short of 1 GB", short_bytes=1)
         if self.cut:
             if question.require:
@@ -94,7 +94,7 @@ class FakeRing:
         self.formed = self.drained = self.closed = False
         self.keeps = rings.keeps
         self.says: dict[str, Status | None] = {}
-        self.measured: AnswerFigures | None = None
+        self.measured: CompletionFigures | None = None
         self.broken_by: PrimadError | None = None
         self.error: PrimadError | None = rings.errors.pop(0) if rings.errors else None
         self.may_form = asyncio.Event()
@@ -107,7 +107,7 @@ class FakeRing:
 
     @property
     def plan(self) -> Plan:
-        return self.inputs.promise.plan
+        return self.inputs.forecast.plan
 
     @property
     def profiles(self) -> dict[str, DeviceProfile]:
@@ -126,7 +126,7 @@ class FakeRing:
 
     @property
     def prediction(self) -> SimpleNamespace | None:
-        return self.inputs.promise.prediction
+        return self.inputs.forecast.prediction
 
     @property
     def workers(self) -> set[str]:
@@ -202,7 +202,7 @@ class FakeRing:
     def breaks(self, device: str | None, reason: str | PrimadError, *, lasting: bool = False) -> None:
         """It cannot go on."""
         self.broken_by = RingError(reason) if isinstance(reason, str) else reason
-        self.inputs.listener.broken(self.epoch, Blame(reason=str(reason), device=device, lasting=lasting))
+        self.inputs.listener.broken(self.epoch, Attribution(reason=str(reason), device=device, lasting=lasting))
 
 
 class FakeRings:
@@ -253,7 +253,7 @@ class FakeDiscovery:
 
     async def browse(self, changed: Callable[[dict[str, Peer]], None]) -> None:
         self._changed = changed
-        self._tell()
+        self._notify()
 
     async def announce(self, name: str, **what: object) -> str:
         assert what["role"] == "head"
@@ -280,13 +280,13 @@ class FakeDiscovery:
             "pairing": None,
         }
         self._peers[at or device.name] = Peer(**(fields | changes))
-        self._tell()
+        self._notify()
 
     def misses(self, device: FakeDevice) -> None:
         """``device`` is not announced any more."""
         del self._peers[device.name]
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self._changed is not None:
             self._changed(dict(self._peers))

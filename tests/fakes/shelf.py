@@ -8,7 +8,7 @@ from primad.kv.cells import CellShape, LayerCells
 from primad.kv.keys import KvBlock
 
 
-class FakeShelf:
+class FakeKvWriter:
     """The blocks that one device holds, by key and layer."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class FakeShelf:
         """Whether it has ``layers`` of a block."""
         return self.cells.get(key, {}).keys() >= set(layers)
 
-    def fetch(self, key: str, layers: Iterable[int], others: Iterable[FakeShelf]) -> None:
+    def fetch(self, key: str, layers: Iterable[int], others: Iterable[FakeKvWriter]) -> None:
         """Get what is lacking of ``layers`` of a block from the ``others``, as far as they have it."""
         for other in others:
             found = {layer: other.cells.get(key, {}).get(layer) for layer in layers}

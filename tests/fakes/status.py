@@ -14,8 +14,8 @@ from primad.api.http.status import (
     KvStatus,
     MemoryFigures,
     PlannedFigures,
-    Promises,
     RingFigures,
+    RingForecast,
 )
 
 FIGURES = RingFigures(
@@ -33,7 +33,7 @@ MEMORY = MemoryFigures(
     resident=23,
     streamed=3,
     streams_output=False,
-    ahead_bytes=200_000_000,
+    read_ahead_bytes=200_000_000,
     resident_bytes=2_300_000_000,
     streamed_bytes=300_000_000,
     read_bytes=12_000_000_000,
@@ -45,7 +45,7 @@ MEMORY = MemoryFigures(
 PLANNED = PlannedFigures(
     resident=22,
     streamed=4,
-    ahead_bytes=300_000_000,
+    read_ahead_bytes=300_000_000,
     ram_bytes=2_900_000_000,
     bytes_read_per_token=400_000_000,
     stall_ms_per_token=20.0,
@@ -76,7 +76,9 @@ def device(
     )
 
 
-def ring(*devices: DeviceStatus, epoch: int = 4, predicted: Promises | None = None, **others: str) -> dict[str, Any]:
+def ring(
+    *devices: DeviceStatus, epoch: int = 4, predicted: RingForecast | None = None, **others: str
+) -> dict[str, Any]:
     """The ring of ``devices``; ``others`` are phases of devices that the head knows."""
     return {
         "epoch": epoch,
@@ -92,10 +94,10 @@ def ring(*devices: DeviceStatus, epoch: int = 4, predicted: Promises | None = No
 
 KV = KvStatus(
     copies=[
-        CopyStatus(device="lap", keeper="desk", why=""),
-        CopyStatus(device="nas", keeper=None, why="no link of it carries them"),
+        CopyStatus(device="lap", replica="desk", why=""),
+        CopyStatus(device="nas", replica=None, why="no link of it carries them"),
     ],
-    twice_bytes=46_000_000,
+    replicated_bytes=46_000_000,
     lag_tokens=12,
     restores=3,
     restored_tokens=2000,
@@ -103,6 +105,6 @@ KV = KvStatus(
     computed_again_tokens=31,
     found_tokens=512,
 )
-"""Two workers, one of which has a keeper."""
+"""Two workers, one of which has a replica."""
 
-DRAFTS = DraftFigures(drafted=200, accepted=150, skipped=30, tokens_a_lap=1.75, model_on="nas")
+DRAFTS = DraftFigures(drafted=200, accepted=150, skipped=30, tokens_per_pass=1.75, model_on="nas")

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from primad.engine.protocol import Rows
-from primad.ring.head import Send, Tell
+from primad.ring.head import Notify, Send
 from primad.ring.messages import Sampled, Skip, Step, decode_route
 from primad.system.wire import encode
 from tests.fakes.ring import FakeRing
 
 WAKES_S = 0.001
-"""A head that waits for guesses looks for them so often."""
+"""A head that waits for drafts looks for them so often."""
 
 
 class TimedRing(FakeRing):
@@ -98,7 +98,7 @@ class TimedRing(FakeRing):
                 self._put(0, step, hidden.tobytes())
             case Skip():
                 self._put(0, outcome, b"")
-            case Tell(events):
+            case Notify(events):
                 self.events += events
                 self.told_s += [self.now_s for event in events if isinstance(event, Sampled)]
         self._free_s[0] = self.now_s

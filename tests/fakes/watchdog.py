@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-MOST_S = 0.05
+MAX_S = 0.05
 
 
 @contextmanager
 def watched_loop() -> Iterator[list[str]]:
-    """Each callback of a loop that takes longer than ``MOST_S`` meanwhile. It counts the processor time of the loop's
+    """Each callback of a loop that takes longer than ``MAX_S`` meanwhile. It counts the processor time of the loop's
     thread, so that a busy machine changes nothing."""
     late: list[str] = []
     run = asyncio.Handle._run
@@ -25,7 +25,7 @@ def watched_loop() -> Iterator[list[str]]:
         begin = time.thread_time()
         run(handle)
         took = time.thread_time() - begin
-        if took > MOST_S:
+        if took > MAX_S:
             late.append(f"{took * 1e3:.0f} ms in {handle!r}")
 
     gc.collect()

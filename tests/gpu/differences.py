@@ -88,17 +88,17 @@ def differences(architecture: str, folder: Path, backend: str, *, apart: bool) -
         return max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
 
     whole = [
-        differs(whole_logits(header, on_gpu, chunks, helped=helped, apart=apart)[1])
-        for on_gpu, helped in ([(each, False), (3 * each, False)] if apart else whole_places(each, few))
+        differs(whole_logits(header, on_gpu, chunks, prefill_offload=prefill_offload, apart=apart)[1])
+        for on_gpu, prefill_offload in ([(each, False), (3 * each, False)] if apart else whole_places(each, few))
     ]
     of_windows = tuple(fewest(header, first, last) for first, last in pairwise(cuts))
     found = {}
-    for number, (name, (on_gpu, helped)) in enumerate(places(each, of_windows).items()):
+    for number, (name, (on_gpu, prefill_offload)) in enumerate(places(each, of_windows).items()):
         if apart and name not in APART:
             continue
         of_route = folder / str(number)
         of_route.mkdir()
-        route = Route(header, cuts, of_route, on_gpu=on_gpu, helped=helped, apart=apart)
+        route = Route(header, cuts, of_route, on_gpu=on_gpu, prefill_offload=prefill_offload, apart=apart)
         position, logits = 0, []
         for tokens in chunks:
             logits.append(route.logits(tokens, position))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from halda import HelpedSpeed
+from halda import OffloadSpeed
 from primad.engine.devices import GpuDevice
 from primad.profiler.records import write
 from tests.e2e.cluster import Head, Primad, all_joined, heading
@@ -17,13 +17,15 @@ from tests.fakes.profile import GPU, home_record, machine_record
 
 
 @contextmanager
-def measured(gpu: GpuDevice, home: Path, threads: int, helped: tuple[HelpedSpeed, ...] = ()) -> Iterator[None]:
+def measured(
+    gpu: GpuDevice, home: Path, threads: int, prefill_offload: tuple[OffloadSpeed, ...] = ()
+) -> Iterator[None]:
     """The device of ``home`` counts as measured with a fast GPU, whatever this one is.
 
     Figures are kept by pinned threads: those of others than ``threads`` have none in them.
     """
     record = machine_record(threads)
-    fast = replace(GPU, id=gpu.id, name=gpu.name, backend=gpu.backend, helped=helped)
+    fast = replace(GPU, id=gpu.id, name=gpu.name, backend=gpu.backend, prefill_offload=prefill_offload)
     write(msgspec.structs.replace(record, gpus=(fast,)), home_record(), home)
     yield
     write(record, home_record(), home)

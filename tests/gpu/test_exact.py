@@ -21,7 +21,7 @@ from tools import synth
 
 ROOT = Path(__file__).parent.parent.parent
 PLAIN = ROOT / ".venv" / "bin" / "python"
-LEAST_BOUND = 1e-3
+MIN_BOUND = 1e-3
 """Below this, of logits of some 10, a difference is that of adding up in another order."""
 SLACK = 1.1
 """Whole-model llama.cpp cannot have any layers there that windows can: the largest of few differences varies."""
@@ -91,7 +91,7 @@ def child_of_mixtures(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def child_of_mixtures_apart(tmp_path_factory):
+def child_of_mixtures_of_experts(tmp_path_factory):
     yield from _child(tmp_path_factory, "apart")
 
 
@@ -111,7 +111,7 @@ def check(architecture: str, told: dict[str, Any] | str) -> None:
 
 
 def within(whole: list[float], windows: dict[str, float]) -> None:
-    bound = max(LEAST_BOUND, SLACK * max(whole))
+    bound = max(MIN_BOUND, SLACK * max(whole))
     assert max(windows.values()) <= bound, f"whole models differ by {whole}, windows by {windows}"
 
 
@@ -126,9 +126,9 @@ def test_windows_of_mixtures_differ_as_whole_models_do(architecture, child_of_mi
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)
-def test_experts_on_the_cpu_leave_the_rest_on_the_gpu(architecture, child_of_mixtures_apart):
+def test_experts_on_the_cpu_leave_the_rest_on_the_gpu(architecture, child_of_mixtures_of_experts):
     """As a whole model of llama.cpp does with the same experts there, bit for bit."""
-    told = child_of_mixtures_apart.of(architecture)
+    told = child_of_mixtures_of_experts.of(architecture)
     assert not isinstance(told, str), f"it {told}"
     whole, windows = told["whole"], told["windows"]
     assert windows["all"] == whole[1]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from halda import HelpedSpeed
+from halda import OffloadSpeed
 from tests.e2e.streams import STORY, ask
 from tests.gpu.rings import measured, ring_of_two
 
 WORKER_THREADS = 4
-HELPED = tuple(
-    HelpedSpeed(type=kind, few_bytes_per_s=2e10, prefill_flop_per_s=2e13) for kind in ("Q8_0", "Q4_K", "F16")
+OFFLOADED = tuple(
+    OffloadSpeed(type=kind, few_bytes_per_s=2e10, prefill_flop_per_s=2e13) for kind in ("Q8_0", "Q4_K", "F16")
 )
 
 
@@ -18,7 +18,7 @@ HELPED = tuple(
 def test_a_ring_that_is_helped_serves(smollm2, new_home, cluster, gpu, batching):
     homes = new_home("head"), new_home("lap")
     with (
-        measured(gpu, homes[1], WORKER_THREADS, HELPED),
+        measured(gpu, homes[1], WORKER_THREADS, OFFLOADED),
         ring_of_two(
             smollm2, homes, cluster, WORKER_THREADS, "--batching", batching, of_worker=("--max-vram", "300MiB")
         ) as (head, worker),

@@ -11,7 +11,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from halda import DeviceProfile, HelpedSpeed, Plan, Window, Workload, evaluate, instance
+from halda import DeviceProfile, OffloadSpeed, Plan, Window, Workload, evaluate, instance
 from halda.cost import GPU_RUNTIME_BYTES
 from primad.engine.binding import hear_llama
 from primad.engine.llama.windows import WholeModel
@@ -28,8 +28,8 @@ from tests.shell.test_cut_exact import OPTIONS, Route, assigned, files_of
 from tools import synth
 
 MIB = 1 << 20
-MOST_OFF = 64 * MIB
-MOST_SHARE = 0.05
+MAX_OFF = 64 * MIB
+MAX_SHARE = 0.05
 CONTEXT = 4096
 PLACES = (("desk", 0), ("lap", 2), ("desk", 4))
 """Devices and where their windows of two layers begin."""
@@ -37,11 +37,11 @@ _BUFFER = re.compile(r": +(\S+) (?:model|KV|compute|RS|LoRA) buffer size = +([0-
 
 
 _LOADED = "loaded meta data with"
-HELPED = HelpedSpeed(type="Q4_K", few_bytes_per_s=5e9, prefill_flop_per_s=2e12)
+OFFLOADED = OffloadSpeed(type="Q4_K", few_bytes_per_s=5e9, prefill_flop_per_s=2e12)
 
 
 def device(name: str) -> DeviceProfile:
-    return replace(PROFILE, device=name, host=name, gpu=replace(GPU, helped=(HELPED,)))
+    return replace(PROFILE, device=name, host=name, gpu=replace(GPU, prefill_offload=(OFFLOADED,)))
 
 
 WORK = Workload(context_tokens=CONTEXT, kv_type="f16", sequences=1, prompt_tokens=512, answer_tokens=128, chunk_rows=64)
@@ -94,8 +94,8 @@ def _options(monkeypatch):
 
 
 def check(taken: float, planned: float, *, windows: int = 1) -> None:
-    most = max(windows * MOST_OFF, MOST_SHARE * planned)
-    assert abs(taken - planned) <= most, f"{taken / MIB:.0f} of {planned / MIB:.0f} MiB"
+    maximum = max(windows * MAX_OFF, MAX_SHARE * planned)
+    assert abs(taken - planned) <= maximum, f"{taken / MIB:.0f} of {planned / MIB:.0f} MiB"
 
 
 @pytest.mark.parametrize("on_gpu", [30, 12])
@@ -115,10 +115,10 @@ def test_a_whole_model(smollm2, said, gpu, on_gpu):
 
 
 @pytest.mark.parametrize(
-    ("on_gpu", "helped"),
+    ("on_gpu", "prefill_offload"),
     [((0, 10, 0), False), ((4, 4, 4), False), ((10, 10, 10), False), ((0, 0, 0), True), ((4, 4, 4), True)],
 )
-def test_windows(smollm2, said, gpu, on_gpu, helped, tmp_path):
+def test_windows(smollm2, said, gpu, on_gpu, prefill_offload, tmp_path):
     header = read_header(smollm2)
     cuts = [0, 10, 20, 30]
     names = ["desk", "lap", "desk"]
@@ -132,10 +132,10 @@ def test_windows(smollm2, said, gpu, on_gpu, helped, tmp_path):
         streaming=(),
         left_out=(),
     )
-    plan = plan.with_help(plan.devices if helped else ())
-    Route(header, cuts, tmp_path, on_gpu=on_gpu, helped=helped).release()
+    plan = plan.with_offload(plan.devices if prefill_offload else ())
+    Route(header, cuts, tmp_path, on_gpu=on_gpu, prefill_offload=prefill_offload).release()
     planned = planned_bytes(header, plan)
-    check(taken_bytes(said, gpu), planned[1] + (planned[0] if helped or any(on_gpu[::2]) else 0))
+    check(taken_bytes(said, gpu), planned[1] + (planned[0] if prefill_offload or any(on_gpu[::2]) else 0))
 
 
 def test_a_window_without_layers_there_takes_nothing(smollm2, said, gpu, tmp_path):
@@ -152,7 +152,7 @@ def test_experts_on_the_cpu_take_nothing_there(said, gpu, tmp_path):
     plan = Plan(rounds=1, route=route, output_on_gpu=True, streaming=(), left_out=())
     planned = sum(planned_bytes(header, plan))
     Route(header, [0, 2, 4, 6], tmp_path, on_gpu=(2, 2, 2), apart=True).release()
-    assert planned < 5 * MOST_OFF
+    assert planned < 5 * MAX_OFF
     check(taken_bytes(said, gpu), planned)
 
 
@@ -168,7 +168,7 @@ def test_adapters_lie_beside_their_layers(said, gpu, tmp_path):
     plan = Plan(rounds=1, route=route, output_on_gpu=True, streaming=(), left_out=())
     Route(header, [0, 2, 4, 6], tmp_path, on_gpu=(2, 2, 2), adapters=adapters).release()
     head, worker = planned_bytes(header, plan, adapters=adapters)
-    assert worker - planned_bytes(header, plan)[1] > 1.5 * MOST_OFF
+    assert worker - planned_bytes(header, plan)[1] > 1.5 * MAX_OFF
     first, middle, tail = taken_by_windows(said, gpu)
     check(middle, worker)
     check(first + tail, head, windows=2)

@@ -78,7 +78,7 @@ def test_how_it_helps_is_measured_or_it_does_not(tmp_path, gpu):
     if isinstance(found, str):
         assert LEFT_OUT_FIGURES in found, found
     else:
-        assert [each.type for each in found.helped] in (["Q4_K"], [])
+        assert [each.type for each in found.prefill_offload] in (["Q4_K"], [])
         check_gpu(found)
 
 

@@ -60,7 +60,7 @@ def _wait(url: str, seconds: float, detail: str = "") -> dict[str, object]:
 
 
 def _chat(url: str, body: str) -> None:
-    def tell(**what: object) -> None:
+    def notify(**what: object) -> None:
         print(json.dumps({"at": time.monotonic(), **what}), flush=True)
 
     connection = _connect(url, _SILENCE_S)
@@ -68,20 +68,20 @@ def _chat(url: str, body: str) -> None:
     try:
         connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
         answer = connection.getresponse()
-        tell(status=answer.status, retry_after=answer.getheader("Retry-After"))
+        notify(status=answer.status, retry_after=answer.getheader("Retry-After"))
         if answer.status != 200:
-            tell(event=json.loads(answer.read()))
+            notify(event=json.loads(answer.read()))
         for line in iter(answer.readline, b""):
             data = line.decode().rstrip("\r\n").removeprefix("data: ")
             if data == "[DONE]":
                 end = "done"
             elif line.startswith(b"data: "):
-                tell(event=json.loads(data))
+                notify(event=json.loads(data))
     except (OSError, http.client.HTTPException) as exc:
         end = repr(exc)
     finally:
         connection.close()
-    tell(end=end)
+    notify(end=end)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from tests.homelab.cluster import Cluster, home
 from tools.lab.device import Device
 
 SLOW_CPUS: Final = 0.05
-_LEAST_BYTES: Final = 4096
+_MIN_BYTES: Final = 4096
 
 Act = Callable[[Cluster, str], object]
 """Does something to the device of that name."""
@@ -34,7 +34,7 @@ def layer_files(device: Device) -> list[Path]:
 
 def corrupt_layer(device: Device) -> Path:
     """Turn over one byte in the middle of the largest layer file of a device; which file."""
-    largest = next((path for path in layer_files(device) if path.stat().st_size >= _LEAST_BYTES), None)
+    largest = next((path for path in layer_files(device) if path.stat().st_size >= _MIN_BYTES), None)
     assert largest is not None, f"{device.name} holds no layer"
     with largest.open("r+b") as file:
         middle = largest.stat().st_size // 2

@@ -81,10 +81,10 @@ def burn(seconds: str) -> None:
     print((time.process_time() - used) / (time.perf_counter() - start), flush=True)
 
 
-def hog(most: str) -> None:
+def hog(maximum: str) -> None:
     held = []
     print("ready", flush=True)
-    while len(held) << 20 < int(most):
+    while len(held) << 20 < int(maximum):
         held.append(b"x" * (1 << 20))
     print("had all", flush=True)
 

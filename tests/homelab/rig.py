@@ -53,7 +53,7 @@ class Rig:
         self.cluster = cluster
         self.lab: Homelab = cluster.lab
         self._texts: dict[str, str] = {}
-        self._blamed: set[str] = set()
+        self._at_fault: set[str] = set()
         self._marks: dict[str, tuple[Running, int]] = {}
 
     def wait_until(self, holds: Callable[[], bool], what: str) -> None:
@@ -103,15 +103,15 @@ class Rig:
         daemon.wait_end()
         self.cluster.start_head("--wait", len(self.cluster.workers), "--use-all")
         self.cluster.wait_serving()
-        self._blamed.clear()
+        self._at_fault.clear()
 
     def next_victim(self) -> str:
         """A worker that has done no harm yet: devices that did are taken in again later and later."""
-        innocent = [name for name in WORKERS if name not in self._blamed]
+        innocent = [name for name in WORKERS if name not in self._at_fault]
         if not innocent:
             self.restart_head()
             innocent = list(WORKERS)
-        self._blamed.add(innocent[0])
+        self._at_fault.add(innocent[0])
         return innocent[0]
 
     def take_out(self, name: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tools.lab import DeviceSpec, Fleet, LabError, load_fleet
 from tools.lab.cgroups import Cgroups, find
 from tools.lab.fleet import parse_fleet
-from tools.lab.relay import MOST_BYTES, Way
+from tools.lab.relay import MAX_BYTES, Way
 
 FLEETS = Path(__file__).parents[2] / "tools" / "homelab-fleets"
 HEADER = bytes(10)
@@ -146,6 +146,6 @@ def test_the_relay_drops_what_is_too_much_and_the_multicast_it_is_told_to() -> N
         for group in ("ffffffffffff", "3333ff000001", "027700000001"):
             way.accept(HEADER + bytes.fromhex(group), 0.0)
         assert len(way.held) == 3
-        for _ in range(3 * MOST_BYTES // 60_000):
+        for _ in range(3 * MAX_BYTES // 60_000):
             way.accept(bytes(60_000), 0.0)
-        assert way.held_bytes <= MOST_BYTES
+        assert way.held_bytes <= MAX_BYTES

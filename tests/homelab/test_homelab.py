@@ -67,12 +67,12 @@ def best(
 
 def test_devices_are_strangers_that_reach_each_other(pair: Homelab) -> None:
     a, b = pair.device("a"), pair.device("b")
-    tell = (
+    notify = (
         "import json, os, socket; from primad.profiler.records import host_id; from pathlib import Path;"
         "print(json.dumps([socket.gethostname(), host_id(), os.environ['PRIMAD_HOME'], os.environ['XDG_CACHE_HOME'],"
         "Path('/etc/machine-id').read_text(), Path('/etc/hostname').read_text()]))"
     )
-    ours, theirs = json.loads(python(a, tell)), json.loads(python(b, tell))
+    ours, theirs = json.loads(python(a, notify)), json.loads(python(b, notify))
     assert ours[0] == "a"
     assert theirs[0] == "b"
     assert all(one != other for one, other in zip(ours, theirs, strict=True))
@@ -104,9 +104,9 @@ def test_latency_is_added_to_a_round_trip(make_lab: MakeLab) -> None:
     assert 0.030 <= times["far"] < limits["far"]
 
 
-def best_rate(source: Device, target: Device, least: float) -> float:
+def best_rate(source: Device, target: Device, minimum: float) -> float:
     """Megabits per second that ``target``, which serves, takes from ``source``."""
-    return best(lambda: float(probed(source, "rate", target.ip, 1)), max, lambda rate: rate > least)
+    return best(lambda: float(probed(source, "rate", target.ip, 1)), max, lambda rate: rate > minimum)
 
 
 @pytest.mark.parametrize("latency_ms", [0, 4])

@@ -109,7 +109,7 @@ def free_bytes(device: Device) -> int:
     return usage.limit_bytes - usage.used_bytes + usage.inactive_file_bytes + usage.active_file_bytes
 
 
-def take_most(cluster: Cluster, device: Device, other: Neighbour) -> None:
+def take_max(cluster: Cluster, device: Device, other: Neighbour) -> None:
     """Take memory on ``device`` (``b``) until hardly anything of the model stays there."""
     deadline = time.monotonic() + SHORT_S
     while resident_bytes(cluster, "b") >= FEW_BYTES:
@@ -155,7 +155,7 @@ def test_others_compute_what_a_worker_has_no_memory_for_and_give_it_back(make_la
             other.take(FIRST_BYTES)
             before = ask(cluster, 4000)
             before.wait_tokens(5)
-            take_most(cluster, short, other)
+            take_max(cluster, short, other)
             before.leave()
             stream = ask(cluster, 4000)
             stream.wait_tokens(5)

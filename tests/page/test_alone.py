@@ -11,7 +11,7 @@ from playwright.sync_api import Page, expect
 
 from primad.api.http.access import Door
 from primad.api.http.keys import ApiKey, digest_of
-from tests.fakes.desk import FakeDesk, known
+from tests.fakes.desk import FakeAdminApi, known
 from tests.page.head import GUEST, OWNER, PLAIN, answering, say, served
 
 THINKS = PLAIN + "{% if false %}<think></think>{% endif %}"
@@ -201,8 +201,8 @@ def test_tabs_are_chosen_by_arrow_keys(open_page):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1180, 360])
 def test_axe_finds_nothing_serious(open_page, serious, scheme, width):
-    desk = FakeDesk([known("mini"), known("sofa", "no"), known("old", "revoked")])
-    with served(answering(HOSTILE), desk=desk) as url:
+    admin_api = FakeAdminApi([known("mini"), known("sofa", "no"), known("old", "revoked")])
+    with served(answering(HOSTILE), admin_api=admin_api) as url:
         page = open_page(as_owner(url), color_scheme=scheme, viewport={"width": width, "height": 760})
         expect(page.locator("#pill")).to_have_attribute("data-state", "serving")
         say(page, "Hello")
@@ -224,8 +224,8 @@ def test_axe_finds_nothing_serious(open_page, serious, scheme, width):
 
 
 def test_the_owner_pauses_caps_and_approves(open_page):
-    desk = FakeDesk([known("mini"), known("sofa", "no")])
-    with served(answering("Hi"), desk=desk) as url:
+    admin_api = FakeAdminApi([known("mini"), known("sofa", "no")])
+    with served(answering("Hi"), admin_api=admin_api) as url:
         page = open_page(as_owner(url))
         page.get_by_role("tab", name="Devices").click()
         page.get_by_role("button", name="Pause").click()
@@ -238,12 +238,12 @@ def test_the_owner_pauses_caps_and_approves(open_page):
         page.get_by_role("dialog").get_by_role("button", name="Approve").click()
         expect(page.get_by_role("button", name="Approve")).to_have_count(0)
         expect(page.get_by_role("article", name="sofa")).to_contain_text("On sofa type:primad devices trust desk --key")
-        assert (desk.known[0].is_paused, desk.known[0].ram_bytes) == (True, 2_500_000_000)
+        assert (admin_api.known[0].is_paused, admin_api.known[0].ram_bytes) == (True, 2_500_000_000)
 
 
 def test_a_code_that_another_device_shows_pairs_it(open_page, serious):
-    desk = FakeDesk()
-    with served(answering("Hi"), desk=desk) as url:
+    admin_api = FakeAdminApi()
+    with served(answering("Hi"), admin_api=admin_api) as url:
         page = open_page(as_owner(url), viewport={"width": 390, "height": 400})
         page.get_by_role("tab", name="Devices").click()
         page.get_by_label("Its code").fill("7-lamp-river")
@@ -256,7 +256,7 @@ def test_a_code_that_another_device_shows_pairs_it(open_page, serious):
         page.keyboard.press("Enter")
         expect(page.get_by_role("article", name="sofa")).to_contain_text("trusted")
         expect(page.get_by_label("Its code")).to_have_value("")
-        assert desk.calls[-1] == ("bring_code", "9-maple-stone", "192.168.1.20:41234")
+        assert admin_api.calls[-1] == ("bring_code", "9-maple-stone", "192.168.1.20:41234")
 
 
 def as_owner(url: str) -> str:

@@ -37,11 +37,11 @@ def owned(devices, module_home, open_page) -> Callable[[], Page]:
     return opened
 
 
-def say(page: Page, text: str, *, most: int | None = None) -> None:
-    """Ask ``text``; ``most`` tokens are to be answered."""
-    if most is not None:
+def say(page: Page, text: str, *, maximum: int | None = None) -> None:
+    """Ask ``text``; ``maximum`` tokens are to be answered."""
+    if maximum is not None:
         page.get_by_label("Settings").first.click()
-        page.get_by_label("Max tokens").fill(str(most))
+        page.get_by_label("Max tokens").fill(str(maximum))
         page.get_by_label("Settings").first.click()
     page.get_by_label("Message", exact=True).fill(text)
     page.keyboard.press("Enter")
@@ -57,7 +57,7 @@ def test_it_loads_and_chats(owned, serious):
     page.get_by_label("Settings").first.click()
     page.get_by_label("Temperature").fill("0")
     page.get_by_label("Settings").first.click()
-    say(page, "Write a Python function that adds two numbers, and explain how it works.", most=104)
+    say(page, "Write a Python function that adds two numbers, and explain how it works.", maximum=104)
     expect(page.get_by_label("Regenerate")).to_be_visible()
     expect(page.locator(".stats")).to_have_text(re.compile(r"\d+ tokens · decode .* tokens/s · first token "))
     assert len(page.locator(".message.assistant .text").inner_text()) > 10
@@ -67,7 +67,7 @@ def test_it_loads_and_chats(owned, serious):
 def test_the_ring_is_what_the_status_says(devices, owned, serious):
     head, _ = devices
     page = owned()
-    say(page, "Write a long story about a lighthouse and its keeper.", most=300)
+    say(page, "Write a long story about a lighthouse and its keeper.", maximum=300)
     page.get_by_role("tab", name="Ring").click()
     expect(page.locator(".picture .under").first).to_have_text("tokens/s decode")
     status = head.status()
@@ -134,7 +134,7 @@ def test_a_device_that_is_paused_leaves_the_ring_and_comes_back(owned):
 def test_a_device_that_dies_is_seen_to_die_and_the_answer_goes_on(devices, owned):
     _, workers = devices
     page = owned()
-    say(page, "Write a long story about a lighthouse and its keeper.", most=400)
+    say(page, "Write a long story about a lighthouse and its keeper.", maximum=400)
     expect(page.locator(".message.assistant .text")).to_contain_text(re.compile(r"\w+ \w+ \w+"))
     page.get_by_role("tab", name="Ring").click()
     workers["laptop"].kill()

@@ -10,7 +10,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from primad.api.http.access import Door
 from primad.api.http.keys import ApiKey, digest_of
-from primad.api.http.status import AnswerFigures, LinkStatus, Promises
+from primad.api.http.status import CompletionFigures, LinkStatus, RingForecast
 from primad.errors import RingError
 from primad.ring.messages import PromptProgress
 from primad.settings.timings import ApiTimings
@@ -239,10 +239,10 @@ def overlaps(one: tuple, others: list[tuple]) -> list[tuple[str, str]]:
 def test_there_is_one_speed_and_it_has_a_name(open_page, screen):
     event = asyncio.Event()
     backend = answering("Hi", event, " there")
-    measured = AnswerFigures(tpot_ms=50.0, predicted_tpot_ms=40.0, wrong=None)
+    measured = CompletionFigures(tpot_ms=50.0, predicted_tpot_ms=40.0, wrong=None)
     backend.ring |= {
         "measured": msgspec.to_builtins(measured),
-        "predicted": msgspec.to_builtins(Promises(tokens_per_s=25.0, tpot_ms=40.0, ttft_ms=900.0)),
+        "predicted": msgspec.to_builtins(RingForecast(tokens_per_s=25.0, tpot_ms=40.0, ttft_ms=900.0)),
     }
     with served(backend, timings=QUICK) as url:
         page = open_page(url, **screen)

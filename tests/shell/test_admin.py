@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from primad.errors import ClusterError, ConfigError
 from primad.network.admin import (
-    AdminAnswer,
+    AdminReply,
     AdminRequest,
     AdminServer,
     Describe,
@@ -40,7 +40,7 @@ from primad.settings.config import LOOPBACK
 from primad.trust.identity import load_identity, new_identity
 
 PATIENCE_S = 180.0
-ANSWERS: dict[type, AdminAnswer] = {
+ANSWERS: dict[type, AdminReply] = {
     OpenPairing: PairingCode(code="7-lamp-river", expires_s=600.0, port=4711),
     Leave: Refusal(reason="not now"),
     Pause: Done(text="paused"),
@@ -49,7 +49,7 @@ ANSWERS: dict[type, AdminAnswer] = {
 }
 
 
-async def handle(request: AdminRequest) -> AdminAnswer:
+async def handle(request: AdminRequest) -> AdminReply:
     return ANSWERS[type(request)]
 
 
@@ -79,7 +79,7 @@ def port_of(home: Path) -> int:
     return int(json.loads(note_path(home).read_text())["port"])
 
 
-async def asked(home: Path, request: AdminRequest, timeout_s: float = PATIENCE_S) -> AdminAnswer:
+async def asked(home: Path, request: AdminRequest, timeout_s: float = PATIENCE_S) -> AdminReply:
     return await asyncio.to_thread(ask, home, request, timeout_s)
 
 
@@ -94,7 +94,7 @@ def test_every_request_gets_its_answer(tmp_path):
 
 
 def test_a_failure_of_the_daemon_is_a_refusal_and_it_goes_on(tmp_path):
-    async def handler(request: AdminRequest) -> AdminAnswer:
+    async def handler(request: AdminRequest) -> AdminReply:
         if isinstance(request, Pause):
             raise ConfigError("paused.json: cannot be written")
         return await handle(request)
@@ -107,7 +107,7 @@ def test_a_failure_of_the_daemon_is_a_refusal_and_it_goes_on(tmp_path):
 
 
 def test_a_request_that_takes_too_long_is_a_refusal(tmp_path):
-    async def handler(request: AdminRequest) -> AdminAnswer:
+    async def handler(request: AdminRequest) -> AdminReply:
         return await asyncio.get_running_loop().create_future()
 
     async def meet() -> None:
@@ -124,7 +124,7 @@ def test_the_last_answer_of_a_daemon_that_ends_arrives(tmp_path):
     async def main() -> None:
         stop = asyncio.Event()
 
-        async def handler(_: AdminRequest) -> AdminAnswer:
+        async def handler(_: AdminRequest) -> AdminReply:
             asyncio.get_running_loop().call_soon(stop.set)
             return Done(text="leaves")
 
@@ -220,7 +220,7 @@ def test_another_identity_gets_nothing(tmp_path):
         folder.mkdir()
     handled: list[AdminRequest] = []
 
-    async def handler(request: AdminRequest) -> AdminAnswer:
+    async def handler(request: AdminRequest) -> AdminReply:
         handled.append(request)
         return await handle(request)
 
@@ -264,7 +264,7 @@ def test_nonsense_is_refused_and_the_daemon_goes_on(tmp_path, frames):
                     (answer,) = await client.recv_multipart()
         finally:
             context.destroy(linger=0)
-        assert isinstance(msgspec.msgpack.decode(answer, type=AdminAnswer), Refusal)
+        assert isinstance(msgspec.msgpack.decode(answer, type=AdminReply), Refusal)
         assert await asked(tmp_path, Pause()) == ANSWERS[Pause]
 
     with_daemon(tmp_path, meet)

@@ -15,7 +15,7 @@ from primad.engine.llama.windows import FirstWindow, MiddleWindow, TailWindow, W
 from primad.engine.protocol import AdapterFile, EngineOptions, Rows, WindowSource
 from primad.errors import EngineError
 from primad.gguf.adapter import adapter_header
-from primad.gguf.architectures.cuts import borders, cut_multiple, cuttable
+from primad.gguf.architectures.cuts import cut_multiple, cut_points, cuttable
 from primad.gguf.architectures.layers import block_count, layer_count
 from primad.gguf.architectures.table import SUPPORTED
 from primad.gguf.architectures.tensors import embedding_scale
@@ -39,8 +39,8 @@ class Route:
     """The windows of one model between ``cuts``, opened from metadata splits and layer files like a device does.
 
     Of each window the last ``on_gpu`` layers are on a GPU, in the tail with the output; None of the tail: the output alone.
-    Prompts through the others are computed there too if they are ``helped``. ``apart``: of those on a GPU the experts are
-    not. ``extra_buffers``: all windows have them.
+    Prompts through the others are computed there too if they are ``prefill_offload``. ``apart``: of those on a GPU the
+    experts are not. ``extra_buffers``: all windows have them.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Route:
         options=OPTIONS,
         on_gpu=(),
         *,
-        helped=False,
+        prefill_offload=False,
         apart=False,
         adapters=(),
         extra_buffers=False,
@@ -77,7 +77,9 @@ class Route:
                 paths.append(str(path))
             count = on_gpu[number] if on_gpu else 0
             is_tail = last == layers
-            assignment = assigned(last - first, count, is_tail=is_tail, first=first, helped=helped, apart=apart)
+            assignment = assigned(
+                last - first, count, is_tail=is_tail, first=first, prefill_offload=prefill_offload, apart=apart
+            )
             files = replace_fields(
                 files_of(metadata, paths, assignment),
                 adapters=adapters_of(adapters, spec, folder),
@@ -122,14 +124,15 @@ def files_of(metadata, layers, assignment):
     )
 
 
-def assigned(layers, on_gpu, *, is_tail, first=0, helped=False, apart=False):
-    """So many layers from ``first`` on, of them ``on_gpu`` (None: the output alone) on a GPU and the others ``helped``.
+def assigned(layers, on_gpu, *, is_tail, first=0, prefill_offload=False, apart=False):
+    """So many layers from ``first`` on, of them ``on_gpu`` (None: the output alone) on a GPU and the others
+    ``prefill_offload``.
 
     ``apart``: without their experts.
     """
     output, count = ("cpu" if on_gpu == 0 else "gpu") if is_tail else "none", on_gpu or 0
     window = in_memory(first, first + layers, gpu_layers=count, cpu_experts=count * apart, output=output)
-    return replace(window, helped=helped)
+    return replace(window, prefill_offload=prefill_offload)
 
 
 def rows(content, position, sequence=0):
@@ -142,12 +145,12 @@ def rows(content, position, sequence=0):
     )
 
 
-def whole_logits(header, on_gpu=0, chunks=(), *, helped=False, apart=False):
+def whole_logits(header, on_gpu=0, chunks=(), *, prefill_offload=False, apart=False):
     """The prompt, ``DECODED`` greedy tokens, and the whole model's logits after each chunk.
 
     With the ``chunks`` of another call these are what it is given; the others are as for ``assigned``.
     """
-    assignment = assigned(layer_count(header), on_gpu, is_tail=True, helped=helped, apart=apart)
+    assignment = assigned(layer_count(header), on_gpu, is_tail=True, prefill_offload=prefill_offload, apart=apart)
     files = files_of(header.path, (), assignment)
     predicting = block_count(header) - layer_count(header)
     model = WholeModel(files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header), predicting=predicting)
@@ -188,7 +191,7 @@ HYBRIDS = sorted(name for name in EVERY_KIND if zoo.is_hybrid(name))
 
 def cuts_of(header):
     """A window as often as may be, and two windows."""
-    layers, places = layer_count(header), borders(header)
+    layers, places = layer_count(header), cut_points(header)
     return [0, *places, layers], [0, places[len(places) // 2], layers]
 
 
@@ -229,7 +232,7 @@ def test_glm_5_2_is_exact_at_every_fourth_layer_from_the_third_on(tmp_path):
     types = array_value(GGUFValueType.UINT32, [int(layer < 2 or layer % 4 == 2) for layer in range(11)])
     synth.write_model(path, architecture="glm-dsa", layers=11, values={"glm-dsa.attention.indexer.types": types})
     header = read_header(path)
-    assert [*borders(header)] == [2, 6, 10]
+    assert [*cut_points(header)] == [2, 6, 10]
     check(path, cuts_of(header), tmp_path)
 
 

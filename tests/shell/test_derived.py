@@ -44,8 +44,8 @@ def test_windows_are_found_exact_without_a_table(check, architecture, multiple, 
     assert (verdict.result, verdict.cut_multiple) == ("certified", multiple)
     assert verdict.entry is not None
     assert verdict.entry.entries[-1] == entry
-    borders = range(multiple, verdict.layers, multiple)
-    assert {route.cuts for route in verdict.routes} >= {(0, cut, verdict.layers) for cut in borders}, "every length"
+    cut_points = range(multiple, verdict.layers, multiple)
+    assert {route.cuts for route in verdict.routes} >= {(0, cut, verdict.layers) for cut in cut_points}, "every length"
     assert {route.outcome for route in verdict.routes if route.kv_type == "f16"} == {"equal"}
 
 

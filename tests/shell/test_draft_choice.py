@@ -1,4 +1,4 @@
-"""Which models may guess for another one, and how those that may not are refused."""
+"""Which models may draft for another one, and how those that may not are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from primad.gguf.profile import model_profile
 from primad.head.model.options import ServeOptions
 from primad.head.serve import draft_of
 from primad.planning.check_run import check_sequences, check_speculate
-from primad.planning.draft_model import MOST_CONTEXT, choose_draft, draft_model, models_here
+from primad.planning.draft_model import MAX_CONTEXT, choose_draft, draft_model, models_here
 from primad.planning.run_config import RunConfig
 from tools.synth import write_model
 
@@ -38,7 +38,7 @@ def test_a_model_with_the_same_tokens_may_guess_in_bounded_memory(tmp_path, serv
     path = tmp_path / "small.gguf"
     write_model(path, layers=2, seed=5)
     model = draft_model(path, served, context=1 << 20, threads=3)
-    assert (model.path, model.layers, model.threads, model.context) == (str(path), 2, 3, MOST_CONTEXT)
+    assert (model.path, model.layers, model.threads, model.context) == (str(path), 2, 3, MAX_CONTEXT)
     assert model.memory_bytes > model.bytes == model_profile(open_model(path)).size_bytes
 
 
@@ -74,21 +74,21 @@ def options(**given: Any) -> ServeOptions:
 def test_a_model_that_has_no_room_here_guesses_elsewhere_unless_it_must_here(tmp_path, served):
     path = tmp_path / "small.gguf"
     write_model(path, layers=2, seed=5)
-    memory_bytes = draft_model(path, served, context=MOST_CONTEXT, threads=1).memory_bytes
+    memory_bytes = draft_model(path, served, context=MAX_CONTEXT, threads=1).memory_bytes
     said: list[str] = []
-    config, reporter = SimpleNamespace(home=tmp_path, name="desk", threads=1), SimpleNamespace(say=said.append)
+    config, reporter = SimpleNamespace(home=tmp_path, name="desk", threads=1), SimpleNamespace(report_line=said.append)
 
     def found(free_bytes: int, **given: Any) -> tuple[bool, bool]:
-        asked = options(**({"draft": path, "alone": False} | given))
+        asked = options(**({"draft": path, "single_device": False} | given))
         model, has_room = draft_of(asked, cast("Any", config), served, cast("Any", reporter), free_bytes)
         return model is not None, has_room
 
     assert found(memory_bytes) == (True, True)
     assert not said
     assert found(memory_bytes - 1) == (True, False)
-    assert said.pop().endswith("are free here: it guesses on a device that has room")
+    assert said.pop().endswith("are free here: it drafts on a device that has room")
     assert found(memory_bytes - 1, draft_on="lap") == (True, False)
-    for must in ({"draft_on": "desk"}, {"alone": True}):
+    for must in ({"draft_on": "desk"}, {"single_device": True}):
         with pytest.raises(ConfigError, match=rf"^--draft {path}: takes .* of memory, and .* are free here; choose a"):
             found(memory_bytes - 1, **must)
 
@@ -99,7 +99,7 @@ def test_what_contradicts_itself_is_refused(tmp_path, served):
     check_speculate(RunConfig(), profile, None)
     check_speculate(RunConfig(), profile, path)
     check_speculate(RunConfig(speculate="draft"), profile, path)
-    with pytest.raises(ConfigError, match=r"^--speculate draft: needs a model that guesses; give it with --draft FILE"):
+    with pytest.raises(ConfigError, match=r"^--speculate draft: needs a draft model; give it with --draft FILE"):
         check_speculate(RunConfig(speculate="draft"), profile, None)
     for mode in ("off", "lookup"):
         with pytest.raises(ConfigError, match=f"^--draft {path}: contradicts --speculate {mode}; leave one"):
@@ -147,11 +147,11 @@ def test_auto_takes_the_model_of_the_family_with_most_nearly_a_tenth_of_the_weig
     assert found.path == tmp_path / "right.gguf"
     assert "it has the tokens of served.gguf and 0." in found.why
     assert found.why.endswith("; of 2 that could it is the one with most nearly a tenth")
-    assert str(choose_draft(header, [served], context=100, free_bytes=None)).startswith("nothing guesses: none of the")
+    assert str(choose_draft(header, [served], context=100, free_bytes=None)).startswith("nothing drafts: none of the")
     small = choose_draft(header, paths, context=100, free_bytes=1000)
     assert (small.path, small.why) == (
         None,
-        "those that could guess for served.gguf do not fit the 1.00 kB that are free here",
+        "those that could draft for served.gguf do not fit the 1.00 kB that are free here",
     )
 
 

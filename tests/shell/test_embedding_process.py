@@ -187,7 +187,7 @@ class Process:
 
         async def load(service):
             service._child = self
-            return EmbedderReady(width=1, most_tokens=512, bytes=0)
+            return EmbedderReady(width=1, max_text_tokens=512, bytes=0)
 
         async def ask(service, task):
             self.asked.append(task)

@@ -88,7 +88,7 @@ class Run:
         self.position = 0
         units = units_of_model(header, files)
         window = StreamedWindow(index=0, assignment=assigned(0, units, streamed or (), slots), units=units)
-        self.streams = Streams([window], ahead_bytes=0, lock=False, usage=usage)
+        self.streams = Streams([window], read_ahead_bytes=0, lock=False, usage=usage)
         with self.streams.loading():
             self.model = WholeModel(files, OPTIONS, frozenset(), vocabulary=vocabulary_size(header))
         self.streamer = self.streams.streamer
@@ -177,7 +177,7 @@ def test_windows_of_layer_files_share_one_pool(tmp_path):
         units = units_of_window(files)
         assignment = assigned(first, units, range(last - first), 1)
         windows.append(StreamedWindow(index=number, assignment=assignment, units=units))
-    streams = Streams(windows, ahead_bytes=0, lock=False, usage=tmp_path / "usage")
+    streams = Streams(windows, read_ahead_bytes=0, lock=False, usage=tmp_path / "usage")
     assert streams.streamer.experts.units == frozenset((0, 1, 2, 3, 4, 5))
     streams.begin(models)
     position = 0
@@ -400,10 +400,10 @@ def test_a_ring_process_streams_by_expert_and_says_what_is_in_memory(tmp_path):
         route=1,
         width=512,
         host="127.0.0.1",
-        head=HeadPart(model=str(header.path), depth=1, at_once=1, chunk_rows=8, least_rows=1),
+        head=HeadPart(model=str(header.path), depth=1, at_once=1, chunk_rows=8, min_rows=1),
         step_timeout_s=5,
         options=OPTIONS,
-        ahead_bytes=0,
+        read_ahead_bytes=0,
         usage=str(tmp_path / "usage"),
     )
     head, streams = open_head(opening, lambda _: None, lambda _: None)

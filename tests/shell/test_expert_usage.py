@@ -12,7 +12,7 @@ import pytest
 from primad.engine.streaming import expert_usage
 from primad.engine.streaming.expert_usage import (
     LEFT_S,
-    MOST_AGE_S,
+    MAX_AGE_S,
     StoredFile,
     UsageFolder,
     excess,
@@ -56,21 +56,21 @@ def test_what_was_counted_is_there_again(tmp_path):
 
 def test_the_newest_stay():
     files = [file(f"{age}.json", age) for age in (5, 1, 4, 2, 3)]
-    assert names(excess(files, NOW, most_files=3)) == ["4.json", "5.json"]
-    assert names(excess(files, NOW, most_age_s=4.5)) == ["5.json"]
+    assert names(excess(files, NOW, max_files=3)) == ["4.json", "5.json"]
+    assert names(excess(files, NOW, max_age_s=4.5)) == ["5.json"]
     assert excess(files, NOW) == []
-    assert names(excess([*files, file("old.json", MOST_AGE_S + 1)], NOW)) == ["old.json"]
+    assert names(excess([*files, file("old.json", MAX_AGE_S + 1)], NOW)) == ["old.json"]
 
 
 def test_a_file_on_its_way_stays_until_nobody_writes_it_any_more():
     files = [file("a.json.1", 1), file("b.json.2", LEFT_S + 1), file("a.json", 2)]
     assert names(excess(files, NOW)) == ["b.json.2"]
-    assert names(excess(files, NOW, most_files=0)) == ["a.json", "b.json.2"]
+    assert names(excess(files, NOW, max_files=0)) == ["a.json", "b.json.2"]
 
 
 def test_a_folder_with_too_many_lets_the_oldest_go_when_one_is_added(tmp_path):
     place = tmp_path / "usage"
-    folder = UsageFolder(place, most_files=3)
+    folder = UsageFolder(place, max_files=3)
     for number in range(3):
         folder.save(f"layer-{number}", counted())
         os.utime(place / f"layer-{number}.json", (time.time() - 100 + number,) * 2)

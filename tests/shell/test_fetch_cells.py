@@ -227,10 +227,10 @@ def test_what_is_lacking_of_many_blocks_takes_little_memory(tmp_path):
     blocks = [KvBlock(key=f"{number:032x}", before="", start=0, end=1) for number in range(MAX_BLOCKS // 8)]
     tracemalloc.start()
     lacking = lacking_layers(KvStore(tmp_path), blocks, [(0, MAX_LAYERS)] * MAX_LAYERS, verify=False)
-    _, most_bytes = tracemalloc.get_traced_memory()
+    _, max_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(lacking) == len(blocks)
-    assert most_bytes < 1 << 20
+    assert max_bytes < 1 << 20
 
 
 def test_who_is_silent_is_waited_for_no_longer_than_was_asked(tmp_path):

@@ -7,11 +7,11 @@ import msgspec
 from primad.cli.fit import what_is_marked
 from primad.gguf.model import open_model
 from primad.head.serve import NO_TEMPLATE, template_of
-from primad.planning.fit import Fit, FitAnswer
+from primad.planning.fit import Fit, FitResult
 
 
 class Said(list[str]):
-    def say(self, line: str) -> None:
+    def report_line(self, line: str) -> None:
         self.append(line)
 
 
@@ -27,8 +27,8 @@ def test_a_model_without_a_chat_template_is_said_to_have_none(smollm2, gemma3):
 
 def test_a_star_is_explained_where_there_is_one_and_its_lack_where_there_is_none():
     fit = Fit(name="toy-q4k", model="Toy", bytes=1, runs="memory", why="", tokens_per_s=9.0, is_best=True)
-    answer = FitAnswer(schema=1, devices=["desk"], models=[fit], help="")
+    answer = FitResult(schema=1, devices=["desk"], models=[fit], help="")
     assert what_is_marked(answer).startswith("* the largest that write at least 5 tokens/s")
-    slow = FitAnswer(schema=1, devices=["desk"], models=[msgspec.structs.replace(fit, is_best=False)], help="")
+    slow = FitResult(schema=1, devices=["desk"], models=[msgspec.structs.replace(fit, is_best=False)], help="")
     assert what_is_marked(slow).startswith("none of them writes 5 tokens/s here")
     assert "primad profile --remeasure" in what_is_marked(slow)

@@ -148,7 +148,7 @@ async def hundred_dribblers(port: int) -> None:
 
 
 FLOODS = [thousand_silent, thousand_greetings, thousand_strangers, hundred_dribblers]
-MOST_GROWTH_BYTES = 128 << 20
+MAX_GROWTH_BYTES = 128 << 20
 
 
 @pytest.mark.slow
@@ -161,6 +161,6 @@ def test_a_flood_costs_little_and_its_connections_are_dropped(flood: Callable[[i
         growth = process.memory_info().rss - before
         note("answer in a flood", max(answers), f"{len(answers)} answers; {growth / 2**20:.1f} MiB more")
         assert len(answers) >= 2
-        assert growth < MOST_GROWTH_BYTES
+        assert growth < MAX_GROWTH_BYTES
         while sys.platform == "linux" and process.num_fds() >= 100:
             time.sleep(0.05)  # the last are still being closed

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from halda import DeviceProfile, HelpedSpeed
+from halda import DeviceProfile, OffloadSpeed
 from halda.assignment import in_memory
 from primad.daemon import memory_watch
 from primad.daemon.gpu_care import GpuCare
@@ -30,7 +30,7 @@ from tools import synth
 
 GIB = 1 << 30
 PATIENCE_S = 180
-HELPED = HelpedSpeed(type="Q4_K", few_bytes_per_s=5e9, prefill_flop_per_s=2e12)
+OFFLOADED = OffloadSpeed(type="Q4_K", few_bytes_per_s=5e9, prefill_flop_per_s=2e12)
 OPTIONS = EngineOptions(context=64, sequences=1, rows=16, threads=1, batch_threads=1, kv_type="f16", lock=False)
 
 
@@ -45,7 +45,7 @@ def opening(*windows: WindowSource) -> Open:
         head=None,
         step_timeout_s=60.0,
         options=OPTIONS,
-        ahead_bytes=0,
+        read_ahead_bytes=0,
         usage=None,
     )
 
@@ -139,16 +139,16 @@ def test_a_window_without_gpu_is_loaded_once(tmp_path):
     assert len(tried) == 1
 
 
-def helped(source: WindowSource) -> WindowSource:
-    return msgspec.structs.replace(source, assignment=replace(source.assignment, helped=True))
+def prefill_offload(source: WindowSource) -> WindowSource:
+    return msgspec.structs.replace(source, assignment=replace(source.assignment, prefill_offload=True))
 
 
 @pytest.mark.parametrize(("gpu_layers", "fits"), [(0, 0), (4, 4), (4, 3)])
 def test_help_is_given_up_before_layers_are(tmp_path, gpu_layers, fits):
-    asked, told = opening(helped(window(tmp_path / "a", 6, gpu_layers)), window(tmp_path / "b", 2, 0)), []
+    asked, told = opening(prefill_offload(window(tmp_path / "a", 6, gpu_layers)), window(tmp_path / "b", 2, 0)), []
 
     def load(each: Open) -> Open:
-        if sum(on_gpu(each)) > fits or any(source.assignment.helped for source in each.windows):
+        if sum(on_gpu(each)) > fits or any(source.assignment.prefill_offload for source in each.windows):
             raise EngineError("no room")
         return each
 
@@ -159,12 +159,12 @@ def test_help_is_given_up_before_layers_are(tmp_path, gpu_layers, fits):
 
 
 def test_what_help_holds_is_told_and_plans_without_room_for_it_have_none():
-    care, helping = Care(), replace(PROFILE, gpu=replace(GPU, helped=(HELPED,)))
+    care, offloading = Care(), replace(PROFILE, gpu=replace(GPU, prefill_offload=(OFFLOADED,)))
     care.has(1, GpuLoaded(layers=0, planned=0, held_bytes=5, why=""))
-    assert care.bounded(helping) == helping
+    assert care.bounded(offloading) == offloading
     care.released(1)
     care.has(2, GpuLoaded(layers=0, planned=0, held_bytes=0, why="out of memory"))
-    assert care.bounded(helping) == PROFILE
+    assert care.bounded(offloading) == PROFILE
     assert care.changes == 1
     assert "too little memory left to help with prompts" in care.said[0]
 
@@ -179,12 +179,12 @@ class Care(GpuCare):
         self.again: list[str] = []
         self.room = asyncio.Event()
         self.device = PROFILE
-        self.attend(lambda: self.device, say=self.said.append, changed=self.count, recovered=self.tell)
+        self.attend(lambda: self.device, report_line=self.said.append, changed=self.count, recovered=self.notify)
 
     def count(self) -> None:
         self.changes += 1
 
-    async def tell(self) -> None:
+    async def notify(self) -> None:
         self.room.set()
 
     def has(self, number: int, event: GpuLoaded) -> None:

@@ -1,4 +1,4 @@
-"""A worker that guesses for a head: with the whole of a model out of layer files, in a process of its own."""
+"""A worker that drafts for a head: with the whole of a model out of layer files, in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from msgspec.structs import replace
 
 from primad.daemon.draft_process import DraftingProcess
 from primad.daemon.layer_files import Workspace, copy_layers
-from primad.daemon.station import Station
+from primad.daemon.station import Node
 from primad.errors import ProtocolError
 from primad.gguf.model import open_model
 from primad.gguf.windows import ModelCutter, vocabulary_size
-from primad.head.rings.drafting import GuessesElsewhere
+from primad.head.rings.drafting import RemoteDrafter
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.network.messages import (
-    GuessesMade,
-    GuessLoad,
-    GuessRelease,
-    GuessState,
-    GuessText,
+    DraftInput,
+    DraftModelState,
+    DraftsMade,
+    LoadDraft,
+    ReleaseDraft,
     WorkerMessage,
     decode_from_head,
 )
 from primad.planning.draft_model import draft_model
-from primad.ring.messages import GuessAt, GuessesHeard, RingCommand
-from primad.ring.speculation.drafter import Guess
+from primad.ring.messages import DraftPlaceChanged, DraftsHeard, RingCommand
+from primad.ring.speculation.drafter import DraftToken
 from primad.ring.speculation.messages import Drafted, DraftText
 from primad.ring.speculation.tree import TreeNode, first_path
 from primad.settings.config import load_config, open_home
@@ -41,7 +41,7 @@ from primad.system.wire import encode
 from primad.trust.identity import new_identity
 from primad.trust.local_trust import LocalTrust
 from primad.trust.trust import TrustStore
-from primad.worker.drafting import Guessing
+from primad.worker.drafting import DraftService
 from tools.synth import write_model
 
 TEXT = [5, 9, 40, 5, 9]
@@ -50,7 +50,7 @@ Kind = TypeVar("Kind")
 
 
 class Worker:
-    """A worker's part that guesses, and what it told the head and the owner."""
+    """A worker's part that drafts, and what it told the head and the owner."""
 
     def __init__(self, home: Path) -> None:
         config = load_config({"home": home, "name": "lap", "host": "127.0.0.1"}, {})
@@ -64,15 +64,15 @@ class Worker:
         )
         identity = new_identity()
         trust = TrustStore(home, identity, LocalTrust(home / "local"))
-        station = Station(config=config, workspace=self.place, identity=identity, trust=trust)
+        node = Node(config=config, workspace=self.place, identity=identity, trust=trust)
         self.told: asyncio.Queue[WorkerMessage] = asyncio.Queue()
         self.said: list[str] = []
-        self.guessing = Guessing(
-            station,
+        self.guessing = DraftService(
+            node,
             context=cast("Any", None),
             number=count(1).__next__,
-            tell=self.told.put,
-            say=self.said.append,
+            notify=self.told.put,
+            report_line=self.said.append,
         )
 
     async def hear(self, kind: type[Kind], wanted: Callable[[Kind], bool] = lambda _: True) -> Kind:
@@ -84,13 +84,13 @@ class Worker:
                     return message
 
 
-def a_load(cutter: ModelCutter, epoch: int, context: int = 64) -> GuessLoad:
-    return GuessLoad(
+def a_load(cutter: ModelCutter, epoch: int, context: int = 64) -> LoadDraft:
+    return LoadDraft(
         epoch=epoch,
         window=cutter.without_text(),
         vocabulary=vocabulary_size(cutter.header),
         context=context,
-        most=3,
+        maximum=3,
         first=0,
         sources=[],
     )
@@ -105,18 +105,18 @@ def process_of(worker: Worker) -> psutil.Process:
 
 def path_of(drafted: Drafted) -> int:
     """How long the first path is."""
-    nodes = [TreeNode(Guess(token=0, sure=0.0), parent) for parent in drafted.parents]
+    nodes = [TreeNode(DraftToken(token=0, sure=0.0), parent) for parent in drafted.parents]
     return len(first_path(nodes))
 
 
-async def guessed_by_file(path: Path, log: Path) -> Drafted:
-    """What a process guesses that has the model file."""
+async def drafted_by_file(path: Path, log: Path) -> Drafted:
+    """What a process drafts that has the model file."""
     process = await DraftingProcess.start(log)
     try:
-        process.tell(replace(draft_model(path, open_model(path), context=64, threads=1), most=3))
-        process.tell(DraftText(number=1, tokens=TEXT))
+        process.notify(replace(draft_model(path, open_model(path), context=64, threads=1), maximum=3))
+        process.notify(DraftText(number=1, tokens=TEXT))
         async with asyncio.timeout(PATIENCE_S):
-            async for drafted in process.guesses():
+            async for drafted in process.drafts():
                 if path_of(drafted) == 3:
                     return drafted
     finally:
@@ -130,23 +130,25 @@ def test_it_guesses_out_of_layer_files_what_a_model_file_does_until_nobody_needs
     write_model(path, layers=2, tied=tied)
 
     async def once() -> None:
-        expected = await guessed_by_file(path, tmp_path / "log")
+        expected = await drafted_by_file(path, tmp_path / "log")
         cutter, worker = ModelCutter(open_model(path)), Worker(tmp_path / "home")
         load = a_load(cutter, 1)
         await copy_layers(cutter, worker.place.cache, load.window.layers, lambda _: None)
         await worker.guessing.load(load, 1)
-        assert await worker.hear(GuessState) == GuessState(epoch=1, ready=False)
-        assert await worker.hear(GuessState) == GuessState(epoch=1, ready=True)
-        worker.guessing.tell(2, DraftText(number=8, tokens=[1]))
-        worker.guessing.tell(1, DraftText(number=1, tokens=TEXT))
-        made = await worker.hear(GuessesMade, lambda each: path_of(each.drafted) == 3)
+        assert await worker.hear(DraftModelState) == DraftModelState(epoch=1, ready=False)
+        assert await worker.hear(DraftModelState) == DraftModelState(epoch=1, ready=True)
+        worker.guessing.notify(2, DraftText(number=8, tokens=[1]))
+        worker.guessing.notify(1, DraftText(number=1, tokens=TEXT))
+        made = await worker.hear(DraftsMade, lambda each: path_of(each.drafted) == 3)
         assert (made.epoch, made.drafted.number, made.drafted.tokens) == (1, 1, expected.tokens)
         assert (made.drafted.parents, made.drafted.sures) == (expected.parents, pytest.approx(expected.sures))
         await worker.guessing.load(a_load(cutter, 2), 1)
-        assert await worker.hear(GuessState) == GuessState(epoch=2, ready=True), "the next ring has the same process"
+        assert await worker.hear(DraftModelState) == DraftModelState(epoch=2, ready=True), (
+            "the next ring has the same process"
+        )
         await worker.guessing.release(1)
-        worker.guessing.tell(2, DraftText(number=1, tokens=TEXT))
-        assert (await worker.hear(GuessesMade)).epoch == 2
+        worker.guessing.notify(2, DraftText(number=1, tokens=TEXT))
+        assert (await worker.hear(DraftsMade)).epoch == 2
         process = process_of(worker)
         await worker.guessing.release(2)
         assert not process.is_running()
@@ -163,21 +165,21 @@ def test_the_head_hears_that_a_model_cannot_be_had_or_is_gone(tmp_path):
         cutter, worker = ModelCutter(open_model(path)), Worker(tmp_path / "home")
         load = a_load(cutter, 1)
         await worker.guessing.load(load, 1)
-        gone = await worker.hear(GuessState, lambda state: bool(state.error))
+        gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
         assert "no device was named that has them" in gone.error
         await copy_layers(cutter, worker.place.cache, load.window.layers, lambda _: None)
         await worker.guessing.load(load, 1)
-        await worker.hear(GuessState, lambda state: state.ready)
+        await worker.hear(DraftModelState, lambda state: state.ready)
         process_of(worker).kill()
-        gone = await worker.hear(GuessState, lambda state: bool(state.error))
-        assert gone.error == "the process that guesses was ended by SIGKILL"
-        assert worker.said[-1] == f"guesses no more: {gone.error}"
+        gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
+        assert gone.error == "the draft process was ended by SIGKILL"
+        assert worker.said[-1] == f"drafts no more: {gone.error}"
         await worker.guessing.load(load, 1)
-        await worker.hear(GuessState, lambda state: state.ready)
+        await worker.hear(DraftModelState, lambda state: state.ready)
         process = process_of(worker)
         await worker.guessing.stop("paused by its owner")
         assert not process.is_running()
-        assert (await worker.hear(GuessState)).error == "paused by its owner"
+        assert (await worker.hear(DraftModelState)).error == "paused by its owner"
 
     asyncio.run(once())
 
@@ -193,11 +195,11 @@ def test_a_device_without_memory_for_a_model_fetches_none_of_it(tmp_path, monkey
     async def once() -> None:
         worker = Worker(tmp_path / "home")
         await worker.guessing.load(replace(load, memory_bytes=weights + 1), 1)
-        gone = await worker.hear(GuessState, lambda state: bool(state.error))
+        gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
         assert "free there" in gone.error, "the KV cache is more than what the weights leave"
         free.available_bytes = 999
         await worker.guessing.load(load, 1)
-        gone = await worker.hear(GuessState, lambda state: bool(state.error))
+        gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
         assert "do not fit the 999 B that are free there" in gone.error
 
     asyncio.run(once())
@@ -209,13 +211,13 @@ def test_a_model_that_is_not_whole_is_refused_before_anything_is_fetched(tmp_pat
     cutter = ModelCutter(open_model(path))
     load = a_load(cutter, 1)
     assert decode_from_head(encode(load)) == load
-    with pytest.raises(ProtocolError, match="a model that guesses and is not whole"):
-        decode_from_head(encode(GuessLoad(**{**as_fields(load), "window": cutter.spec(0, 1, 2)})))
+    with pytest.raises(ProtocolError, match="a model that drafts and is not whole"):
+        decode_from_head(encode(LoadDraft(**{**as_fields(load), "window": cutter.spec(0, 1, 2)})))
     with pytest.raises(ProtocolError, match="not a control message"):
-        decode_from_head(encode(GuessLoad(**{**as_fields(load), "context": 0})))
+        decode_from_head(encode(LoadDraft(**{**as_fields(load), "context": 0})))
 
 
-def as_fields(load: GuessLoad) -> dict[str, Any]:
+def as_fields(load: LoadDraft) -> dict[str, Any]:
     return {name: getattr(load, name) for name in load.__struct_fields__}
 
 
@@ -227,17 +229,17 @@ class Link:
     def __init__(self) -> None:
         self.sent: asyncio.Queue[object] = asyncio.Queue()
 
-    def guesses_for(self, guesses: GuessesElsewhere) -> None:
-        self.guesses = guesses
+    def drafts_for(self, drafts: RemoteDrafter) -> None:
+        self.drafts = drafts
 
-    def forget_guesses(self, _: GuessesElsewhere) -> None: ...
+    def forget_drafts(self, _: RemoteDrafter) -> None: ...
 
     async def send(self, message: object) -> None:
         await self.sent.put(message)
 
 
 class Elsewhere:
-    """The head's side of a ring whose model is to guess on ``lap``, and what its ring process and its owner hear."""
+    """The head's side of a ring whose model is to draft on ``lap``, and what its ring process and its owner hear."""
 
     def __init__(self, path: Path, *, head_has_room: bool = True) -> None:
         write_model(path, layers=2)
@@ -250,12 +252,12 @@ class Elsewhere:
         inputs = SimpleNamespace(
             epoch=4,
             draft=draft,
-            promise=SimpleNamespace(plan=SimpleNamespace(head="desk")),
+            forecast=SimpleNamespace(plan=SimpleNamespace(head="desk")),
             service=SimpleNamespace(draft=draft, draft_source=source, head_has_room=head_has_room),
-            reporter=SimpleNamespace(say=self.said.append),
+            reporter=SimpleNamespace(report_line=self.said.append),
         )
         ways = SimpleNamespace(sources=self._no_sources)
-        self.guesses = GuessesElsewhere(
+        self.drafts = RemoteDrafter(
             cast("Any", inputs), "lap", lambda: cast("Any", self.link), cast("Any", ways), self.ring.put
         )
 
@@ -267,18 +269,18 @@ class Elsewhere:
         link = self.link
         assert link is not None
         load = await link.sent.get()
-        assert isinstance(load, GuessLoad)
+        assert isinstance(load, LoadDraft)
         assert (load.epoch, load.window) == (4, ModelCutter(self.header).without_text())
-        self.guesses.ask(DraftText(number=1, tokens=TEXT))
-        self.guesses.hear(GuessState(epoch=4, ready=False))
-        self.guesses.hear(GuessState(epoch=4, ready=True))
-        assert await self.ring.get() == GuessAt("elsewhere")
-        assert self.guesses.place == "lap"
+        self.drafts.ask(DraftText(number=1, tokens=TEXT))
+        self.drafts.hear(DraftModelState(epoch=4, ready=False))
+        self.drafts.hear(DraftModelState(epoch=4, ready=True))
+        assert await self.ring.get() == DraftPlaceChanged("elsewhere")
+        assert self.drafts.place == "lap"
         return link
 
     async def run(self, steps: Coroutine[Any, Any, None]) -> None:
         """``steps`` while it runs."""
-        running = asyncio.create_task(self.guesses.run())
+        running = asyncio.create_task(self.drafts.run())
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await steps
@@ -291,25 +293,25 @@ def test_a_head_passes_guesses_on_that_are_some_and_guesses_itself_while_the_dev
 
     async def once() -> None:
         head = Elsewhere(tmp_path / "small.gguf")
-        guesses = head.guesses
+        drafts = head.drafts
 
         async def steps() -> None:
             link = await head.get_ready()
-            guesses.ask(DraftText(number=2, tokens=TEXT))
-            assert await link.sent.get() == GuessText(epoch=4, task=DraftText(number=2, tokens=TEXT))
+            drafts.ask(DraftText(number=2, tokens=TEXT))
+            assert await link.sent.get() == DraftInput(epoch=4, task=DraftText(number=2, tokens=TEXT))
             bad = Drafted(number=2, known=5, tokens=[vocabulary_size(head.header)], sures=[0.5])
             good = Drafted(number=2, known=5, tokens=[7], sures=[0.5])
-            guesses.hear(GuessesMade(epoch=4, drafted=bad))
-            guesses.hear(GuessesMade(epoch=4, drafted=good))
-            assert await head.ring.get() == GuessesHeard(good)
-            guesses.lost("its primad ended")
-            assert await head.ring.get() == GuessAt("here")
-            assert guesses.place == "desk"
+            drafts.hear(DraftsMade(epoch=4, drafted=bad))
+            drafts.hear(DraftsMade(epoch=4, drafted=good))
+            assert await head.ring.get() == DraftsHeard(good)
+            drafts.lost("its primad ended")
+            assert await head.ring.get() == DraftPlaceChanged("here")
+            assert drafts.place == "desk"
             head.link = Link()
             await head.get_ready()
 
         await head.run(steps())
-        assert head.said == ["lap does not guess: its primad ended; this device does"]
+        assert head.said == ["lap does not draft: its primad ended; this device does"]
 
     asyncio.run(once())
 
@@ -322,9 +324,9 @@ def test_a_device_that_the_owner_of_the_head_pauses_guesses_no_more_until_it_may
 
         async def steps() -> None:
             link, head.link = await head.get_ready(), None
-            assert await head.ring.get() == GuessAt("nowhere")
-            assert head.guesses.place is None
-            assert await link.sent.get() == GuessRelease(epoch=4)
+            assert await head.ring.get() == DraftPlaceChanged("nowhere")
+            assert head.drafts.place is None
+            assert await link.sent.get() == ReleaseDraft(epoch=4)
             head.link = link
             await head.get_ready()
 

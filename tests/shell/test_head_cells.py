@@ -1,4 +1,4 @@
-"""A head that looks after KV cells: keepers hear of them, rings go on from them, and nobody keeps what is over."""
+"""A head that looks after KV cells: replicas hear of them, rings go on from them, and nobody keeps what is over."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_keeper_is_told_what_another_device_keeps_and_from_whom_it_comes(lab):
         ring.keep(request, *blocks)
         await nas.wait(lambda: any(hold.blocks == blocks for hold in nas.held))
         await lap.wait(lambda: any(hold.blocks == blocks for hold in lap.held))
-        told = {copy["device"]: copy["keeper"] for copy in (await figures(here))["copies"]}
+        told = {copy["device"]: copy["replica"] for copy in (await figures(here))["copies"]}
         assert told == {"nas": "lap", "lap": "nas"}
         (layers,) = [ring.plan.windows_of("lap")[0][1]]
         assert nas.held[0].layers == [(layers.first, layers.last)]
@@ -188,10 +188,10 @@ def test_a_ring_that_keeps_nothing_is_given_nothing(lab, keeps):
     run(lab, test)
 
 
-@pytest.mark.parametrize(("most_s", "rows"), [(0.5, True), (0.4, False)])
-def test_more_than_some_seconds_of_rows_are_computed_in_chunks(lab, most_s, rows):
+@pytest.mark.parametrize(("max_s", "rows"), [(0.5, True), (0.4, False)])
+def test_more_than_some_seconds_of_rows_are_computed_in_chunks(lab, max_s, rows):
     async def test(here: Lab) -> None:
-        here.more_options = {"exact_replay_s": most_s}  # at 20 tokens a second, which are taken for likely
+        here.more_options = {"exact_replay_s": max_s}  # at 20 tokens a second, which are taken for likely
         (_, lap), ring, stream, request = await answering(here, "nas", "lap")
         ring.draw(request, *range(10))
         await stream.has(*range(10))

@@ -15,10 +15,10 @@ import pytest
 import zmq.asyncio
 
 from halda import DevicePrediction, Prediction
-from primad.api.page.desk import Loan, OtherCluster, ShownCode
+from primad.api.page.desk import DeviceLimit, OtherCluster, ShownCode
 from primad.daemon import memory_watch as memory_watch
 from primad.daemon.layer_files import Workspace
-from primad.daemon.station import Station
+from primad.daemon.station import Node
 from primad.errors import ClusterError, ConfigError, PlanError, RingError, WeightsError
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
@@ -26,7 +26,7 @@ from primad.gguf.profile import model_profile
 from primad.head import daemon as daemon_module
 from primad.head.daemon import HeadDaemon
 from primad.head.members import devices as devices_module
-from primad.head.members.core import ParticipationError
+from primad.head.members.core import StageError
 from primad.head.members.link_book import LinkBook
 from primad.head.model.options import ServeOptions
 from primad.head.model.service import service_of
@@ -41,8 +41,8 @@ from primad.membership.transitions import GREET_S
 from primad.membership.types import DeviceRefused, Effect, Event, State
 from primad.network.discovery import MulticastError
 from primad.network.messages import Dismiss, Introduce, Leaving, MemoryLow, MemoryRecovered, Revoked
-from primad.planning.corrections import LEAST_TOKENS
-from primad.planning.forecast import Promise
+from primad.planning.corrections import MIN_TOKENS
+from primad.planning.forecast import Forecast
 from primad.planning.plan import PlanRequest
 from primad.planning.run_config import RunConfig
 from primad.ring.messages import DecodeStatus, Finished, Sampled, Status
@@ -108,7 +108,7 @@ class Stream:
 
 def decoded(compute_s: float, *, token_s: float | None = None) -> Status:
     """What a ring process says whose latest tokens took ``compute_s`` each."""
-    figures = DecodeStatus(tokens=LEAST_TOKENS, token_s=token_s, compute_s=compute_s, stall_s=0.0, read_bytes=0.0)
+    figures = DecodeStatus(tokens=MIN_TOKENS, token_s=token_s, compute_s=compute_s, stall_s=0.0, read_bytes=0.0)
     return Status(steps=9, rows=9, compute_s=1.0, hop_s=[], rss_bytes=1, private_bytes=1, refused=0, decode=figures)
 
 
@@ -181,7 +181,7 @@ class Lab:
             wait_timeout_s=1.0,
             step_timeout_s=5.0,
             http_port=8080,
-            alone=False,
+            single_device=False,
             run=RunConfig(
                 extra_buffers="off",
                 context_tokens=64,
@@ -199,10 +199,10 @@ class Lab:
             usage=self.home / "v",
             build="a build",
         )
-        station = Station(config=config, workspace=place, identity=HEAD, trust=self.trust, timings=timings)
+        node = Node(config=config, workspace=place, identity=HEAD, trust=self.trust, timings=timings)
         self.daemon = HeadDaemon(
-            station,
-            service_of(station, self.header, model_profile(self.header), options),
+            node,
+            service_of(node, self.header, model_profile(self.header), options),
             profile=self.profile,
             backend=self.backend,
             reporter=self,
@@ -231,7 +231,7 @@ class Lab:
 
     # what a reporter does
 
-    def say(self, line: str) -> None:
+    def report_line(self, line: str) -> None:
         self.said.append(line)
         task = asyncio.create_task(self._notify())
         self._tasks.add(task)
@@ -243,7 +243,7 @@ class Lab:
     def wait(self, words: str) -> None:
         """Nobody looks."""
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Nothing is sampled here."""
 
     async def _notify(self) -> None:
@@ -269,7 +269,7 @@ def lab(monkeypatch, tmp_path, header) -> Callable[[], AbstractAsyncContextManag
     async def make() -> AsyncIterator[Lab]:
         async with gated(patience_s=PATIENCE_S) as context:
             made = Lab(tmp_path, context, header)
-            monkeypatch.setattr(planner_module, "solve_apart", made.solver)
+            monkeypatch.setattr(planner_module, "solve_in_process", made.solver)
             monkeypatch.setattr(planner_module, "complete", as_solved)
             monkeypatch.setattr(rings_module, "HeadRing", made.rings)
             monkeypatch.setattr(devices_module, "Discovery", made.discovery)
@@ -363,7 +363,7 @@ def test_the_devices_in_sight_serve_together(lab):
 
 
 def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_knows(lab, caplog, monkeypatch):
-    async def value(_: Planner, promise: Promise) -> float:
+    async def value(_: Planner, forecast: Forecast) -> float:
         return 10.0
 
     monkeypatch.setattr(Planner, "value", value)
@@ -379,7 +379,7 @@ def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_knows(la
         answers = 5  # until what they took is certain
         for _ in range(answers):
             stream, request = await here.stream(ring)
-            ring.finish(request, LEAST_TOKENS)
+            ring.finish(request, MIN_TOKENS)
             await stream.ends()
             await here.daemon._rings._learner
         assert ring.measured.wrong.device == "nas"
@@ -405,8 +405,8 @@ def test_a_head_that_was_measured_better_looks_for_a_better_plan(lab):
 
 
 def test_short_answers_and_those_beside_other_work_teach_nothing(lab, monkeypatch):
-    async def value(_: Planner, promise: Promise) -> float:
-        return 10.0 / len(promise.plan.devices)
+    async def value(_: Planner, forecast: Forecast) -> float:
+        return 10.0 / len(forecast.plan.devices)
 
     monkeypatch.setattr(Planner, "value", value)
 
@@ -418,7 +418,7 @@ def test_short_answers_and_those_beside_other_work_teach_nothing(lab, monkeypatc
         await here.daemon._planner.foreseeing
         ring.says = {"desk": decoded(0.02, token_s=0.08), "nas": decoded(0.06)}
         stream, request = await here.stream(ring)
-        ring.finish(request, LEAST_TOKENS - 1)
+        ring.finish(request, MIN_TOKENS - 1)
         await stream.ends()
         assert here.daemon._rings._learner is None
         here.rings.holds_back = True
@@ -426,7 +426,7 @@ def test_short_answers_and_those_beside_other_work_teach_nothing(lab, monkeypatc
         here.device("lap")
         shadow = await here.rings.find(lambda each: each is not ring)
         stream, request = await here.stream(ring)
-        ring.finish(request, LEAST_TOKENS)
+        ring.finish(request, MIN_TOKENS)
         await stream.ends()
         await here.daemon._rings._learner
         assert ring.measured is None
@@ -512,7 +512,7 @@ def test_a_named_device_whose_name_leads_nowhere_is_told_so(lab):
 
 def test_without_a_plan_in_the_first_place_the_program_ends_with_the_line(lab):
     async def test(here: Lab) -> None:
-        here.solver.least = 3
+        here.solver.minimum = 3
         here.device("nas")
         here.start()
         with pytest.raises(ExceptionGroup) as failed:
@@ -632,7 +632,7 @@ def test_a_device_that_its_owner_calls_otherwise_has_that_name_everywhere(lab):
         here.trust.add(trusted_now("attic", nas.key, BY_HAND))
         assert "it is called attic here now" in await here.says("nas is gone")
         await here.serves("attic", after=first.epoch)
-        assert [each.device for each in (await here.daemon.desk.devices()).devices] == ["attic"]
+        assert [each.device for each in (await here.daemon.admin_api.devices()).devices] == ["attic"]
 
     run(lab, test)
 
@@ -666,8 +666,8 @@ def test_the_loss_of_each_device_was_planned_for_before(lab):
         nas, _ = here.device("nas"), here.device("lap")
         here.start()
         first = await here.serves("nas", "lap")
-        await here.solver.wait(lambda: len(here.solver.foreseen) == 2)
-        assert here.solver.foreseen == [("desk", "nas"), ("desk", "lap")]
+        await here.solver.wait(lambda: len(here.solver.precomputed) == 2)
+        assert here.solver.precomputed == [("desk", "nas"), ("desk", "lap")]
         foreseeing = here.daemon._planner.foreseeing
         if foreseeing is not None:
             await asyncio.wait([foreseeing])
@@ -720,7 +720,7 @@ def test_a_device_that_speaks_again_keeps_its_ring(lab):
 
 def test_without_a_plan_for_the_rest_streams_end_with_an_error_and_a_device_that_returns_cures_it(lab):
     async def test(here: Lab) -> None:
-        here.solver.least = 2
+        here.solver.minimum = 2
         nas = here.device("nas")
         here.start()
         first = await here.serves("nas")
@@ -793,7 +793,7 @@ def test_a_device_whose_disk_is_full_is_left_out_of_the_first_ring(lab):
     async def test(here: Lab) -> None:
         here.device("nas")
         here.device("lap")
-        here.rings.errors = [ParticipationError("nas: the disk is full", "nas", "disk")]
+        here.rings.errors = [StageError("nas: the disk is full", "nas", "disk")]
         here.start()
         second = await here.serves("lap")
         assert second.epoch == 2
@@ -852,14 +852,14 @@ def test_answers_that_began_while_a_ring_was_formed_that_attends_otherwise_go_on
         here.rings.holds_back = True
         here.device("lap")
         shadow = await here.rings.find(lambda each: each.epoch > first.epoch)
-        assert (first.inputs.promise.flash, shadow.inputs.promise.flash) == (True, False)
+        assert (first.inputs.forecast.flash, shadow.inputs.forecast.flash) == (True, False)
         stream, request = await here.stream(first)
         first.draw(request, 10)
         await stream.has(10)
         here.rings.holds_back = False
         shadow.may_form.set()
         third = await here.serves("nas", "lap", after=shadow.epoch)
-        assert third.inputs.promise.flash == may_keep
+        assert third.inputs.forecast.flash == may_keep
         assert not shadow.generates
         assert [each.sampled for each in third.generates] == [[10]]
         assert bool([line for line in here.said if line == ATTENTION_CHANGES]) != may_keep
@@ -899,7 +899,7 @@ def test_a_device_that_leaves_hands_over_first_and_is_dismissed_then(lab):
         stream, request = await here.stream(first)
         first.draw(request, 10)
         here.rings.holds_back = True
-        await nas.tell(Leaving("its owner ended it"))
+        await nas.notify(Leaving("its owner ended it"))
         second = await here.rings.find(lambda each: each.epoch > first.epoch)
         assert second.workers == {"lap"}
         assert not any(isinstance(message, Dismiss) for message in nas.heard._queue)
@@ -919,11 +919,11 @@ def test_a_device_that_leaves_hands_over_first_and_is_dismissed_then(lab):
 
 def test_a_device_that_leaves_is_let_go_when_the_others_cannot_take_over(lab):
     async def test(here: Lab) -> None:
-        here.solver.least = 2
+        here.solver.minimum = 2
         nas = here.device("nas")
         here.start()
         first = await here.serves("nas")
-        await nas.tell(Leaving("its owner ended it"))
+        await nas.notify(Leaving("its owner ended it"))
         await nas.hear(Dismiss)
         assert await here.says("the other devices cannot take over")
         assert not first.closed, "it serves as long as it can"
@@ -939,19 +939,19 @@ def test_a_device_without_a_part_may_leave_at_once(lab):
         first = await here.serves("nas")
         lap = here.device("lap")
         await here.solver.wait(lambda: ("desk", "lap", "nas") in here.solver.asked)
-        await lap.tell(Leaving("its owner ended it"))
+        await lap.notify(Leaving("its owner ended it"))
         await lap.hear(Dismiss)
         assert not first.closed
 
     run(lab, test)
 
 
-async def press(ring: FakeRing, device: FakeDevice) -> None:
+async def report_memory_low(ring: FakeRing, device: FakeDevice) -> None:
     """``device`` has 123 bytes left for its part in ``ring``."""
     ring.inputs.devices.workers[device.name].attend(
         SimpleNamespace(epoch=ring.epoch, compare=lambda number, state: None)
     )
-    await device.tell(MemoryLow(epoch=ring.epoch, needed_bytes=1 << 30, ram_available_bytes=123))
+    await device.notify(MemoryLow(epoch=ring.epoch, needed_bytes=1 << 30, ram_available_bytes=123))
 
 
 def test_a_device_short_of_memory_is_planned_for_anew_and_the_stream_goes_on(lab):
@@ -965,7 +965,7 @@ def test_a_device_short_of_memory_is_planned_for_anew_and_the_stream_goes_on(lab
         first.draw(request, 10)
         here.rings.holds_back = True
         here.solver.layers = {"nas": 3}
-        await press(first, nas)
+        await report_memory_low(first, nas)
         second = await here.rings.find(lambda each: each.epoch > first.epoch)
         assert here.solver.memory["nas"] == 123
         first.draw(request, 11)
@@ -987,12 +987,12 @@ def test_a_device_that_has_room_again_is_planned_for_anew_when_that_gains(lab):
         here.start()
         first = await here.serves("nas")
         here.solver.layers = {"nas": 3}
-        await press(first, nas)
+        await report_memory_low(first, nas)
         second = await here.serves("nas", after=first.epoch)
         assert here.solver.memory["nas"] == 123
         here.solver.layers = {"nas": 4}
         here.solver.value = lambda _: 5.0
-        await nas.tell(MemoryRecovered(2 << 30))
+        await nas.notify(MemoryRecovered(2 << 30))
         await here.says("nas: there is memory again")
         third = await here.serves("nas", after=second.epoch)
         assert here.solver.memory["nas"] == 2 << 30
@@ -1084,7 +1084,7 @@ def test_a_device_that_is_paused_has_no_layers_until_it_is_resumed(lab):
         here.device("lap")
         here.start()
         first = await here.serves("lap", "nas")
-        await here.daemon.desk.lend(Loan(device="nas", is_paused=True))
+        await here.daemon.admin_api.limit_device(DeviceLimit(device="nas", is_paused=True))
         await here.says("nas: the owner lends less of it")
         second = await here.serves("lap", after=first.epoch)
         assert first.drained
@@ -1092,7 +1092,7 @@ def test_a_device_that_is_paused_has_no_layers_until_it_is_resumed(lab):
         (nas,) = [each for each in status["cluster"] if each["device"] == "nas"]
         assert (nas["phase"], nas["reason"]) == ("ready", "paused by the owner of this head")
         here.solver.value = lambda count: 10.0 / count
-        await here.daemon.desk.lend(Loan(device="nas"))
+        await here.daemon.admin_api.limit_device(DeviceLimit(device="nas"))
         assert await here.serves("lap", "nas", after=second.epoch)
 
     run(lab, test)
@@ -1104,10 +1104,10 @@ def test_plans_have_no_more_of_a_device_than_is_lent(lab):
         here.start()
         first = await here.serves("nas")
         here.solver.layers = {"nas": 3}
-        await here.daemon.desk.lend(Loan(device="nas", ram_bytes=1 << 30))
+        await here.daemon.admin_api.limit_device(DeviceLimit(device="nas", ram_bytes=1 << 30))
         await here.serves("nas", after=first.epoch)
         assert here.solver.memory["nas"] == 1 << 30
-        (nas,) = (await here.daemon.desk.devices()).devices
+        (nas,) = (await here.daemon.admin_api.devices()).devices
         assert (nas.device, nas.trusted, nas.in_sight, nas.ram_bytes) == ("nas", "yes", True, 1 << 30)
 
     run(lab, test)
@@ -1119,7 +1119,7 @@ def test_only_other_devices_that_are_trusted_are_lent(lab, device):
         here.start()
         await here.serves()
         with pytest.raises(ClusterError, match="no other device"):
-            await here.daemon.desk.lend(Loan(device=device, is_paused=True))
+            await here.daemon.admin_api.limit_device(DeviceLimit(device=device, is_paused=True))
 
     run(lab, test)
 
@@ -1131,16 +1131,16 @@ def test_another_cluster_is_imagined_and_nothing_changes(lab):
         here.start()
         ring = await here.serves("nas")
         asked = OtherCluster(without=["nas"], profiles=["mini-pc-n100-16gb", "mini-pc-n100-16gb"])
-        found = await here.daemon.desk.what_if(asked)
+        found = await here.daemon.admin_api.what_if(asked)
         assert [each.device for each in found.devices] == ["desk", "mini-pc-n100-16gb", "mini-pc-n100-16gb-2"]
         assert (found.tokens_per_s, found.now_tokens_per_s) == (5.0, 5.0)
-        here.solver.least = 2
+        here.solver.minimum = 2
         with pytest.raises(PlanError, match="there is no such plan: 1 devices are short"):
-            await here.daemon.desk.what_if(OtherCluster(without=["nas"]))
+            await here.daemon.admin_api.what_if(OtherCluster(without=["nas"]))
         with pytest.raises(ClusterError, match="desk: is no device to leave out; there are: nas"):
-            await here.daemon.desk.what_if(OtherCluster(without=["desk"]))
+            await here.daemon.admin_api.what_if(OtherCluster(without=["desk"]))
         with pytest.raises(ClusterError, match="no profile that comes with primad"):
-            await here.daemon.desk.what_if(OtherCluster(profiles=["../devices/mini-pc-n100-16gb"]))
+            await here.daemon.admin_api.what_if(OtherCluster(profiles=["../devices/mini-pc-n100-16gb"]))
         assert (await here.backend.status())["epoch"] == ring.epoch
 
     run(lab, test)
@@ -1151,18 +1151,18 @@ def test_the_desk_brings_the_code_that_a_device_shows_and_both_trust_each_other(
         nas = here.device("nas", trusted=False)
         here.solver.value = lambda count: 10.0 / count
         here.start()
-        alone = await here.serves()
+        single_device = await here.serves()
         who, paired = Who(device="nas", key=nas.key, cluster="test", version="0.1"), list[TrustedDevice]()
         server = PairingServer("127.0.0.1", Code(7, "lamp", "river"), who, paired.append)
         showing, at = asyncio.create_task(server.run()), f"127.0.0.1:{server.port}"
         with pytest.raises(ClusterError, match="not the one that is shown there"):
-            await here.daemon.desk.bring_code(ShownCode(code="7-lamp-stone", at=at))
+            await here.daemon.admin_api.bring_code(ShownCode(code="7-lamp-stone", at=at))
         with pytest.raises(ConfigError, match="no device address"):
-            await here.daemon.desk.bring_code(ShownCode(code="7-lamp-river", at="no where"))
-        assert (await here.daemon.desk.bring_code(ShownCode(code="7 lamp river", at=at))).device == "nas"
+            await here.daemon.admin_api.bring_code(ShownCode(code="7-lamp-river", at="no where"))
+        assert (await here.daemon.admin_api.bring_code(ShownCode(code="7 lamp river", at=at))).device == "nas"
         assert await showing is CodeOutcome.USED
         assert [each.device for each in paired] == ["desk"]
-        await here.serves("nas", after=alone.epoch)
+        await here.serves("nas", after=single_device.epoch)
 
     run(lab, test)
 
@@ -1172,8 +1172,8 @@ def test_the_desk_shows_a_code_approves_and_revokes(lab):
         here.device("nas", trusted=False)
         here.solver.value = lambda count: 10.0 / count
         here.start()
-        alone = await here.serves()
-        desk = here.daemon.desk
+        single_device = await here.serves()
+        desk = here.daemon.admin_api
         assert (await desk.devices()).code is None
         code = await desk.open_code()
         body = await desk.devices()
@@ -1181,7 +1181,7 @@ def test_the_desk_shows_a_code_approves_and_revokes(lab):
         assert body.code.code == code.code
         assert [(each.device, each.trusted) for each in body.devices] == [("nas", "no")]
         await desk.trust("nas", body.devices[0].key)
-        both = await here.serves("nas", after=alone.epoch)
+        both = await here.serves("nas", after=single_device.epoch)
         await desk.revoke(body.devices[0].key)
         assert [each.trusted for each in (await desk.devices()).devices] == ["revoked"]
         await here.serves(after=both.epoch)
@@ -1197,10 +1197,10 @@ def test_a_plan_with_the_same_windows_is_no_relief(lab):
         nas = here.device("nas")
         here.start()
         first = await here.serves("nas")
-        await press(first, nas)
+        await report_memory_low(first, nas)
         await here.says("no other plan asks less of nas: the best one has the same windows")
         assert not first.closed
-        await here.solver.wait(lambda: here.solver.foreseen.count(("desk",)) == 2)  # with what is left now
+        await here.solver.wait(lambda: here.solver.precomputed.count(("desk",)) == 2)  # with what is left now
 
     run(lab, test)
 

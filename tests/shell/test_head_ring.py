@@ -23,14 +23,14 @@ from primad.errors import (
 from primad.head.members.core import (
     AGAIN,
     SENT,
-    Blame,
+    Attribution,
     DeviceLostError,
-    ParticipationError,
+    StageError,
     StuckStepError,
-    blamed,
+    attributed,
     loads_again,
 )
-from primad.head.members.participation import Participation
+from primad.head.members.participation import Stage
 from primad.head.rings import ring as head_ring
 from primad.head.rings import routes as head_ways
 from primad.head.rings.ring import HeadRing
@@ -68,8 +68,8 @@ class Takes:
 
 def inputs_of(plan: Plan, **others: object) -> SimpleNamespace:
     """What a ring of epoch 5 is formed from, as far as a test needs it."""
-    promise = SimpleNamespace(plan=plan, prediction=None)
-    return SimpleNamespace(promise=promise, epoch=5, **others)
+    forecast = SimpleNamespace(plan=plan, prediction=None)
+    return SimpleNamespace(forecast=forecast, epoch=5, **others)
 
 
 def test_a_head_that_is_short_of_memory_is_told_of_and_goes_on():
@@ -97,7 +97,7 @@ def test_what_is_said_when_nobody_waits_for_it_any_more_is_no_trouble():
 
     async def once() -> None:
         cells = SimpleNamespace(expect=lambda _: None)
-        ring = HeadRing(SimpleNamespace(station=SimpleNamespace(workspace=SimpleNamespace(cells=cells))))
+        ring = HeadRing(SimpleNamespace(node=SimpleNamespace(workspace=SimpleNamespace(cells=cells))))
         for wanted in (ring._own, ring._serving, ring._drained):
             wanted.cancel()
         for event in (Opened("tcp://127.0.0.1:1", "key"), Serving(), Drained()):
@@ -132,16 +132,16 @@ def looking(*, own: tuple[int, ...] = (7, 7), **workers: tuple[int, ...]) -> Hea
     """The ring of ``PAIR``, whose devices have computed so many laps when they are asked, one time after the other."""
     impatient = Timings(head=HeadTimings(overdue_timeout_s=0.1))
     service = SimpleNamespace(options=SimpleNamespace(step_timeout_s=120.0))
-    ring = HeadRing(inputs_of(PAIR, station=SimpleNamespace(timings=impatient), service=service))
+    ring = HeadRing(inputs_of(PAIR, node=SimpleNamespace(timings=impatient), service=service))
     ring._process = Answers(*own)
     ring._process.ring = ring
-    ring._workers = {name: Answers(*laps) for name, laps in workers.items()}
+    ring._workers = {name: Answers(*ring_passes) for name, ring_passes in workers.items()}
     return ring
 
 
 def overdue(waited_s: float, *, is_first: bool = False) -> Overdue:
     """Four laps came back; the fifth one is step 12, and late."""
-    return Overdue(step=12, waited_s=waited_s, laps=4, is_first=is_first)
+    return Overdue(step=12, waited_s=waited_s, ring_passes=4, is_first=is_first)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_step_that_gets_no_further_is_between_who_had_it_and_who_has_not(own, 
             return
         with pytest.raises(StuckStepError, match=r"step 12 is out for 4\.0 s: \w+ says that it passed it on") as caught:
             await ring._find_fault(overdue(head_ring.LOST_S))
-        assert blamed(caught.value, PAIR).parties == parties
+        assert attributed(caught.value, PAIR).parties == parties
 
     asyncio.run(once())
 
@@ -177,9 +177,9 @@ def test_a_process_at_its_first_step_may_be_silent_for_longer_than_one_that_has_
             ring = looking(lap=(4,), tab=())
             asking = ring._find_fault(overdue(waited_s, is_first=is_first))
             if hangs:
-                with pytest.raises(ParticipationError, match="tab: its ring process hangs") as caught:
+                with pytest.raises(StageError, match="tab: its ring process hangs") as caught:
                     await asking
-                assert blamed(caught.value, PAIR).device == "tab"
+                assert attributed(caught.value, PAIR).device == "tab"
             else:
                 await asking
 
@@ -196,7 +196,7 @@ def test_when_the_time_of_a_step_is_up_the_parties_are_those_of_the_last_look():
         await ring._find_fault(overdue(1.0))
         with pytest.raises(StuckStepError, match="step 12 did not come back") as caught:
             await ring._attend_own(Late(), SimpleNamespace(windows=[]))
-        assert blamed(caught.value, PAIR).parties == ("lap", "tab")
+        assert attributed(caught.value, PAIR).parties == ("lap", "tab")
 
     asyncio.run(once())
 
@@ -244,7 +244,7 @@ class Home:
         self.ring = HeadRing(
             inputs_of(
                 PAIR,
-                station=SimpleNamespace(config=SimpleNamespace(host="::"), identity=SimpleNamespace(public="own key")),
+                node=SimpleNamespace(config=SimpleNamespace(host="::"), identity=SimpleNamespace(public="own key")),
                 layer_port=5,
                 devices=SimpleNamespace(
                     workers=self.links,
@@ -294,15 +294,15 @@ def test_a_worker_that_no_way_leads_to_is_to_blame_for_good(leaving):
     async def once() -> None:
         home = Home({("desk", "lap"): "192.168.1.7"}, lap="fe80::2%4")
         reason = r"no route to lap at fe80::2%4:9: Invalid argument; no route to lap at 192\.168\.1\.7:9: Invalid"
-        with pytest.raises(ParticipationError, match=reason) as caught:
+        with pytest.raises(StageError, match=reason) as caught:
             await home.ring._ways.to_head(home.links["lap"])
-        assert blamed(caught.value, PAIR) == Blame(reason=str(caught.value), device="lap", lasting=True)
+        assert attributed(caught.value, PAIR) == Attribution(reason=str(caught.value), device="lap", lasting=True)
 
     asyncio.run(once())
 
 
 @pytest.mark.parametrize(
-    ("device", "fault", "blame", "reason"),
+    ("device", "fault", "attribution", "reason"),
     [
         ("desk", "next", ("lap", ()), "it: what is wrong"),
         ("lap", "next", (None, ("tab", "lap")), "it: what is wrong"),
@@ -315,24 +315,24 @@ def test_a_worker_that_no_way_leads_to_is_to_blame_for_good(leaving):
         ("gone", "ring", ("gone", ()), "it: what is wrong"),
     ],
 )
-def test_who_accuses_another_device_is_a_party_and_the_head_is_trusted(device, fault, blame, reason):
+def test_who_accuses_another_device_is_a_party_and_the_head_is_trusted(device, fault, attribution, reason):
     """desk gives steps to lap, lap to tab, and tab to desk, the head."""
     text = f"{device}: the device before this one sent NaN" if fault == SENT else "it: what is wrong"
-    found = blamed(ParticipationError(text, device, fault), PAIR)
-    assert ((found.device, found.parties), found.reason) == (blame, reason)
+    found = attributed(StageError(text, device, fault), PAIR)
+    assert ((found.device, found.parties), found.reason) == (attribution, reason)
 
 
 def test_what_the_heads_process_says_of_the_ring_is_believed():
-    found = blamed(SenderError("the device before this one sent what is no step"), PAIR)
+    found = attributed(SenderError("the device before this one sent what is no step"), PAIR)
     assert (found.device, found.parties, found.reason) == (None, ("tab",), "tab sent what is no step")
-    assert blamed(AlteredStepError("step 1 came back with other rows"), PAIR).parties == ("lap", "tab")
-    assert blamed(NotFiniteError("layers 0 to 2 gave NaN"), PAIR) == Blame(reason="layers 0 to 2 gave NaN")
-    assert blamed(RingError("ended"), ALONE) == Blame(reason="ended")
+    assert attributed(AlteredStepError("step 1 came back with other rows"), PAIR).parties == ("lap", "tab")
+    assert attributed(NotFiniteError("layers 0 to 2 gave NaN"), PAIR) == Attribution(reason="layers 0 to 2 gave NaN")
+    assert attributed(RingError("ended"), ALONE) == Attribution(reason="ended")
 
 
 def test_nobody_is_to_blame_for_layers_that_are_loaded_again():
-    error = ParticipationError("lap: other programs need memory of the GPU", "lap", AGAIN)
-    assert blamed(error, PAIR) == Blame(reason=str(error))
+    error = StageError("lap: other programs need memory of the GPU", "lap", AGAIN)
+    assert attributed(error, PAIR) == Attribution(reason=str(error))
     assert [loads_again(each) for each in (error, LoadAgainError("the same"), RingError("broken"))] == [
         True,
         True,
@@ -347,9 +347,9 @@ def test_a_first_worker_that_the_heads_process_does_not_reach_is_to_blame():
 
     async def once() -> None:
         ring = Home(lap="192.168.1.7", tab="192.168.1.8").ring
-        with pytest.raises(ParticipationError, match="desk: the next device took no step") as caught:
+        with pytest.raises(StageError, match="desk: the next device took no step") as caught:
             await ring._attend_own(Blocked(), SimpleNamespace(route=4, windows=[]))
-        assert blamed(caught.value, PAIR) == Blame(reason=str(caught.value), device="lap")
+        assert attributed(caught.value, PAIR) == Attribution(reason=str(caught.value), device="lap")
 
     asyncio.run(once())
 
@@ -360,10 +360,10 @@ def test_a_worker_that_takes_no_messages_is_lost():
 
     async def once() -> None:
         deaf = SimpleNamespace(name="lap", send=send, next_ping=1, attend=lambda _: None)
-        part = Participation(deaf, SimpleNamespace(epoch=1), lambda *_: None)
+        part = Stage(deaf, SimpleNamespace(epoch=1), lambda *_: None)
         for asking in (part.load(), part.connect("tcp://127.0.0.1:1", "key", "key")):
             with pytest.raises(DeviceLostError, match="lap is gone: the device at lap:1 takes no messages") as caught:
                 await asking
-            assert blamed(caught.value, PAIR) == Blame(reason=str(caught.value), device="lap")
+            assert attributed(caught.value, PAIR) == Attribution(reason=str(caught.value), device="lap")
 
     asyncio.run(once())

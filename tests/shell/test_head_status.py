@@ -10,7 +10,7 @@ from typing import NoReturn
 from halda import Plan, Window
 from primad.errors import ClusterError
 from primad.head.rings.ring import HeadRing
-from primad.planning.forecast import Promise
+from primad.planning.forecast import Forecast
 from primad.ring.messages import Finished, MemoryStatus, Report, RingCommand, RingEvent, Status
 from primad.settings.timings import HeadTimings, Timings
 from tests.fakes.planning import model
@@ -30,7 +30,7 @@ MEMORY = MemoryStatus(
     resident=3,
     streamed=2,
     streams_output=False,
-    ahead_bytes=20,
+    read_ahead_bytes=20,
     resident_bytes=30,
     streamed_bytes=20,
     read_bytes=400,
@@ -113,10 +113,10 @@ class Lab:
 
     def __init__(self, lap: FakePart, nas: FakePart, timings: HeadTimings) -> None:
         inputs = SimpleNamespace(
-            promise=Promise.of(PLAN, model(), None, context_tokens=64),
+            forecast=Forecast.of(PLAN, model(), None, context_tokens=64),
             epoch=5,
             devices=SimpleNamespace(links=SimpleNamespace(between=lambda names: [])),
-            station=SimpleNamespace(timings=Timings(head=timings)),
+            node=SimpleNamespace(timings=Timings(head=timings)),
             listener=SimpleNamespace(deliver=lambda epoch, event: None),
         )
         self.ring, self.process = HeadRing(inputs), FakeProcess()

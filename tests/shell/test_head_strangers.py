@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from primad.api.page.desk import Loan
-from primad.head.desk import MOST_SHOWN, known_devices
+from primad.api.page.desk import DeviceLimit
+from primad.head.desk import MAX_SHOWN, known_devices
 from primad.head.members import devices as devices_module
-from primad.head.members.devices import MOST_TOLD
-from primad.head.model.limits import Lending
+from primad.head.members.devices import MAX_TOLD
+from primad.head.model.limits import DeviceLimits
 from primad.network.messages import Introduce
 from primad.network.peer import Peer
 from primad.trust.identity import key_hex, new_identity
@@ -37,12 +37,12 @@ A_PEER = Peer(
 
 def test_strangers_without_end_are_not_named_without_end(lab):
     async def test(here: Lab) -> None:
-        for number in range(MOST_TOLD + 3):
+        for number in range(MAX_TOLD + 3):
             here.device(f"stranger-{number}", trusted=False)
         here.device("nas")
         here.start()
         await here.serves("nas")
-        assert sum("is in sight, but not paired" in line for line in here.said) == MOST_TOLD
+        assert sum("is in sight, but not paired" in line for line in here.said) == MAX_TOLD
         assert sum("more devices that are not trusted" in line for line in here.said) == 1
 
     run(lab, test)
@@ -74,7 +74,7 @@ def test_a_device_that_says_it_is_another_gets_its_own_name_and_links(lab):
         here.discovery.sees(liar, at="liar")
         here.start()
         await here.serves("nas", "desk-2")
-        assert here.daemon.desk._devices.workers["nas"].key == nas.key
+        assert here.daemon.admin_api._devices.workers["nas"].key == nas.key
         told = {each.device: each.key for each in (await liar.hear(Introduce)).devices}
         assert told == {"nas": nas.key}
         links = here.daemon._devices.book.between(["desk", "nas", "desk-2"])
@@ -84,12 +84,12 @@ def test_a_device_that_says_it_is_another_gets_its_own_name_and_links(lab):
 
 
 def test_strangers_fill_no_list_of_devices_that_the_owner_is_shown(tmp_path):
-    trust, lending = TrustStore(tmp_path, HEAD, LocalTrust(tmp_path / "local")), Lending(tmp_path)
+    trust, device_limits = TrustStore(tmp_path, HEAD, LocalTrust(tmp_path / "local")), DeviceLimits(tmp_path)
     trust.add(trusted_now("nas", KEY, PAIRED))
-    lending.put(Loan(device="nas", is_paused=True))
-    strangers = [replace(A_PEER, device="nas", key=new_identity().public) for _ in range(MOST_SHOWN)]
-    shown = known_devices(trust, {KEY: "nas"}, [*strangers, replace(A_PEER, key=KEY)], lending)
-    assert len({each.device for each in shown}) == MOST_SHOWN
+    device_limits.put(DeviceLimit(device="nas", is_paused=True))
+    strangers = [replace(A_PEER, device="nas", key=new_identity().public) for _ in range(MAX_SHOWN)]
+    shown = known_devices(trust, {KEY: "nas"}, [*strangers, replace(A_PEER, key=KEY)], device_limits)
+    assert len({each.device for each in shown}) == MAX_SHOWN
     assert [(each.device, each.key) for each in shown if each.trusted == "yes"] == [("nas", key_hex(KEY))]
     assert [each.device for each in shown if each.is_paused] == ["nas"]
 

@@ -312,7 +312,7 @@ def test_a_stream_tells_how_much_of_its_prompt_is_computed_if_it_is_asked_to(pat
 
 
 def test_logprobs_of_answers_that_do_not_stream_have_a_bound_that_callers_share(monkeypatch):
-    monkeypatch.setattr(endpoint, "MOST_LISTED", 100)
+    monkeypatch.setattr(endpoint, "MAX_LISTED", 100)
     app = create_app(FakeBackend(says("x" * 20)))
     asked = {"messages": HELLO, "logprobs": True, "top_logprobs": 9}
 

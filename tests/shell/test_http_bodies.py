@@ -14,7 +14,7 @@ from tests.fakes.backend import FakeBackend, says
 from tests.fakes.http import PATIENCE_S, BareClient
 
 CHAT = "/v1/chat/completions"
-MOST_BYTES = 8000
+MAX_BYTES = 8000
 
 
 class SlowClient(BareClient):
@@ -39,7 +39,7 @@ class SlowClient(BareClient):
 
 
 def scenario(monkeypatch, test, *script, **timings: float) -> None:
-    monkeypatch.setattr(http_app, "MAX_BODIES_BYTES", MOST_BYTES)
+    monkeypatch.setattr(http_app, "MAX_BODIES_BYTES", MAX_BYTES)
     app = create_app(FakeBackend(says(*script)), timings=ApiTimings(**timings))
 
     async def once() -> None:

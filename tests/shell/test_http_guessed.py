@@ -1,4 +1,4 @@
-"""What was guessed of an answer is told in its usage, and a client may ask that nothing is."""
+"""What was drafted of an answer is told in its usage, and a client may ask that nothing is."""
 
 from __future__ import annotations
 

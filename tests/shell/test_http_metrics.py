@@ -179,7 +179,7 @@ def test_what_a_device_says():
         "resident_layers": 23,
         "streamed_layers": 3,
         "streams_output": 0,
-        "ahead_bytes": 2e8,
+        "read_ahead_bytes": 2e8,
         "resident_bytes": 2.3e9,
         "streamed_bytes": 3e8,
         "read_bytes_total": 1.2e10,
@@ -201,7 +201,7 @@ def test_what_is_kept_of_answers():
     backend = FakeBackend(says())
     backend.ring = ring(device("desk", role="head")) | {"kv": msgspec.to_builtins(KV)}
     found = scrape(backend)
-    assert (found("kv_twice_bytes"), found("kv_lag_tokens"), found("kv_restores_total")) == (4.6e7, 12, 3)
+    assert (found("kv_replicated_bytes"), found("kv_lag_tokens"), found("kv_restores_total")) == (4.6e7, 12, 3)
     assert (found("kv_restored_tokens_total"), found("kv_restore_seconds_total")) == (2000, 0.4)
     assert (found("kv_computed_again_tokens_total"), found("kv_found_tokens_total")) == (31, 512)
 
@@ -211,7 +211,7 @@ def test_what_became_of_drafts():
     backend.ring = ring(device("desk", role="head")) | {"drafts": msgspec.to_builtins(DRAFTS)}
     found = scrape(backend)
     assert (found("draft_tokens_total"), found("draft_accepted_tokens_total")) == (200, 150)
-    assert (found("draft_skipped_tokens_total"), found("draft_tokens_a_lap")) == (30, 1.75)
+    assert (found("draft_skipped_tokens_total"), found("draft_tokens_per_pass")) == (30, 1.75)
 
 
 @pytest.mark.parametrize(("pressure", "level"), [("calm", 0), ("some", 1), ("high", 2), ("odd", None), (None, None)])

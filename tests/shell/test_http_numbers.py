@@ -16,7 +16,7 @@ from primad.api.answering.backend import FillInTokens, SamplingDefaults
 from primad.api.app import create_app
 from primad.api.dialects.ollama.job import NAMES
 from primad.api.http.dialect import COMPONENT
-from primad.api.page.desk import Loan
+from primad.api.page.desk import DeviceLimit
 from primad.api.page.routes import decoded
 from primad.errors import RequestError
 from tests.fakes.backend import ByteVocabulary, FakeBackend, says
@@ -59,7 +59,7 @@ def numbers_of(schema: Any, place: Place = (), base: Any = None) -> Iterator[tup
         yield place, json.dumps(resolved(schema), sort_keys=True), "NUMBER"
     for each in kinds:
         for name, inner in each.get("properties", {}).items():
-            others = {key: value for key, value in (base or least(each)).items() if key != name}
+            others = {key: value for key, value in (base or minimum(each)).items() if key != name}
             for found, said, text in numbers_of(inner, (*place, name)):
                 yield (
                     found,
@@ -74,16 +74,16 @@ def numbers_of(schema: Any, place: Place = (), base: Any = None) -> Iterator[tup
                     yield found, said, form.format(text)
 
 
-def least(schema: Any) -> Any:
+def minimum(schema: Any) -> Any:
     """Something small that the document allows."""
     schema = members(schema)[0]
     if "enum" in schema or "const" in schema:
         return schema.get("const", schema.get("enum", [None])[0])
     match schema.get("type"):
         case "object":
-            return {name: least(schema["properties"][name]) for name in schema.get("required", ())}
+            return {name: minimum(schema["properties"][name]) for name in schema.get("required", ())}
         case "array":
-            return [least(schema["items"])]
+            return [minimum(schema["items"])]
         case kind:
             return {"string": "x", "integer": 1, "number": 1, "boolean": True}.get(kind)
 
@@ -91,7 +91,7 @@ def least(schema: Any) -> Any:
 def bodies(path: str, seen: set[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Bodies for ``path``, each with the name of the field that has a number."""
     schema = resolved(DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"])
-    base = LIKELY.get(path.removesuffix("/input_tokens")) or least(schema)
+    base = LIKELY.get(path.removesuffix("/input_tokens")) or minimum(schema)
     for place, said, text in numbers_of(schema, base=base):
         known = (str(place[-1]), said) in seen
         seen.add((str(place[-1]), said))
@@ -167,4 +167,4 @@ def test_numbers_in_paths_queries_and_headers_make_no_500(path):
 def test_a_loan_is_so_many_bytes_as_there_may_be():
     for number in ("-1", "1e400", "NaN", '"1"', "true", "0.5", str(2**51), "9" * 400, "9" * 5000, "[]"):
         with pytest.raises(RequestError):
-            decoded(f'{{"device": "attic", "ram_bytes": {number}}}'.encode(), Loan)
+            decoded(f'{{"device": "attic", "ram_bytes": {number}}}'.encode(), DeviceLimit)

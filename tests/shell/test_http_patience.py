@@ -102,7 +102,7 @@ def test_an_answer_may_take_longer_than_a_request():
 
 def test_the_silent_make_room_for_who_asks():
     async def scenario() -> None:
-        async with patient(FakeBackend(says("Hi")), most_silent=5) as port, httpx.AsyncClient() as client:
+        async with patient(FakeBackend(says("Hi")), max_silent=5) as port, httpx.AsyncClient() as client:
             silent = [await raw(port) for _ in range(20)]
             answer = await client.get(f"http://127.0.0.1:{port}/health")
             assert answer.status_code == 200
@@ -193,7 +193,7 @@ def test_who_reads_a_large_answer_is_not_silent_meanwhile():
 
 def test_where_too_much_is_unread_who_reads_longest_makes_room():
     async def scenario() -> None:
-        async with patient(FakeBackend(says()), app=large, most_unread_bytes=64 << 20) as port:
+        async with patient(FakeBackend(says()), app=large, max_unread_bytes=64 << 20) as port:
             clients = [await unread(port, b"Connection: close\r\n") for _ in range(4)]
             assert [await is_cut_off(client) for client in reversed(clients)] == [False, False, True, True]
 
@@ -205,7 +205,7 @@ def test_one_machine_that_opens_all_connections_locks_no_other_out(monkeypatch):
     monkeypatch.setattr(http_patience, "machine_of", lambda address: address)
 
     async def scenario() -> None:
-        async with patient(FakeBackend(says("Hi")), most=8) as port:
+        async with patient(FakeBackend(says("Hi")), maximum=8) as port:
             greedy = [await raw(port) for _ in range(7)]
             for reader, _ in greedy[4:]:
                 assert (await until_closed(reader)).startswith(b"HTTP/1.1 503 ")
@@ -227,18 +227,18 @@ def test_one_machine_that_opens_all_connections_locks_no_other_out(monkeypatch):
 
 def test_who_sends_many_parts_is_read_a_little_at_a_time_and_others_in_long_pieces():
     """A health check waits for some turns of the loop, and each part of a body takes its time in one."""
-    most = dict.fromkeys(("parts", "plain"), 0)
+    maximum = dict.fromkeys(("parts", "plain"), 0)
 
     class Watching(Patience):
         turns = 0
 
         def read_next(self, connection: http_patience.PatientProtocol, read_bytes: int, parts: int) -> int:
             if parts <= http_patience.FEW_PARTS:
-                most["plain"] = max(most["plain"], read_bytes)
+                maximum["plain"] = max(maximum["plain"], read_bytes)
             else:
                 self.turns += 1
                 if self.turns > 4:  # both have said by then what they are
-                    most["parts"] = max(most["parts"], parts)
+                    maximum["parts"] = max(maximum["parts"], parts)
             return super().read_next(connection, read_bytes, parts)
 
     async def ask(port: int, head: bytes, body: bytes) -> bytes:
@@ -257,5 +257,5 @@ def test_who_sends_many_parts_is_read_a_little_at_a_time_and_others_in_long_piec
         assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in answers)
 
     asyncio.run(scenario())
-    assert most["parts"] <= http_patience.MOST_PARTS + 2
-    assert most["plain"] == http_patience.MOST_READ_BYTES
+    assert maximum["parts"] <= http_patience.MAX_PARTS + 2
+    assert maximum["plain"] == http_patience.MAX_READ_BYTES

@@ -9,7 +9,7 @@ import re
 import h11
 import pytest
 
-from primad.api.http.strict import MOST_HEAD_BYTES, StrictConnection
+from primad.api.http.strict import MAX_HEAD_BYTES, StrictConnection
 from tests.fakes.backend import FakeBackend, says
 from tests.shell.gated import raw, until_closed
 from tests.shell.test_http_patience import patient
@@ -167,5 +167,5 @@ def test_an_answer_has_the_bytes_that_h11_would_send(method, version, headers):
         events = [response, *(h11.Data(data=piece) for piece in pieces), h11.EndOfMessage()]
         return [connection.send(event) for event in events]
 
-    strict = StrictConnection(h11.SERVER, MOST_HEAD_BYTES)
+    strict = StrictConnection(h11.SERVER, MAX_HEAD_BYTES)
     assert sent(strict) == sent(h11.Connection(h11.SERVER))

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from primad.api.answering.calls.form import Markers
 from primad.api.answering.calls.forms import FORMS
-from primad.api.answering.generation import Answered, write
-from primad.api.answering.reading import AnswerReading
+from primad.api.answering.generation import WrittenChoice, write
+from primad.api.answering.reading import CompletionReading
 from primad.api.dialects.openai.job import completion_job
 from primad.api.dialects.openai.schema import CompletionRequest, parse
 from primad.cli.conversation import Received
@@ -302,15 +302,15 @@ def test_a_marker_may_be_a_control_token(monkeypatch):
     made = backend(IM_START, '{"name": "weather", "arguments": {"city": "Rome"}}', IM_END, "?", IM_END)
     marked = dataclasses.replace(FORMS["hermes"], markers=(Markers(begin="<|im_start|>", end="?"),))
     monkeypatch.setitem(FORMS, "marked", marked)
-    asked = AnswerReading(
+    asked = CompletionReading(
         form="marked", thinking=None, opened=False, functions={"weather": None}, several=True, shows_control=True
     )
     job = completion_job(parse(CompletionRequest, b'{"prompt": "Hi", "max_tokens": 99}'), made.model(), seed=1)
 
-    async def answer(reading: AnswerReading | None) -> Answered:
+    async def answer(reading: CompletionReading | None) -> WrittenChoice:
         asking = msgspec.structs.replace(job, reading=reading)
         async with aclosing(write(made, made.model().vocabulary, asking, job.choices[0], clock=float)) as written:
-            return Answered.of(job.choices[0], [part async for part in written])
+            return WrittenChoice.of(job.choices[0], [part async for part in written])
 
     read, plain = asyncio.run(answer(asked)), asyncio.run(answer(None))
     assert ([call.name for call in read.calls], read.text) == (["weather"], "")

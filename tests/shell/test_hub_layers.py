@@ -28,15 +28,15 @@ from primad.gguf.origins import RemoteFile
 from primad.gguf.ranged import RangedModel
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.gguf.windows import ModelCutter
-from primad.head.members.core import ParticipationError
-from primad.head.rings.loads import learn_drawn
+from primad.head.members.core import StageError
+from primad.head.rings.loads import learn_downloaded
 from primad.layers.cache import LayerCache
-from primad.layers.draw import draw_layers
-from primad.layers.givers import HubWays, WantedLayer
+from primad.layers.draw import download_layers
+from primad.layers.givers import HubRoutes, WantedLayer
 from primad.layers.server import LayerServer
 from primad.layers.whole import compare, is_compared
 from primad.network.gate import Gate
-from primad.network.messages import DrawnLayer
+from primad.network.messages import DownloadedLayer
 from primad.settings.timings import LayerTimings
 from primad.trust.identity import new_identity
 from tests.fakes.hub import PATIENCE_S, FakeHub, own_hub, serving
@@ -80,10 +80,10 @@ def draw(cutter: RangedCutter, cache: LayerCache, layers: list[WantedLayer]) -> 
     found: dict[str, tuple[str, bytes]] = {}
 
     async def once() -> None:
-        ways = HubWays(files=cutter.files, token=None, head=None, context=None, identity=None, timings=TIMINGS)
+        hub_routes = HubRoutes(files=cutter.files, token=None, head=None, context=None, identity=None, timings=TIMINGS)
         async with asyncio.timeout(PATIENCE_S):
-            await draw_layers(
-                ways, layers, cache, lambda _: None, lambda name, *rest: found.update({name: tuple(rest)})
+            await download_layers(
+                hub_routes, layers, cache, lambda _: None, lambda name, *rest: found.update({name: tuple(rest)})
             )
 
     asyncio.run(once())
@@ -216,7 +216,7 @@ def test_what_two_workers_say_otherwise_of_a_layer_ends_the_ring_by_name(cutter)
     size = 32 * chunk_count(layer.ref.size_bytes)
 
     def said(name: str, tree: bytes) -> None:
-        learn_drawn(cutter, {"lap": SimpleNamespace(drawn=[DrawnLayer(name, tree)])})
+        learn_downloaded(cutter, {"lap": SimpleNamespace(downloaded=[DownloadedLayer(name, tree)])})
 
     said(layer.origin.name, bytes(size))
     said(layer.origin.name, bytes(size))
@@ -225,7 +225,7 @@ def test_what_two_workers_say_otherwise_of_a_layer_ends_the_ring_by_name(cutter)
         (layer.origin.name, bytes(size + 1), "has no layer of the origin"),
         ("0" * 64, bytes(size), "has no layer of the origin"),
     ):
-        with pytest.raises(ParticipationError, match=rf"^lap: .*{says}"):
+        with pytest.raises(StageError, match=rf"^lap: .*{says}"):
             said(name, tree)
 
 
@@ -243,8 +243,10 @@ def bring(
             stack.callback(asyncio.create_task(server.run()).cancel)
             sources.append(here(device, own.public, server.port))
         files = [RemoteFile(f"https://{file.sha256}.test/", file.size_bytes, file.sha256) for file in cutter.files]
-        ways = HubWays(files=files, token=None, head=sources[0], context=context, identity=identity, timings=TIMINGS)
-        station = SimpleNamespace(
+        hub_routes = HubRoutes(
+            files=files, token=None, head=sources[0], context=context, identity=identity, timings=TIMINGS
+        )
+        node = SimpleNamespace(
             workspace=SimpleNamespace(cache=cache),
             config=SimpleNamespace(transfer_limit_bytes_per_s=None),
             timings=SimpleNamespace(layers=TIMINGS),
@@ -252,7 +254,7 @@ def bring(
         )
         refs, origins = [layer.ref for layer in layers], [layer.origin for layer in layers]
         named = lambda name, *rest: found.update({name: tuple(rest)})  # noqa: E731
-        await bring_layers(station, ways, sources, origins, refs, lambda _: None, named)
+        await bring_layers(node, hub_routes, sources, origins, refs, lambda _: None, named)
 
     async def bounded() -> None:
         context = zmq.asyncio.Context()
@@ -296,7 +298,7 @@ def test_a_file_that_changed_meanwhile_is_refused(hub, cutter, tmp_path):
 
 
 def test_a_range_that_only_trickles_is_given_up(hub, cutter, monkeypatch):
-    monkeypatch.setattr(hub_ranges, "MOST_RANGE_S", -1.0)
+    monkeypatch.setattr(hub_ranges, "MAX_RANGE_S", -1.0)
     with pytest.raises(HubError, match="it takes too long") as caught:
         HubRanges(own_hubs()).read(cutter.files[0], 0, 4)
     assert caught.value.again

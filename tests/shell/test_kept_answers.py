@@ -11,14 +11,14 @@ from halda.assignment import in_memory
 from primad.engine.protocol import GREEDY, WindowSource
 from primad.gguf.architectures.layers import layer_count
 from primad.gguf.header import read_header
-from primad.ring.head import Tell
+from primad.ring.head import Notify
 from primad.ring.keeping import prompt_blocks
 from primad.ring.loading import open_head
 from primad.ring.messages import Drained, Generate, HeadPart, KvKept, Open, PromptProgress, Sampled
 from tests.shell.test_cut_exact import OPTIONS, synth
 
 PROMPT = [(7 * place) % 90 + 3 for place in range(40)]
-DRAWN = msgspec.structs.replace(GREEDY, temperature=1.5, seed=3, presence_penalty=0.5, penalty_tokens=8)
+SAMPLED = msgspec.structs.replace(GREEDY, temperature=1.5, seed=3, presence_penalty=0.5, penalty_tokens=8)
 TOKENS = 24
 WIDE = {"width": 256, "head_width": 64}
 """Heads that whole blocks of Q8_0 fit."""
@@ -41,10 +41,10 @@ class OneDevice:
             route=1,
             width=256,
             host="127.0.0.1",
-            head=HeadPart(model=str(path), depth=1, at_once=2, chunk_rows=16, least_rows=16, keep_rows=5),
+            head=HeadPart(model=str(path), depth=1, at_once=2, chunk_rows=16, min_rows=16, keep_rows=5),
             step_timeout_s=60,
             options=options,
-            ahead_bytes=0,
+            read_ahead_bytes=0,
             usage=None,
             cells=str(cells),
         )
@@ -56,7 +56,7 @@ class OneDevice:
         for each in asked:
             self.head.submit(each)
         while not until(self.events) and (outcome := self.head.turn()) is not None:
-            assert isinstance(outcome, Tell)
+            assert isinstance(outcome, Notify)
             self.events += outcome.events
 
     def told(self, request):
@@ -71,7 +71,7 @@ class OneDevice:
 
     def close(self) -> None:
         self._streams.end()
-        self.head.shelf.close()
+        self.head.kv_writer.close()
         self.head._tail.release()
 
 
@@ -91,7 +91,7 @@ def device(tmp_path):
 
 
 def asked(request=1, *, sampled=(), **options) -> Generate:
-    common = {"prompt": PROMPT, "max_tokens": TOKENS, "sampling": DRAWN, "logprobs": 0, "root": "model and owner"}
+    common = {"prompt": PROMPT, "max_tokens": TOKENS, "sampling": SAMPLED, "logprobs": 0, "root": "model and owner"}
     return Generate(request=request, sampled=list(sampled), **{**common, **options})
 
 
@@ -111,7 +111,7 @@ def test_an_answer_goes_on_from_its_cells_bit_for_bit(device, kv_type, flash, se
         first.head.drain()
         first.run()
         assert Drained() in first.events
-    first.head.shelf.flush()
+    first.head.kv_writer.flush()
     second = device(options)
     for request in requests:
         told = first.told(request)
@@ -136,7 +136,7 @@ def test_a_plan_that_streams_and_one_that_does_not_take_over_from_each_other_wit
     undisturbed.run(asked(root=""))
     first = device(options, streams=streams_first)
     first.run(asked(), until=lambda events: sum(isinstance(each, Sampled) for each in events) == 9)
-    first.head.shelf.flush()
+    first.head.kv_writer.flush()
     second = device(options, streams=not streams_first)
     blocks = first.kept(1) if keeps_cells else []
     second.run(asked(sampled=[token for token, _ in first.told(1)], blocks=blocks))
@@ -147,7 +147,7 @@ def test_a_prompt_is_found_again_by_another_process(device):
     options = msgspec.structs.replace(OPTIONS, rows=16)
     first = device(options)
     first.run(asked())
-    first.head.shelf.flush()
+    first.head.kv_writer.flush()
     second = device(options)
     found = prompt_blocks(second.head._scheduler._state.chunking, PROMPT, "model and owner")
     second.run(asked(blocks=found))

@@ -18,7 +18,7 @@ from primad.head.members.worker_link import Caller, WorkerLink, greet
 from primad.membership import types
 from primad.network import linkprobe
 from primad.network.contacts import MAX_ADDRESSES, Contact
-from primad.network.linkprobe import MOST_S, UNREACHABLE_S, MeasuredLinks, measure_links
+from primad.network.linkprobe import MAX_S, UNREACHABLE_S, MeasuredLinks, measure_links
 from primad.network.messages import MAX_ECHO_BYTES, LinksMeasured, decode_from_worker
 from primad.network.unreached import unreached_line
 from primad.settings.timings import NetworkTimings
@@ -36,7 +36,7 @@ class Lines:
         self.said: list[str] = []
         self.measured = 0
 
-    def say(self, line: str) -> None:
+    def report_line(self, line: str) -> None:
         self.said.append(line)
 
     def progress(self, device: str, phase: str, done: int, total: int) -> None:
@@ -47,7 +47,7 @@ class Lines:
     def wait(self, words: str) -> None:
         """Nobody looks."""
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         pass
 
 
@@ -410,7 +410,7 @@ def test_a_device_that_keeps_echoes_waiting_is_measured_for_a_bounded_time():
     async def once() -> None:
         async with devices("a") as (context, (a,)):
             a.echoes = False
-            links = (await measure_links(context, HEAD, "desk", [a.target()], timeout_s=PATIENCE_S, most_s=0.2)).links
+            links = (await measure_links(context, HEAD, "desk", [a.target()], timeout_s=PATIENCE_S, max_s=0.2)).links
             assert [link.round_trip_s for link in links] == [UNREACHABLE_S] * 2
 
     asyncio.run(once())
@@ -431,7 +431,7 @@ def test_a_worker_is_asked_for_one_link_at_a_time(monkeypatch):
             monkeypatch.setattr(WorkerLink, "measure_links", noted)
             await book_of(context).measure(workers, {"c": [f"192.0.2.{at}" for at in range(60)]}, Lines())
             assert made[0].asked == [["b"], ["c"]]
-            assert set(waited) == {MOST_S + ANSWER_S}
+            assert set(waited) == {MAX_S + ANSWER_S}
             for worker in workers:
                 worker.close()
 

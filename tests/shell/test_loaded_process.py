@@ -65,7 +65,7 @@ def test_what_was_said_before_the_end_is_heard_before_it(place):
         ring = FakeRingProcess(0, holds_back=True)
         process = loaded(place, ring)
         for windows in range(200):  # more than are kept for a listener that is late
-            ring.say(Loading(windows))
+            ring.report_line(Loading(windows))
         ring.die("no memory")
         events, error = await heard(process)
         assert events == [Loading(windows) for windows in range(200)]
@@ -91,12 +91,12 @@ def test_who_listens_hears_what_came_before_and_what_comes_in_order_and_then_the
                 three_hundred.set()
 
         for windows in range(200):  # more than are kept for a listener that is late
-            ring.say(Loading(windows))
+            ring.report_line(Loading(windows))
         async with asyncio.timeout(PATIENCE_S):
             listening = asyncio.create_task(process.listen(hear))
             await two_hundred.wait()
             for windows in range(200, 300):
-                ring.say(Loading(windows))
+                ring.report_line(Loading(windows))
             await three_hundred.wait()
             ring.die("no memory")
             with pytest.raises(RingError, match="no memory"):
@@ -118,8 +118,8 @@ def test_what_a_listener_cannot_take_ends_its_listening(place):
 
         async with asyncio.timeout(PATIENCE_S):
             listening = asyncio.create_task(process.listen(hear))
-            ring.say(Loading(0))
-            ring.say(Loading(1))
+            ring.report_line(Loading(0))
+            ring.report_line(Loading(1))
             with pytest.raises(RingError, match="nothing for a head"):
                 await listening
         await process.close()
@@ -200,7 +200,7 @@ def test_a_load_that_is_given_up_over_opening_leaves_no_process_and_no_files(pla
 def test_what_was_loaded_with_another_adapter_scale_or_angle_is_not_the_same(place):
     """A ring process that is kept is taken again only for the very same."""
     config = load_config({"home": place.run.parent, "name": "lap", "host": "127.0.0.1"}, {})
-    station = SimpleNamespace(workspace=place, config=config, gpu_care=GpuCare(NO_LIMITS))
+    node = SimpleNamespace(workspace=place, config=config, gpu_care=GpuCare(NO_LIMITS))
     ref = LayerRef("ab" * 32, 32, (LayerTensor("blk.*.attn_q.weight.lora_a", 0, (4, 2), 0, 32),))
     adapter = AdapterSpec(architecture="llama", alpha=8.0, scale=1.0, numbers=(0,), layers=(ref,))
     plain = WindowSpec(window=1, first=2, last=4, metadata=b"GGUF", layers=())
@@ -209,7 +209,7 @@ def test_what_was_loaded_with_another_adapter_scale_or_angle_is_not_the_same(pla
     def key(*adapters: AdapterSpec, rope: Rope = AS_THE_MODEL_SAYS) -> object:
         spec = msgspec.structs.replace(plain, adapters=adapters)
         load = msgspec.structs.replace(a_load(1), windows=[spec], rope=rope)
-        return WindowLoad(load, 7, station, PROFILE).key()
+        return WindowLoad(load, 7, node, PROFILE).key()
 
     keys = [
         key(),

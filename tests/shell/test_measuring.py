@@ -29,7 +29,7 @@ class Reports:
         self.steps: list[tuple[int, int]] = []
         self.settled = 0
 
-    def say(self, line: str) -> None:
+    def report_line(self, line: str) -> None:
         assert "other programs ran while this device was measured" in line, "as they do beside these tests"
 
     def progress(self, device: str, phase: str, done: int, total: int) -> None:
@@ -39,7 +39,7 @@ class Reports:
     def wait(self, words: str) -> None:
         """Nobody looks."""
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         self.settled += 1
 
 

@@ -50,7 +50,7 @@ def test_cells_and_states_are_what_llama_cpp_allocates(architecture, said, tmp_p
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=architecture)
     header = read_header(path)
-    work = replace(WORK, sequences=cuttable(header).most_sequences or WORK.sequences)
+    work = replace(WORK, sequences=cuttable(header).max_sequences or WORK.sequences)
     options = msgspec.structs.replace(OPTIONS, context=work.context_tokens, sequences=work.sequences)
     files = files_of(path, (), assigned(layer_count(header), 0, is_tail=True))
     WholeModel(files, options, frozenset(), vocabulary=vocabulary_size(header)).release()

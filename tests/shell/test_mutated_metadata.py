@@ -18,7 +18,7 @@ from primad.certify.tiny import WAYS, tiny_values
 from primad.certify.verdict import verdict_key
 from primad.errors import PrimadError
 from primad.gguf.architecture import Architecture
-from primad.gguf.architectures.cuts import borders, cuttable
+from primad.gguf.architectures.cuts import cut_points, cuttable
 from primad.gguf.architectures.layers import layer_count
 from primad.gguf.architectures.table import is_unknown
 from primad.gguf.architectures.tensors import embedding_scale
@@ -55,8 +55,8 @@ INTEGERS = {
 
 def items(kind):
     if kind in INTEGERS:
-        least, most = INTEGERS[kind]
-        return st.one_of(st.sampled_from([0, 1, 2, 3, 4, 8, most, least]), st.integers(least, most))
+        minimum, maximum = INTEGERS[kind]
+        return st.one_of(st.sampled_from([0, 1, 2, 3, 4, 8, maximum, minimum]), st.integers(minimum, maximum))
     if kind == "BOOL":
         return st.booleans()
     return st.floats(width=32 if kind == "FLOAT32" else 64)
@@ -119,7 +119,7 @@ def use(header):
     verdict_key(header)
     for way in WAYS:
         tiny_values(header, way)
-    windows = route(header, borders(header))
+    windows = route(header, cut_points(header))
     if is_allowed(header, windows):
         for key in rewritten(header, windows):
             made_wrong(header, key)(window_metadata(header, 0, windows[1]), 0, windows[1])

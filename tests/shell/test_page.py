@@ -18,11 +18,11 @@ from primad.api.http.status import StatusBody, decoder
 from primad.api.page import files
 from primad.api.page.owner import TICKET_S, Owner
 from primad.api.page.routes import MAX_ASKED_BYTES
-from primad.api.page.watch import MOST_LISTENERS, Snapshot, Watch
+from primad.api.page.watch import MAX_LISTENERS, Snapshot, Watch
 from primad.errors import RequestError, RingError
 from primad.settings.timings import ApiTimings
 from tests.fakes.backend import FakeBackend, says
-from tests.fakes.desk import FakeDesk, known
+from tests.fakes.desk import FakeAdminApi, known
 from tests.fakes.status import device, ring
 
 OWNER, GUEST = "the-owner's-key-is-long", "a-guest's-key-is-long"
@@ -194,20 +194,20 @@ CHANGES = ("/ui/pair", "/ui/bring", "/ui/trust", "/ui/revoke", "/ui/lend")
 
 @pytest.mark.parametrize("key", [None, GUEST], ids=["nobody", "guest"])
 def test_nobody_but_the_owner_sees_or_changes_devices(key):
-    desk = FakeDesk([known("mini")])
-    app = app_of(desk=desk)
+    admin_api = FakeAdminApi([known("mini")])
+    app = app_of(admin_api=admin_api)
     headers = bearer(key) if key else {}
     assert ask(app, "GET", "/ui/devices", headers=headers).json()["error"]["code"] == "not_the_owner"
     for path in CHANGES:
-        answer = ask(app, "POST", path, headers=headers, json={"device": "mini", "key": desk.known[0].key})
+        answer = ask(app, "POST", path, headers=headers, json={"device": "mini", "key": admin_api.known[0].key})
         assert answer.status_code == 403
-    assert not desk.calls
+    assert not admin_api.calls
 
 
 def test_the_owner_shows_a_code_approves_and_revokes():
     mini, sofa = known("mini"), known("sofa", "no")
-    desk = FakeDesk([mini, sofa])
-    app, owner = app_of(desk=desk), bearer(OWNER)
+    admin_api = FakeAdminApi([mini, sofa])
+    app, owner = app_of(admin_api=admin_api), bearer(OWNER)
     assert ask(app, "POST", "/ui/pair", headers=owner, json={}).json()["code"] == "7-lamp-river"
     assert ask(app, "POST", "/ui/trust", headers=owner, json={"device": "sofa", "key": sofa.key}).status_code == 200
     assert ask(app, "POST", "/ui/revoke", headers=owner, json={"device": "mini", "key": mini.key}).status_code == 200
@@ -217,8 +217,8 @@ def test_the_owner_shows_a_code_approves_and_revokes():
 
 
 def test_the_owner_brings_the_code_that_another_device_shows():
-    desk = FakeDesk()
-    app, owner = app_of(desk=desk), bearer(OWNER)
+    admin_api = FakeAdminApi()
+    app, owner = app_of(admin_api=admin_api), bearer(OWNER)
     wrong = ask(app, "POST", "/ui/bring", headers=owner, json={"code": "7-lamp-river"})
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (409, "refused")
     shown = {"code": "9-maple-stone", "at": "192.168.1.20:41234"}
@@ -228,16 +228,16 @@ def test_the_owner_brings_the_code_that_another_device_shows():
 
 
 def test_the_owner_pauses_a_device_and_caps_its_memory():
-    desk = FakeDesk([known("mini")])
-    app, owner = app_of(desk=desk), bearer(OWNER)
-    loan = {"device": "mini", "is_paused": True, "ram_bytes": 4_000_000_000}
-    assert ask(app, "POST", "/ui/lend", headers=owner, json=loan).status_code == 200
+    admin_api = FakeAdminApi([known("mini")])
+    app, owner = app_of(admin_api=admin_api), bearer(OWNER)
+    device_limit = {"device": "mini", "is_paused": True, "ram_bytes": 4_000_000_000}
+    assert ask(app, "POST", "/ui/lend", headers=owner, json=device_limit).status_code == 200
     (mini,) = ask(app, "GET", "/ui/devices", headers=owner).json()["devices"]
     assert (mini["is_paused"], mini["ram_bytes"]) == (True, 4_000_000_000)
 
 
 def test_whoever_may_ask_may_ask_what_another_cluster_would_do():
-    app = app_of(desk=FakeDesk([known("mini"), known("laptop")]))
+    app = app_of(admin_api=FakeAdminApi([known("mini"), known("laptop")]))
     without = ask(app, "POST", "/ui/what-if", json={"without": ["mini"]}).json()
     assert without["tokens_per_s"] < without["now_tokens_per_s"]
     assert [each["device"] for each in without["devices"]] == ["desk", "laptop"]
@@ -251,7 +251,7 @@ def test_whoever_may_ask_may_ask_what_another_cluster_would_do():
 
 
 def test_what_the_daemon_refuses_is_told_and_is_no_mistake_of_ours():
-    app = app_of(desk=FakeDesk())
+    app = app_of(admin_api=FakeAdminApi())
     answer = ask(app, "POST", "/ui/revoke", headers=bearer(OWNER), json={"device": "mini", "key": "00"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "refused")
     assert ask(app_of(), "POST", "/ui/pair", headers=bearer(OWNER), json={}).status_code == 404
@@ -330,7 +330,7 @@ def test_streams_end_when_the_server_does():
 def test_pages_that_listen_are_bounded():
     async def run() -> None:
         watch = Watch(Looks(), 0.001)
-        streams: list[AsyncGenerator[Snapshot, None]] = [watch.snapshots() for _ in range(MOST_LISTENERS)]
+        streams: list[AsyncGenerator[Snapshot, None]] = [watch.snapshots() for _ in range(MAX_LISTENERS)]
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*(anext(each) for each in streams))
             with pytest.raises(RequestError, match="pages are open"):

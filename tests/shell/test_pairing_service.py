@@ -37,7 +37,7 @@ class Joining:
         self.peers: list[Peer] = []
         config, identity = load_config({"home": home, "name": "pi", "cluster": "home"}, {}), load_identity(home)
         self.trust = TrustStore(home, identity, LocalTrust(home / "local"))
-        self._station = SimpleNamespace(config=config, identity=identity, trust=self.trust)
+        self._node = SimpleNamespace(config=config, identity=identity, trust=self.trust)
         monkeypatch.setattr(pairing_service, "look", self._look)
         monkeypatch.setattr(pairing_service, "BETWEEN_TRIES_S", 0.0)
         monkeypatch.setattr(pairing_links, "REPLY_S", 0.0)
@@ -51,7 +51,7 @@ class Joining:
 
     async def pairs(self, at: str | None = None) -> str:
         """The key that is trusted in the end."""
-        return (await pairing_service.pair(self._station, str(CODE), at, self.said.append, "head")).key
+        return (await pairing_service.pair(self._node, str(CODE), at, self.said.append, "head")).key
 
     async def _look(self, *_: object) -> list[Peer]:
         return self.peers
@@ -218,6 +218,6 @@ def test_a_wrong_code_costs_the_right_device_one_try(joining: Joining):
         async with invited() as desk:
             joining.sees(desk.port, addresses=(HOST, "localhost"))
             with pytest.raises(PrimadError, match="4 tries are left"):
-                await pairing_service.pair(joining._station, str(WRONG), None, joining.said.append, "head")
+                await pairing_service.pair(joining._node, str(WRONG), None, joining.said.append, "head")
 
     run(test)

@@ -19,7 +19,7 @@ from primad.daemon import bring, loading
 from primad.daemon import memory_watch as memory_watch
 from primad.daemon.layer_files import Workspace
 from primad.daemon.memory_watch import MemoryWatch, ram_room
-from primad.daemon.station import Station
+from primad.daemon.station import Node
 from primad.engine.protocol import WindowSource
 from primad.errors import ClusterError, DiskError, ModelError, SenderError, WeightsError
 from primad.gguf.layers import LayerRef, layer_digest, tree_of
@@ -32,9 +32,9 @@ from primad.network.messages import (
     Load,
     Loaded,
     MemoryLow,
-    ParticipationState,
-    ParticipationStates,
     Progress,
+    StageState,
+    StageStates,
     WorkerMessage,
     WorkerStatus,
 )
@@ -46,7 +46,7 @@ from primad.system.memory import Memory
 from primad.trust.identity import new_identity
 from primad.trust.local_trust import LocalTrust
 from primad.trust.trust import TrustStore
-from primad.worker.participations import Participations
+from primad.worker.participations import Stages
 from tests.fakes import load as loads
 from tests.fakes.layers import here
 from tests.fakes.process import STATUS, FakeProcesses, FakeRingProcess
@@ -81,7 +81,7 @@ class Worker:
         self._news = asyncio.Condition()
         self.memory_watch = MemoryWatch(partial(ram_room, config.limits), self._memory_recovered)
         identity = new_identity()
-        station = Station(
+        node = Node(
             config=config,
             workspace=self.place,
             identity=identity,
@@ -89,15 +89,18 @@ class Worker:
             timings=Timings(worker=WorkerTimings(**timings)),
         )
         self.less_of_the_gpu = 0
-        station.gpu_care.attend(
-            lambda: PROFILE, say=self.said.append, changed=self._on_gpu, recovered=partial(self._memory_recovered, 0)
+        node.gpu_care.attend(
+            lambda: PROFILE,
+            report_line=self.said.append,
+            changed=self._on_gpu,
+            recovered=partial(self._memory_recovered, 0),
         )
-        self.parts = Participations(
-            station,
+        self.parts = Stages(
+            node,
             context=None,
             memory_watch=self.memory_watch,
-            tell=self._tell,
-            say=self.said.append,
+            notify=self._notify,
+            report_line=self.said.append,
         )
 
     async def _memory_recovered(self, _: int) -> None:
@@ -106,7 +109,7 @@ class Worker:
     def _on_gpu(self) -> None:
         self.less_of_the_gpu += 1
 
-    async def _tell(self, message: WorkerMessage) -> None:
+    async def _notify(self, message: WorkerMessage) -> None:
         self.told.append(message)
         async with self._news:
             self._news.notify_all()
@@ -117,9 +120,9 @@ class Worker:
             await self._news.wait_for(lambda: any(isinstance(m, kind) and condition(m) for m in self.told))
         return next(m for m in self.told if isinstance(m, kind) and condition(m))
 
-    async def stands(self, epoch: int, condition: Callable[[ParticipationState], bool]) -> ParticipationState:
+    async def stands(self, epoch: int, condition: Callable[[StageState], bool]) -> StageState:
         """How the head was first told that ``epoch`` stands for which ``condition`` holds."""
-        await self.hears(ParticipationStates, lambda told: any(s.epoch == epoch and condition(s) for s in told.states))
+        await self.hears(StageStates, lambda told: any(s.epoch == epoch and condition(s) for s in told.states))
         return next(state for state in self.states() if state.epoch == epoch and condition(state))
 
     async def loads(self, epoch: int) -> Loaded:
@@ -145,9 +148,9 @@ class Worker:
         assert len(self.processes.all) - before in (0, 1)
         return process
 
-    def states(self) -> list[ParticipationState]:
+    def states(self) -> list[StageState]:
         """All that the head was told, as often as it was."""
-        return [state for told in self.told if isinstance(told, ParticipationStates) for state in told.states]
+        return [state for told in self.told if isinstance(told, StageStates) for state in told.states]
 
     def broken(self) -> set[tuple[int, Broken]]:
         """What the head was told of, by epoch."""
@@ -189,8 +192,8 @@ def test_a_part_is_loaded_linked_and_told(worker, processes):
             assert lap.said == ["computing layers 2-3"]
             await lap.parts.release(1)
             assert not lap.parts.is_serving
-            assert lap.told[-1] == ParticipationStates(revision=lap.parts.standing.revision, states=[])
-            revisions = [told.revision for told in lap.told if isinstance(told, ParticipationStates)]
+            assert lap.told[-1] == StageStates(revision=lap.parts.standing.revision, states=[])
+            revisions = [told.revision for told in lap.told if isinstance(told, StageStates)]
             assert revisions == [1, 2, 3, 4], "begun, loaded, linked, over"
 
     asyncio.run(once())
@@ -204,10 +207,10 @@ def test_what_was_loaded_stays_loaded_and_serves_the_same_windows_again(worker, 
             process = await lap.serve(a_load(1))
             await lap.parts.release(1)
             assert not process.closed
-            assert await lap.serve(a_load(2, ring=9, window=4, route=7, ahead_bytes=5)) is process
+            assert await lap.serve(a_load(2, ring=9, window=4, route=7, read_ahead_bytes=5)) is process
             reopened = await process.told(Reopen)
             assert (reopened.ring, reopened.epoch, reopened.route, reopened.windows) == (9, 2, 7, [4])
-            assert reopened.ahead_bytes == 5
+            assert reopened.read_ahead_bytes == 5
             await lap.parts.release(2)
             assert await lap.serve(a_load(3, window=2)) is process
             assert (await process.told(Reopen)).windows == [2]
@@ -364,7 +367,7 @@ def test_a_ring_process_that_dies_while_it_loads_is_a_fault_of_loading(worker, p
             processes.holds_back = True
             await lap.parts.start(a_load(1), PROFILE)
             process = await processes.started(1)
-            process.say(Loading(1))
+            process.report_line(Loading(1))
             assert (await lap.hears(Progress)).phase == "load"
             process.die("no memory")
             assert (await lap.breaks()).fault == "load"
@@ -449,9 +452,9 @@ def test_what_a_process_said_of_an_epoch_that_is_over_is_nothing_to_the_next(wor
             process.holds_back = True
             await lap.parts.start(a_load(2), PROFILE)
             await process.told(Reopen)
-            process.say(Overdue(step=3, waited_s=10.0))
-            process.say(STATUS)
-            process.say(Opened("tcp://127.0.0.1:4000", KEY))
+            process.report_line(Overdue(step=3, waited_s=10.0))
+            process.report_line(STATUS)
+            process.report_line(Opened("tcp://127.0.0.1:4000", KEY))
             assert (await lap.loads(2)).key == KEY
             assert lap.broken() == set()
             assert processes.all == [process]
@@ -571,7 +574,7 @@ def test_a_layer_that_changes_while_it_is_loaded_never_serves(worker, processes)
             process = await processes.started(1)
             await process.told(Open)
             spoil(lap.place, ref)
-            process.say(Opened("tcp://127.0.0.1:4000", KEY))
+            process.report_line(Opened("tcp://127.0.0.1:4000", KEY))
             broken = await lap.breaks()
             assert (broken.fault, broken.error) == (
                 "load",
@@ -730,7 +733,7 @@ def test_a_lack_of_memory_is_told_with_what_a_plan_may_use(worker, monkeypatch):
             found = {(process.pid,): (Memory(8 << 30, 400 << 20), 300 << 20)}
             monkeypatch.setattr(memory_watch, "memory", lambda ours: found[tuple(ours)][0])
             monkeypatch.setattr(memory_watch, "held_bytes", lambda pids: found[tuple(pids)][1])
-            process.say(RingPressed(50 << 20))
+            process.report_line(RingPressed(50 << 20))
             assert await lap.hears(MemoryLow) == MemoryLow(
                 epoch=1, needed_bytes=50 << 20, ram_available_bytes=100 << 20
             )
@@ -747,8 +750,8 @@ def test_layers_on_a_gpu_whose_memory_others_need_are_let_go_at_once_and_no_devi
     async def once() -> None:
         async with worker() as lap:
             process = await lap.serve(a_load(1, assignments=[in_memory(2, 4, gpu_layers=2)]))
-            process.say(GpuLoaded(layers=2, planned=2, held_bytes=1 << 30, why=""))
-            process.say(GpuLow(free_bytes=0, needed_bytes=256 << 20))
+            process.report_line(GpuLoaded(layers=2, planned=2, held_bytes=1 << 30, why=""))
+            process.report_line(GpuLow(free_bytes=0, needed_bytes=256 << 20))
             broken = await lap.breaks()
             assert (broken.fault, broken.again) == ("ring", True)
             assert "other programs need memory of the GPU, 256 MiB more than is free" in broken.error
@@ -763,10 +766,10 @@ def test_a_ring_process_is_not_kept_while_another_one_lacks_its_room_on_the_gpu(
         async with worker() as lap:
             on_gpu = [in_memory(2, 4, gpu_layers=2)]
             before = await lap.serve(a_load(1, assignments=on_gpu))
-            before.say(GpuLoaded(layers=2, planned=2, held_bytes=1 << 30, why=""))
+            before.report_line(GpuLoaded(layers=2, planned=2, held_bytes=1 << 30, why=""))
             after = await lap.serve(a_load(2, assignments=on_gpu))
-            after.say(GpuLoaded(layers=1, planned=2, held_bytes=1 << 29, why="out of memory"))
-            after.say(STATUS)
+            after.report_line(GpuLoaded(layers=1, planned=2, held_bytes=1 << 29, why="out of memory"))
+            after.report_line(STATUS)
             await lap.hears(WorkerStatus, lambda status: status.epoch == 2)
             assert (lap.less_of_the_gpu, lap.said[2:]) == (0, []), "plans are as they were"
             await lap.parts.release(1)
@@ -801,8 +804,8 @@ def test_a_ring_that_cannot_go_on_is_told_once(worker, event, fault, error):
     async def once() -> None:
         async with worker() as lap:
             process = await lap.serve(a_load(1))
-            process.say(event)
-            process.say(event)
+            process.report_line(event)
+            process.report_line(event)
             broken = await lap.breaks()
             assert (broken.fault, broken.error) == (fault, error)
             await lap.parts.release(1)

@@ -64,7 +64,7 @@ def test_json_keeps_its_schema(plan):
     assert answer.schema == schema.SCHEMA
     content = json.loads(out)
     assert {"rounds", "devices", "left_out", "predicted"} <= set(content)
-    assert {"name", "windows", "layers", "gpu_layers", "resident_layers", "streamed_layers", "ahead_bytes"} <= set(
+    assert {"name", "windows", "layers", "gpu_layers", "resident_layers", "streamed_layers", "read_ahead_bytes"} <= set(
         content["devices"][0]
     )
     assert {"tpot_ms", "ttft_ms", "tokens_per_s", "bottleneck"} <= set(content["predicted"])
@@ -85,7 +85,7 @@ def test_profile_files_and_folders(plan, profiles):
         code, out, _ = plan("--model-shape", "llama3-14b", *given, "--json")
         answer = msgspec.json.decode(out, type=Explanation)
         assert code == 0
-        assert {part.name for part in answer.alone} == {"desk", "laptop"}
+        assert {part.name for part in answer.single_device} == {"desk", "laptop"}
 
 
 def test_the_header_of_a_gguf_is_enough(plan, smollm2, tmp_path):
@@ -108,7 +108,7 @@ def test_a_what_if_shows_before_and_after(plan, profiles):
     answer = msgspec.json.decode(out, type=Explanation)
     assert answer.what_if is not None
     assert answer.what_if.before is not None
-    assert {part.name for part in answer.alone} == {"desk", "pi"}
+    assert {part.name for part in answer.single_device} == {"desk", "pi"}
 
 
 def test_a_limit_is_kept(plan):
@@ -193,9 +193,9 @@ def test_a_model_that_guesses_is_planned_for(plan, tmp_path):
         answer = msgspec.json.decode(out, type=Explanation)
         assert answer.draft is not None
         assert answer.draft.path == str(small)
-    assert f"--draft auto: {small} guesses: it has the tokens of served.gguf" in err
+    assert f"--draft auto: {small} drafts: it has the tokens of served.gguf" in err
     code, out, _ = plan("--model", served, *FLEET, "--draft", small)
-    assert f"a guess; nothing would be guessed: {answer.draft.why}"[:60] in " ".join(out.split())
+    assert f"a guess; nothing would be drafted: {answer.draft.why}"[:60] in " ".join(out.split())
 
 
 def test_a_model_that_cannot_guess_is_refused(plan, tmp_path):

@@ -294,7 +294,7 @@ def test_no_more_is_held_than_the_slots(rig):
 
 def test_into_the_room_that_is_left_the_beginning_of_the_next_part_is_read_and_the_rest_when_its_turn_comes(rig):
     made = rig(4, {0, 1, 2, 3}, 2)
-    made.streamer.change(replace(made.residency, ahead_bytes=SIZE + HALF, cuts=((0, HALF, SIZE),) * 4))
+    made.streamer.change(replace(made.residency, read_ahead_bytes=SIZE + HALF, cuts=((0, HALF, SIZE),) * 4))
     made.streamer.start()
     made.read_ahead()
     assert made.log.lines == ["read 0", "read 0", "read 1"]
@@ -552,7 +552,7 @@ def test_more_stays_while_scratch_memory_lies_idle_and_is_given_back_for_the_nex
     made = parted(rig)
     streamer, base = made.streamer, made.residency
     streamer.start()
-    streamer.brace()
+    streamer.prepare()
     made.lap()
     assert streamer.residency == base, "nothing was given back yet"
     streamer.spare(2 * SIZE)
@@ -562,7 +562,7 @@ def test_more_stays_while_scratch_memory_lies_idle_and_is_given_back_for_the_nex
     assert grown.held_bytes >= base.held_bytes + SIZE
     assert grown.held_bytes <= base.held_bytes + 2 * SIZE
     assert grown.read_bytes < base.read_bytes
-    streamer.brace()
+    streamer.prepare()
     assert streamer.residency == base
     made.lap()
     assert streamer.residency == base, "no more stays before scratch memory is given back again"
@@ -576,15 +576,15 @@ def test_between_chunks_of_a_prompt_nothing_more_stays_and_behind_a_small_step_a
     streamer, base = made.streamer, made.residency
     streamer.start()
     for _ in range(2):
-        streamer.brace()
+        streamer.prepare()
         made.lap()
         streamer.spare(2 * SIZE)
         made.lap()
         assert streamer.residency == base, "another window may need it for its part of the chunk"
-    streamer.settle()
+    streamer.resolve()
     while not made.is_at_the_top():
         made.lap()
-    streamer.brace()
+    streamer.prepare()
     streamer.spare(2 * SIZE)
     made.lap()
     assert streamer.residency == base, "a prompt came"
@@ -662,7 +662,7 @@ def test_more_scratch_memory_that_is_told_of_without_bracing_is_counted_from_wha
     streamer._timings = StreamingTimings(settled_s=1000.0)
     streamer.spare(2 * SIZE)
     assert streamer.residency == base
-    streamer.brace()
+    streamer.prepare()
     assert streamer.residency == base
 
 
@@ -718,11 +718,11 @@ def test_in_any_number_of_rounds_all_room_is_used_and_never_more(seed):
         watch=PressureWatch(calm),
     )
     streamer.start()
-    borders = sorted({0, count, *(dice.randrange(1, count) for _ in range(dice.randrange(4)))})
+    unit_ends = sorted({0, count, *(dice.randrange(1, count) for _ in range(dice.randrange(4)))})
     laps = 20
     try:
         for _ in range(laps):
-            for first, last in pairwise(borders):
+            for first, last in pairwise(unit_ends):
                 streamer.arrive(first, last)
                 for unit in range(first, last):
                     streamer.reach(unit)
@@ -772,7 +772,7 @@ def test_whatever_comes_to_stay_and_to_stream_meanwhile_is_there_when_it_is_need
     try:
         for _ in range(60):
             if dice.random() < 0.3:
-                streamer.brace()
+                streamer.prepare()
             first = dice.randrange(count)
             last = dice.randrange(first, count) + 1
             streamer.arrive(first, last)
@@ -799,7 +799,7 @@ def test_whatever_comes_to_stay_and_to_stream_meanwhile_is_there_when_it_is_need
                 found.append(f"{unit.number}: {unit.halves} {unit.locked_halves} of {due} with {part}")
         return found
 
-    streamer.brace()
+    streamer.prepare()
     deadline = time.monotonic() + PATIENCE_S
     while left() and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -819,7 +819,7 @@ def test_a_streamer_that_never_started_can_be_closed(rig):
 
 
 @pytest.mark.parametrize(
-    ("streamed", "first", "layers", "ram_layers", "output", "borders"),
+    ("streamed", "first", "layers", "ram_layers", "output", "unit_ends"),
     [
         (set(), 0, 4, 4, False, {}),
         ({0, 1, 2, 3}, 0, 4, 4, False, {0: 1, 1: 2, 2: 3}),
@@ -832,7 +832,9 @@ def test_a_streamer_that_never_started_can_be_closed(rig):
         ({0, 1}, 0, 4, 2, False, {0: 1}),
     ],
 )
-def test_borders_stand_where_a_streamed_unit_begins_or_ends(rig, streamed, first, layers, ram_layers, output, borders):
+def test_borders_stand_where_a_streamed_unit_begins_or_ends(
+    rig, streamed, first, layers, ram_layers, output, unit_ends
+):
     made = rig(8, streamed, 1)
     window = WindowStream(made.streamer, first, layers=layers, ram_layers=ram_layers, output=output, routers={})
-    assert window.borders() == borders
+    assert window.unit_ends() == unit_ends

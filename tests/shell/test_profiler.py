@@ -99,7 +99,7 @@ class Machine:
             batch_s=(2 * step_s,),
             prefill_s=(100 * step_s,) * 2 if task.many_rows else (),
             prefill_rows=512 if task.many_rows else 0,
-            few_s=20 * step_s if task.window.assignment.helped else 0.0,
+            few_s=20 * step_s if task.window.assignment.prefill_offload else 0.0,
         )
 
     def single_s(self, *, flash: bool) -> float:
@@ -589,7 +589,7 @@ class FakeChildren(Machine):
 def test_a_gpu_is_profiled_like_the_processor(tmp_path, monkeypatch):
     children = FakeChildren(step_s=1e-4, layer_s=1e-5, rate=8e11)
     monkeypatch.setattr(processors, "child_trials", children)
-    monkeypatch.setattr(speeds, "_MOST_AGAIN", 1)
+    monkeypatch.setattr(speeds, "_MAX_AGAIN", 1)
     found = processors.measure_gpu(tmp_path, a_device(), 2, Effort(), Budget(26.0, lambda: 0.0))
     assert isinstance(found, GpuProfile)
     assert found.id == "CUDA0"
@@ -660,18 +660,18 @@ def test_a_gpu_is_asked_how_it_helps_with_prompts_through_layers_in_ram(tmp_path
     children = FakeChildren(step_s=1e-4, layer_s=1e-5, rate=1e9)
     monkeypatch.setattr(processors, "child_trials", children)
     found = processors.measure_gpu(tmp_path, a_device(), 2, TWO_TYPES, once())
-    helped = [task for task in children.asked if task.window.assignment.helped]
-    assert [each.type for each in found.helped] == [each.type for each in found.speeds]
-    assert len(helped) == len(TWO_TYPES.types)
-    for task in helped:
+    prefill_offload = [task for task in children.asked if task.window.assignment.prefill_offload]
+    assert [each.type for each in found.prefill_offload] == [each.type for each in found.speeds]
+    assert len(prefill_offload) == len(TWO_TYPES.types)
+    for task in prefill_offload:
         assert (task.gpu, task.window.assignment.gpu_layers, task.window.extra_buffers) == ("CUDA0", 0, False)
         assert task.many_rows
         assert task.run_s == task.seconds
-    step_s = 1e-4 + helped[0].window.assignment.layers * (1e-5 + BIG.weight_bytes("Q4_K") / 1e9)
-    size = helped[0].window.assignment.layers * BIG.weight_bytes("Q4_K")
-    assert found.helped[0].few_bytes_per_s == pytest.approx(size / (20 * step_s), rel=0.01)
+    step_s = 1e-4 + prefill_offload[0].window.assignment.layers * (1e-5 + BIG.weight_bytes("Q4_K") / 1e9)
+    size = prefill_offload[0].window.assignment.layers * BIG.weight_bytes("Q4_K")
+    assert found.prefill_offload[0].few_bytes_per_s == pytest.approx(size / (20 * step_s), rel=0.01)
     quick = processors.measure_gpu(tmp_path, a_device(), 2, QUICK, once())
-    assert quick.helped == ()
+    assert quick.prefill_offload == ()
 
 
 @pytest.mark.parametrize("answer", ["a trial was ended by SIGSEGV", "a trial did not end within 40 s", None])
@@ -681,16 +681,16 @@ def test_a_gpu_that_fails_to_help_does_not_and_serves(tmp_path, monkeypatch, ans
 
     class Failing(FakeChildren):
         def time(self, task: TimeWindow) -> TrialTimes | str:
-            self.helps = getattr(self, "helps", 0) + task.window.assignment.helped
+            self.offloads = getattr(self, "offloads", 0) + task.window.assignment.prefill_offload
             found = super().time(task)
-            if self.helps <= kind or not task.window.assignment.helped:
+            if self.offloads <= kind or not task.window.assignment.prefill_offload:
                 return found
             return answer or msgspec.structs.replace(found, few_s=1e-12)
 
     monkeypatch.setattr(processors, "child_trials", Failing(step_s=1e-4, layer_s=1e-5, rate=1e9))
     found = processors.measure_gpu(tmp_path, a_device(), 2, TWO_TYPES, once())
     assert isinstance(found, GpuProfile)
-    assert found.helped == ()
+    assert found.prefill_offload == ()
     assert len(found.speeds) == len(TWO_TYPES.types)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.daemon.ring_process import MOST_ARRIVED, _Events
+from primad.daemon.ring_process import MAX_ARRIVED, _Events
 from primad.errors import ProtocolError
 from primad.ring.messages import Loading, RingBroken, RingEvent, event_decoder
 from primad.system.children.channel import LENGTH, MAX_FRAME_BYTES, Frames, frame
@@ -118,11 +118,11 @@ def test_a_frame_that_is_too_large_is_an_error_and_no_memory():
 def test_a_ring_process_that_nobody_reads_is_not_read():
     async def once() -> None:
         made, link = events()
-        for _ in range(MOST_ARRIVED):
+        for _ in range(MAX_ARRIVED):
             assert link.reads
             made.data_received(frame(SAID[0]))
         assert not link.reads
-        for _ in range(MOST_ARRIVED):
+        for _ in range(MAX_ARRIVED):
             await made.next()
         assert link.reads
 

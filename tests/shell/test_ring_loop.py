@@ -62,13 +62,13 @@ ROUTE = 4
 OPTIONS = EngineOptions(context=128, sequences=1, rows=8, threads=1, batch_threads=1, kv_type="f16", lock=False)
 NOBODY = zmq.curve_keypair()[0].decode()
 NOWHERE = "tcp://127.0.0.1:1"
-DRAWN = msgspec.structs.replace(GREEDY, temperature=1.0, seed=5)
+SAMPLED = msgspec.structs.replace(GREEDY, temperature=1.0, seed=5)
 
 
 def no_streams(*indices: int) -> Streams:
     """All weights of windows ``indices`` are somewhere else."""
     windows = [StreamedWindow(index=index, assignment=in_memory(0, 1), units=None) for index in indices]
-    return Streams(windows, ahead_bytes=0, lock=False, usage=None)
+    return Streams(windows, read_ahead_bytes=0, lock=False, usage=None)
 
 
 def an_open(**changes) -> Open:
@@ -82,7 +82,7 @@ def an_open(**changes) -> Open:
         head=None,
         step_timeout_s=TIMEOUT_S,
         options=OPTIONS,
-        ahead_bytes=0,
+        read_ahead_bytes=0,
         usage=None,
     )
     return msgspec.structs.replace(opening, **changes)
@@ -97,7 +97,7 @@ def a_reopen(*, windows=(1, 2), **changes) -> Reopen:
         host="127.0.0.1",
         step_timeout_s=TIMEOUT_S,
         assignments=[in_memory(0, 1)] * len(windows),
-        ahead_bytes=0,
+        read_ahead_bytes=0,
     )
     return msgspec.structs.replace(reopen, **changes)
 
@@ -444,7 +444,7 @@ def head_limits(opening: Open) -> StepLimits:
 
 
 def a_head(**changes) -> Open:
-    return an_open(head=HeadPart(model="fake", depth=2, at_once=1, chunk_rows=8, least_rows=1), **changes)
+    return an_open(head=HeadPart(model="fake", depth=2, at_once=1, chunk_rows=8, min_rows=1), **changes)
 
 
 def link(ring: list[tuple[Process, Opened]]) -> None:
@@ -469,10 +469,10 @@ def test_the_next_epoch_goes_on_with_the_same_workers_and_another_head(model, wi
         first, first_opened = stack.enter_context(started(a_head()))
         link([(first, first_opened), (worker, opened)])
         first.expect(Serving)
-        whole, _ = answer(first, generate(1, [1, 2, 3], tokens=9, sampling=DRAWN))
-        assert whole == model.answer([1, 2, 3], 9, DRAWN)
+        whole, _ = answer(first, generate(1, [1, 2, 3], tokens=9, sampling=SAMPLED))
+        assert whole == model.answer([1, 2, 3], 9, SAMPLED)
 
-        first.send(generate(2, [1, 2, 3], tokens=9, sampling=DRAWN))
+        first.send(generate(2, [1, 2, 3], tokens=9, sampling=SAMPLED))
         assert first.expect(PromptProgress).reused == 2
         told = [first.expect(Sampled).token]
         first.send(Drain())
@@ -487,7 +487,7 @@ def test_the_next_epoch_goes_on_with_the_same_workers_and_another_head(model, wi
         second, second_opened = stack.enter_context(started(a_head(epoch=2)))
         link([(second, second_opened), (worker, worker.expect(Opened))])
         second.expect(Serving)
-        rest, finished = answer(second, generate(2, [1, 2, 3], sampled=told, tokens=9, sampling=DRAWN))
+        rest, finished = answer(second, generate(2, [1, 2, 3], sampled=told, tokens=9, sampling=SAMPLED))
         assert told + rest == whole
         assert finished.completion_tokens == 9
 

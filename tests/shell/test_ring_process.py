@@ -69,10 +69,10 @@ def an_open(**changes) -> Open:
         route=1,
         width=8,
         host="127.0.0.1",
-        head=HeadPart(model="/nowhere/model.gguf", depth=1, at_once=1, chunk_rows=8, least_rows=1),
+        head=HeadPart(model="/nowhere/model.gguf", depth=1, at_once=1, chunk_rows=8, min_rows=1),
         step_timeout_s=5,
         options=OPTIONS,
-        ahead_bytes=0,
+        read_ahead_bytes=0,
         usage=None,
     )
     return msgspec.structs.replace(opening, **changes)
@@ -87,7 +87,7 @@ def a_reopen(**changes) -> Reopen:
         host="127.0.0.1",
         step_timeout_s=5,
         assignments=[in_memory(0, 1)],
-        ahead_bytes=0,
+        read_ahead_bytes=0,
     )
     return msgspec.structs.replace(reopen, **changes)
 

@@ -21,7 +21,7 @@ from primad.gguf.header import Header, scalar_value
 from primad.head.model.vocabulary import _RECOMMENDED, sampling_defaults
 
 SIZE, CONTEXT = 8, 64
-DRAWN = msgspec.structs.replace(GREEDY, temperature=0.8)
+SAMPLED = msgspec.structs.replace(GREEDY, temperature=0.8)
 WORDS: Any = SimpleNamespace(tokens=lambda: SimpleNamespace(handle=None))
 
 
@@ -31,7 +31,7 @@ class Logits:
 
 
 def chain(dry: engine.DrySamplers | None = None, **fields: Any) -> engine.ChainSampler:
-    sampling = msgspec.structs.replace(DRAWN, **fields)
+    sampling = msgspec.structs.replace(SAMPLED, **fields)
     allowed = Allowed(sampling, frozenset({7}), 0, None, vocabulary=SIZE)
     dry = dry or engine.DrySamplers(WORDS)
     sampler = engine.ChainSampler(None, Logits(), dry, sampling, [1, 2], [3], allowed, context_tokens=CONTEXT)
@@ -78,7 +78,7 @@ def test_the_vocabulary_is_looked_through_for_breakers_once_for_all_choices_and_
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-38, 1e-30, 1e-6])
 def test_a_temperature_that_is_next_to_none_is_none(temperature):
-    assert msgspec.structs.replace(DRAWN, temperature=temperature).is_greedy
+    assert msgspec.structs.replace(SAMPLED, temperature=temperature).is_greedy
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_the_ends_of_every_range_draw_a_token_that_has_a_probability(fields):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308, 1e-320, -1.0, -2.0, 2.0**31, 2.0**64])
 def test_a_recommendation_of_a_model_file_that_makes_no_sense_is_as_if_it_were_not_there(value):
-    for key, (name, least, most) in _RECOMMENDED.items():
+    for key, (name, minimum, maximum) in _RECOMMENDED.items():
         values = {key: scalar_value(GGUFValueType.FLOAT64, value)}
         header = Header(path=Path("toy.gguf"), values=values, tensors={}, data_offset=0)
         usual, found = getattr(SamplingDefaults(), name), getattr(sampling_defaults(header), name)
-        assert found == usual or least <= found <= most
+        assert found == usual or minimum <= found <= maximum
         assert math.isfinite(found)

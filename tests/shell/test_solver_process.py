@@ -19,7 +19,7 @@ from primad.errors import PlanError
 from primad.planning import solver_process as solving
 from primad.planning.plan import PlanRequest
 from primad.planning.run_config import RunConfig
-from primad.planning.solver_process import solve_apart
+from primad.planning.solver_process import solve_in_process
 from primad.system.children.stop_flag import StopFlag
 from tests.fakes.planning import GB, device, link, model
 
@@ -53,7 +53,7 @@ def children() -> set[int]:
 @pytest.mark.parametrize("require", [frozenset(), frozenset({"d1"})])
 def test_the_answer_is_the_solvers(require):
     asked = question(2, ram=8 * GB, require=require)
-    answer = asyncio.run(solve_apart(asked))
+    answer = asyncio.run(solve_in_process(asked))
     (work,) = asked.workloads
     expected = solve(asked.devices, asked.links, asked.model, work, objective="balanced", require=asked.require)
     assert answer.solution.plan == expected.plan
@@ -67,14 +67,14 @@ def test_what_a_library_writes_to_standard_output_is_no_part_of_the_answer(tmp_p
         "import atexit\natexit.register(print, 'Running a library', flush=True)\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    assert asyncio.run(solve_apart(question(2, ram=8 * GB))).solution.plan.devices
+    assert asyncio.run(solve_in_process(question(2, ram=8 * GB))).solution.plan.devices
 
 
 def test_where_layers_stream_it_may_take_larger_chunks():
     run = RunConfig(context_tokens=8192, prompt_tokens=4096, answer_tokens=16)
     quick = device("d0", ram=3 * GB, rate=100e9, disk=0.2e9)
     asked = msgspec.structs.replace(question(1), devices=[quick], run=run, model=replace(model(), width=8192))
-    assert asyncio.run(solve_apart(asked)).solution.prediction.chunk_rows > 512
+    assert asyncio.run(solve_in_process(asked)).solution.prediction.chunk_rows > 512
 
 
 def test_what_is_short_is_said_as_the_solver_says_it():
@@ -82,18 +82,18 @@ def test_what_is_short_is_said_as_the_solver_says_it():
     with pytest.raises(Infeasible) as expected:
         solve(asked.devices, asked.links, asked.model, *asked.workloads, chunks=CHUNKS)
     with pytest.raises(Infeasible) as said:
-        asyncio.run(solve_apart(asked))
+        asyncio.run(solve_in_process(asked))
     assert (str(said.value), said.value.short_bytes) == (str(expected.value), expected.value.short_bytes)
 
 
 def test_a_solver_that_breaks_or_hangs_is_one_error(monkeypatch):
     before = children()
     with pytest.raises(PlanError, match=r"no plan within 0\.05 s"):
-        asyncio.run(solve_apart(question(2), grace_s=-19.95))
+        asyncio.run(solve_in_process(question(2), grace_s=-19.95))
     assert children() <= before
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(PlanError, match="the solver ended with code 1; set the plan with --windows"):
-        asyncio.run(solve_apart(question(1)))
+        asyncio.run(solve_in_process(question(1)))
 
 
 def test_a_solver_that_was_killed_is_said_to_be(monkeypatch):
@@ -104,7 +104,7 @@ def test_a_solver_that_was_killed_is_said_to_be(monkeypatch):
 
     monkeypatch.setattr(solving, "StopFlag", Killing)
     with pytest.raises(PlanError, match="the solver was ended by SIGKILL; set the plan with --windows"):
-        asyncio.run(solve_apart(question(1)))
+        asyncio.run(solve_in_process(question(1)))
 
 
 class Endless(StopFlag):
@@ -124,7 +124,7 @@ def test_the_loop_stays_free_and_stopping_ends_the_child_at_once(monkeypatch):
     before = children()
 
     async def once() -> None:
-        task = asyncio.create_task(solve_apart(question(1)))
+        task = asyncio.create_task(solve_in_process(question(1)))
         assert await asyncio.to_thread(Endless.begun.wait, PATIENCE_S)
         for _ in range(20):
             await asyncio.sleep(0.01)

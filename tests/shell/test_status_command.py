@@ -12,11 +12,11 @@ import pytest
 
 from primad.api.answering.backend import Health
 from primad.api.http.status import (
-    AnswerFigures,
+    CompletionFigures,
     LinkStatus,
     MemoryFigures,
     PlannedFigures,
-    Promises,
+    RingForecast,
     TokenCounts,
     WrongTerm,
     status_body,
@@ -28,7 +28,7 @@ from tests.fakes.http import answering
 from tests.fakes.status import DRAFTS, KV, MEMORY, PLANNED, device, ring
 
 SERVING = Health(serving=True, taken=True, detail="serving with 2 devices")
-PROMISES = Promises(tokens_per_s=4.2, tpot_ms=238, ttft_ms=900)
+PROMISES = RingForecast(tokens_per_s=4.2, tpot_ms=238, ttft_ms=900)
 
 
 class Endpoint:
@@ -118,7 +118,7 @@ def test_a_device_that_computes_a_prompt_is_said_to_compute(command, endpoint):
 
 def test_a_plan_that_is_wrong_is_said_with_its_term(command, endpoint):
     wrong = WrongTerm(term="hops", device=None, predicted_ms=1, measured_ms=80, is_beyond=True)
-    measured = AnswerFigures(tpot_ms=320, predicted_tpot_ms=238, wrong=wrong)
+    measured = CompletionFigures(tpot_ms=320, predicted_tpot_ms=238, wrong=wrong)
     endpoint.says(ring(device("desk", role="head")) | {"measured": msgspec.to_builtins(measured)})
     _, out, _ = command("status", "--url", endpoint.url)
     assert out.splitlines()[-1] == f"{wrong_line(measured)}"
@@ -127,7 +127,7 @@ def test_a_plan_that_is_wrong_is_said_with_its_term(command, endpoint):
 
 
 def test_a_plan_that_comes_true_is_not_told_of(command, endpoint):
-    measured = AnswerFigures(tpot_ms=240, predicted_tpot_ms=238, wrong=None)
+    measured = CompletionFigures(tpot_ms=240, predicted_tpot_ms=238, wrong=None)
     endpoint.says(ring(device("desk", role="head")) | {"measured": msgspec.to_builtins(measured)})
     assert "240" not in command("status", "--url", endpoint.url)[1]
 
@@ -156,7 +156,7 @@ def test_it_says_what_is_kept_of_answers_and_what_came_of_it(command, endpoint):
 def test_it_says_what_became_of_drafts(command, endpoint):
     endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring() | {"drafts": msgspec.to_builtins(DRAFTS)}))
     _, out, _ = command("status", "--url", endpoint.url)
-    assert "75% were right, 15% were skipped; 1.75 tokens of an answer a lap; a model guesses on nas" in out
+    assert "75% were right, 15% were skipped; 1.75 tokens of an answer a lap; a model drafts on nas" in out
 
 
 def test_it_names_what_is_known_of_the_models_windows(command, endpoint):

@@ -58,7 +58,7 @@ def ended(streams: Streams) -> Iterator[Streams]:
 def streams_of(folder: Path, *streamed: int) -> AbstractContextManager[Streams]:
     """Windows of which the bytes ``streamed`` stream; the last one has the output matrix."""
     windows = [a_window(folder, i, size, output=i == len(streamed) - 1) for i, size in enumerate(streamed)]
-    return ended(Streams(windows, ahead_bytes=LAYER, lock=False, usage=None))
+    return ended(Streams(windows, read_ahead_bytes=LAYER, lock=False, usage=None))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_all_windows_together_keep_what_they_are_assigned_and_say_it(tmp_path, s
         assert residency.read_bytes in (residency.streamed_bytes, 0 if residency.streamed_bytes <= LAYER else None)
         said = Meter().status(0, streams).memory
         assert (said.streamed, said.resident, said.streams_output) == (layers, 2 * LAYERS - layers, output)
-        assert (said.streamed, said.ahead_bytes) == (streams.assigned.streamed_layers, LAYER if layers else 0)
+        assert (said.streamed, said.read_ahead_bytes) == (streams.assigned.streamed_layers, LAYER if layers else 0)
         assert said.resident_bytes + said.streamed_bytes == sum(residency.sizes)
 
 
@@ -87,13 +87,13 @@ def test_under_memory_pressure_it_says_what_is_left(tmp_path):
     with streams_of(tmp_path, LAYER, LAYER) as streams:
         streamer = streams.streamer
         assert not streamer.is_short
-        least = ladder(streamer.residency, streamer._spread)[-1]
+        minimum = ladder(streamer.residency, streamer._spread)[-1]
         streamer._climb(len(streamer._levels) - 1)
         assert streamer.is_short
-        assert streamer.residency == least
+        assert streamer.residency == minimum
         said = Meter().status(0, streams).memory
         assert (said.resident, said.streamed, said.streams_output) == (0, 2 * LAYERS, True)
-        assert said.resident_bytes == least.resident_bytes
+        assert said.resident_bytes == minimum.resident_bytes
 
 
 def test_another_plan_may_keep_more_or_less_of_the_same_windows(tmp_path):
@@ -121,7 +121,7 @@ def test_what_stayed_for_another_plan_is_given_back(tmp_path):
             file = stack.enter_context(path.open("rb"))
             os.fsync(file.fileno())  # what is not on the disk yet cannot leave memory
             stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        with ended(Streams(windows, ahead_bytes=LAYER, lock=False, usage=None)) as before:
+        with ended(Streams(windows, read_ahead_bytes=LAYER, lock=False, usage=None)) as before:
             before.begin(models)
             assert not any(part.missing() for unit in range(9) for part in before.streamer._rest(unit, (0, 0)))
         less = [replace(window.assignment, resident_bytes=LAYER) for window in windows]

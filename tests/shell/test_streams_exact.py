@@ -68,7 +68,7 @@ class Streaming:
         folder: Path,
         *,
         streamed: float,
-        ahead_bytes: int = 0,
+        read_ahead_bytes: int = 0,
         options: EngineOptions = OPTIONS,
     ) -> None:
         self.layers: dict[int, Path] = {}
@@ -80,7 +80,9 @@ class Streaming:
             files = files_of(header.path, (), in_memory(0, count)) if whole else self._cut(folder, number, first, last)
             units = units_of_model(header, files) if whole else units_of_window(files)
             specs.append((files, StreamedWindow(index=number, assignment=kept(first, units, streamed), units=units)))
-        self.streams = Streams((window for _, window in specs), ahead_bytes=ahead_bytes, lock=False, usage=None)
+        self.streams = Streams(
+            (window for _, window in specs), read_ahead_bytes=read_ahead_bytes, lock=False, usage=None
+        )
         self.units = [window.units for _, window in specs]
         self.windows = []
         with self.streams.loading():
@@ -183,12 +185,12 @@ def test_layers_of_several_kinds_stream(architecture, tmp_path):
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt-oss"])
 @pytest.mark.parametrize(
-    ("streamed", "ahead_bytes"), [(0.15, 0), (0.35, 0), (0.7, 1 << 20), (1.0, 0), (1.5, 3 << 20)], ids=str
+    ("streamed", "read_ahead_bytes"), [(0.15, 0), (0.35, 0), (0.7, 1 << 20), (1.0, 0), (1.5, 3 << 20)], ids=str
 )
-def test_whatever_streams_logits_are_the_same(architecture, streamed, ahead_bytes, tmp_path):
+def test_whatever_streams_logits_are_the_same(architecture, streamed, read_ahead_bytes, tmp_path):
     header = model(tmp_path, architecture)
     chunks, expected = whole_logits(header)
-    with streaming(header, [0, 3, 6], tmp_path, streamed=streamed, ahead_bytes=ahead_bytes) as made:
+    with streaming(header, [0, 3, 6], tmp_path, streamed=streamed, read_ahead_bytes=read_ahead_bytes) as made:
         check(made, chunks, expected)
 
 

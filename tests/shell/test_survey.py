@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from primad.api.page.desk import Loan
+from primad.api.page.desk import DeviceLimit
 from primad.errors import ClusterError
 from primad.head.members import survey as survey_module
 from primad.head.members import worker_link as worker_link_module
 from primad.head.members.survey import survey
-from primad.head.model.limits import Lending
+from primad.head.model.limits import DeviceLimits
 from primad.network.peer import Peer
 from primad.planning.corrections import Corrections, DeviceFactors, stamp_of
 from primad.settings.config import load_config
@@ -26,7 +26,7 @@ class Lines:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def say(self, line: str) -> None:
+    def report_line(self, line: str) -> None:
         self.said.append(line)
 
     def progress(self, device: str, phase: str, done: int, total: int) -> None:
@@ -35,7 +35,7 @@ class Lines:
     def wait(self, words: str) -> None:
         """Nobody looks."""
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         raise AssertionError("nothing is measured here")
 
 
@@ -154,9 +154,9 @@ def test_what_the_answers_of_a_head_here_taught_is_planned_with(around, tmp_path
 
 
 def test_what_the_owner_of_this_head_paused_or_limited_is_planned_so(around, tmp_path):
-    lending = Lending(tmp_path)
-    lending.put(Loan(device="a", is_paused=True))
-    lending.put(Loan(device="b", ram_bytes=1 << 30))
+    device_limits = DeviceLimits(tmp_path)
+    device_limits.put(DeviceLimit(device="a", is_paused=True))
+    device_limits.put(DeviceLimit(device="b", ram_bytes=1 << 30))
     around.sight += [peer("a", 1), peer("b", 2)]
     around.answers.update({1: "a", 2: "b"})
     lines = Lines()

@@ -19,7 +19,7 @@ from primad.api.answering.backend import ModelSettings, TextModel
 from primad.api.dialects.llama_server import prepared as llama_server
 from primad.api.dialects.openai import prepared as openai
 from primad.errors import EngineError, ModelError, PromptTooLongError, RequestError, RingError
-from primad.head.model.text_messages import LoadText, Prepare, PreparedRequest, TextAnswer, TextReady
+from primad.head.model.text_messages import LoadText, Prepare, PreparedRequest, TextReady, TextReply
 from primad.head.model.text_service import TextLimits, TextService
 from primad.head.model.tokenizer import ModelVocabulary
 from primad.system.children.channel import LENGTH, frame
@@ -35,7 +35,7 @@ TEMPLATE = (
     "{% if 'deep' in said|string %}{% macro deeper() %}{{ deeper() }}{% endmacro %}{{ deeper() }}{% endif %}"
     "{{ said }}"
 )
-QUICK = TextLimits(quick_s=0.3, most_s=3.0, memory_bytes=128 << 20, look_s=0.01)
+QUICK = TextLimits(quick_s=0.3, max_s=3.0, memory_bytes=128 << 20, look_s=0.01)
 PRE_TOKENIZERS = (
     "a.x-4.0",
     "afmoe",
@@ -207,7 +207,7 @@ def test_slow_requests_wait_for_each_other_and_others_go_on(tmp_path):
         await asyncio.gather(*slow, return_exceptions=True)
         await works(service, "a")
 
-    with_service(tmp_path, work, TextLimits(quick_s=0.3, most_s=PATIENCE_S, look_s=0.01))
+    with_service(tmp_path, work, TextLimits(quick_s=0.3, max_s=PATIENCE_S, look_s=0.01))
 
 
 def test_callers_take_turns(tmp_path):
@@ -302,7 +302,7 @@ def test_long_runs_of_a_character_end_no_pre_tokenizer(tmp_path):
     sent = b""
     for pre in PRE_TOKENIZERS:
         path = write_vocabulary(tmp_path / f"{pre}.gguf", pre=pre)
-        load = LoadText(path=str(path), chat_template=None, tells_pieces=False, memory_bytes=4 << 30)
+        load = LoadText(path=str(path), chat_template=None, reports_pieces=False, memory_bytes=4 << 30)
         sent += frame(load) + frame(task)
     with subprocess.Popen(
         [sys.executable, "-m", "primad.head.model.text_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -317,7 +317,7 @@ def test_long_runs_of_a_character_end_no_pre_tokenizer(tmp_path):
                 sent = sent[size:]
                 length = process.stdout.read(LENGTH.size)
                 assert length, f"{pre} ended the process"
-                answer = msgspec.msgpack.decode(process.stdout.read(LENGTH.unpack(length)[0]), type=TextAnswer)
+                answer = msgspec.msgpack.decode(process.stdout.read(LENGTH.unpack(length)[0]), type=TextReply)
                 assert isinstance(answer, kind), f"{pre}: {answer}"
 
 

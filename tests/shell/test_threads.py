@@ -14,20 +14,21 @@ from halda import Plan, Window
 from primad.cli.progress import RichReporter
 from primad.daemon import loading
 from primad.daemon.layer_files import Workspace
-from primad.daemon.station import Station
+from primad.daemon.station import Node
 from primad.engine.rope import AS_THE_MODEL_SAYS
 from primad.errors import RingError
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from primad.head.members.core import Blame
+from primad.head.members.core import Attribution
 from primad.head.members.link_book import LinkBook
 from primad.head.model.service import ModelSource, Service
 from primad.head.rings.ring import HeadRing
 from primad.head.rings.ring_inputs import RingDevices, RingInputs
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
-from primad.planning.forecast import Promise
+from primad.planning.forecast import Forecast
 from primad.planning.question import default_workload
+from primad.planning.run_config import RunConfig
 from primad.ring.messages import Open
 from primad.settings.config import load_config, open_home
 from primad.trust.local_trust import LocalTrust
@@ -73,7 +74,7 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
     open_home(config)
 
     async def once() -> None:
-        station = Station(
+        node = Node(
             config=config,
             workspace=Workspace(
                 cache=LayerCache(tmp_path / "layers"),
@@ -89,22 +90,19 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
         inputs = RingInputs(
             epoch=3,
             session=1,
-            promise=Promise.of(plan, model_profile(header), None, context_tokens=64),
+            forecast=Forecast.of(plan, model_profile(header), None, context_tokens=64),
             service=Service(
                 model=ModelSource(header, model_profile(header), tmp_path, again_s=1.0),
                 options=SimpleNamespace(
-                    kv_type="f16",
+                    run=RunConfig(chunk_rows=16, extra_buffers="off"),
                     rope=AS_THE_MODEL_SAYS,
-                    rows=16,
-                    extra_buffers="off",
-                    objective="balanced",
                     step_timeout_s=5.0,
                     keep_rows=lambda has_cache: None,
                 ),
                 workload=default_workload(64, 16, "f16"),
             ),
             devices=RingDevices(workers={}, holders={}, links=LinkBook(None, HEAD, "desk")),
-            station=station,
+            node=node,
             profile=DEVICE,
             layer_port=1,
             context=None,
@@ -118,7 +116,7 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
         await ring.close()
 
     asyncio.run(once())
-    assert broken == [(3, Blame(reason="it ends here"))]
+    assert broken == [(3, Attribution(reason="it ends here"))]
     (opening,) = process.opened
     assert (opening.options.threads, opening.options.batch_threads) == (3, 7)
     assert process.threads == 7, "the process has room for the larger team"

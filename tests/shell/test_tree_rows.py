@@ -13,10 +13,10 @@ from halda.assignment import in_memory
 from primad.engine.llama.windows import WholeModel
 from primad.engine.protocol import EngineOptions, Rows, WindowSource
 from primad.engine.vocabulary import LlamaVocabulary
-from primad.ring.head import Head, Tell
+from primad.ring.head import Head, Notify
 from primad.ring.messages import Sampled, StepLimits
 from primad.ring.scheduler.scheduler import Scheduler
-from primad.ring.speculation.drafter import Drafting, Guess
+from primad.ring.speculation.drafter import Drafting, DraftToken
 from tests.fakes.drafter import Nothing
 from tests.fakes.ring import chunks_of, generate
 
@@ -89,7 +89,7 @@ def test_a_row_of_a_branch_says_what_it_says_alone(smollm2: Path):
 
 
 class Known(Nothing):
-    """Knows the answer: its first guess is right at two of three places, and where it is not the second is."""
+    """Knows the answer: its first draft is right at two of three places, and where it is not the second is."""
 
     def __init__(self, answer: Sequence[int]) -> None:
         self._answer, self._taken = answer, 0
@@ -97,15 +97,15 @@ class Known(Nothing):
     def took(self, token: int) -> None:
         self._taken += 1
 
-    def guess(self, drafts: Sequence[int]) -> Guess | None:
+    def propose(self, drafts: Sequence[int]) -> DraftToken | None:
         at = self._taken + len(drafts)
         if at >= len(self._answer):
             return None
-        return Guess(token=self._answer[at] if at % 3 else 1, sure=0.6)
+        return DraftToken(token=self._answer[at] if at % 3 else 1, sure=0.6)
 
-    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
+    def others(self, drafts: Sequence[int]) -> Sequence[DraftToken]:
         at = self._taken + len(drafts)
-        return [Guess(token=self._answer[at], sure=0.3)] if at < len(self._answer) else []
+        return [DraftToken(token=self._answer[at], sure=0.3)] if at < len(self._answer) else []
 
 
 def answer(path: Path, known: Sequence[int] | None) -> tuple[list[int], int, int]:
@@ -140,7 +140,7 @@ def answer(path: Path, known: Sequence[int] | None) -> tuple[list[int], int, int
     try:
         head.submit(generate(1, text, tokens=TOKENS))
         while (outcome := head.turn()) is not None:
-            assert isinstance(outcome, Tell)
+            assert isinstance(outcome, Notify)
             steps += bool(outcome.rows)
             told += [event.token for event in outcome.events if isinstance(event, Sampled)]
     finally:

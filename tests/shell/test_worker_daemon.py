@@ -19,12 +19,12 @@ from halda import LinkProfile
 from halda.assignment import in_memory
 from primad.daemon import loading
 from primad.daemon.layer_files import Workspace
-from primad.daemon.station import Station
+from primad.daemon.station import Node
 from primad.engine.protocol import WindowSource
 from primad.errors import ClusterError
 from primad.gguf.layers import LayerRef
-from primad.head.members.core import ParticipationError
-from primad.head.members.participation import Participation
+from primad.head.members.core import StageError
+from primad.head.members.participation import Stage
 from primad.head.members.worker_link import Caller, WorkerLink, greet, probe
 from primad.kv import keys
 from primad.kv.cells import LayerCells
@@ -55,8 +55,6 @@ from primad.network.messages import (
     Load,
     Loaded,
     MeasureLinks,
-    ParticipationState,
-    ParticipationStates,
     Ping,
     Pong,
     Probe,
@@ -64,6 +62,8 @@ from primad.network.messages import (
     Refused,
     Release,
     Remeasured,
+    StageState,
+    StageStates,
     Welcome,
 )
 from primad.network.scopes import Scopes
@@ -78,7 +78,7 @@ from primad.trust.pairing_links import PairingServer
 from primad.trust.trust import BY_HAND, HEAD, TrustedDevice, TrustStore, trusted_now
 from primad.trust.words import new_code
 from primad.worker import daemon as worker_module
-from primad.worker import participations as parts_module
+from primad.worker import stages as parts_module
 from primad.worker.daemon import WorkerDaemon
 from tests.fakes import manager
 from tests.fakes.control import HOST
@@ -105,7 +105,7 @@ class FakeHead:
         self._end = HeadEnd(context, HOST, worker.port, identity=identity, key=worker.identity.public)
         self._pinging: asyncio.Task[None] | None = None
 
-    async def say(self, message: HeadMessage) -> None:
+    async def report_line(self, message: HeadMessage) -> None:
         await self._end.send(message)
 
     async def hear(self, kind: type[Kind]) -> Kind:
@@ -114,7 +114,7 @@ class FakeHead:
             message = await self._end.receive()
             if isinstance(message, kind):
                 return message
-            passing = Pong | messages.Progress | ParticipationStates
+            passing = Pong | messages.Progress | StageStates
             assert isinstance(message, passing), f"{message}, not {kind.__name__}"
 
     async def next(self) -> object:
@@ -130,22 +130,22 @@ class FakeHead:
             build="a build",
             gone_after_s=gone_after_s,
         )
-        await self.say(hello)
+        await self.report_line(hello)
 
     async def takes(self, session: int = 1, gone_after_s: float = 600.0) -> Welcome:
         await self.hello(session, gone_after_s)
         return await self.hear(Welcome)
 
-    async def stands(self, epoch: int, condition: Callable[[ParticipationState], bool]) -> ParticipationState:
-        """How the participation in ``epoch`` stands, once ``condition`` holds."""
+    async def stands(self, epoch: int, condition: Callable[[StageState], bool]) -> StageState:
+        """How the stage in ``epoch`` stands, once ``condition`` holds."""
         while True:
-            for state in (await self.hear(ParticipationStates)).states:
+            for state in (await self.hear(StageStates)).states:
                 if state.epoch == epoch and condition(state):
                     return state
 
     async def loads(self, load: Load) -> Loaded:
         """Have ``load`` loaded. It begins anew, whatever the states said of its epoch before."""
-        await self.say(load)
+        await self.report_line(load)
         await self.stands(load.epoch, lambda state: state.loaded is None and state.broken is None)
         loaded = (await self.stands(load.epoch, lambda state: state.loaded is not None)).loaded
         assert loaded is not None
@@ -182,7 +182,7 @@ class Lab:
         self.trust = TrustStore(home, self.identity, LocalTrust(home / "local"))
         for name, identity in (("desk", DESK), ("tower", TOWER)):
             self.trust.add(trusted_now(name, identity.public, BY_HAND, HEAD))
-        station = Station(
+        node = Node(
             config=config,
             workspace=Workspace(
                 cache=LayerCache(config.layers),
@@ -199,19 +199,19 @@ class Lab:
         if is_new:
             self.profile.measured.clear()
         self.daemon = WorkerDaemon(
-            station,
+            node,
             profile=self.profile,
-            say=self._say,
+            report_line=self._report_line,
             versions=versions,
         )
         self.port = self.daemon._end.port
         self.running = asyncio.create_task(self.daemon.run())
 
-    def _say(self, line: str) -> None:
+    def _report_line(self, line: str) -> None:
         self.said.append(line)
-        self._task = asyncio.create_task(self._tell())
+        self._task = asyncio.create_task(self._notify())
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self._news:
             self._news.notify_all()
 
@@ -315,17 +315,17 @@ def test_a_head_knocks_says_hello_and_gives_work(lab):
     async def once() -> None:
         async with lab() as lap:
             desk = lap.head()
-            await desk.say(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"))
+            await desk.report_line(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"))
             assert (await desk.hear(Probed)).device == "lap"
             welcome = await desk.takes()
             assert (welcome.profile.device, welcome.build) == ("lap", "a build")
             await desk.loads(a_load(1))
-            await desk.say(Ping(status=False))
+            await desk.report_line(Ping(status=False))
             await desk.hear(Pong)
             described = await lap.admin(Describe())
             assert described.status["devices"] == {"lap": "computes for desk"}
-            await desk.say(Release(epoch=1))
-            await desk.say(Ping(status=False))
+            await desk.report_line(Release(epoch=1))
+            await desk.report_line(Ping(status=False))
             await desk.hear(Pong)
             assert (await lap.admin(Describe())).status["devices"] == {"lap": "ready for desk"}
 
@@ -336,7 +336,7 @@ def test_a_device_that_is_measured_answers_at_once_and_takes_a_head_when_it_is_d
     async def once() -> None:
         async with lab(is_new=True) as lap:
             desk = lap.head()
-            await desk.say(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"))
+            await desk.report_line(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"))
             assert (await desk.hear(Probed)).device == "lap"
             await desk.hello()
             assert (await desk.hear(Refused)).reason == "lap is being measured, which takes some seconds"
@@ -381,7 +381,7 @@ def test_a_second_head_is_refused_with_the_name_of_the_first(lab):
             tower = lap.head("tower", TOWER)
             await tower.hello()
             assert (await tower.hear(Refused)).reason == "lap works for the head desk now"
-            await tower.say(a_load(1))
+            await tower.report_line(a_load(1))
             assert "works for another head" in (await tower.hear(Refused)).reason
             assert lap.processes.all == []
 
@@ -393,7 +393,7 @@ def test_who_gives_work_without_a_hello_is_refused(lab):
         async with lab() as lap:
             desk = lap.head()
             for message in (a_load(1), Release(epoch=1), Ping(status=False), Dismiss()):
-                await desk.say(message)
+                await desk.report_line(message)
                 assert (await desk.hear(Refused)).reason.endswith("say hello first")
 
     asyncio.run(once())
@@ -407,7 +407,7 @@ def test_a_head_that_comes_back_takes_over_and_finds_its_layers_loaded(lab):
             await desk.loads(a_load(7))
             again = lap.head()
             await again.takes(session=2)
-            assert not lap.daemon._participations.is_serving
+            assert not lap.daemon._stages.is_serving
             await again.loads(a_load(1))
             (process,) = lap.processes.all
             assert len(process.keys) == 2, "opened, then reopened"
@@ -422,9 +422,9 @@ def test_a_head_that_goes_silent_loses_the_worker_and_another_may_come(lab):
             await desk.takes(gone_after_s=SILENCE_S)
             await desk.loads(a_load(1))
             await lap.says("head desk went away")
-            assert not lap.daemon._participations.is_serving
+            assert not lap.daemon._stages.is_serving
             assert len(lap.processes.alive) == 1, "it may come back soon"
-            await desk.say(Ping(status=False))
+            await desk.report_line(Ping(status=False))
             assert (await desk.hear(Refused)).reason.endswith("say hello first")
             await lap.head("tower", TOWER).takes()
 
@@ -439,7 +439,7 @@ def test_a_ring_process_that_dies_is_told_and_the_daemon_goes_on(lab):
             await desk.loads(a_load(1))
             lap.processes.all[0].die("the ring process was ended by SIGABRT")
             assert (await desk.breaks(1)).fault == "ring"
-            await desk.say(Release(epoch=1))
+            await desk.report_line(Release(epoch=1))
             await desk.loads(a_load(2))
 
     asyncio.run(once())
@@ -477,7 +477,7 @@ def test_what_a_reset_connection_took_with_it_is_said_again(lab, way):
 
     async def once() -> None:
         async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
-            part = Participation(link, a_load(1), lambda *_: None)
+            part = Stage(link, a_load(1), lambda *_: None)
             relay.swallow(way)
             await part.load()
             await relay.swallows(1000)
@@ -502,7 +502,7 @@ def test_what_a_reset_connection_took_with_it_is_said_again(lab, way):
 def test_a_break_that_a_reset_connection_took_with_it_is_said_again(lab):
     async def once() -> None:
         async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
-            part = Participation(link, a_load(1), lambda *_: None)
+            part = Stage(link, a_load(1), lambda *_: None)
             await part.load()
             await part.loaded
             relay.swallow("back")
@@ -511,7 +511,7 @@ def test_a_break_that_a_reset_connection_took_with_it_is_said_again(lab):
             assert not part.broken.done()
             relay.reset()
             error = await part.broken
-            assert isinstance(error, ParticipationError)
+            assert isinstance(error, StageError)
             assert (error.fault, str(error)) == ("ring", "lap: the ring process was ended by SIGABRT")
 
     asyncio.run(once())
@@ -520,27 +520,27 @@ def test_a_break_that_a_reset_connection_took_with_it_is_said_again(lab):
 def test_a_release_that_a_reset_connection_took_with_it_is_said_again(lab, monkeypatch):
     async def once() -> None:
         async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
-            part = Participation(link, a_load(1), lambda *_: None)
+            part = Stage(link, a_load(1), lambda *_: None)
             await part.load()
             await part.loaded
-            release, released = lap.daemon._participations.release, asyncio.Event()
+            release, released = lap.daemon._stages.release, asyncio.Event()
 
             async def noted(epoch: int) -> None:
                 await release(epoch)
                 if epoch == 1:
                     released.set()
 
-            monkeypatch.setattr(lap.daemon._participations, "release", noted)
+            monkeypatch.setattr(lap.daemon._stages, "release", noted)
             relay.swallow("there")
             await part.release()
             await relay.swallows(200)
-            assert lap.daemon._participations.is_serving
+            assert lap.daemon._stages.is_serving
             relay.reset()
-            following = Participation(link, a_load(2), lambda *_: None)
+            following = Stage(link, a_load(2), lambda *_: None)
             await following.load()
             await following.loaded
             await released.wait()
-            assert lap.daemon._participations.standing.epochs == [2]
+            assert lap.daemon._stages.standing.epochs == [2]
 
     asyncio.run(once())
 
@@ -551,14 +551,14 @@ def test_a_ping_that_knows_less_is_answered_with_the_states_and_no_other(lab):
             desk = lap.head()
             await desk.takes()
             loaded = await desk.loads(a_load(1))
-            now = lap.daemon._participations.standing.revision
+            now = lap.daemon._stages.standing.revision
             for known in (0, now - 1, now + 1):
-                await desk.say(Ping(status=False, number=9, revision=known))
+                await desk.report_line(Ping(status=False, number=9, revision=known))
                 states = await desk.next()
-                state = ParticipationState(epoch=1, loaded=loaded, linked=False, broken=None)
-                assert states == ParticipationStates(revision=now, states=[state])
+                state = StageState(epoch=1, loaded=loaded, linked=False, broken=None)
+                assert states == StageStates(revision=now, states=[state])
                 assert await desk.next() == Pong(9, now, measuring=False)
-            await desk.say(Ping(status=False, number=10, revision=now))
+            await desk.report_line(Ping(status=False, number=10, revision=now))
             assert await desk.next() == Pong(10, now, measuring=False)
 
     asyncio.run(once())
@@ -572,9 +572,9 @@ def test_a_head_that_says_hello_anew_is_told_of_nothing_that_was_before(lab):
             await desk.loads(a_load(1))
             again = lap.head()
             await again.takes(session=2)
-            await again.say(Ping(status=False, number=1))
+            await again.report_line(Ping(status=False, number=1))
             states = await again.next()
-            assert isinstance(states, ParticipationStates)
+            assert isinstance(states, StageStates)
             assert states.states == []
 
     asyncio.run(once())
@@ -587,7 +587,7 @@ def test_a_stranger_gets_no_answer(lab):
     async def once() -> None:
         async with lab() as lap:
             stranger = lap.head("stranger", STRANGER)
-            await stranger.say(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="stranger"))
+            await stranger.report_line(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="stranger"))
             with pytest.raises(ClusterError, match="no answer"):
                 await stranger._end.receive(0.4)
             await lap.head().takes()
@@ -607,10 +607,10 @@ def test_a_key_that_is_revoked_is_refused_at_once_on_a_connection_that_stands(la
                 a_load(2),
                 Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"),
             ):
-                await desk.say(message)
+                await desk.report_line(message)
                 assert (await desk.hear(Refused)).reason == "lap does not trust this device any more"
             await lap.says("head desk is not trusted as a head any more")
-            assert not lap.daemon._participations.is_serving, "what it asked for before does not go on either"
+            assert not lap.daemon._stages.is_serving, "what it asked for before does not go on either"
 
     asyncio.run(once())
 
@@ -623,7 +623,7 @@ def test_a_head_of_another_version_is_answered_and_a_gap_is_named_to_the_owner(l
     async def once() -> None:
         async with lab(versions=Versions(primad="1", protocol=5, oldest=4)) as lap:
             desk = lap.head()
-            await desk.say(Probe(protocol=protocol, oldest=oldest, version="0.0.7", device="desk"))
+            await desk.report_line(Probe(protocol=protocol, oldest=oldest, version="0.0.7", device="desk"))
             answer = await desk.hear(Probed)
             assert (answer.protocol, answer.oldest) == (5, 4)
             refused = [line for line in lap.said if line.startswith("refused")]
@@ -639,7 +639,7 @@ def test_a_head_with_another_llama_cpp_is_told_to_the_owner(lab):
         async with lab() as lap:
             desk = lap.head()
             hello = Hello(protocol=PROTOCOL, version="0", device="desk", session=1, build="another", gone_after_s=60)
-            await desk.say(hello)
+            await desk.report_line(hello)
             await desk.hear(Welcome)
             assert "llama.cpp differs: a build here, another on desk" in await lap.says("llama.cpp differs")
 
@@ -670,8 +670,8 @@ def test_a_pause_hands_over_first_then_unloads(lab):
             await desk.loads(a_load(1))
             await lap.admin(Pause())
             assert (await desk.hear(Leaving)).reason == "paused by its owner"
-            assert lap.daemon._participations.is_serving, "until others do its work"
-            await desk.say(Dismiss())
+            assert lap.daemon._stages.is_serving, "until others do its work"
+            await desk.report_line(Dismiss())
             assert "paused by its owner" in (await desk.hear(Refused)).reason
             await lap.processes.all[0].ended()
 
@@ -687,13 +687,13 @@ def test_a_worker_that_leaves_goes_on_until_it_is_dismissed(lab):
             assert (await lap.admin(Leave())).text == "lap hands over and ends"
             assert (await lap.admin(Leave())).text == "lap is ending already"
             assert (await desk.hear(Leaving)).reason == "its owner ended it"
-            await desk.say(Ping(status=False))
+            await desk.report_line(Ping(status=False))
             await desk.hear(Pong)
             assert not lap.running.done()
             tower = lap.head("tower", TOWER)
             await tower.hello()
             assert (await tower.hear(Refused)).reason == "lap works for the head desk now"
-            await desk.say(Dismiss())
+            await desk.report_line(Dismiss())
             await lap.running
 
     asyncio.run(once())
@@ -740,7 +740,7 @@ def test_a_worker_that_measures_a_silent_link_leaves_at_once(lab, monkeypatch):
         async with lab() as lap:
             desk = lap.head()
             await desk.takes()
-            await desk.say(MeasureLinks(targets=[]))
+            await desk.report_line(MeasureLinks(targets=[]))
             await begun.wait()
             lap.daemon.leave()
             await lap.running
@@ -845,11 +845,11 @@ def test_a_link_local_address_that_the_head_tells_gets_this_machines_scope_and_i
             desk = lap.head()
             await desk.takes()
             target = Contact(device="tower", key=TOWER.public, addresses=["fe80::9"], port=4711)
-            await desk.say(MeasureLinks(targets=[target]))
+            await desk.report_line(MeasureLinks(targets=[target]))
             (link,) = (await desk.hear(LinksMeasured)).links
             assert (link.address, measured) == ("fe80::9", [["fe80::9%3", "fe80::9%5"]])
             await desk.loads(a_load(1))
-            await desk.say(Link(epoch=1, address="tcp://[fe80::9]:5", key=TOWER.public, sender=TOWER.public))
+            await desk.report_line(Link(epoch=1, address="tcp://[fe80::9]:5", key=TOWER.public, sender=TOWER.public))
             (process,) = lap.processes.alive
             way = "tcp://[fe80::9%5]:5"  # where it was reached
             assert await process.told(Connect) == Connect(way, TOWER.public, TOWER.public)
@@ -864,12 +864,12 @@ def test_what_a_connection_that_was_given_up_still_brings_counts_for_nothing(lab
             before, after = lap.head(), lap.head()
             await before.takes()
             await after.takes()
-            await before.say(a_load(1))  # as when a cable was out meanwhile
-            await before.say(Probe(protocol=PROTOCOL, oldest=OLDEST, version="0", device="desk"))
+            await before.report_line(a_load(1))  # as when a cable was out meanwhile
+            await before.report_line(Probe(protocol=PROTOCOL, oldest=OLDEST, version="0", device="desk"))
             await before.hear(Probed)  # it came
-            await after.say(MeasureLinks(targets=[]))
+            await after.report_line(MeasureLinks(targets=[]))
             await after.hear(LinksMeasured)
-            await after.say(Ping(status=False, number=1))
+            await after.report_line(Ping(status=False, number=1))
             assert (await after.hear(Pong)).revision == 0
             assert lap.processes.alive == []
 
@@ -881,12 +881,12 @@ def test_a_connection_that_was_made_again_is_the_one_that_counts(lab):
         async with lab() as lap:
             before, after = lap.head(), lap.head()
             await before.takes()
-            await after.say(Ping(status=False, number=1))
+            await after.report_line(Ping(status=False, number=1))
             await after.hear(Pong)
-            await before.say(MeasureLinks(targets=[]))
-            await before.say(Probe(protocol=PROTOCOL, oldest=OLDEST, version="0", device="desk"))
+            await before.report_line(MeasureLinks(targets=[]))
+            await before.report_line(Probe(protocol=PROTOCOL, oldest=OLDEST, version="0", device="desk"))
             await before.hear(Probed)
-            await after.say(Ping(status=False, number=2))
+            await after.report_line(Ping(status=False, number=2))
             assert await after.hear(Pong) == Pong(2, 0, measuring=False)
 
     asyncio.run(once())
@@ -901,10 +901,10 @@ def test_pongs_say_whether_links_are_measured(lab, monkeypatch):
         async with lab() as lap:
             desk = lap.head()
             await desk.takes()
-            await desk.say(Ping(status=False, number=1))
+            await desk.report_line(Ping(status=False, number=1))
             assert (await desk.hear(Pong)).measuring is False
-            await desk.say(MeasureLinks(targets=[]))
-            await desk.say(Ping(status=False, number=2))
+            await desk.report_line(MeasureLinks(targets=[]))
+            await desk.report_line(Ping(status=False, number=2))
             assert (await desk.hear(Pong)).measuring is True
 
     monkeypatch.setattr(worker_module, "measure_links", without_end)
@@ -961,12 +961,12 @@ def test_kv_cells_are_held_for_a_head_until_it_forgets_them(lab):
             await desk.takes()
             store = lap.daemon._cells.store
             store.put(HERE, cells_of(HERE))
-            await desk.say(hold(1, HERE, NOT_HERE))
+            await desk.report_line(hold(1, HERE, NOT_HERE))
             assert await desk.hear(KvHeld) == KvHeld(number=1, held=[True, False])
             store.clear()
             assert store.layers(HERE.key), "it is held"
-            await desk.say(KvForget(keys=[HERE.key], lasting=True))
-            await desk.say(hold(2, HERE))
+            await desk.report_line(KvForget(keys=[HERE.key], lasting=True))
+            await desk.report_line(hold(2, HERE))
             assert await desk.hear(KvHeld) == KvHeld(number=2, held=[False])
 
     asyncio.run(once())
@@ -982,7 +982,7 @@ def test_when_its_head_is_gone_only_a_cache_keeps_kv_cells(lab, tmp_path, has_ca
             await desk.takes(gone_after_s=SILENCE_S)
             store = lap.daemon._cells.store
             store.put(HERE, cells_of(HERE))
-            await desk.say(hold(1, HERE))
+            await desk.report_line(hold(1, HERE))
             assert (await desk.hear(KvHeld)).held == [True]
             await lap.says("head desk went away")
             await lap.head("tower", TOWER).takes()

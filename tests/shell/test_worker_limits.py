@@ -21,14 +21,14 @@ from primad.network.messages import (
 )
 from primad.settings.timings import Timings, WorkerTimings
 from primad.trust.identity import new_identity
-from primad.worker import participations as parts
-from primad.worker.participations import MOST_PARTICIPATIONS
+from primad.worker import stages as parts
+from primad.worker.participations import MAX_LOADED_STAGES
 from tests.fakes.load import a_load
 from tests.shell.test_worker_daemon import lab
 
 __all__ = ["lab"]
 
-SELDOM = Timings(worker=WorkerTimings(say_every_s=1000.0))
+SELDOM = Timings(worker=WorkerTimings(report_every_s=1000.0))
 
 
 def test_lists_of_devices_without_end_leave_room_for_the_owner(lab):
@@ -39,9 +39,9 @@ def test_lists_of_devices_without_end_leave_room_for_the_owner(lab):
             keys = [new_identity().public for _ in range(MAX_DEVICES)]
             for _ in range(5):
                 many = [Introduction("d", key) for key in keys]
-                await head.say(Introduce(devices=many, revoked=keys))
-                await head.say(Introduce(devices=many, revoked=[]))
-            await head.say(Ping(status=False))
+                await head.report_line(Introduce(devices=many, revoked=keys))
+                await head.report_line(Introduce(devices=many, revoked=[]))
+            await head.report_line(Ping(status=False))
             await head.hear(Pong)
             assert lap.daemon._lease.introduced == set(keys)
             assert (len(lap.trust.entries()), lap.trust.lost()) == (2, [])
@@ -59,10 +59,10 @@ def test_a_worker_takes_part_in_so_many_rings_only(lab, monkeypatch):
         async with lab() as lap:
             head = lap.head()
             await head.takes()
-            for epoch in range(1, MOST_PARTICIPATIONS + 1):
+            for epoch in range(1, MAX_LOADED_STAGES + 1):
                 await head.loads(a_load(epoch))
-            await head.say(a_load(MOST_PARTICIPATIONS + 1))
-            broken = await head.breaks(MOST_PARTICIPATIONS + 1)
+            await head.report_line(a_load(MAX_LOADED_STAGES + 1))
+            broken = await head.breaks(MAX_LOADED_STAGES + 1)
             assert broken.fault == "load"
             await head.loads(a_load(1))  # again, in place of the one that it has
 
@@ -74,11 +74,11 @@ def test_devices_of_another_version_fill_no_terminal(lab):
         async with lab(timings=SELDOM) as lap:
             head = lap.head()
             for _ in range(50):
-                await head.say(Probe(protocol=1, oldest=1, version="0\n1", device="old"))
+                await head.report_line(Probe(protocol=1, oldest=1, version="0\n1", device="old"))
                 await head.hear(Probed)
             assert sum(line.startswith("refused: ") for line in lap.said) == 1
             assert all(line.isprintable() for line in lap.said)
-            await head.say(Probe(protocol=PROTOCOL, oldest=OLDEST, version="1", device="new"))
+            await head.report_line(Probe(protocol=PROTOCOL, oldest=OLDEST, version="1", device="new"))
             await head.hear(Probed)
 
     asyncio.run(scenario())
@@ -100,7 +100,7 @@ def test_echoes_are_answered_with_what_was_asked_for(lab):
         async with lab() as lap:
             head = lap.head()
             for size in ECHO_BYTES:
-                await head.say(Echo(payload=b"", answer_bytes=size))
+                await head.report_line(Echo(payload=b"", answer_bytes=size))
                 assert (await head.hear(Echoed)).payload == bytes(size)
 
     asyncio.run(scenario())

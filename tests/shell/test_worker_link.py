@@ -14,8 +14,8 @@ import pytest
 import zmq.asyncio
 
 from primad.errors import ClusterError
-from primad.head.members.core import DeviceLostError, ParticipationError
-from primad.head.members.participation import MISSES, MOST_REPEATS, Participation
+from primad.head.members.core import DeviceLostError, StageError
+from primad.head.members.participation import MAX_REPEATS, MISSES, Stage
 from primad.head.members.worker_link import Caller, WorkerLink, greet, probe
 from primad.membership import types
 from primad.network.control import WorkerEnd
@@ -34,14 +34,14 @@ from primad.network.messages import (
     MeasureLinks,
     MemoryLow,
     MemoryRecovered,
-    ParticipationState,
-    ParticipationStates,
     Ping,
     Pong,
     Progress,
     Refused,
     Release,
     Remeasured,
+    StageState,
+    StageStates,
     WorkerStatus,
 )
 from primad.network.versions import OURS, Versions
@@ -123,8 +123,8 @@ async def greeted() -> AsyncIterator[tuple[FakeDevice, Heard, WorkerLink]]:
 
 def state(
     epoch: int = 3, *, loaded: bool = False, linked: bool = False, broken: str | None = None, fault: str = "load"
-) -> ParticipationState:
-    return ParticipationState(
+) -> StageState:
+    return StageState(
         epoch=epoch,
         loaded=Loaded(port=4000, key=KEY) if loaded else None,
         linked=linked,
@@ -299,7 +299,7 @@ def test_what_it_says_to_an_earlier_session_is_passed_over():
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
             end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
-            await device.tell(ParticipationStates(revision=9, states=[state(9, broken="of long ago")]))
+            await device.notify(StageStates(revision=9, states=[state(9, broken="of long ago")]))
             link = await greet(caller(context), end, heard, "nas")
             assert link.name == "nas"
             link.close()
@@ -327,9 +327,9 @@ def test_every_answer_is_a_sign_of_life():
 def test_a_device_that_is_lost_is_told_once_and_all_its_parts_end():
     async def once() -> None:
         async with greeted() as (device, heard, link):
-            parts = [Participation(link, a_load(epoch), lambda *_: None) for epoch in (3, 4)]
+            parts = [Stage(link, a_load(epoch), lambda *_: None) for epoch in (3, 4)]
             for _ in range(3):
-                await device.tell(Refused("it works for another head"))
+                await device.notify(Refused("it works for another head"))
             assert await heard.wait_lost() == "it works for another head"
             for part in parts:
                 error = await part.broken
@@ -355,7 +355,7 @@ def test_a_process_that_ends_is_lost_before_it_is_missed():
 def test_a_device_that_leaves_says_so():
     async def once() -> None:
         async with greeted() as (device, heard, link):
-            await device.tell(Leaving("its owner ended it"))
+            await device.notify(Leaving("its owner ended it"))
             while not heard.left:
                 heard.news.clear()
                 await heard.news.wait()
@@ -371,7 +371,7 @@ def test_a_link_that_is_closed_tells_nothing_and_releases_in_silence():
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
             link = await link_to(context, device, heard)
-            part = Participation(link, a_load(), lambda *_: None)
+            part = Stage(link, a_load(), lambda *_: None)
             link.close()
             await part.release()
             await part.release()
@@ -389,7 +389,7 @@ def test_a_device_that_takes_nothing_is_not_waited_for_long():
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
             link = await link_to(context, device, heard, answer_timeout_s=0.2)
-            part = Participation(link, a_load(), lambda *_: None)
+            part = Stage(link, a_load(), lambda *_: None)
             link._tasks[2].cancel()  # whether its process ended is another question
             await device.leave()
             with pytest.raises(ClusterError, match="takes no messages"):
@@ -432,9 +432,9 @@ def test_a_device_that_is_short_of_memory_has_less_for_the_next_plan(needed, ava
     async def once() -> None:
         async with greeted() as (device, heard, link):
             before = link.profile
-            part = Participation(link, a_load(3), lambda *_: None)
-            await device.tell(MemoryLow(epoch=2, needed_bytes=1, ram_available_bytes=1))  # a ring of long ago
-            await device.tell(MemoryLow(epoch=3, needed_bytes=needed, ram_available_bytes=available))
+            part = Stage(link, a_load(3), lambda *_: None)
+            await device.notify(MemoryLow(epoch=2, needed_bytes=1, ram_available_bytes=1))  # a ring of long ago
+            await device.notify(MemoryLow(epoch=3, needed_bytes=needed, ram_available_bytes=available))
             while not heard.short:
                 heard.news.clear()
                 await heard.news.wait()
@@ -451,10 +451,10 @@ def test_a_device_that_is_short_of_memory_has_less_for_the_next_plan(needed, ava
 def test_a_device_that_has_room_again_has_more_for_the_next_plan(available, left):
     async def once() -> None:
         async with greeted() as (device, heard, link):
-            part, before = Participation(link, a_load(3), lambda *_: None), link.profile
-            await device.tell(MemoryLow(epoch=3, needed_bytes=1 << 30, ram_available_bytes=2 << 30))
-            await device.tell(MemoryRecovered(1 << 30))  # no more than it has
-            await device.tell(MemoryRecovered(available))
+            part, before = Stage(link, a_load(3), lambda *_: None), link.profile
+            await device.notify(MemoryLow(epoch=3, needed_bytes=1 << 30, ram_available_bytes=2 << 30))
+            await device.notify(MemoryRecovered(1 << 30))  # no more than it has
+            await device.notify(MemoryRecovered(available))
             while not heard.roomy:
                 heard.news.clear()
                 await heard.news.wait()
@@ -470,7 +470,7 @@ def test_a_device_that_was_measured_better_is_planned_with_that_from_then_on():
     async def once() -> None:
         async with greeted() as (device, heard, link):
             before = link.profile
-            await device.tell(Remeasured(dataclasses.replace(before, ram_available_bytes=0)))  # no other speeds
+            await device.notify(Remeasured(dataclasses.replace(before, ram_available_bytes=0)))  # no other speeds
             cpu = dataclasses.replace(before.cpu, step_s=2 * before.cpu.step_s)
             disk = dataclasses.replace(before.disk, random_bytes_per_s=before.disk.random_bytes_per_s / 2)
             better = dataclasses.replace(
@@ -482,7 +482,7 @@ def test_a_device_that_was_measured_better_is_planned_with_that_from_then_on():
                 ram_available_bytes=0,
                 gpu=None if before.gpu is None else dataclasses.replace(before.gpu, vram_available_bytes=0),
             )
-            await device.tell(Remeasured(better))
+            await device.notify(Remeasured(better))
             while not heard.better:
                 heard.news.clear()
                 await heard.news.wait()
@@ -497,11 +497,11 @@ def test_a_part_hears_of_its_own_epoch_only():
     async def once() -> None:
         async with greeted() as (device, _, link):
             progress: list[tuple[str, int]] = []
-            part = Participation(link, a_load(3), lambda name, each: progress.append((name, each.done)))
+            part = Stage(link, a_load(3), lambda name, each: progress.append((name, each.done)))
             await part.load()
             assert (await device.hear(Load)).epoch == 3
-            await device.tell(Progress(epoch=2, phase="fetch", done=8, total=9))
-            await device.tell(Progress(epoch=3, phase="fetch", done=1, total=2))
+            await device.notify(Progress(epoch=2, phase="fetch", done=8, total=9))
+            await device.notify(Progress(epoch=3, phase="fetch", done=1, total=2))
             device.stand(state(2, broken="old"), state(3, loaded=True))
             assert await part.loaded == (4000, KEY)
             await part.connect("tcp://127.0.0.1:5", KEY, OTHER_KEY)
@@ -523,10 +523,10 @@ def test_a_part_hears_of_its_own_epoch_only():
 def test_a_part_that_breaks_says_whose_fault_it_was(fault):
     async def once() -> None:
         async with greeted() as (device, heard, link):
-            part = Participation(link, a_load(3), lambda *_: None)
+            part = Stage(link, a_load(3), lambda *_: None)
             device.stand(state(3, broken="it went wrong", fault=fault))
             error = await part.broken
-            assert isinstance(error, ParticipationError)
+            assert isinstance(error, StageError)
             assert (error.device, error.fault, str(error)) == ("nas", fault, "nas: it went wrong")
             assert heard.gone == [], "the device itself is fine"
 
@@ -536,7 +536,7 @@ def test_a_part_that_breaks_says_whose_fault_it_was(fault):
 def test_a_part_that_was_released_hears_nothing_more():
     async def once() -> None:
         async with greeted() as (device, _, link):
-            part, following = (Participation(link, a_load(epoch), lambda *_: None) for epoch in (3, 4))
+            part, following = (Stage(link, a_load(epoch), lambda *_: None) for epoch in (3, 4))
             await part.release()
             device.stand(state(3, broken="late"), state(4, loaded=True))
             await following.loaded
@@ -548,12 +548,12 @@ def test_a_part_that_was_released_hears_nothing_more():
 def test_a_status_is_asked_for_and_the_answer_is_new():
     async def once() -> None:
         async with greeted() as (device, _, link):
-            part = Participation(link, a_load(3), lambda *_: None)
+            part = Stage(link, a_load(3), lambda *_: None)
             for size in (1, 2):
                 asking = asyncio.create_task(part.wait_status())
                 assert (await device.hear(Ping)).status
                 answer = WorkerStatus(epoch=3, status=STATUS, daemon_rss_bytes=size)
-                await device.tell(answer)
+                await device.notify(answer)
                 assert await asking == answer
 
     asyncio.run(once())
@@ -571,7 +571,7 @@ async def some_pings(device: FakeDevice, count: int = 10) -> None:
 def test_a_load_that_was_lost_is_asked_for_again_until_it_arrives():
     async def once() -> None:
         async with greeted() as (device, _, link):
-            part = Participation(link, a_load(3), lambda *_: None)
+            part = Stage(link, a_load(3), lambda *_: None)
             await some_pings(device)
             assert device.heard.empty(), "nothing was asked for yet"
             await part.load()
@@ -595,12 +595,12 @@ def test_a_worker_that_never_does_what_it_is_asked_for_is_not_asked_without_end(
             device, heard = FakeDevice(context, "nas"), Heard()
             device.stand(*([state(loaded=True)] if loaded else []))
             link = await link_to(context, device, heard)
-            part = Participation(link, a_load(3), lambda *_: None)
+            part = Stage(link, a_load(3), lambda *_: None)
             await (part.connect("tcp://127.0.0.1:5", KEY, OTHER_KEY) if loaded else part.load())
             error = await part.broken
-            assert isinstance(error, ParticipationError)
+            assert isinstance(error, StageError)
             assert (error.device, str(error)) == ("nas", "nas: it does not take part in the ring")
-            assert device.heard.qsize() == 1 + MOST_REPEATS
+            assert device.heard.qsize() == 1 + MAX_REPEATS
             link.close()
 
     asyncio.run(once())
@@ -609,7 +609,7 @@ def test_a_worker_that_never_does_what_it_is_asked_for_is_not_asked_without_end(
 def test_a_link_that_was_lost_is_asked_for_again_and_its_answer_is_heard():
     async def once() -> None:
         async with greeted() as (device, _, link):
-            part = Participation(link, a_load(3), lambda *_: None)
+            part = Stage(link, a_load(3), lambda *_: None)
             device.stand(state(loaded=True))
             await part.load()
             assert await part.loaded == (4000, KEY)
@@ -628,13 +628,13 @@ def test_a_break_that_was_lost_is_heard_with_the_next_ping():
             device, heard = FakeDevice(context, "nas"), Heard()
             device.loses_states = True
             link = await link_to(context, device, heard)
-            part = Participation(link, a_load(3), lambda *_: None)
+            part = Stage(link, a_load(3), lambda *_: None)
             device.stand(state(broken="no memory"))
             await some_pings(device)
             assert (device.known, part.broken.done()) == (0, False), "each ping says what the head knows: nothing"
             device.loses_states = False
             error = await part.broken
-            assert isinstance(error, ParticipationError)
+            assert isinstance(error, StageError)
             assert (error.device, error.fault, str(error)) == ("nas", "load", "nas: no memory")
             await device.wait(lambda: device.known == device.revision)
             link.close()
@@ -648,7 +648,7 @@ def test_what_the_head_asked_for_is_not_missed_in_states_that_are_on_their_way()
             device, heard = FakeDevice(context, "nas"), Heard()
             device.loses_states = True
             link = await link_to(context, device, heard)
-            part = Participation(link, a_load(3), lambda *_: None)
+            part = Stage(link, a_load(3), lambda *_: None)
             device.stand(state())
             await part.load()
             await device.hear(Load)
@@ -667,11 +667,11 @@ def test_what_the_head_asked_for_is_not_missed_in_states_that_are_on_their_way()
 def test_states_that_later_ones_overtook_are_passed_over():
     async def once() -> None:
         async with greeted() as (device, _, link):
-            part = Participation(link, a_load(3), lambda *_: None)
+            part = Stage(link, a_load(3), lambda *_: None)
             device.stand(state())
             device.stand(state(loaded=True))
             await part.loaded
-            await device.tell(ParticipationStates(revision=1, states=[state(broken="of another time")]))
+            await device.notify(StageStates(revision=1, states=[state(broken="of another time")]))
             await some_pings(device)
             assert device.known == 2
             assert not part.broken.done()
@@ -685,13 +685,13 @@ def test_a_part_that_is_gone_after_it_was_loaded_is_over():
             device, heard = FakeDevice(context, "nas"), Heard()
             device.stand(state(loaded=True))
             link = await link_to(context, device, heard)
-            part = Participation(link, a_load(3), lambda *_: None)
+            part = Stage(link, a_load(3), lambda *_: None)
             await part.load()
             await part.loaded
             device.stand()
             error = await part.broken
-            assert isinstance(error, ParticipationError)
-            assert str(error) == "nas: its participation ended without a word"
+            assert isinstance(error, StageError)
+            assert str(error) == "nas: its stage ended without a word"
             link.close()
 
     asyncio.run(once())
@@ -703,7 +703,7 @@ def test_a_release_that_was_lost_is_said_again():
             device, heard = FakeDevice(context, "nas"), Heard()
             device.stand(state(3), state(4))
             link = await link_to(context, device, heard)
-            part = Participation(link, a_load(4), lambda *_: None)
+            part = Stage(link, a_load(4), lambda *_: None)
             await part.load()
             for _ in range(2):
                 assert await device.hear(Release) == Release(epoch=3)
@@ -739,7 +739,7 @@ def test_a_measurement_that_was_lost_is_asked_for_again():
             measuring = asyncio.create_task(link.measure_links([device.target()], 600))
             asked = [await device.hear(MeasureLinks) for _ in range(2)]
             assert asked[0] == asked[1]
-            await device.tell(LinksMeasured(links=[]))
+            await device.notify(LinksMeasured(links=[]))
             assert (await measuring).links == []
             link.close()
 
@@ -770,7 +770,7 @@ def test_a_worker_that_measures_is_not_asked_again():
             pings = device.pings
             await device.wait(lambda: device.pings >= pings + 4 * MISSES)
             assert device.heard.empty()
-            await device.tell(LinksMeasured(links=[]))
+            await device.notify(LinksMeasured(links=[]))
             assert (await measuring).links == []
             link.close()
 

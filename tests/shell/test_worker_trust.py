@@ -10,11 +10,9 @@ from primad.network.admin import Describe
 from primad.network.messages import (
     PROTOCOL,
     Dismiss,
+    DraftInput,
     Echo,
     Echoed,
-    GuessLoad,
-    GuessRelease,
-    GuessText,
     HeadMessage,
     Hello,
     Introduce,
@@ -22,6 +20,7 @@ from primad.network.messages import (
     KvForget,
     KvHold,
     Link,
+    LoadDraft,
     MeasureLinks,
     Ping,
     Pong,
@@ -29,6 +28,7 @@ from primad.network.messages import (
     Probed,
     Refused,
     Release,
+    ReleaseDraft,
     Revoked,
 )
 from primad.ring.speculation.messages import DraftText
@@ -52,17 +52,17 @@ WORDS_OF_A_HEAD: Final[Sequence[HeadMessage]] = (
     Dismiss(),
     KvHold(number=1, blocks=[], layers=[], sources=[], timeout_s=0.0, verify=False),
     KvForget(keys=[], lasting=False),
-    GuessLoad(
+    LoadDraft(
         epoch=1,
         window=a_load(1, first=0, layers=(LAYER,) * 5).windows[0],
         vocabulary=8,
         context=8,
-        most=1,
+        maximum=1,
         first=1,
         sources=[],
     ),
-    GuessText(epoch=1, task=DraftText(number=1, tokens=[1])),
-    GuessRelease(epoch=1),
+    DraftInput(epoch=1, task=DraftText(number=1, tokens=[1])),
+    ReleaseDraft(epoch=1),
 )
 
 
@@ -77,7 +77,7 @@ def introduces(*identities: Identity, revoked: Sequence[Identity] = ()) -> Intro
 
 async def is_let_in(device: FakeHead) -> bool:
     """Whether a device that spoke with the worker before may still ask who it is."""
-    await device.say(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device=device.name))
+    await device.report_line(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device=device.name))
     return isinstance(await device.next(), Probed)
 
 
@@ -89,8 +89,8 @@ def test_whom_a_head_introduces_may_do_what_a_ring_needs_as_long_as_that_head_ma
             lap.trust.add(trusted_now("pc", pc.public, BY_HAND))
             written = (lap.home / "trust.json").stat().st_ino
             await desk.takes()
-            await desk.say(introduces(nas, pc, lap.identity, TOWER))
-            await desk.say(Ping(status=False))
+            await desk.report_line(introduces(nas, pc, lap.identity, TOWER))
+            await desk.report_line(Ping(status=False))
             await desk.hear(Pong)
             neighbour, friend = lap.head("nas", nas), lap.head("pc", pc)
             assert await is_let_in(neighbour)
@@ -99,14 +99,14 @@ def test_whom_a_head_introduces_may_do_what_a_ring_needs_as_long_as_that_head_ma
             assert nas.public in described.status["introduced"]
             # Each list stands for all before; whom the owner trusts, and who leads, no other device can keep out.
             for message in (introduces(revoked=[nas, pc, TOWER, DESK]), introduces(nas, revoked=[nas])):
-                await desk.say(message)
-                await desk.say(Ping(status=False))
+                await desk.report_line(message)
+                await desk.report_line(Ping(status=False))
                 await desk.hear(Pong)
                 assert not await is_let_in(neighbour)
                 assert not lap.daemon._layers._allows(nas.public)
                 assert await is_let_in(friend)
                 assert await is_let_in(tower)
-            await desk.say(introduces(nas))
+            await desk.report_line(introduces(nas))
             await desk.takes(session=2)  # it starts anew
             assert await is_let_in(neighbour)
             assert (lap.home / "trust.json").stat().st_ino == written, "nobody but the owner writes there"
@@ -115,7 +115,7 @@ def test_whom_a_head_introduces_may_do_what_a_ring_needs_as_long_as_that_head_ma
             await lap.says("head desk is not trusted as a head any more; waiting for a head")
             await tower.takes()
             assert not await is_let_in(neighbour)
-            await tower.say(introduces(nas, DESK))
+            await tower.report_line(introduces(nas, DESK))
             assert await is_let_in(neighbour)
             assert not await is_let_in(desk), "what the owner revoked nobody introduces"
 
@@ -128,8 +128,8 @@ def test_a_worker_that_is_revoked_says_so_and_works_for_nobody_until_its_head_ta
             desk, other = lap.head(), lap.head()
             neighbour = new_identity()
             await desk.takes()
-            await desk.say(introduces(neighbour))
-            await other.say(Revoked())
+            await desk.report_line(introduces(neighbour))
+            await other.report_line(Revoked())
             line = await lap.says("desk revoked this device")
             assert "'primad pair --code CODE' here" in line
             assert not lap.daemon._admits(neighbour.public)
@@ -175,22 +175,22 @@ def test_who_is_no_head_here_may_ask_who_this_is_and_measure_links_and_nothing_e
             for lead in (False, True):
                 if lead:
                     await desk.takes()
-                    await desk.say(introduces(introduced, paired))
-                    await desk.say(Ping(status=False))
+                    await desk.report_line(introduces(introduced, paired))
+                    await desk.report_line(Ping(status=False))
                     await desk.hear(Pong)
                 for other in (lap.head("desk", paired), *([lap.head("desk", introduced)] if lead else [])):
                     assert await is_let_in(other)
-                    await other.say(Echo(payload=b"", answer_bytes=0))
+                    await other.report_line(Echo(payload=b"", answer_bytes=0))
                     await other.hear(Echoed)
                     for message in WORDS_OF_A_HEAD:
-                        await other.say(message)
+                        await other.report_line(message)
                         refused = await other.next()
                         assert isinstance(refused, Refused), f"{message} was answered by {refused}"
                         assert refused.reason.startswith("lap does not take this device as a head; type 'primad pair'")
-                    await other.say(introduces(friend, revoked=[DESK]))
+                    await other.report_line(introduces(friend, revoked=[DESK]))
                     await other.hear(Refused)
                     assert not lap.daemon._admits(friend.public)
-            await desk.say(Ping(status=False))
+            await desk.report_line(Ping(status=False))
             await desk.hear(Pong)
             assert (lap.trust.revoked(), lap.trust.entries()) == before
 

@@ -3,7 +3,7 @@
 Written apart from the solver: its own sums from the costs of ``instance.py``, all ways to share out layers one by one, no
 bounds but one: a way of which even what it computes takes longer than the best one found is not looked at further. Of two
 ways to hold the same layers on a device, one that is worse in every respect is dropped, which loses nothing. How much is
-held ahead is no whole number: for each way that is left a small program finds the best. Each device has a machine of its
+read ahead is no whole number: for each way that is left a small program finds the best. Each device has a machine of its
 own.
 """
 
@@ -44,31 +44,31 @@ class Times:
     picked: tuple[float, ...]
     """Of the experts of groups of equal size, those that are picked least first, what is read if they stream."""
 
-    def read(self, streamed: float, most: float) -> float:
-        """What is read of what is ``streamed``, of ``most`` that may be."""
+    def read(self, streamed: float, maximum: float) -> float:
+        """What is read of what is ``streamed``, of ``maximum`` that may be."""
         left, read = max(0.0, streamed - self.spare), 0.0
         for picked in self.picked:
-            of_group = min(left, most / len(self.picked))
+            of_group = min(left, maximum / len(self.picked))
             left, read = left - of_group, read + picked * of_group
         return read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Option:
-    """One way for a device to hold its layers: ``over`` bytes do not fit, of ``most`` that may stream."""
+    """One way for a device to hold its layers: ``over`` bytes do not fit, of ``maximum`` that may stream."""
 
     decode: Times
     chunk: Times
     output_s: float
     over: int
-    most: int
+    maximum: int
     pool: int
     disk: float
     slows: float
     gpu: int
     tail_gpu: int
-    apart: int
-    tail_apart: int
+    experts_on_cpu: int
+    tail_experts_on_cpu: int
     output_on_gpu: bool
     regular: bool
     """Whether the tail has about as many layers on the CPU as each window, or there is none."""
@@ -86,9 +86,9 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What an option costs with the least held ahead: of decode and of a chunk, seconds of all windows and of reading."""
+    """What an option costs with the least read ahead: of decode and of a chunk, seconds of all windows and of reading."""
 
-    ahead: int
+    read_ahead: int
     decode_s: float
     decode_read_s: float
     chunk_s: float
@@ -97,7 +97,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """All of a plan but how much is held ahead: members in ring order, rounds, boundaries of a round and of the tail."""
+    """All of a plan but how much is read ahead: members in ring order, rounds, boundaries of a round and of the tail."""
 
     members: tuple[int, ...]
     rounds: int
@@ -141,8 +141,8 @@ class Brute:
         ways = [(self._floor(way), i, False, way) for i, way in enumerate(self._ways())]
         heapify(ways)
         while ways:
-            least, i, is_priced, way = heappop(ways)
-            if math.isinf(least) or (found is not None and least >= found[0] * (1 - CLOSE)):
+            minimum, i, is_priced, way = heappop(ways)
+            if math.isinf(minimum) or (found is not None and minimum >= found[0] * (1 - CLOSE)):
                 break
             if not is_priced:
                 heappush(ways, (self._bound(way), i, True, way))
@@ -154,12 +154,12 @@ class Brute:
 
     def _ways(self) -> Iterator[Way]:
         total = len(self._instance.model.layers)
-        most = total - self._instance.model.tail_layers
+        maximum = total - self._instance.model.tail_layers
         for option in self._options(0, (), (0, total), 1):
             yield Way((0,), 1, ((0, 0),), 0, (option,))
         for members in self._rings():
-            for rounds in range(1, most // len(members) + 1):
-                for columns in range(len(members), most // rounds + 1):
+            for rounds in range(1, maximum // len(members) + 1):
+                for columns in range(len(members), maximum // rounds + 1):
                     yield from self._ring(members, rounds, columns)
 
     def _rings(self) -> Iterator[tuple[int, ...]]:
@@ -209,9 +209,13 @@ class Brute:
             range(width + 1 if member.has_gpu else 1), range(tail_width + 1 if member.has_gpu else 1)
         ):
             outputs = (True,) if tail_gpu else (False, True) if tail and member.has_gpu else (False,)
-            for output_on_gpu, apart, tail_apart in product(outputs, self._apart(gpu), self._apart(tail_gpu)):
-                option = self._option(m, ranges, tail, ring, (gpu, apart), (tail_gpu, tail_apart), output_on_gpu)
-                if option is not None and self._least_ahead(option) is not None:
+            for output_on_gpu, experts_on_cpu, tail_experts_on_cpu in product(
+                outputs, self._apart(gpu), self._apart(tail_gpu)
+            ):
+                option = self._option(
+                    m, ranges, tail, ring, (gpu, experts_on_cpu), (tail_gpu, tail_experts_on_cpu), output_on_gpu
+                )
+                if option is not None and self._min_read_ahead(option) is not None:
                     found.append(option)
         kept: list[tuple[tuple[float, ...], Option]] = []
         for figures, option in sorted(((self._figures(option), option) for option in found), key=lambda each: each[0]):
@@ -234,7 +238,7 @@ class Brute:
         if self._objective in ("ttft", "balanced"):
             found += [option.chunk.compute_s] + [option.chunk.rest_s, option.chunk.layers_s] * (not self._by_expert)
             found += [option.chunk.tail_s, -option.chunk.tail_s]
-        found.append(-float(option.most) if option.streams else -math.inf)
+        found.append(-float(option.maximum) if option.streams else -math.inf)
         if self._by_expert and self._objective in ("ttft", "balanced"):
             found += [figure for seconds, size in option.laps for figure in (seconds, size, -size)]
         if not self._by_expert:
@@ -255,32 +259,38 @@ class Brute:
         """``of_window`` and ``of_tail`` are layers on the GPU, and of how many of these the experts are on the CPU."""
         instance, member, sizes, kv = self._instance, self._instance.members[m], self._sizes, self._kv
         parts = [_placed(a, b, *of_window) for a, b in ranges] + ([_placed(*tail, *of_tail)] if tail else [])
-        on_cpu, on_gpu, apart = ([layer for part in parts for layer in part[i]] for i in range(3))
+        on_cpu, on_gpu, experts_on_cpu = ([layer for part in parts for layer in part[i]] for i in range(3))
         windows = len(ranges) + (tail is not None)
         output = instance.model.output_bytes if tail else 0
         uses_gpu = bool(on_gpu) or output_on_gpu
         vram = sum(sizes[i] + kv[i] for i in on_gpu) + (output if output_on_gpu else 0)
-        vram -= sum(self._experts[i] for i in apart)
-        helps = member.is_helped
-        if uses_gpu or helps:
-            vram += cost.GPU_RUNTIME_BYTES + windows * (self._buffer + (self._copied if helps else 0))
-        if helps and not output_on_gpu:
+        vram -= sum(self._experts[i] for i in experts_on_cpu)
+        offloads = member.offloads_prefill
+        if uses_gpu or offloads:
+            vram += cost.GPU_RUNTIME_BYTES + windows * (self._buffer + (self._copied if offloads else 0))
+        if offloads and not output_on_gpu:
             vram += max(0, output - self._copied)
         if vram > member.vram_limit or (ring > 1 and sum(sizes[i] for i in (*on_cpu, *on_gpu)) > member.disk_limit):
             return None
-        ram = sum(sizes[i] + kv[i] for i in on_cpu) + sum(self._experts[i] for i in apart)
+        ram = sum(sizes[i] + kv[i] for i in on_cpu) + sum(self._experts[i] for i in experts_on_cpu)
         ram += self._besides + windows * self._window
         ram += (instance.head_bytes(windows) if tail else 0) + (0 if output_on_gpu else output)
         over = ram + (vram if member.shares_memory else 0) - member.ram_limit
-        if helps and over > 0:
+        if offloads and over > 0:
             return None  # what streams would travel twice
-        most = sum(self._experts[i] for i in (*on_cpu, *apart)) if self._by_expert else sum(sizes[i] for i in on_cpu)
+        maximum = (
+            sum(self._experts[i] for i in (*on_cpu, *experts_on_cpu))
+            if self._by_expert
+            else sum(sizes[i] for i in on_cpu)
+        )
         pool = max(self._experts) if self._by_expert else 0
         output_s = (member.gpu_output_s if output_on_gpu else member.cpu_output_s) if tail else 0.0
-        step_s = member.step_s * bool(on_cpu or apart) + member.gpu_step_s * uses_gpu
+        step_s = member.step_s * bool(on_cpu or experts_on_cpu) + member.gpu_step_s * uses_gpu
         kinds, both = instance.kind_of, []
         for phase, out, spare in ((member.decode, output_s, self._buffer), (member.prefill, 0.0, 0)):
-            rest = sum(phase.gpu[kinds[i]] for i in on_gpu) + sum(phase.apart[kinds[i]] for i in apart)
+            rest = sum(phase.gpu[kinds[i]] for i in on_gpu) + sum(
+                phase.experts_on_cpu[kinds[i]] for i in experts_on_cpu
+            )
             rest += out + windows * step_s
             compute = rest + sum(phase.cpu[kinds[i]] for i in on_cpu)
             tail_s = 0.0
@@ -310,7 +320,7 @@ class Brute:
             *both,
             output_s,
             over,
-            most,
+            maximum,
             pool,
             disk,
             slows,
@@ -327,13 +337,13 @@ class Brute:
         )
 
     def _steps(self, m: int) -> tuple[tuple[float, int, int], ...]:
-        """Shares that may stream with what is then held ahead: a part, what is read while a layer is computed; two."""
+        """Shares that may stream with what is then read ahead: a part, what is read while a layer is computed; two."""
         if self._by_expert:
             return ((1.0, 0, 0),)
         member, largest = self._instance.members[m], max(self._sizes)
         read = max(member.decode.cpu) * member.disk_bytes_per_s
-        least = min(16 << 20, 2 * largest)
-        held = [max(least, math.ceil(x * largest + min(x * largest, read))) for x in SHARES]
+        minimum = min(16 << 20, 2 * largest)
+        held = [max(minimum, math.ceil(x * largest + min(x * largest, read))) for x in SHARES]
         return tuple((x, a, max(a, math.ceil(2 * x * largest))) for x, a in zip(SHARES, held, strict=True))
 
     def _find_hops(self, members: tuple[int, ...], rounds: int) -> Hops:
@@ -355,34 +365,34 @@ class Brute:
         link, chunk_link = max(link, air), max(chunk_link, chunk_air)
         return Hops(hops, chunk_hops, link, chunk_link)
 
-    def _least_ahead(self, option: Option) -> int | None:
-        """The least that may be held ahead; None where it does not fit."""
+    def _min_read_ahead(self, option: Option) -> int | None:
+        """The least that may be read ahead; None where it does not fit."""
         if not option.streams:
             return 0
         if not option.regular:
             return None
-        for share, ahead, _ in option.steps:
-            streamed = option.over + self._reserve + ahead
-            if streamed <= share * option.most and streamed <= option.most - option.pool:
-                return ahead
+        for share, read_ahead, _ in option.steps:
+            streamed = option.over + self._reserve + read_ahead
+            if streamed <= share * option.maximum and streamed <= option.maximum - option.pool:
+                return read_ahead
         return None
 
     def _find_costs(self, option: Option, k: int, waits: bool) -> Held | None:
-        ahead = self._least_ahead(option)
-        if ahead is None:
+        read_ahead = self._min_read_ahead(option)
+        if read_ahead is None:
             return None
-        streamed = option.over + self._reserve + ahead if option.streams else 0
+        streamed = option.over + self._reserve + read_ahead if option.streams else 0
         both = []
         for times in (option.decode, option.chunk):
-            read = times.read(streamed, option.most)
+            read = times.read(streamed, option.maximum)
             window = times.compute_s
             if self._by_expert:
                 window += read / option.disk
-            elif waits and read > k * ahead:
-                window += option.slows * (read - k * ahead)
-                window = max(window, times.rest_s + k * times.edge_s + (read - k * ahead) / option.disk)
+            elif waits and read > k * read_ahead:
+                window += option.slows * (read - k * read_ahead)
+                window = max(window, times.rest_s + k * times.edge_s + (read - k * read_ahead) / option.disk)
             both += [window, read / option.disk]
-        return Held(ahead, *both)
+        return Held(read_ahead, *both)
 
     def _floor(self, way: Way) -> float:
         """At least so long, seen quickly: all windows and hops one after the other."""
@@ -400,7 +410,7 @@ class Brute:
         return self._priced(way, waits=way.rounds == 1)
 
     def _priced(self, way: Way, *, waits: bool) -> float:
-        """The objective of ``way`` with the least held ahead; without ``waits`` a bound for more of it."""
+        """The objective of ``way`` with the least read ahead; without ``waits`` a bound for more of it."""
         hops, k, n = self._hops(way.members, way.rounds), way.rounds, self._instance.chunks
         token_s, read_s, busy_s = hops.one, 0.0, hops.link
         tail, windows, trains, reading = way.options[0].chunk.tail_s, [], [], 0.0
@@ -408,16 +418,16 @@ class Brute:
             costs = self._costs(option, k, waits)
             if costs is None:
                 return math.inf
-            ahead, read = costs.ahead, costs.chunk_read_s
+            read_ahead, read = costs.read_ahead, costs.chunk_read_s
             token_s, read_s = token_s + costs.decode_s, max(read_s, costs.decode_read_s)
             busy_s = max(busy_s, costs.decode_s)
             windows.append(costs.chunk_s)
             stop = (windows[-1] - tail * (i == 0)) / k
             trains.append((n * stop, stop))
             if option.streams:
-                reading = max(reading, n * read - ahead / option.disk)
+                reading = max(reading, n * read - read_ahead / option.disk)
                 if waits and i and not self._by_expert:
-                    late = n * option.chunk.rest_s / k + n * read / k - ahead / option.disk
+                    late = n * option.chunk.rest_s / k + n * read / k - read_ahead / option.disk
                     trains.append((late, stop))
         once = sum(windows) + hops.chunk
         lap = (once - tail) / k
@@ -449,7 +459,7 @@ class Brute:
         stops = []
         for option in way.options:
             streamed = option.over + self._reserve if option.streams else 0
-            a_byte = option.chunk.read(streamed, option.most) / max(1, option.most) / option.disk
+            a_byte = option.chunk.read(streamed, option.maximum) / max(1, option.maximum) / option.disk
             stops.append([seconds + size * a_byte for seconds, size in option.laps])
         free, sent, first, last = [0.0] * len(members), [0.0] * len(members), 0.0, 0.0
         for at in range(way.rounds * len(members) + 1):
@@ -477,11 +487,11 @@ class Brute:
                 return first + self._instance.workload.answer_tokens * token
 
     def _settled(self, way: Way) -> tuple[float, list[float]] | None:
-        """The objective of ``way`` with the best of what may be held ahead, in bytes by device; None where nothing fits."""
+        """The objective of ``way`` with the best of what may be read ahead, in bytes by device; None where nothing fits."""
         no_prompt = way.rounds == 1 and self._objective in ("latency", "throughput")
         if no_prompt or self._by_expert or not any(option.streams for option in way.options):
-            # What is held ahead saves nothing here: as little as can be is the best.
-            return self._priced(way, waits=True), [float(self._least_ahead(option) or 0) for option in way.options]
+            # What is read ahead saves nothing here: as little as can be is the best.
+            return self._priced(way, waits=True), [float(self._min_read_ahead(option) or 0) for option in way.options]
         problem = pulp.LpProblem("ahead", pulp.LpMinimize)
         hops, k, n = self._hops(way.members, way.rounds), way.rounds, self._instance.chunks
         names = ("token", "first", "period", "laps", "last")
@@ -536,17 +546,17 @@ class Brute:
             problem += period >= decode[i]
             if held[i] is None:
                 continue
-            streamed, ahead, in_decode, exact, is_wide = held[i]
+            streamed, read_ahead, in_decode, exact, is_wide = held[i]
             problem += token >= in_decode * ms[i]
             problem += period >= in_decode * ms[i]
             read = streamed * ms[i]
-            problem += first >= n * read - ahead * ms[i]
+            problem += first >= n * read - read_ahead * ms[i]
             if i:
-                train = read * (n / k) - ahead * ms[i] + n * option.chunk.rest_s * MS / k
+                train = read * (n / k) - read_ahead * ms[i] + n * option.chunk.rest_s * MS / k
                 problem += laps >= train
                 problem += last >= train - stop
             around = lap - stop + tail if i else 0
-            problem += first >= around + option.chunk.edge_s * MS + n * read - ahead * ms[i]
+            problem += first >= around + option.chunk.edge_s * MS + n * read - read_ahead * ms[i]
             within = 2 * n * read - (n * option.layers + 1) * exact * ms[i] - 1e7 * is_wide
             problem += first >= around + n * option.chunk.layers_s * MS + within
         output = sum(option.output_s for option in way.options) * MS
@@ -608,9 +618,9 @@ class Brute:
         problem += each >= compute_s * MS
         if held is None:
             return
-        streamed, ahead, _, exact, is_wide = held
+        streamed, read_ahead, _, exact, is_wide = held
         size = streamed * share
-        late = size - stops * ahead
+        late = size - stops * read_ahead
         waits = problem.add_variable(f"{following.name}_waits", 0, 1, pulp.LpInteger)
         problem += late <= 1e6 * waits
         problem += each >= compute_s * MS + late * slows
@@ -648,33 +658,33 @@ class Brute:
         return short
 
     def _held(self, problem: pulp.LpProblem, i: int, option: Option) -> tuple | None:
-        """What streams, is held ahead and streams in decode; in bytes, as expressions of megabytes."""
+        """What streams, is read ahead and streams in decode; in bytes, as expressions of megabytes."""
         if not option.streams:
             return None
-        ahead, in_decode = (problem.add_variable(f"{name}_{i}", 0) for name in ("ahead", "decode"))
-        streamed = ahead + (option.over + self._reserve) / UNIT
+        read_ahead, in_decode = (problem.add_variable(f"{name}_{i}", 0) for name in ("ahead", "decode"))
+        streamed = read_ahead + (option.over + self._reserve) / UNIT
         # Of each step what it needs, or what a later one does, or two parts and more.
         ways = [
             (share, other, other is None and wide)
-            for j, (share, least, wide) in enumerate(option.steps)
+            for j, (share, minimum, wide) in enumerate(option.steps)
             for other in (*(needed for _, needed, _ in option.steps[j:]), None)
         ]
         picked = [problem.add_variable(f"step_{i}_{j}", 0, 1, pulp.LpInteger) for j in range(len(ways))]
         problem += pulp.lpSum(picked) == 1
-        least = pulp.lpSum(
+        minimum = pulp.lpSum(
             z * ((wide if a is None else a) / UNIT) for z, (_, a, wide) in zip(picked, ways, strict=True)
         )
         is_wide = pulp.lpSum(z for z, (_, a, _) in zip(picked, ways, strict=True) if a is None)
-        problem += ahead >= least
-        problem += ahead <= least + 1e6 * is_wide
-        most = pulp.lpSum(z * (share * option.most / UNIT) for z, (share, _, _) in zip(picked, ways, strict=True))
-        problem += streamed <= most
-        problem += streamed <= (option.most - option.pool) / UNIT
+        problem += read_ahead >= minimum
+        problem += read_ahead <= minimum + 1e6 * is_wide
+        maximum = pulp.lpSum(z * (share * option.maximum / UNIT) for z, (share, _, _) in zip(picked, ways, strict=True))
+        problem += streamed <= maximum
+        problem += streamed <= (option.maximum - option.pool) / UNIT
         if self._by_expert:
-            problem += ahead == 0
+            problem += read_ahead == 0
         problem += in_decode >= streamed - option.decode.spare / UNIT
         exact = pulp.lpSum(z * (a / UNIT) for z, (_, a, _) in zip(picked, ways, strict=True) if a is not None)
-        return streamed, ahead, in_decode, exact, is_wide
+        return streamed, read_ahead, in_decode, exact, is_wide
 
     def _plan(self, way: Way, held: Sequence[float]) -> Plan:
         names = [self._instance.devices[m].device for m in way.members]
@@ -683,7 +693,9 @@ class Brute:
             for name, (a, b), option in zip(names, way.bounds, way.options, strict=True):
                 at = r * way.columns
                 route.append(
-                    Window(device=name, first=at + a, last=at + b, gpu_layers=option.gpu, cpu_experts=option.apart)
+                    Window(
+                        device=name, first=at + a, last=at + b, gpu_layers=option.gpu, cpu_experts=option.experts_on_cpu
+                    )
                 )
         route.append(
             Window(
@@ -691,12 +703,16 @@ class Brute:
                 first=first,
                 last=total,
                 gpu_layers=way.options[0].tail_gpu,
-                cpu_experts=way.options[0].tail_apart,
+                cpu_experts=way.options[0].tail_experts_on_cpu,
             )
         )
         streaming = tuple(
-            Streaming(device=name, streamed_bytes=option.over + self._reserve + round(ahead), ahead_bytes=round(ahead))
-            for name, option, ahead in zip(names, way.options, held, strict=True)
+            Streaming(
+                device=name,
+                streamed_bytes=option.over + self._reserve + round(read_ahead),
+                read_ahead_bytes=round(read_ahead),
+            )
+            for name, option, read_ahead in zip(names, way.options, held, strict=True)
             if option.streams
         )
         plan = Plan(
@@ -706,14 +722,14 @@ class Brute:
             streaming=streaming,
             left_out=(),
         )
-        return plan.with_help(self._instance.helped)
+        return plan.with_offload(self._instance.prefill_offload)
 
 
-def _placed(first: int, last: int, gpu: int, apart: int) -> tuple[range, range, range]:
+def _placed(first: int, last: int, gpu: int, experts_on_cpu: int) -> tuple[range, range, range]:
     """The layers of a window on the CPU, on the GPU, and of these the ones whose experts are on the CPU."""
-    return range(first, last - gpu), range(last - gpu, last), range(last - gpu, last - gpu + apart)
+    return range(first, last - gpu), range(last - gpu, last), range(last - gpu, last - gpu + experts_on_cpu)
 
 
 def _computed(phase: Phase, kinds: Sequence[int], placed: tuple[range, range, range]) -> float:
-    both = zip(placed, (phase.cpu, phase.gpu, phase.apart), strict=True)
+    both = zip(placed, (phase.cpu, phase.gpu, phase.experts_on_cpu), strict=True)
     return sum(seconds[kinds[i]] for layers, seconds in both for i in layers)

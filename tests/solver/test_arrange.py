@@ -166,23 +166,23 @@ def test_any_request_is_a_whole_route_or_infeasible(devices, rounds, layers, mul
 
 @given(st.lists(st.tuples(st.integers(1, 1 << 45), st.integers(0, 5)), min_size=1, max_size=8), st.integers(0, 200))
 def test_shares_sum_up_and_nobody_gets_less_than_the_least(parties, more):
-    weights, least = [weight for weight, _ in parties], [low for _, low in parties]
-    total = sum(least) + more
-    shares = apportion(weights, total, least=least)
+    weights, minimum = [weight for weight, _ in parties], [low for _, low in parties]
+    total = sum(minimum) + more
+    shares = apportion(weights, total, minimum=minimum)
     assert sum(shares) == total
-    assert all(share >= low for share, low in zip(shares, least, strict=True))
+    assert all(share >= low for share, low in zip(shares, minimum, strict=True))
 
 
 @given(st.lists(st.integers(1, 1 << 45), min_size=1, max_size=8), st.integers(0, 200))
 def test_without_a_least_shares_are_proportional_to_one_layer(weights, total):
-    for weight, share in zip(weights, apportion(weights, total, least=[0] * len(weights)), strict=True):
+    for weight, share in zip(weights, apportion(weights, total, minimum=[0] * len(weights)), strict=True):
         ideal = Fraction(weight * total, sum(weights))
         assert abs(share - ideal) <= 1
 
 
 def test_equal_parties_get_equal_shares():
-    assert apportion([5, 5, 5], 9, least=[1, 1, 1]) == [3, 3, 3]
+    assert apportion([5, 5, 5], 9, minimum=[1, 1, 1]) == [3, 3, 3]
 
 
 def test_a_tiny_party_gets_its_least():
-    assert apportion([1, 1 << 40], 10, least=[2, 1]) == [2, 8]
+    assert apportion([1, 1 << 40], 10, minimum=[2, 1]) == [2, 8]

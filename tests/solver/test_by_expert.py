@@ -38,7 +38,7 @@ def question(model: ModelProfile, *rams: int, work: Workload = WORK, disk: float
 
 def streaming(model: ModelProfile, size: int) -> Plan:
     plan = arrange(["d0"], [len(model.layers)], rounds=1, model=model)
-    return replace(plan, streaming=(Streaming(device="d0", streamed_bytes=size, ahead_bytes=0),))
+    return replace(plan, streaming=(Streaming(device="d0", streamed_bytes=size, read_ahead_bytes=0),))
 
 
 @pytest.mark.parametrize(("used", "experts", "share"), [(4, 32, 1 / 8), (8, 128, 1 / 16), (1, 3, 1 / 3), (32, 32, 1)])
@@ -89,7 +89,7 @@ def test_a_token_waits_for_what_the_routers_pick_and_a_chunk_for_all():
     assert found.stall_s == pytest.approx(0.1)
     assert found.tpot_s == pytest.approx(all_there.tpot_s + 0.1)
     assert found.ttft_s == pytest.approx(all_there.ttft_s + size / DISK)
-    assert all_there.devices[0].ram_bytes - device.ram_bytes == size - RESERVE_BYTES, "nothing is held ahead"
+    assert all_there.devices[0].ram_bytes - device.ram_bytes == size - RESERVE_BYTES, "nothing is read ahead"
 
 
 def test_every_chunk_of_a_prompt_waits_for_all_that_streams():
@@ -106,7 +106,7 @@ def test_in_a_ring_each_device_waits_for_its_own():
     asked = question(model, 10**10, 10**10, disk=DISK / 5)
     plan = arrange(["d0", "d1"], [6, 10], rounds=1, model=model)
     sizes = {name: asked.buffer_bytes + size * MB for name, size in (("d0", 80), ("d1", 160))}
-    streaming = tuple(Streaming(device=name, streamed_bytes=size, ahead_bytes=0) for name, size in sizes.items())
+    streaming = tuple(Streaming(device=name, streamed_bytes=size, read_ahead_bytes=0) for name, size in sizes.items())
     bare, found = evaluate(plan, asked), evaluate(replace(plan, streaming=streaming), asked)
     stalls = [each.window_s - alone.window_s for each, alone in zip(found.devices, bare.devices, strict=True)]
     assert stalls == pytest.approx([10 / 200, 20 / 200])
@@ -117,11 +117,11 @@ def test_dense_layers_beside_them_stay():
     model = moe(dense=4)
     asked = question(model, 0)
     needed = evaluate(arrange(["d0"], [12], rounds=1, model=model), asked).devices[0].ram_bytes
-    most = 7 * EXPERTS - RESERVE_BYTES
-    least = question(model, needed - most)
-    found = solve(least.devices, [], model, WORK, objective="latency")
+    maximum = 7 * EXPERTS - RESERVE_BYTES
+    minimum = question(model, needed - maximum)
+    found = solve(minimum.devices, [], model, WORK, objective="latency")
     assert found.plan.streaming_of("d0").streamed_bytes == 7 * EXPERTS
-    short = question(model, needed - most - 1)
+    short = question(model, needed - maximum - 1)
     with pytest.raises(Infeasible, match="RAM of d0 is short"):
         solve(short.devices, [], model, WORK, objective="latency")
 
@@ -158,9 +158,9 @@ def test_the_simulation_of_layers_that_stream_by_expert_agrees_with_the_closed_f
         if not plan.streaming:
             continue
         counted += 1
-        predicted, played = evaluate(plan, asked), simulate(plan, asked, tokens=4)
-        assert played.tpot_s == pytest.approx(predicted.tpot_s, rel=1e-9)
-        for use, device in zip(played.devices, predicted.devices, strict=True):
+        predicted, simulated = evaluate(plan, asked), simulate(plan, asked, tokens=4)
+        assert simulated.tpot_s == pytest.approx(predicted.tpot_s, rel=1e-9)
+        for use, device in zip(simulated.devices, predicted.devices, strict=True):
             assert use.disk_bytes == pytest.approx(device.disk_bytes_per_token, abs=1)
             assert use.stall_s == pytest.approx(device.stall_s)
     assert counted > 15

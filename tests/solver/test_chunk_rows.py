@@ -81,16 +81,18 @@ def test_a_ring_has_one_size_of_chunk_that_all_can_hold():
     assert not evaluate(found.plan, question(*devices, rows=found.prediction.chunk_rows)).short
 
 
-def least_ram(rows: int, layers: int = 20) -> int:
+def min_ram(rows: int, layers: int = 20) -> int:
     """What a head needs at the least to compute so many layers: it streams them all."""
     asked = question(device("desk", ram=0, rate=100e9, disk=0.2e9), rows=rows)
     windows = 1 if layers == 20 else 2
-    kv, ahead = asked.kv_bytes[0], asked.members[0].ahead_steps[-1].ahead_bytes + RESERVE_BYTES
-    return asked.runtime_bytes(windows) + asked.head_bytes(windows) + layers * kv + asked.model.output_bytes + ahead
+    kv, read_ahead = asked.kv_bytes[0], asked.members[0].read_ahead_steps[-1].read_ahead_bytes + RESERVE_BYTES
+    return (
+        asked.runtime_bytes(windows) + asked.head_bytes(windows) + layers * kv + asked.model.output_bytes + read_ahead
+    )
 
 
 def test_with_the_least_memory_a_chunk_has_the_fewest_rows():
-    small = device("desk", ram=least_ram(128), rate=100e9, disk=0.2e9)
+    small = device("desk", ram=min_ram(128), rate=100e9, disk=0.2e9)
     for rows in (512, 256):
         with pytest.raises(Infeasible, match="RAM of desk is short"):
             solved(small, work=replace(WORK, chunk_rows=rows), chunks=())
@@ -99,7 +101,7 @@ def test_with_the_least_memory_a_chunk_has_the_fewest_rows():
     assert evaluate(found.plan, question(small, rows=128)) == found.prediction
     assert not found.prediction.short
     with pytest.raises(Infeasible, match=r"RAM of desk is short of 0\.1 MB"):
-        solved(device("desk", ram=least_ram(128) - 1, rate=100e9, disk=0.2e9))
+        solved(device("desk", ram=min_ram(128) - 1, rate=100e9, disk=0.2e9))
 
 
 def test_a_fleet_with_the_least_memory_has_a_plan_with_the_fewest_rows():
@@ -107,9 +109,12 @@ def test_a_fleet_with_the_least_memory_has_a_plan_with_the_fewest_rows():
     quick = {"rate": 100e9, "disk": 0.2e9}
     asked = question(device("desk", ram=0, **quick), rows=128)
     worker = (
-        asked.runtime_bytes(1) + 10 * asked.kv_bytes[0] + asked.members[0].ahead_steps[-1].ahead_bytes + RESERVE_BYTES
+        asked.runtime_bytes(1)
+        + 10 * asked.kv_bytes[0]
+        + asked.members[0].read_ahead_steps[-1].read_ahead_bytes
+        + RESERVE_BYTES
     )
-    fleet = (device("desk", ram=least_ram(128, layers=10), **quick), device("lap", ram=worker, **quick))
+    fleet = (device("desk", ram=min_ram(128, layers=10), **quick), device("lap", ram=worker, **quick))
     with pytest.raises(Infeasible):
         solved(*fleet, chunks=())
     for found in (
@@ -123,8 +128,8 @@ def test_a_fleet_with_the_least_memory_has_a_plan_with_the_fewest_rows():
 
 def test_what_is_not_short_of_memory_has_as_many_rows_as_it_can():
     """Between the least for 128 rows and that for 512 there is room for 256, which read half as often."""
-    assert solved(device("desk", ram=least_ram(256), rate=100e9, disk=0.2e9)).prediction.chunk_rows == 256
-    assert solved(device("desk", ram=least_ram(512), rate=100e9, disk=0.2e9)).prediction.chunk_rows == 512
+    assert solved(device("desk", ram=min_ram(256), rate=100e9, disk=0.2e9)).prediction.chunk_rows == 256
+    assert solved(device("desk", ram=min_ram(512), rate=100e9, disk=0.2e9)).prediction.chunk_rows == 512
 
 
 def test_fewer_rows_are_taken_where_a_long_answer_is_clearly_quicker():

@@ -9,7 +9,7 @@ import pytest
 
 from halda import DeviceProfile, Instance, LayerProfile, Plan, Streaming, Window, assignments, evaluate, instance
 from tests.fakes import planning
-from tests.fakes.planning import GB, helping
+from tests.fakes.planning import GB, offloading
 from tests.solver.small_fleets import small_instance, solved
 from tests.solver.test_by_expert import BASE, EXPERTS, MB, WORK, moe
 from tests.solver.test_solve import check_against_brute_force
@@ -29,9 +29,9 @@ def asked(*devices: DeviceProfile) -> Instance:
     return instance(devices, [], MODEL, WORK, {})
 
 
-def alone(on_gpu: int, apart: int, *, streamed: int = 0) -> Plan:
-    window = Window(device="desk", first=0, last=LAYERS, gpu_layers=on_gpu, cpu_experts=apart)
-    streaming = (Streaming(device="desk", streamed_bytes=streamed, ahead_bytes=0),) if streamed else ()
+def alone(on_gpu: int, experts_on_cpu: int, *, streamed: int = 0) -> Plan:
+    window = Window(device="desk", first=0, last=LAYERS, gpu_layers=on_gpu, cpu_experts=experts_on_cpu)
+    streaming = (Streaming(device="desk", streamed_bytes=streamed, read_ahead_bytes=0),) if streamed else ()
     return Plan(rounds=1, route=(window,), output_on_gpu=on_gpu > 0, streaming=streaming, left_out=())
 
 
@@ -39,10 +39,10 @@ def alone(on_gpu: int, apart: int, *, streamed: int = 0) -> Plan:
 
 
 def test_experts_in_ram_take_it_instead_of_vram():
-    whole, apart = (evaluate(alone(6, count), asked(desk())).devices[0] for count in (0, 4))
-    assert whole.vram_bytes - apart.vram_bytes == 4 * EXPERTS
-    assert apart.ram_bytes - whole.ram_bytes == 4 * EXPERTS
-    assert (apart.gpu_layers, apart.cpu_experts) == (6, 4)
+    whole, experts_on_cpu = (evaluate(alone(6, count), asked(desk())).devices[0] for count in (0, 4))
+    assert whole.vram_bytes - experts_on_cpu.vram_bytes == 4 * EXPERTS
+    assert experts_on_cpu.ram_bytes - whole.ram_bytes == 4 * EXPERTS
+    assert (experts_on_cpu.gpu_layers, experts_on_cpu.cpu_experts) == (6, 4)
 
 
 def test_the_rest_of_their_layers_is_as_quick_as_on_the_gpu():
@@ -52,22 +52,22 @@ def test_the_rest_of_their_layers_is_as_quick_as_on_the_gpu():
     bare = instance([desk()], [], only_dense, WORK, {}).members[0]
     for phase, without in ((member.decode, bare.decode), (member.prefill, bare.prefill)):
         of_experts = phase.cpu[0] - without.cpu[0]
-        assert phase.gpu[0] + phase.apart[0] == pytest.approx(without.gpu[0] + of_experts + member.gpu_step_s)
+        assert phase.gpu[0] + phase.experts_on_cpu[0] == pytest.approx(without.gpu[0] + of_experts + member.gpu_step_s)
 
 
 def test_layers_without_experts_are_whole_wherever_they_are_counted():
     mixed = instance([desk()], [], moe(LAYERS, dense=2), WORK, {})
     for phase in (mixed.members[0].decode, mixed.members[0].prefill):
-        assert phase.apart[0] == 0
-        assert phase.apart[1] != 0
+        assert phase.experts_on_cpu[0] == 0
+        assert phase.experts_on_cpu[1] != 0
 
 
 def test_a_gpu_that_helps_computes_such_experts_of_prompts_too():
-    device = helping(desk(vram=2 * GB), times=50.0)
-    question = replace(asked(device), helped=frozenset({"desk"}))
-    plan = alone(8, 8).with_help(["desk"])
+    device = offloading(desk(vram=2 * GB), times=50.0)
+    question = replace(asked(device), prefill_offload=frozenset({"desk"}))
+    plan = alone(8, 8).with_offload(["desk"])
     assert evaluate(plan, question).ttft_s < evaluate(alone(8, 8), asked(device)).ttft_s
-    assert assignments(plan, MODEL)["desk"].windows[0].helped
+    assert assignments(plan, MODEL)["desk"].windows[0].prefill_offload
 
 
 def test_an_assignment_says_whose_experts_are_in_ram():
@@ -165,7 +165,7 @@ def mixture(seed: int) -> Instance:
 
 
 def test_no_plan_is_better_on_small_fleets_with_mixtures():
-    found = apart = some = streams = 0
+    found = experts_on_cpu = some = streams = 0
     for seed in range(600, 760):
         question = mixture(seed)
         if len(question.model.layers) * len(question.devices) > 20 or not question.by_expert:
@@ -175,11 +175,11 @@ def test_no_plan_is_better_on_small_fleets_with_mixtures():
         if answer is None:
             continue
         found += 1
-        apart += bool(answer.plan.cpu_experts)
+        experts_on_cpu += bool(answer.plan.cpu_experts)
         some += 0 < answer.plan.cpu_experts < answer.plan.gpu_layers
         streams += bool(answer.plan.cpu_experts and answer.plan.streaming)
     assert found > 30
-    assert apart > 20
+    assert experts_on_cpu > 20
     assert some > 5
     assert streams > 3
 

@@ -21,10 +21,10 @@ from halda import (
     evaluate,
     instance,
 )
-from halda.cost import COPIED_SHARE, GPU_RUNTIME_BYTES, HELP_ROWS, helped_layer_s
-from halda.helping import able_to_help, others_to_try
+from halda.cost import COPIED_SHARE, GPU_RUNTIME_BYTES, OFFLOAD_ROWS, offloaded_layer_s
+from halda.helping import able_to_offload, others_to_try
 from tests.fakes import planning
-from tests.fakes.planning import GB, helping
+from tests.fakes.planning import GB, offloading
 from tests.solver import small_fleets
 from tests.solver.brute import Brute
 from tests.solver.small_fleets import small_instance
@@ -39,15 +39,15 @@ NO_LAYER = GPU_RUNTIME_BYTES + GB // 2
 
 
 def desk(*, vram: int = NO_LAYER, ram: int = 8 * GB, times: float = 4.0, unified: bool = False) -> DeviceProfile:
-    return helping(planning.device("desk", ram=ram, vram=vram, unified=unified), times=times)
+    return offloading(planning.device("desk", ram=ram, vram=vram, unified=unified), times=times)
 
 
 def asked(*devices: DeviceProfile, work: Workload = WORK) -> Instance:
     return instance(devices, [], MODEL, work, {})
 
 
-def solved(question: Instance, objective: Objective = "balanced", *, helps: bool = True) -> Solution:
-    return small_fleets.solved(question, objective, helps=helps)
+def solved(question: Instance, objective: Objective = "balanced", *, offloads: bool = True) -> Solution:
+    return small_fleets.solved(question, objective, offloads=offloads)
 
 
 def alone(*, gpu_layers: int = 0) -> Plan:
@@ -60,32 +60,32 @@ def alone(*, gpu_layers: int = 0) -> Plan:
 
 def test_copying_counts_once_a_chunk_and_computing_once_a_row():
     gpu, layer = desk().gpu, MODEL.layers[0]
-    seconds = [helped_layer_s(gpu, layer, MODEL, rows, 0, "f16") for rows in (32, 64, 512, 960)]
-    few, many = gpu.layer_s + 100 * MB / gpu.helped[0].few_bytes_per_s, seconds[2]
+    seconds = [offloaded_layer_s(gpu, layer, MODEL, rows, 0, "f16") for rows in (32, 64, 512, 960)]
+    few, many = gpu.layer_s + 100 * MB / gpu.prefill_offload[0].few_bytes_per_s, seconds[2]
     assert seconds[:2] == [pytest.approx(few)] * 2
     assert seconds[3] - many == pytest.approx(many - few)
-    assert helped_layer_s(gpu, layer, MODEL, 512, 1000, "f16") > many
+    assert offloaded_layer_s(gpu, layer, MODEL, 512, 1000, "f16") > many
 
 
 def test_a_token_and_a_short_prompt_are_the_processors():
     question, plan = asked(desk()), alone()
-    assert evaluate(plan.with_help(["desk"]), question).tpot_s == evaluate(plan, question).tpot_s
-    assert evaluate(plan.with_help(["desk"]), question).ttft_s < evaluate(plan, question).ttft_s
-    short = replace(question, workload=replace(WORK, prompt_tokens=HELP_ROWS - 1))
-    assert evaluate(plan.with_help(["desk"]), short).ttft_s == evaluate(plan, short).ttft_s
-    assert not able_to_help(short)
+    assert evaluate(plan.with_offload(["desk"]), question).tpot_s == evaluate(plan, question).tpot_s
+    assert evaluate(plan.with_offload(["desk"]), question).ttft_s < evaluate(plan, question).ttft_s
+    short = replace(question, workload=replace(WORK, prompt_tokens=OFFLOAD_ROWS - 1))
+    assert evaluate(plan.with_offload(["desk"]), short).ttft_s == evaluate(plan, short).ttft_s
+    assert not able_to_offload(short)
 
 
 @pytest.mark.parametrize("unified", [False, True])
 def test_copies_and_buffers_take_vram(unified):
     question = asked(desk(unified=unified))
-    found, helped = (evaluate(plan, question).devices[0] for plan in (alone(), alone().with_help(["desk"])))
+    found, prefill_offload = (evaluate(plan, question).devices[0] for plan in (alone(), alone().with_offload(["desk"])))
     # The output matrix is larger than half of a layer.
     assert found.vram_bytes == 0
-    assert helped.vram_bytes == GPU_RUNTIME_BYTES + question.buffer_bytes + MODEL.output_bytes
-    assert helped.ram_bytes - found.ram_bytes == (helped.vram_bytes if unified else 0)
+    assert prefill_offload.vram_bytes == GPU_RUNTIME_BYTES + question.buffer_bytes + MODEL.output_bytes
+    assert prefill_offload.ram_bytes - found.ram_bytes == (prefill_offload.vram_bytes if unified else 0)
     in_part, more = (evaluate(plan, question).devices[0] for plan in (alone(gpu_layers=2),) * 2)
-    more = evaluate(alone(gpu_layers=2).with_help(["desk"]), question).devices[0]
+    more = evaluate(alone(gpu_layers=2).with_offload(["desk"]), question).devices[0]
     assert more.vram_bytes - in_part.vram_bytes == COPIED_SHARE * 100 * MB
 
 
@@ -95,7 +95,7 @@ def test_a_long_context_has_keys_and_values_copied():
 
 
 def test_a_gpu_that_is_not_known_to_help_any_more_does_not():
-    plan, unknown = alone().with_help(["desk"]), asked(planning.device("desk", vram=GB))
+    plan, unknown = alone().with_offload(["desk"]), asked(planning.device("desk", vram=GB))
     assert evaluate(plan, unknown) == evaluate(alone(), unknown)
 
 
@@ -105,10 +105,10 @@ def test_an_assignment_says_which_windows_are_helped():
         Window(device="lap", first=3, last=6, gpu_layers=0),
         Window(device="desk", first=6, last=8, gpu_layers=1),
     )
-    plan = Plan(rounds=1, route=route, output_on_gpu=True, streaming=(), left_out=()).with_help(["desk"])
+    plan = Plan(rounds=1, route=route, output_on_gpu=True, streaming=(), left_out=()).with_offload(["desk"])
     found = assignments(plan, MODEL)
-    assert [window.helped for window in found["desk"].windows] == [False, True]
-    assert not found["lap"].windows[0].helped
+    assert [window.prefill_offload for window in found["desk"].windows] == [False, True]
+    assert not found["lap"].windows[0].prefill_offload
 
 
 # ---- who is helped -------------------------------------------------------------------------------------------------------
@@ -117,32 +117,32 @@ def test_an_assignment_says_which_windows_are_helped():
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_device_is_helped_where_its_gpu_has_room(objective):
     question = asked(desk())
-    assert solved(question, objective, helps=False).plan.helped == ()
+    assert solved(question, objective, offloads=False).plan.prefill_offload == ()
     found = solved(question, objective)
-    assert found.plan.helped == ("desk",)
+    assert found.plan.prefill_offload == ("desk",)
     assert found.prediction == evaluate(found.plan, question)
     assert not found.prediction.short
     assert found.bound_s <= found.objective_s
     short = solved(asked(desk(vram=GPU_RUNTIME_BYTES + MODEL.output_bytes)), objective)
-    assert short.plan.helped == ()
+    assert short.plan.prefill_offload == ()
 
 
 def test_a_gpu_that_is_slower_than_the_processor_does_not_help():
-    assert solved(asked(desk(times=0.9))).plan.helped == ()
+    assert solved(asked(desk(times=0.9))).plan.prefill_offload == ()
 
 
 def test_layers_that_stream_would_travel_twice():
     found = solved(asked(desk(ram=600 * MB)))
     assert found.plan.streaming
-    assert found.plan.helped == ()
+    assert found.plan.prefill_offload == ()
     with pytest.raises(AssertionError):
-        found.plan.with_help(["desk"])
+        found.plan.with_offload(["desk"])
 
 
 def test_a_gpu_that_has_all_layers_helps_with_none():
     found = solved(asked(desk(vram=8 * GB)))
     assert found.plan.gpu_layers == 8
-    assert found.plan.helped == ()
+    assert found.plan.prefill_offload == ()
 
 
 def with_extra_buffers(device: DeviceProfile, times: float) -> DeviceProfile:
@@ -154,20 +154,20 @@ def with_extra_buffers(device: DeviceProfile, times: float) -> DeviceProfile:
 
 def test_extra_buffers_are_given_up_only_where_the_whole_is_faster():
     device = with_extra_buffers(desk(), 1.5)
-    assert solved(asked(device), "latency").plan.helped == ()
-    assert solved(asked(device), "ttft").plan.helped == ("desk",)
+    assert solved(asked(device), "latency").plan.prefill_offload == ()
+    assert solved(asked(device), "ttft").plan.prefill_offload == ("desk",)
     answers = {tokens: asked(device, work=replace(WORK, answer_tokens=tokens)) for tokens in (4, 1000)}
-    assert {tokens: solved(each).plan.helped for tokens, each in answers.items()} == {4: ("desk",), 1000: ()}
+    assert {tokens: solved(each).plan.prefill_offload for tokens, each in answers.items()} == {4: ("desk",), 1000: ()}
 
 
 def test_help_moves_layers_where_the_first_token_counts():
     """Without help two processors are quicker with a prompt than one, with help one is."""
     lap = replace(planning.device("lap"), wireless=True)
     question = asked(desk(times=20.0), lap)
-    before, after = (solved(question, "ttft", helps=helps) for helps in (False, True))
+    before, after = (solved(question, "ttft", offloads=offloads) for offloads in (False, True))
     assert before.plan.devices == ("desk", "lap")
-    assert (after.plan.devices, after.plan.helped) == (("desk",), ("desk",))
-    assert after.objective_s < evaluate(before.plan.with_help(["desk"]), question).objective_s("ttft", 0)
+    assert (after.plan.devices, after.plan.prefill_offload) == (("desk",), ("desk",))
+    assert after.objective_s < evaluate(before.plan.with_offload(["desk"]), question).objective_s("ttft", 0)
 
 
 # ---- brute force and simulator -------------------------------------------------------------------------------------------
@@ -178,10 +178,10 @@ def with_helpers(seed: int) -> tuple[Instance, Objective, frozenset[str]]:
     question, objective = small_instance(random.Random(seed))
     rng = random.Random(seed)
     objective = rng.choice((objective, "ttft", "balanced"))
-    besides = question.gpu_runtime_bytes(2, helps=True) + question.output_copy_bytes
+    besides = question.gpu_runtime_bytes(2, offloads=True) + question.output_copy_bytes
 
-    def helped(device: DeviceProfile) -> DeviceProfile:
-        device = helping(device, times=rng.uniform(1, 16))
+    def prefill_offload(device: DeviceProfile) -> DeviceProfile:
+        device = offloading(device, times=rng.uniform(1, 16))
         assert device.gpu is not None
         vram = besides + int(rng.uniform(0, 2) * question.model.largest_layer_bytes)
         return replace(
@@ -190,20 +190,20 @@ def with_helpers(seed: int) -> tuple[Instance, Objective, frozenset[str]]:
             gpu=replace(device.gpu, vram_total_bytes=2 * vram, vram_available_bytes=vram),
         )
 
-    devices = tuple(device if device.gpu is None else helped(device) for device in question.devices)
+    devices = tuple(device if device.gpu is None else prefill_offload(device) for device in question.devices)
     question = replace(question, devices=devices)
-    return question, objective, able_to_help(question)
+    return question, objective, able_to_offload(question)
 
 
 def test_no_plan_with_help_is_better_on_small_fleets():
     """Where none is helped, all that can be are or one is: no such plan is better than the answer."""
-    found = helped = 0
+    found = prefill_offload = 0
     for seed in range(400, 420):
         question, objective, able = with_helpers(seed)
         if not able or len(question.devices) > 3:
             continue
         sets = [frozenset(), *others_to_try(able)]
-        best = [Brute(replace(question, helped=names), objective).best() for names in sets]
+        best = [Brute(replace(question, prefill_offload=names), objective).best() for names in sets]
         values = []
         for each in best:
             if each is not None:
@@ -219,10 +219,10 @@ def test_no_plan_with_help_is_better_on_small_fleets():
         assert not answer.prediction.short
         assert answer.prediction == evaluate(answer.plan, question.with_rows(answer.prediction.chunk_rows))
         assert answer.objective_s <= (min(values) if objective in ("ttft", "balanced") else values[0]) * (1 + CLOSE)
-        assert set(answer.plan.helped) <= able
-        found, helped = found + 1, helped + bool(answer.plan.helped)
+        assert set(answer.plan.prefill_offload) <= able
+        found, prefill_offload = found + 1, prefill_offload + bool(answer.plan.prefill_offload)
     assert found > 5
-    assert helped > 2
+    assert prefill_offload > 2
 
 
 def test_the_simulator_agrees():
@@ -232,7 +232,7 @@ def test_the_simulator_agrees():
         Window(device="lap", first=4, last=7, gpu_layers=0),
         Window(device="desk", first=7, last=8, gpu_layers=0),
     )
-    plan = Plan(rounds=1, route=route, output_on_gpu=False, streaming=(), left_out=()).with_help(["desk"])
+    plan = Plan(rounds=1, route=route, output_on_gpu=False, streaming=(), left_out=()).with_offload(["desk"])
     found = evaluate(plan, question)
     assert simulate_prefill(plan, question) == pytest.approx(found.ttft_s, rel=0.02)
     assert simulate(plan, question, tokens=4).tpot_s == pytest.approx(found.tpot_s, rel=1e-3)

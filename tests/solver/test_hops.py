@@ -135,8 +135,8 @@ def test_chunks_and_tokens_of_several_pass_as_often_as_the_busiest_medium_lets_t
     predicted = evaluate(plan, asked)
     occupied_s = asked.occupied_s((0, 1, 2))
     assert predicted.period_s == pytest.approx(max(occupied_s, predicted.tpot_s / WORK.sequences), rel=0.05)
-    played = simulate(plan, asked, tokens=20, sequences=WORK.sequences)
-    assert 1 / played.tokens_per_s == pytest.approx(predicted.period_s, rel=0.05)
+    simulated = simulate(plan, asked, tokens=20, sequences=WORK.sequences)
+    assert 1 / simulated.tokens_per_s == pytest.approx(predicted.period_s, rel=0.05)
     assert simulate_prefill(plan, asked) == pytest.approx(predicted.ttft_s, rel=0.08)
 
 

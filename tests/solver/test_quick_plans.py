@@ -108,7 +108,7 @@ def slow_device(name: str, ram: int) -> DeviceProfile:
 
 @pytest.fixture(scope="module")
 def streaming_fleet() -> Instance:
-    """Four such devices, each with memory for half of a quarter of the layers, and two layers held ahead."""
+    """Four such devices, each with memory for half of a quarter of the layers, and two layers read ahead."""
     model, names = deep_model(), [f"d{i}" for i in range(DEVICES)]
     links = [
         LinkProfile(source=a, target=b, address="", round_trip_s=2e-4, bytes_per_s=1e9)
@@ -225,12 +225,12 @@ def test_nothing_streams_where_memory_is_ample(streaming_fleet, objective):
 
 def test_no_device_streams_more_than_it_must_unless_that_is_faster(streaming_fleet):
     found = solved(streaming_fleet, objective="latency", require=frozenset({"d1"}), time_limit_s=3)
-    least = residency(found.plan, streaming_fleet)
-    assert not evaluate(least, streaming_fleet).short
+    minimum = residency(found.plan, streaming_fleet)
+    assert not evaluate(minimum, streaming_fleet).short
     for streaming in found.plan.streaming:
-        if streaming.streamed_bytes > least.streaming_of(streaming.device).streamed_bytes:
+        if streaming.streamed_bytes > minimum.streaming_of(streaming.device).streamed_bytes:
             others = tuple(each for each in found.plan.streaming if each.device != streaming.device)
-            trial = replace(found.plan, streaming=(*others, least.streaming_of(streaming.device)))
+            trial = replace(found.plan, streaming=(*others, minimum.streaming_of(streaming.device)))
             assert evaluate(trial, streaming_fleet).tpot_s > found.prediction.tpot_s
 
 

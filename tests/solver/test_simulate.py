@@ -119,8 +119,8 @@ def ring(*sizes: tuple[str, int], rounds: int = 1, streaming: tuple[Streaming, .
 
 
 def streams(device: str, layers: int, *, ahead: int) -> tuple[Streaming, ...]:
-    """So many layers' bytes stream, and so many are held ahead."""
-    return (Streaming(device=device, streamed_bytes=layers * LAYER, ahead_bytes=ahead * LAYER),)
+    """So many layers' bytes stream, and so many are read ahead."""
+    return (Streaming(device=device, streamed_bytes=layers * LAYER, read_ahead_bytes=ahead * LAYER),)
 
 
 def test_a_token_takes_its_layers_and_its_hops():
@@ -212,16 +212,19 @@ def test_devices_on_one_machine_take_turns_at_its_disk():
         ("d0", 1),
         streaming=streams("d1", 3, ahead=3) + streams("d2", 3, ahead=3),
     )
-    apart = toy(8, 3, read_s=3)
-    shared = replace(apart, devices=(apart.devices[0], *(replace(d, host="box") for d in apart.devices[1:])))
-    assert simulate(plan, apart, tokens=8).tpot_s == pytest.approx(8 + 3 * HOP_S)
+    experts_on_cpu = toy(8, 3, read_s=3)
+    shared = replace(
+        experts_on_cpu,
+        devices=(experts_on_cpu.devices[0], *(replace(d, host="box") for d in experts_on_cpu.devices[1:])),
+    )
+    assert simulate(plan, experts_on_cpu, tokens=8).tpot_s == pytest.approx(8 + 3 * HOP_S)
     assert simulate(plan, shared, tokens=8).tpot_s == pytest.approx(6 * 3)
 
 
 def test_the_beginning_of_a_part_is_read_into_what_room_is_left():
     """Of three layers with 2 s of reading each 2.5 are there: the last needs 1 s more, from when the first was computed."""
     plan = ring(("d0", 2), ("d1", 3), ("d0", 1))
-    streaming = (Streaming(device="d1", streamed_bytes=3 * LAYER, ahead_bytes=5 * LAYER // 2),)
+    streaming = (Streaming(device="d1", streamed_bytes=3 * LAYER, read_ahead_bytes=5 * LAYER // 2),)
     result = simulate(replace(plan, streaming=streaming), toy(6, 2, read_s=2), tokens=8)
     assert result.devices[1].stall_s == pytest.approx(0)
     assert result.devices[1].disk_bytes == pytest.approx(3 * LAYER)
@@ -283,18 +286,18 @@ def test_of_plans_that_are_chosen_the_closed_form_is_what_is_played(objective, c
                 ratios.append(simulate(found.plan, question, tokens=6).tpot_s / closed.tpot_s)
             else:
                 ratios.append(simulate_prefill(found.plan, question) / closed.ttft_s)
-    least, most = (0.98, 1.15) if objective == "latency" else (0.65, 1.15)
-    assert least < min(ratios)
+    minimum, maximum = (0.98, 1.15) if objective == "latency" else (0.65, 1.15)
+    assert minimum < min(ratios)
     assert sum(abs(ratio - 1) > 0.05 for ratio in ratios) <= 0.12 * count + 1
-    assert max(ratios) < most
+    assert max(ratios) < maximum
 
 
 def of_load(plan: Plan, question: Instance, sequences: int) -> float:
     """What is played of what the closed form says that so many sequences write together."""
     load = under_load(plan, question, sequences=sequences)
     steps = 1 if plan.streaming else load.steps
-    played = simulate(plan, replace(question, decode_rows=load.rows), tokens=8, sequences=steps)
-    return played.tokens_per_s / steps * load.tbt_s * (load.steps if plan.streaming else 1)
+    simulated = simulate(plan, replace(question, decode_rows=load.rows), tokens=8, sequences=steps)
+    return simulated.tokens_per_s / steps * load.tbt_s * (load.steps if plan.streaming else 1)
 
 
 @pytest.mark.parametrize("sequences", [2, 4, 8])
@@ -317,8 +320,10 @@ def test_what_is_to_stream_at_the_least_does():
     for plan, question in streaming_plans(20):
         for each in stream(plan, question, {}).streaming:
 
-            def streamed(least: int, name: str = each.device, plan: Plan = plan, question: Instance = question) -> int:
-                return stream(plan, question, {}, {name: least}).streaming_of(name).streamed_bytes
+            def streamed(
+                minimum: int, name: str = each.device, plan: Plan = plan, question: Instance = question
+            ) -> int:
+                return stream(plan, question, {}, {name: minimum}).streaming_of(name).streamed_bytes
 
             all_bytes = streamed(1 << 60)
             more = (each.streamed_bytes + all_bytes) // 2
@@ -368,7 +373,7 @@ def test_every_layer_is_computed_once_a_token_and_what_streams_read_once(seed, s
         streaming = plan.streaming_of(use.device)
         kinds = [question.kind_of[i] for _, window in plan.windows_of(use.device) for i in window.in_ram]
         streamed = member.decode.read_bytes(streaming.streamed_bytes, sum(question.streamable[kind] for kind in kinds))
-        read_ahead = 2 * max(streaming.ahead_bytes, streamed if question.by_expert else 0) / tokens / sequences
+        read_ahead = 2 * max(streaming.read_ahead_bytes, streamed if question.by_expert else 0) / tokens / sequences
         assert use.disk_bytes == pytest.approx(streamed, abs=read_ahead)
     assert result.tokens_per_s == pytest.approx(sequences / result.tpot_s)
 
@@ -420,7 +425,7 @@ def test_a_thousand_devices():
     order = [(f"d{i}", 3) for i in range(1000)]
     plan = ring(*order, ("d0", 1))
     size = 3 * question.model.largest_layer_bytes
-    streaming = tuple(Streaming(device=f"d{i}", streamed_bytes=size, ahead_bytes=size) for i in range(0, 1000, 2))
+    streaming = tuple(Streaming(device=f"d{i}", streamed_bytes=size, read_ahead_bytes=size) for i in range(0, 1000, 2))
     result = simulate(replace(plan, streaming=streaming), fleet, tokens=4, timeline=True)
     assert len(result.devices) == 1000
     assert result.tpot_s > sum(use.compute_s for use in result.devices)

@@ -41,13 +41,13 @@ def test_the_closed_form_is_near_what_is_played(shared):
 
 def test_more_that_is_lost_to_reading_never_makes_a_token_quicker():
     for plan, asked in streaming_plans(30):
-        played, told = [], []
+        simulated, told = [], []
         for share in (0.0, 0.2, 0.4):
             question = slowed(asked, share)
-            played.append(simulate(plan, question, tokens=6).tpot_s)
+            simulated.append(simulate(plan, question, tokens=6).tpot_s)
             told.append(evaluate(plan, question).tpot_s)
         assert told == sorted(told)
-        assert all(more >= less * (1 - 1e-9) for less, more in pairwise(played))
+        assert all(more >= less * (1 - 1e-9) for less, more in pairwise(simulated))
 
 
 def test_what_reading_costs_counts_as_computing():
@@ -63,4 +63,4 @@ def test_a_part_of_a_question_knows_who_shares_a_machine():
     for _, asked in streaming_plans(20):
         for m, member in enumerate(asked.members):
             (alone,) = asked.only([m]).members
-            assert alone.is_alone == member.is_alone
+            assert alone.has_own_host == member.has_own_host

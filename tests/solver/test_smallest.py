@@ -23,7 +23,7 @@ from halda import (
     solve,
 )
 from halda.profile import KV_TYPES, ModelProfile, Workload
-from halda.streaming import LEAST_AHEAD_BYTES, RESERVE_BYTES
+from halda.streaming import MIN_READ_AHEAD_BYTES, RESERVE_BYTES
 from tests.fakes import planning
 
 MB = 10**6
@@ -50,11 +50,11 @@ def smallest_ram(toy: ModelProfile, work: Workload = WORK) -> int:
     """What a device alone needs at the least, summed up apart from the solver."""
     asked = question(toy, 0, work=work)
     kv = sum(asked.kv_bytes[kind] for kind in asked.kind_of)
-    ahead = most_ahead(asked)
-    return asked.runtime_bytes(1) + asked.head_bytes(1) + kv + toy.output_bytes + ahead + RESERVE_BYTES
+    read_ahead = max_read_ahead(asked)
+    return asked.runtime_bytes(1) + asked.head_bytes(1) + kv + toy.output_bytes + read_ahead + RESERVE_BYTES
 
 
-def most_ahead(asked: Instance) -> int:
+def max_read_ahead(asked: Instance) -> int:
     """What a device holds ahead of which all streams: a layer, and what its disk reads while one is computed."""
     seconds = max(asked.members[0].decode.cpu)
     return LAYER + math.ceil(min(LAYER, seconds * asked.devices[0].disk.prefetch_bytes_per_s))
@@ -66,7 +66,9 @@ def test_the_smallest_memory_that_runs_gets_a_plan_and_a_byte_less_none(output, 
     toy = model(output=output)
     asked = question(toy, smallest_ram(toy))
     plan, prediction = solved(asked, objective)
-    assert plan.streaming == (Streaming(device="d0", streamed_bytes=12 * LAYER, ahead_bytes=most_ahead(asked)),)
+    assert plan.streaming == (
+        Streaming(device="d0", streamed_bytes=12 * LAYER, read_ahead_bytes=max_read_ahead(asked)),
+    )
     assert prediction.devices[0].ram_bytes == smallest_ram(toy)
     assert prediction.devices[0].disk_bytes_per_token == 12 * LAYER - asked.buffer_bytes
     with pytest.raises(Infeasible, match=r"RAM of d0 is short of 0\.\d MB") as caught:
@@ -86,10 +88,10 @@ def test_at_every_budget_from_there_on_no_more_is_read_than_does_not_fit(output)
         assert prediction.devices[0].disk_bytes_per_token <= before, "more memory, more to read"
         before = prediction.devices[0].disk_bytes_per_token
         streaming, over = plan.streaming_of("d0"), max(0, whole - ram)
-        assert streaming.streamed_bytes == (over + streaming.ahead_bytes + RESERVE_BYTES if over else 0)
+        assert streaming.streamed_bytes == (over + streaming.read_ahead_bytes + RESERVE_BYTES if over else 0)
         # A part of a layer, which is at most twice as large as it has to be, and what is read meanwhile.
         part = max(LAYER / 8, 2 * streaming.streamed_bytes / 12)
-        assert streaming.ahead_bytes <= max(LEAST_AHEAD_BYTES, part + most_ahead(asked) - LAYER + 1)
+        assert streaming.read_ahead_bytes <= max(MIN_READ_AHEAD_BYTES, part + max_read_ahead(asked) - LAYER + 1)
         by_rule = residency(arrange(["d0"], [12], rounds=1, model=toy), asked)
         assert by_rule.streaming == plan.streaming
     assert before == 0
@@ -101,7 +103,7 @@ def test_in_a_ring_as_well():
     # The head's other window in a ring, where it does without the vocabulary.
     second = toys.runtime_bytes(2) + toys.head_bytes(2) - toys.runtime_bytes(1) - toys.head_bytes(1)
     small = smallest_ram(toy) + second - 20 * toys.kv_bytes[0]
-    other = toys.runtime_bytes(1) + most_ahead(toys) + RESERVE_BYTES + 20 * toys.kv_bytes[0]
+    other = toys.runtime_bytes(1) + max_read_ahead(toys) + RESERVE_BYTES + 20 * toys.kv_bytes[0]
     with pytest.raises(Infeasible, match="RAM of d0 is short"):
         solved(question(toy, small))
     plan, prediction = solved(question(toy, small, other))

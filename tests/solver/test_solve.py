@@ -82,7 +82,7 @@ def test_no_plan_is_better_where_those_layers_have_an_offset(seeds):
     assert len(plans) > 0.6 * len(seeds)
     assert sum(len(plan.route) > 2 for _, plan in plans) > 0.2 * len(seeds)
     assert any(plan.streaming for _, plan in plans)
-    assert all(window.first in (0, *model.borders) for model, plan in plans for window in plan.route)
+    assert all(window.first in (0, *model.cut_points) for model, plan in plans for window in plan.route)
 
 
 def with_a_long_tail(seed: int) -> tuple[Instance, Objective]:

@@ -8,17 +8,17 @@ import pytest
 
 from halda import (
     GpuProfile,
-    HelpedSpeed,
     Infeasible,
     LayerProfile,
     LinkProfile,
+    OffloadSpeed,
     RoutingCost,
     Workload,
     evaluate,
     instance,
     solve,
 )
-from halda.cost import attention_s, experts_s, helped_layer_s, layer_s, seconds_per_byte, speed_of
+from halda.cost import attention_s, experts_s, layer_s, offloaded_layer_s, seconds_per_byte, speed_of
 from halda.quantisation import bytes_per_weight
 from tests.fakes.planning import GB, device, link, model, speed
 
@@ -59,8 +59,10 @@ def test_a_layer_with_a_state_pays_for_that_and_never_for_attention():
             short, long = (layer_s(processor, 1e10, state, model(), rows, kv, "f16", chunk=chunk) for kv in (0, 10**5))
             assert short == long
         assert attention_s(processor, 1e10, state, model(), 2, 0, "f16") > 0
-    helping = replace(gpu_of(BIG), helped=(HelpedSpeed(type="F16", few_bytes_per_s=1e10, prefill_flop_per_s=1e12),))
-    short, long = (helped_layer_s(helping, state, model(), 512, kv, "f16") for kv in (0, 10**5))
+    offloading = replace(
+        gpu_of(BIG), prefill_offload=(OffloadSpeed(type="F16", few_bytes_per_s=1e10, prefill_flop_per_s=1e12),)
+    )
+    short, long = (offloaded_layer_s(offloading, state, model(), 512, kv, "f16") for kv in (0, 10**5))
     assert short == long
 
 

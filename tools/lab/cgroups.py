@@ -108,14 +108,14 @@ class Cgroups:
         """The files into which a process writes its id to be in the group."""
         return [top / f"{PREFIX}{self._lab}" / name / "cgroup.procs" for top in self._at.tops()]
 
-    def limit_memory(self, name: str, most_bytes: int) -> None:
+    def limit_memory(self, name: str, max_bytes: int) -> None:
         """Let the group have no more memory than this, swap included."""
         if self._at.version == 2:
-            self._set("memory", name, {"memory.max": most_bytes})
+            self._set("memory", name, {"memory.max": max_bytes})
             self._set("memory", name, {"memory.swap.max": 0}, optional=True)
         else:
-            self._set("memory", name, {"memory.limit_in_bytes": most_bytes})
-            self._set("memory", name, {"memory.memsw.limit_in_bytes": most_bytes}, optional=True)
+            self._set("memory", name, {"memory.limit_in_bytes": max_bytes})
+            self._set("memory", name, {"memory.memsw.limit_in_bytes": max_bytes}, optional=True)
 
     def limit_cpu(self, name: str, cpus: float) -> None:
         """Let the group have this much CPU time per second; can be changed at any time."""

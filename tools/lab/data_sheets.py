@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from halda import CpuProfile, DeviceProfile, DiskProfile, GpuProfile, HelpedSpeed, RoutingCost, TypeSpeed
+from halda import CpuProfile, DeviceProfile, DiskProfile, GpuProfile, OffloadSpeed, RoutingCost, TypeSpeed
 from halda.quantisation import bytes_per_weight
 
 SHEETS: Final = Path(__file__).resolve().parents[2] / "profiles" / "data_sheets.json"
@@ -214,8 +214,8 @@ def _cpu(sheet: ProcessorSheet) -> CpuProfile:
 
 
 def _gpu(sheet: GpuSheet, machine: MachineSheet, processor: ProcessorSheet) -> GpuProfile:
-    family, is_apart = FAMILIES[sheet.family], sheet.memory_gib > 0
-    bandwidth = 1e9 * (sheet.memory_gb_per_s if is_apart else processor.memory_gb_per_s)
+    family, is_discrete = FAMILIES[sheet.family], sheet.memory_gib > 0
+    bandwidth = 1e9 * (sheet.memory_gb_per_s if is_discrete else processor.memory_gb_per_s)
     total, free = _gpu_memory(sheet, machine, processor)
     flop = family.matrix * 1e12 * sheet.matrix_tflop_per_s
     return GpuProfile(
@@ -224,14 +224,16 @@ def _gpu(sheet: GpuSheet, machine: MachineSheet, processor: ProcessorSheet) -> G
         backend=family.backend,
         vram_total_bytes=total,
         vram_available_bytes=free,
-        unified_memory=not is_apart,
+        unified_memory=not is_discrete,
         vram_read_bytes_per_s=_rounded(family.cache * bandwidth),
         step_s=family.step_s,
         layer_s=family.layer_s,
         speeds=_speeds(family.bandwidth * bandwidth, flop),
         attention_flop_per_s=_rounded(family.attention * flop),
         routing=family.routing,
-        helped=_helped(_OF_PCIE * 1e9 * _PCIE_LANE_GB_PER_S[sheet.pcie] * sheet.lanes, flop) if is_apart else (),
+        prefill_offload=_offload_speeds(_OF_PCIE * 1e9 * _PCIE_LANE_GB_PER_S[sheet.pcie] * sheet.lanes, flop)
+        if is_discrete
+        else (),
     )
 
 
@@ -262,10 +264,10 @@ def _speeds(rate: float, flop: float) -> tuple[TypeSpeed, ...]:
     )
 
 
-def _helped(copied: float, flop: float) -> tuple[HelpedSpeed, ...]:
+def _offload_speeds(copied: float, flop: float) -> tuple[OffloadSpeed, ...]:
     """Weights are copied at ``copied`` bytes a second, then computed: both times add up."""
     return tuple(
-        HelpedSpeed(
+        OffloadSpeed(
             type=kind,
             few_bytes_per_s=_rounded(1 / (1 / copied + _flop_a_byte(kind, 64) / (quicker * flop))),
             prefill_flop_per_s=_rounded(1 / (1 / (quicker * flop) + 1 / (copied * _flop_a_byte(kind, _ROWS)))),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-_MOST_BYTES: Final = 1 << 16
+_MAX_BYTES: Final = 1 << 16
 
 
 class DelayedLink:
@@ -49,7 +49,7 @@ class DelayedLink:
         data = b"."
         while data:
             try:
-                data = await source.read(_MOST_BYTES)
+                data = await source.read(_MAX_BYTES)
             except ConnectionError:
                 data = b""
             held.put_nowait((asyncio.get_running_loop().time() + self._delay_s, data))

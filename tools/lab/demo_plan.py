@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from pathlib import Path
 
-from primad.gguf.architectures.cuts import borders
+from primad.gguf.architectures.cuts import cut_points
 from primad.gguf.architectures.layers import layer_count
 from primad.gguf.model import open_model
 from tools.lab.local_ring import even_windows
@@ -28,6 +28,6 @@ def plan_options(model: Path, devices: int) -> list[str]:
         return ["--alone"]
     header = open_model(model, header_only=True)
     windows = even_windows(layer_count(header), devices) or []
-    is_cut = min(windows) > 0 and set(accumulate(windows)) <= set(borders(header))
+    is_cut = min(windows) > 0 and set(accumulate(windows)) <= set(cut_points(header))
     by_hand = ["--windows", ",".join(map(str, windows)), "--rounds", "1"]
     return ["--wait", str(devices - 1), "--wait-timeout", "300", *(by_hand if is_cut else ["--use-all"])]

@@ -23,7 +23,7 @@ out = Console(highlight=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftedAnswer:
+class DraftedCompletion:
     """``next_s`` is the mean time from token to token, ``late_s`` that of the latest one in twenty."""
 
     tokens: list[int]
@@ -35,14 +35,14 @@ class DraftedAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptAnswer:
-    """What a model answered to prompt ``number`` in ``most`` tokens: with single rows the tokens ``off``, and ``on``."""
+class KeptCompletion:
+    """What a model answered to prompt ``number`` in ``maximum`` tokens: with single rows the tokens ``off``, and ``on``."""
 
     model: str
     number: int
-    most: int
+    maximum: int
     off: list[int]
-    on: DraftedAnswer
+    on: DraftedCompletion
 
 
 @dataclass(kw_only=True)
@@ -53,8 +53,8 @@ class Drafted:
     model: str
     way: str
     question: str
-    without: list[DraftedAnswer] = field(default_factory=list)
-    with_: list[DraftedAnswer] = field(default_factory=list)
+    without: list[DraftedCompletion] = field(default_factory=list)
+    with_: list[DraftedCompletion] = field(default_factory=list)
     skipped: float = 0.0
     """Of all that this way drafted, for all questions."""
 
@@ -95,7 +95,7 @@ class Differing:
     accepted: int = 0
     first_at: list[int] = field(default_factory=list)
 
-    def count(self, off: Sequence[int], on: DraftedAnswer) -> None:
+    def count(self, off: Sequence[int], on: DraftedCompletion) -> None:
         """One more answer, the tokens without drafts and what there is with."""
         self.answers += 1
         self.tokens += len(on.tokens)
@@ -118,8 +118,8 @@ def wanted(rows: Sequence[Drafted]) -> list[dict[str, Any]]:
     """The ratios that are asked for, and what they are."""
     found: list[dict[str, Any]] = []
 
-    def want(what: str, value: float, *, least: float | None = None, most: float | None = None) -> None:
-        found.append({"what": what, "value": value, "at_least": least, "at_most": most})
+    def want(what: str, value: float, *, minimum: float | None = None, maximum: float | None = None) -> None:
+        found.append({"what": what, "value": value, "at_least": minimum, "at_most": maximum})
 
     for each in rows:
         case, repeats = each.case.partition(",")[0], each.question in COPIES
@@ -127,17 +127,17 @@ def wanted(rows: Sequence[Drafted]) -> list[dict[str, Any]]:
             continue  # nothing is expected of other rings
         name = f"{each.model}, {each.case}, {each.question}, {each.way}"
         if each.way == AS_SERVED:
-            least = AT_LEAST.get(case) if repeats else 0.97
-            want(f"{name}: tokens/s, of those without", each.times, least=least)
-            want(f"{name}: time to the first token", each.first_times, most=1.05)
+            minimum = AT_LEAST.get(case) if repeats else 0.97
+            want(f"{name}: tokens/s, of those without", each.times, minimum=minimum)
+            want(f"{name}: time to the first token", each.first_times, maximum=1.05)
         elif each.way == "wrong model" and not repeats:
-            want(f"{name}: tokens/s, of those without", each.times, least=0.95)
+            want(f"{name}: tokens/s, of those without", each.times, minimum=0.95)
         elif each.way == "model" and case == "far":
-            want(f"{name}: tokens/s, of those without", each.times, least=2.0 if each.question != "random" else 0.97)
+            want(f"{name}: tokens/s, of those without", each.times, minimum=2.0 if each.question != "random" else 0.97)
             for plain in rows:
                 key = (each.case, each.model, each.question, "one step")
                 if (plain.case, plain.model, plain.question, plain.way) == key:
-                    want(f"{name}: tokens/s, of synchronous ones", each.times / plain.times, least=1.5)
+                    want(f"{name}: tokens/s, of synchronous ones", each.times / plain.times, minimum=1.5)
     return found
 
 

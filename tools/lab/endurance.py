@@ -98,8 +98,8 @@ class Ran:
         self.statuses: list[Status] = []
         self.counters: Counters | None = None
         self.anonymous_bytes: int | None = None
-        self.most_anonymous_bytes = 0
-        self.most_swap_bytes = 0
+        self.max_anonymous_bytes = 0
+        self.max_swap_bytes = 0
         self.swap_in_bytes: int | None = None
         self.others_bytes = 0
         """What the other program takes at most, all in all."""
@@ -109,8 +109,8 @@ class Ran:
     def look(self, group: LimitedGroup) -> None:
         """Take the group's counters of now."""
         now = self.counters = group.counters()
-        self.most_anonymous_bytes = max(self.most_anonymous_bytes, now.anonymous_bytes)
-        self.most_swap_bytes = max(self.most_swap_bytes, now.swap_bytes)
+        self.max_anonymous_bytes = max(self.max_anonymous_bytes, now.anonymous_bytes)
+        self.max_swap_bytes = max(self.max_swap_bytes, now.swap_bytes)
 
     async def keep_looking(self, group: LimitedGroup) -> None:
         """Until it is cancelled."""
@@ -155,7 +155,7 @@ async def endure(path: Path, question: Question, limit_bytes: int, *, threads: i
         other = None
         if question.neighbour_bytes:
             other = stack.enter_context(Neighbour(group, question.neighbour_bytes))
-            ran.others_bytes = other.own_bytes + other.most_bytes
+            ran.others_bytes = other.own_bytes + other.max_bytes
         ring = LocalRing(
             path,
             None,

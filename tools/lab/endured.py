@@ -18,13 +18,13 @@ class Row:
     ``asked_prompt_tokens`` and ``asked_neighbour_bytes`` were asked for; ``prompt_tokens`` and ``neighbour_bytes`` are
     what there was room for, and ``neighbour_takes`` how often the other program took some. ``rows`` are those of a step.
 
-    ``most_read_bytes`` is what a token may read.
+    ``max_read_bytes`` is what a token may read.
     ``bytes_read_per_token`` is counted by the kernel between the first token and the last, for the whole group,
     with ``bytes_read_first`` and ``bytes_read_last`` those of its first and last quarter; ``told_bytes_per_token`` and
     ``stall_ms_per_token`` are what the ring process counts for itself behind the prompt. ``prompt_...`` are of the prompt.
     ``baseline_...`` are of plain llama.cpp with the whole model in memory.
 
-    ``anonymous_bytes`` of the group (the other program included) at the end, ``most_anonymous_bytes`` and ``swap_bytes``
+    ``anonymous_bytes`` of the group (the other program included) at the end, ``max_anonymous_bytes`` and ``swap_bytes``
     the most that a sample each second saw. ``swap_in_bytes`` were swapped in meanwhile by the whole machine, which has
     ``swap_total_bytes`` of swap. ``limit_hits`` counts how often the limit made room, which a full page cache does,
     where the kernel counts it; ``peak_bytes`` says whether the group was ever full.
@@ -52,7 +52,7 @@ class Row:
     disk_bytes_per_s: float
     private_bytes: int | None
     anonymous_bytes: int | None
-    most_anonymous_bytes: int | None
+    max_anonymous_bytes: int | None
     peak_bytes: int | None
     limit_hits: int | None
     oom_kills: int | None
@@ -69,9 +69,9 @@ class Row:
     prompt_tokens: int | None = None
     neighbour_bytes: int | None = None
     streamed_bytes: int | None = None
-    ahead_bytes: int | None = None
+    read_ahead_bytes: int | None = None
     reserved_bytes: int | None = None
-    most_read_bytes: float | None = None
+    max_read_bytes: float | None = None
     predicted_bytes_per_token: int | None = None
     predicted_tokens_per_s: float | None = None
     predicted_prompt_s: float | None = None
@@ -110,6 +110,6 @@ def broken(row: Row, refused: str | None) -> Iterator[str]:
         yield f"{row.swap_bytes} bytes in swap, {row.swap_in_bytes} swapped in"
     if row.same_tokens is False:
         yield f"token {row.first_difference} is not that of the whole model"
-    read, most = row.bytes_read_per_token, row.most_read_bytes
-    if read is not None and most is not None and read > most:
-        yield f"{read / most:.2f} times as much read a token as may be"
+    read, maximum = row.bytes_read_per_token, row.max_read_bytes
+    if read is not None and maximum is not None and read > maximum:
+        yield f"{read / maximum:.2f} times as much read a token as may be"

@@ -34,14 +34,14 @@ from tools.lab.names import LabError
 NETWORK: Final = ipaddress.ip_network("10.77.0.0/24")
 """Addresses of every lab; they exist inside its namespaces only, so labs do not meet."""
 
-MOST_DEVICES: Final = 64
+MAX_DEVICES: Final = 64
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,14}")
 _SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKMGT]i?)?B?\s*")
 _UNITS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY: Final = {"Ki": 1 << 10, "ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "K": 10**3}
 _BYTES: Final = ("memory_bytes", "disk_bytes", "disk_read_bytes_per_s", "disk_write_bytes_per_s")
-_LEAST_MEMORY: Final = 16 << 20
-_LEAST_DISK: Final = 4 << 20
+_MIN_MEMORY: Final = 16 << 20
+_MIN_DISK: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,23 +65,23 @@ class DeviceSpec:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise LabError(f"device {self.name!r}: no name; use up to 15 of a-z, 0-9 and '-'")
         for key in _BYTES:
-            self._check(key, int, least=1)
-        self._check("memory_bytes", int, least=_LEAST_MEMORY)
-        self._check("disk_bytes", int, least=_LEAST_DISK)
-        self._check("cpus", float, least=0.01)
-        self._check("mbit_per_s", float, least=0.01)
-        self._check("latency_ms", float, least=0)
+            self._check(key, int, minimum=1)
+        self._check("memory_bytes", int, minimum=_MIN_MEMORY)
+        self._check("disk_bytes", int, minimum=_MIN_DISK)
+        self._check("cpus", float, minimum=0.01)
+        self._check("mbit_per_s", float, minimum=0.01)
+        self._check("latency_ms", float, minimum=0)
         if self.latency_ms > 60_000:
             raise LabError(f"device {self.name}: latency_ms = {self.latency_ms:g}; at most 60000")
         if self.ip is not None:
             _check_ip(self.name, self.ip)
 
-    def _check(self, key: str, kind: type, *, least: float) -> None:
+    def _check(self, key: str, kind: type, *, minimum: float) -> None:
         value = getattr(self, key)
         numbers = (int, float) if kind is float else (int,)
-        if value is None or (isinstance(value, numbers) and not isinstance(value, bool) and least <= value < 1e18):
+        if value is None or (isinstance(value, numbers) and not isinstance(value, bool) and minimum <= value < 1e18):
             return
-        raise LabError(f"device {self.name}: {key} = {value!r}; give a number from {least:g} on")
+        raise LabError(f"device {self.name}: {key} = {value!r}; give a number from {minimum:g} on")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ class Fleet:
     devices: tuple[DeviceSpec, ...]
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.devices) <= MOST_DEVICES:
-            raise LabError(f"a fleet has from 1 to {MOST_DEVICES} devices; this one has {len(self.devices)}")
+        if not 1 <= len(self.devices) <= MAX_DEVICES:
+            raise LabError(f"a fleet has from 1 to {MAX_DEVICES} devices; this one has {len(self.devices)}")
         for what, values in (("name", [spec.name for spec in self.devices]), ("ip", list(self.addresses()))):
             for value in values:
                 if values.count(value) > 1:

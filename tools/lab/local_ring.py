@@ -122,7 +122,7 @@ class LocalRing:
         pieces: Pieces | None = None,
         drafting: Drafting | None = None,
         draft: DraftModel | None = None,
-        least_rows: int | None = None,
+        min_rows: int | None = None,
         kv_type: KvType = "f16",
         flash: bool = True,
         threads: Sequence[int] | int = 2,
@@ -149,7 +149,7 @@ class LocalRing:
         self._batching = batching or Batching()
         self._pieces = pieces
         self._drafting, self._draft = drafting, draft
-        self._least_rows = rows if least_rows is None else least_rows
+        self._min_rows = rows if min_rows is None else min_rows
         self._kv_type = kv_type
         self._flash = flash
         self._cpu = cpu
@@ -227,7 +227,7 @@ class LocalRing:
                     depth=len(plan.devices),
                     at_once=self._sequences,
                     chunk_rows=self._rows,
-                    least_rows=self._least_rows,
+                    min_rows=self._min_rows,
                     batching=self._batching,
                     pieces=self._pieces,
                     drafting=self._drafting,
@@ -235,7 +235,7 @@ class LocalRing:
                 ),
                 step_timeout_s=self._step_timeout_s,
                 options=options,
-                ahead_bytes=self.assignments[name].ahead_bytes,
+                read_ahead_bytes=self.assignments[name].read_ahead_bytes,
                 usage=str(place.usage),
             )
         if self._groups:
@@ -291,7 +291,7 @@ class LocalRing:
                     host="127.0.0.1",
                     step_timeout_s=self._step_timeout_s,
                     assignments=list(self.assignments[name].windows),
-                    ahead_bytes=self.assignments[name].ahead_bytes,
+                    read_ahead_bytes=self.assignments[name].read_ahead_bytes,
                 )
             )
         await self.link({name: await self.opened(name) for name in plan.devices})

@@ -91,7 +91,7 @@ def device_in(group: LimitedGroup, profile: DeviceProfile, name: str, read_bytes
     )
 
 
-def plan_alone(
+def plan_single_device(
     device: DeviceProfile,
     model: ModelProfile,
     context: int,
@@ -111,13 +111,13 @@ def plan_alone(
 
 
 def reserved_bytes(solution: Solution, model: ModelProfile) -> int:
-    """What the plan for one device keeps that is neither weights nor held ahead: KV cache, buffers, what is left free."""
+    """What the plan for one device keeps that is neither weights nor read ahead: KV cache, buffers, what is left free."""
     (device,) = solution.prediction.devices
     weights = sum(layer.size_bytes for layer in model.layers) + model.output_bytes
-    return device.ram_bytes - (weights - device.streamed_bytes) - device.ahead_bytes
+    return device.ram_bytes - (weights - device.streamed_bytes) - device.read_ahead_bytes
 
 
-def most_read_bytes(solution: Solution, others: int = 0) -> float:
+def max_read_bytes(solution: Solution, others: int = 0) -> float:
     """What a token may read: what the plan for one device says and what ``others`` take of its memory, and a little more."""
     (device,) = solution.prediction.devices
     return SLACK * (device.disk_bytes_per_token + others)

@@ -76,12 +76,12 @@ def _words(name: str) -> set[str]:
 
 def _best(words: set[str], sheets: Iterable[tuple[_Sheet, tuple[str, ...]]]) -> _Sheet | None:
     """The sheet of which a name has the most words, all of which are in ``words``; of equals the last: the largest."""
-    best, most = None, 0
+    best, maximum = None, 0
     for sheet, names in sheets:
         for name in names:
             its = {word for word in _WORD.findall(name.lower()) if word} - _MAKERS
-            if its <= words and len(its) >= max(1, most):
-                best, most = sheet, len(its)
+            if its <= words and len(its) >= max(1, maximum):
+                best, maximum = sheet, len(its)
     return best
 
 

@@ -25,19 +25,19 @@ END_S = 180.0
 
 
 class Neighbour:
-    """The program in ``group``, taking at most ``most_bytes``; it ends with the block at the latest.
+    """The program in ``group``, taking at most ``max_bytes``; it ends with the block at the latest.
 
     ``own_bytes`` is what it holds of memory that belongs to no file while it has taken none.
     """
 
-    def __init__(self, group: LimitedGroup, most_bytes: int) -> None:
+    def __init__(self, group: LimitedGroup, max_bytes: int) -> None:
         self._group = group
-        self.most_bytes = most_bytes
+        self.max_bytes = max_bytes
         self.own_bytes = 0
         self._process: subprocess.Popen[str]
 
     def __enter__(self) -> Self:
-        argv = [sys.executable, "-I", __file__, str(self.most_bytes), "0"]
+        argv = [sys.executable, "-I", __file__, str(self.max_bytes), "0"]
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
             self._group.add(self._process.pid)
@@ -76,19 +76,19 @@ def _anonymous_bytes(pid: int) -> int:
 
 def main() -> None:
     """The program."""
-    most, chance = int(sys.argv[1]), random.Random(int(sys.argv[2]))
-    _say("ready")
+    maximum, chance = int(sys.argv[1]), random.Random(int(sys.argv[2]))
+    _report_line("ready")
     taken = 0
     while not _closed(chance.uniform(0.01, 0.2)):
-        held = b"\1" * chance.randrange(most // 4, most)  # written to, so that it is there
+        held = b"\1" * chance.randrange(maximum // 4, maximum)  # written to, so that it is there
         taken += 1
         if _closed(chance.uniform(0.05, 0.5)):
             break
         del held
-    _say(str(taken))
+    _report_line(str(taken))
 
 
-def _say(line: str) -> None:
+def _report_line(line: str) -> None:
     """To whoever started it."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

@@ -26,7 +26,7 @@ SWITCH_SYSCTLS: Final = {
 _BURST_S: Final = 0.004
 """What a link passes at once after a pause, in time at its rate; less would cut the kernel's large frames into small."""
 
-_LEAST_BURST_BYTES: Final = 3200
+_MIN_BURST_BYTES: Final = 3200
 _QUEUE_S: Final = 0.1
 _TIMEOUT_S: Final = 30.0
 
@@ -180,7 +180,7 @@ def _shape(interface: str, spec: DeviceSpec, netem: bool) -> list[str]:
         parent = "parent 1:1"
     if spec.mbit_per_s is not None:
         bytes_per_s = spec.mbit_per_s * 1e6 / 8
-        burst = max(_LEAST_BURST_BYTES, round(bytes_per_s * _BURST_S))
+        burst = max(_MIN_BURST_BYTES, round(bytes_per_s * _BURST_S))
         limit = burst + max(20_000, round(bytes_per_s * _QUEUE_S))
         rate = round(spec.mbit_per_s * 1e6)
         lines.append(f"qdisc add dev {interface} {parent} handle 10: tbf rate {rate}bit burst {burst}b limit {limit}b")

@@ -99,7 +99,7 @@ def memory_split(devices: Sequence[DeviceProfile], asked: Instance) -> Plan:
     """Layers in proportion to free memory (VRAM where there is a GPU), as many on GPUs as fit: prima.cpp without Halda."""
     model = asked.model
     budgets = [device.gpu.vram_available_bytes if device.gpu else device.ram_available_bytes for device in devices]
-    counts = apportion(budgets, len(model.layers), least=[2, *([1] * (len(devices) - 1))])
+    counts = apportion(budgets, len(model.layers), minimum=[2, *([1] * (len(devices) - 1))])
     plan = arrange([device.device for device in devices], counts, rounds=1, model=model)
     room = {member.name: gpu_layers(asked, member.name, len(plan.windows_of(member.name))) for member in asked.members}
     route = []

@@ -97,8 +97,8 @@ class Summary:
 
     count: int
     median: float
-    least: float
-    most: float
+    minimum: float
+    maximum: float
     near: int
     error: float
     """The median of how far they are off, as a share."""
@@ -164,11 +164,11 @@ def _devices(figure: Figure, sheets: Sheets) -> tuple[list[DeviceProfile], str]:
             gpus += count
             continue
         profile = named_device(one, sheets, f"device{len(found)}")
-        apart = profile.gpu is not None and not profile.gpu.unified_memory
-        gpus += (count - 1) * apart
+        discrete = profile.gpu is not None and not profile.gpu.unified_memory
+        gpus += (count - 1) * discrete
         found += [
             replace(profile, device=f"device{len(found) + i}", host=f"device{len(found) + i}")
-            for i in range(1 if apart else count)
+            for i in range(1 if discrete else count)
         ]
     return found, f"with 1 of its {gpus + 1} GPUs" if gpus else ""
 

@@ -10,7 +10,7 @@ Frames travel with their virtio header (``PACKET_VNET_HDR``): the kernel hands o
 frame, not yet cut nor summed, and takes it so on the other side; without it Python could not keep up with a home network.
 Measured on two cores: 4.9 Gbit/s of one TCP stream over a link of 4 ms, and 2.3 Gbit/s over two; while that runs, the round
 trips of other links take at most 3 ms more than asked, otherwise 0.5 ms.
-A link holds at most ``MOST_BYTES`` each way and drops what is more, as a router does. The wait is ``select`` because its
+A link holds at most ``MAX_BYTES`` each way and drops what is more, as a router does. The wait is ``select`` because its
 timeout is in microseconds; that of ``poll`` is in milliseconds. Run with ``python -I -S``: standard library only.
 """
 
@@ -26,7 +26,7 @@ import sys
 import time
 from collections import deque
 
-MOST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 _BATCH = 64
 _SOL_PACKET = 263
 _PACKET_VNET_HDR = 15
@@ -57,7 +57,7 @@ class Way:
         group = frame[_HEADER_BYTES : _HEADER_BYTES + 6]
         if not self.multicast and (group[:3] == _IPV4_MULTICAST or group == _IPV6_MDNS):
             return
-        if self.held_bytes + len(frame) > MOST_BYTES:
+        if self.held_bytes + len(frame) > MAX_BYTES:
             return
         self.held.append((now + self.delay_s, frame))
         self.held_bytes += len(frame)
@@ -79,8 +79,8 @@ def port(name: str) -> socket.socket:
     opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     opened.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     opened.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
-    opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, MOST_BYTES)
-    opened.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, MOST_BYTES)
+    opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, MAX_BYTES)
+    opened.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, MAX_BYTES)
     opened.bind((name, _ETH_P_ALL))
     opened.setblocking(False)
     return opened

@@ -80,9 +80,9 @@ class Figure:
 def _ring(rows: Rows) -> Iterator[Figure]:
     for row in rows:
         if row["decode_ratios"]:
-            least = 0.98 if row["processes"] == 1 else None
+            minimum = 0.98 if row["processes"] == 1 else None
             name = f"{row['model']}, {row['processes']} local processes, of plain llama.cpp at its best setting"
-            yield Figure(what=f"{name}: decode", values=tuple(row["decode_ratios"]), at_least=least)
+            yield Figure(what=f"{name}: decode", values=tuple(row["decode_ratios"]), at_least=minimum)
             yield Figure(what=f"{name}: prefill", values=tuple(row["prefill_ratios"]))
 
 
@@ -95,10 +95,10 @@ def _memory(rows: Rows) -> Iterator[Figure]:
 
 
 def _predict(rows: Rows) -> Iterator[Figure]:
-    for what, key, most in (("a token", "", 10.0), ("the first token", "first_", 15.0)):
+    for what, key, maximum in (("a token", "", 10.0), ("the first token", "first_", 15.0)):
         errors = [100 * abs(row[f"predicted_{key}ms"] / row[f"measured_{key}ms"] - 1) for row in rows]
         yield Figure(
-            what=f"{what}, predicted: % off, {len(errors)} cases", values=tuple(errors), at_most=most, is_ratio=False
+            what=f"{what}, predicted: % off, {len(errors)} cases", values=tuple(errors), at_most=maximum, is_ratio=False
         )
 
 

@@ -49,9 +49,9 @@ def wanted(rows: Sequence[Served]) -> list[dict[str, Any]]:
     found = []
     for row in (row for row in rows if row.system == PRIMAD):
         what = f"{row.model}: ring of {row.devices}, {row.rows} rows, {row.streams} streams, of"
-        for system, least in ((ONE_BATCH, 0.9), (RPC, 1.5)) if (row.devices, row.streams) == (3, 4) else ():
+        for system, minimum in ((ONE_BATCH, 0.9), (RPC, 1.5)) if (row.devices, row.streams) == (3, 4) else ():
             for other in (each for each in rows if (each.model, each.system, each.streams) == (row.model, system, 4)):
-                found.append({"what": f"{what} {system}", "value": times(row, other), "at_least": least})
+                found.append({"what": f"{what} {system}", "value": times(row, other), "at_least": minimum})
         alone = next((each for each in rows if key(each) == (row.model, PRIMAD, 1, row.rows)), None)
         if alone is None or alone.streams > 1 or not row.streams >= row.devices > 1:
             continue

@@ -4,7 +4,7 @@ A ``Visit`` is what a device computes between receiving a hidden state and sendi
 other on it, the tail and the next token's first window among them. Every device serves stops in the order of their
 arrival. In a ring nothing overtakes: steps enter in the order of their sequences and keep it, so each device serves all
 sequences at its first stop, then all at its second, and so on. That makes the order of use known from the start, and
-loaders read ahead in it without a guess. (A device must therefore always send to the same next one.)
+loaders read ahead in it without a draft. (A device must therefore always send to the same next one.)
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Final, Literal
 Kind = Literal["compute", "stall", "load", "hop"]
 _NOTHING_S: Final = 1e-9
 """What computing is slowed by less is not followed further."""
-_LEAST_SHARE: Final = 1e-9
-"""Less of what may be held ahead is no room: sums of parts are not exact."""
+_MIN_SHARE: Final = 1e-9
+"""Less of what may be read ahead is no room: sums of parts are not exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,20 +38,20 @@ class Interval:
 class Segment:
     """Layers that are computed without a break in ``seconds``; one of which a part streams is alone. ``ends`` the step.
 
-    ``ahead_bytes`` of it are read ahead; ``picked_bytes`` are read of a layer that streams by expert, not before the step
-    has come to it.
+    ``read_ahead_bytes`` of it are read ahead; ``picked_bytes`` are read of a layer that streams by expert, not before
+    the step has come to it.
     """
 
     layers: tuple[int, ...]
     seconds: float
-    ahead_bytes: float
+    read_ahead_bytes: float
     ends: bool
     picked_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What station ``station`` computes at once. A step enters the ring at piece ``entry`` of the first stop."""
+    """What node ``station`` computes at once. A step enters the ring at piece ``entry`` of the first stop."""
 
     station: int
     pieces: tuple[Segment, ...]
@@ -60,14 +60,14 @@ class Visit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixture:
-    """What a station has: its machine's number, the bytes that it may hold ahead, its disk and its outgoing link.
+    """What a node has: its machine's number, the bytes that it may hold ahead, its disk and its outgoing link.
 
     Each second of reading makes what the machine computes meanwhile ``slowed_share`` of a second longer.
     """
 
     device: str
     host: int
-    ahead_bytes: float
+    read_ahead_bytes: float
     disk_bytes_per_s: float
     slowed_share: float
     in_air: bool
@@ -135,14 +135,14 @@ class _Station:
     arrival_s: float = 0.0
     """Of the last message that was sent."""
     coming: deque[tuple[int, int]] = field(default_factory=deque)
-    """Visits on the link to this station."""
+    """Visits on the link to this node."""
 
 
 class SimulatedRing:
     """Steps of ``sequences`` on their way over ``stops``, again and again if ``cyclic``, else once.
 
     ``jitter`` is the share of every hop's delay that is random: exponentially distributed, the mean kept. Links keep the
-    order. ``filled``: all that may be held ahead is in memory at the start. ``through(sequence)`` is called whenever a step
+    order. ``filled``: all that may be read ahead is in memory at the start. ``through(sequence)`` is called whenever a step
     is through.
     """
 
@@ -176,7 +176,7 @@ class SimulatedRing:
                 fixture=fixture,
                 host=hosts[fixture.host],
                 reads=_order_of_use([stop for stop in stops if stop.station == i], sequences, cyclic=cyclic),
-                free_bytes=fixture.ahead_bytes,
+                free_bytes=fixture.read_ahead_bytes,
             )
             for i, fixture in enumerate(fixtures)
         ]
@@ -188,7 +188,7 @@ class SimulatedRing:
 
     @property
     def tallies(self) -> list[Tally]:
-        """What every station has done until now."""
+        """What every node has done until now."""
         return [replace(station.tally) for station in self._stations]
 
     def run(self, more: Callable[[], bool]) -> None:
@@ -218,7 +218,7 @@ class SimulatedRing:
         return found
 
     def _fill(self, station: _Station) -> None:
-        """As much as may be held ahead is there from the start."""
+        """As much as may be read ahead is there from the start."""
         while self._take_room(station):
             self._have(station)
 
@@ -248,7 +248,7 @@ class SimulatedRing:
         if self._piece(station).picked_bytes:
             station.stall_since = self.now
             self._occupy_disk(station, lambda: self._read_picked(station))
-        elif self._piece(station).ahead_bytes and not station.read:
+        elif self._piece(station).read_ahead_bytes and not station.read:
             station.stall_since = self.now
         else:
             self._compute_in_turn(station)
@@ -282,9 +282,9 @@ class SimulatedRing:
         station.host.computing = False
         if station.host.to_compute:
             self._compute(station.host.to_compute.popleft())
-        if piece.ahead_bytes:
+        if piece.read_ahead_bytes:
             assert station.read.popleft() == piece.layers[0], "layers are read in the order of use"
-            station.free_bytes += piece.ahead_bytes
+            station.free_bytes += piece.read_ahead_bytes
             self._read(station)
         sequence, stop = station.visit
         station.at += 1
@@ -350,7 +350,7 @@ class SimulatedRing:
             return False
         missing = station.wanted[1]
         size = min(missing, station.free_bytes)
-        if size < min(missing, _LEAST_SHARE * station.fixture.ahead_bytes):
+        if size < min(missing, _MIN_SHARE * station.fixture.read_ahead_bytes):
             return False
         station.free_bytes -= size
         station.reading_bytes = size
@@ -382,7 +382,7 @@ class SimulatedRing:
         self._have(station)
         self._leave_disk(station)
         self._read(station)
-        if station.stall_since is not None and self._piece(station).ahead_bytes and station.read:
+        if station.stall_since is not None and self._piece(station).read_ahead_bytes and station.read:
             self._end_stall(station)
             self._go_on(station)
 
@@ -432,7 +432,7 @@ def _order_of_use(stops: Sequence[Visit], sequences: int, *, cyclic: bool) -> It
     the next."""
 
     def streamed(pieces: Sequence[Segment]) -> list[tuple[int, float]]:
-        return [(piece.layers[0], piece.ahead_bytes) for piece in pieces if piece.ahead_bytes]
+        return [(piece.layers[0], piece.read_ahead_bytes) for piece in pieces if piece.read_ahead_bytes]
 
     for stop in stops:
         for _ in range(sequences):

@@ -34,7 +34,7 @@ from halda import (
 from halda.instance import Instance
 from halda.instance import instance as ask
 from halda.quantisation import bytes_per_weight
-from halda.streaming import least_ahead_bytes
+from halda.streaming import min_read_ahead_bytes
 
 Memory = Literal["short", "about", "ample"]
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "F16")
@@ -208,7 +208,7 @@ def random_plan(rng: random.Random, question: Instance, *, rounds: int | None = 
     """A legal plan: the head first and last, equal windows in every round, then the tail.
 
     Some devices are left out, the others come in any order behind the head; each streams with probability ``streams``, any
-    part of its layers with any legal part of that held ahead.
+    part of its layers with any legal part of that read ahead.
     """
     route, k = _route(rng, question, rounds)
     names = list(dict.fromkeys(window.device for window in route))
@@ -216,13 +216,15 @@ def random_plan(rng: random.Random, question: Instance, *, rounds: int | None = 
     streaming = []
     for name in names:
         layers = [layer for window in route if window.device == name for layer in window.in_ram]
-        most = sum(question.streamable[question.kind_of[layer]] for layer in layers)
-        streamed = round(rng.uniform(0.02, 1) * (most - question.pool_bytes))
+        maximum = sum(question.streamable[question.kind_of[layer]] for layer in layers)
+        streamed = round(rng.uniform(0.02, 1) * (maximum - question.pool_bytes))
         member = next(member for member in question.members if member.name == name)
-        least = least_ahead_bytes(member.ahead_steps, streamed, most)
-        if rng.random() < streams and streamed > least:
-            ahead = 0 if question.by_expert else round(rng.choice([least, rng.uniform(least, streamed), streamed]))
-            streaming.append(Streaming(device=name, streamed_bytes=streamed, ahead_bytes=ahead))
+        minimum = min_read_ahead_bytes(member.read_ahead_steps, streamed, maximum)
+        if rng.random() < streams and streamed > minimum:
+            read_ahead = (
+                0 if question.by_expert else round(rng.choice([minimum, rng.uniform(minimum, streamed), streamed]))
+            )
+            streaming.append(Streaming(device=name, streamed_bytes=streamed, read_ahead_bytes=read_ahead))
     left_out = [device.device for device in question.devices if device.device not in names]
     return Plan(
         rounds=k,
@@ -239,8 +241,8 @@ def _route(rng: random.Random, question: Instance, rounds: int | None) -> tuple[
     blocks = question.model.last_cut // multiple
     k = rounds if rounds is not None else rng.choice([1, 1, 2, 3, 4])
     k = max(1, min(k, blocks // 2))
-    most = min(len(question.devices), blocks // k)
-    count = most if rng.random() < 0.4 else rng.randint(min(2, most), most)
+    maximum = min(len(question.devices), blocks // k)
+    count = maximum if rng.random() < 0.4 else rng.randint(min(2, maximum), maximum)
     if count < 2 or rng.random() < 0.05:
         return [_window(rng, question, 0, 0, total, None)], 1
     order = [0, *rng.sample(range(1, len(question.devices)), count - 1)]

@@ -68,7 +68,7 @@ def simulate(
     is random: exponentially distributed, the mean kept.
     """
     assert tokens >= 1
-    instance = instance.helping(plan)
+    instance = instance.offloading(plan)
     meter = _Meter(sequences, max(3, tokens // 2), tokens, timeline)
     meter.ring = SimulatedRing(
         _stops(plan, instance, decode=True),
@@ -85,11 +85,11 @@ def simulate(
 
 
 def simulate_prefill(plan: Plan, instance: Instance, *, jitter: float = 0.0, seed: int = 0) -> float:
-    """Seconds from a typical prompt to its first token, the ring idle and all that is held ahead in memory before.
+    """Seconds from a typical prompt to its first token, the ring idle and all that is read ahead in memory before.
 
     All chunks enter at once; each reads anew what streams. Only the last one passes the output matrix.
     """
-    instance = instance.helping(plan)
+    instance = instance.offloading(plan)
     last = 0.0
     through = 0
 
@@ -228,20 +228,20 @@ def _pieces(
     """A window in pieces: ``step_s`` before the layers of which the CPU computes something, ``more_s`` with those behind."""
     name = window.device
     all_layers = [layer for _, each in plan.windows_of(name) for layer in each.in_ram]
-    most = sum(instance.streamable[instance.kind_of[layer]] for layer in all_layers)
-    share = phase.read_bytes(plan.streaming_of(name).streamed_bytes, most) / max(most, 1)
+    maximum = sum(instance.streamable[instance.kind_of[layer]] for layer in all_layers)
+    share = phase.read_bytes(plan.streaming_of(name).streamed_bytes, maximum) / max(maximum, 1)
     pieces: list[Segment] = []
     layers: list[int] = []
     seconds = step_s
     for layer in window.in_ram:
         kind = instance.kind_of[layer]
         size = share * instance.streamable[kind]
-        layer_s = phase.cpu[kind] if layer in window.on_cpu else phase.gpu[kind] + phase.apart[kind]
+        layer_s = phase.cpu[kind] if layer in window.on_cpu else phase.gpu[kind] + phase.experts_on_cpu[kind]
         if size:
             if seconds or layers:
                 pieces.append(Segment(tuple(layers), seconds, 0.0, False, 0.0))
-            ahead, picked = (0.0, size) if instance.by_expert else (size, 0.0)
-            pieces.append(Segment((layer,), layer_s, ahead, False, picked))
+            read_ahead, picked = (0.0, size) if instance.by_expert else (size, 0.0)
+            pieces.append(Segment((layer,), layer_s, read_ahead, False, picked))
             layers, seconds = [], 0.0
         else:
             layers.append(layer)
@@ -266,7 +266,7 @@ def _fixtures(plan: Plan, instance: Instance, *, rows: float) -> list[Fixture]:
             Fixture(
                 device=name,
                 host=hosts[index[name]],
-                ahead_bytes=plan.streaming_of(name).ahead_bytes,
+                read_ahead_bytes=plan.streaming_of(name).read_ahead_bytes,
                 disk_bytes_per_s=member.disk_bytes_per_s,
                 slowed_share=member.slows_s_per_byte * member.disk_bytes_per_s,
                 in_air=instance.in_air(here, there),

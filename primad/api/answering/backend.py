@@ -191,7 +191,7 @@ class Health:
 class Embeddings(Protocol):
     """The model of ``serve --embedding``, called ``name``; ``created`` is in Unix seconds.
 
-    A text has at most ``most_tokens``, a vector has ``width`` numbers; both are 0 until they are known.
+    A text has at most ``max_text_tokens``, a vector has ``width`` numbers; both are 0 until they are known.
     """
 
     name: str
@@ -202,7 +202,7 @@ class Embeddings(Protocol):
         """As above."""
 
     @property
-    def most_tokens(self) -> int:
+    def max_text_tokens(self) -> int:
         """As above."""
 
     def status(self) -> Mapping[str, Any]:

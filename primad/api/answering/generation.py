@@ -15,7 +15,7 @@ import pydantic_core
 from primad.api.answering.backend import Backend, TokenPieces
 from primad.api.answering.calls.events import CallPart
 from primad.api.answering.job import Choice, FinishReason, Job
-from primad.api.answering.reading import AnswerReading
+from primad.api.answering.reading import CompletionReading
 from primad.api.answering.text import Placed, Released, Transcript
 from primad.errors import RequestError, RingError
 from primad.ring.messages import Finished, PromptProgress, Sampled
@@ -55,17 +55,17 @@ class GivenPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guessed:
-    """Of an answer so many tokens were guessed and computed ahead, and turned out right, or wrong."""
+class DraftCounts:
+    """Of an answer so many tokens were drafted and computed ahead, and turned out right, or wrong."""
 
     right: int = 0
     wrong: int = 0
 
-    def __add__(self, other: Guessed) -> Guessed:
-        return Guessed(right=self.right + other.right, wrong=self.wrong + other.wrong)
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(right=self.right + other.right, wrong=self.wrong + other.wrong)
 
 
-NOTHING_GUESSED: Final = Guessed()
+NO_DRAFTS_COUNTED: Final = DraftCounts()
 MAX_TOKENS_AT_ONCE: Final = 16
 """Of one part: to tell a token with a hundred log-probabilities takes 0.3 ms. Behind so many others have their turn."""
 
@@ -87,7 +87,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
     """So many tokens of the prompt are computed; nothing else is added then."""
     cached: int = 0
     """So many of them were computed for a prompt before; known in the last one, and where ``read_tokens`` are."""
-    guessed: Guessed = NOTHING_GUESSED
+    draft_counts: DraftCounts = NO_DRAFTS_COUNTED
     """Known in the last one."""
 
     @property
@@ -97,7 +97,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class WrittenChoice:
     """A choice that is written to its end; ``text`` is without the choice's echo."""
 
     choice: Choice
@@ -109,10 +109,10 @@ class Answered:
     thought: str
     calls: tuple[GivenCall, ...]
     cached: int
-    guessed: Guessed = NOTHING_GUESSED
+    draft_counts: DraftCounts = NO_DRAFTS_COUNTED
 
     @classmethod
-    def of(cls, choice: Choice, parts: Sequence[Written]) -> Answered:
+    def of(cls, choice: Choice, parts: Sequence[Written]) -> WrittenChoice:
         """All ``parts`` of ``choice`` together."""
         finish = parts[-1].finish
         assert finish is not None, "the last part of a choice ends it"
@@ -126,16 +126,16 @@ class Answered:
             thought="".join(part.thought for part in parts),
             calls=tuple(whole_calls(part for written in parts for part in written.calls)),
             cached=parts[-1].cached,
-            guessed=parts[-1].guessed,
+            draft_counts=parts[-1].draft_counts,
         )
 
 
 def cached_tokens(ended: Iterable[tuple[Choice, int]]) -> int:
     """What choices that ended had ``cached``, each prompt counted once: with the choice for which most was computed."""
-    least: dict[int, int] = {}
+    minimum: dict[int, int] = {}
     for choice, cached in ended:
-        least[id(choice.source)] = min(cached, least.get(id(choice.source), cached))
-    return sum(least.values())
+        minimum[id(choice.source)] = min(cached, minimum.get(id(choice.source), cached))
+    return sum(minimum.values())
 
 
 def whole_calls(parts: Iterable[GivenPart]) -> Iterator[GivenCall]:
@@ -173,7 +173,7 @@ async def write(
     shows_control = job.reading is not None and job.reading.shows_control
     piece = vocabulary.piece_or_marker if shows_control else vocabulary.piece
     last: Written | None = None
-    cached, guessed = 0, NOTHING_GUESSED
+    cached, draft_counts = 0, NO_DRAFTS_COUNTED
     until_s: float | None = None
     events = backend.generate(
         choice.prompt,
@@ -205,7 +205,7 @@ async def write(
                         yield few
                 case PromptProgress():
                     cached = max(cached, event.reused)
-                    if job.tells_progress:
+                    if job.reports_progress:
                         read = event.tokens
                         yield Written(text="", tokens=(), sampled=0, finish=None, read_tokens=read, cached=cached)
                 case Finished(reason="error"):
@@ -217,11 +217,13 @@ async def write(
                     is_cut = event.reason == "length" or not choice.max_tokens
                     finish: FinishReason = "length" if is_cut and not transcript.stopped else "stop"
                     last = written(released, sampled=0, finish=finish, stopped_by=transcript.stopped_by)
-                    guessed = Guessed(right=event.accepted, wrong=event.drafted - event.accepted)
+                    draft_counts = DraftCounts(right=event.accepted, wrong=event.drafted - event.accepted)
                     break
     assert last is not None, "the backend ended without Finished"
     last = (
-        msgspec.structs.replace(last, cached=cached, guessed=guessed) if cached or guessed != NOTHING_GUESSED else last
+        msgspec.structs.replace(last, cached=cached, draft_counts=draft_counts)
+        if cached or draft_counts != NO_DRAFTS_COUNTED
+        else last
     )
     for few in _few_at_once(last):
         yield few
@@ -246,7 +248,7 @@ class _Read:
     and so does one that is the call before it again. A call that is not whole makes ``length`` of ``stop``, unless it was a
     stop string that cut it."""
 
-    def __init__(self, reading: AnswerReading) -> None:
+    def __init__(self, reading: CompletionReading) -> None:
         self._reader, self._several = reading.reader(), reading.several
         self._calls = _Calls()
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from primad.api.answering.backend import ModelSettings, Vocabulary
-from primad.api.answering.reading import AnswerReading
+from primad.api.answering.reading import CompletionReading
 from primad.errors import RequestError, printable
 from primad.ring.messages import Sampling
 
@@ -67,7 +67,7 @@ class Choice:
 class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A request's whole work: each of ``prompts`` continued ``n`` times, with seeds from that of ``sampling`` on.
 
-    ``reading`` says what is looked for in each answer, None for nothing. With ``tells_progress`` a stream says how much of
+    ``reading`` says what is looked for in each answer, None for nothing. With ``reports_progress`` a stream says how much of
     its prompt is computed; what of it was computed before is computed again unless it ``reuses`` that. ``priority`` and
     ``speculates`` are as in ``ring.messages``. So long after its first token (``decode_limit_s``) an answer ends with the
     next line, None: never.
@@ -78,8 +78,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     sampling: Sampling
     stops: tuple[str, ...]
     logprobs: int | None
-    reading: AnswerReading | None
-    tells_progress: bool
+    reading: CompletionReading | None
+    reports_progress: bool
     reuses: bool
     priority: int
     speculates: bool = True

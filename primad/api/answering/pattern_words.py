@@ -43,8 +43,8 @@ def without_look_ahead(pattern: str) -> list[str] | None:
 
 def _without_idle(found: re.Match[str]) -> str:
     """``found`` without a look-ahead that allows as many digits as stand behind it (pydantic's of decimal numbers)."""
-    most, whole, places = map(int, found.groups())
-    return found[0] if whole + 1 + places > most else found[0].partition("$)")[2]
+    maximum, whole, places = map(int, found.groups())
+    return found[0] if whole + 1 + places > maximum else found[0].partition("$)")[2]
 
 
 def _alternatives(inner: str) -> list[str]:

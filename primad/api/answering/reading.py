@@ -50,7 +50,7 @@ def manner_of(template: str | None, parser: str) -> Manner:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerReading:
+class CompletionReading:
     """What is looked for in an answer: calls of ``functions`` in the form that is called so (None: none), more than one if
     ``several``, and thoughts, in which the prompt may have ``opened`` the answer. With ``shows_control`` control tokens are
     part of its text, with ``keeps_thoughts`` thoughts are that a form's own reader finds. One that ``continues`` begins in

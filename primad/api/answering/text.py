@@ -20,7 +20,7 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 T = TypeVar("T")
-MOST_WAITING: Final = 1024
+MAX_WAITING: Final = 1024
 """Tokens whose place in the text is not certain yet, as many as the longest stop string has bytes: control tokens, which
 have no text, would wait without end."""
 
@@ -91,7 +91,7 @@ class Transcript(Generic[T]):
         self._released_chars += len(text)
         entries = []
         while self._waiting and (
-            self._waiting[0].start_chars < self._released_chars or len(self._waiting) > MOST_WAITING
+            self._waiting[0].start_chars < self._released_chars or len(self._waiting) > MAX_WAITING
         ):
             entries.append(self._waiting.popleft())
         if self.stopped:

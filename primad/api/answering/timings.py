@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 
-class AnswerTimings(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionTimings(msgspec.Struct, frozen=True, kw_only=True):
     """What an answer took: its prompt until the first token, waiting included, then the tokens after it.
 
     ``cache_n`` tokens of the prompt were computed before, ``prompt_n`` were not. The rates of ``predicted_n`` tokens are
@@ -26,7 +26,7 @@ class AnswerTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True, kw_only=True)
-class AnswerClock:
+class CompletionClock:
     """An answer of which ``predicted`` tokens are written; times are in seconds on any scale."""
 
     prompt_tokens: int
@@ -47,11 +47,11 @@ class AnswerClock:
         first_s = now_s if self.first_s is None else self.first_s
         return first_s - self.begun_s, now_s - first_s
 
-    def timings(self, now_s: float) -> AnswerTimings:
+    def timings(self, now_s: float) -> CompletionTimings:
         """What it took until now."""
         prompt_s, decode_s = self.took_s(now_s)
         computed, later = self.prompt_tokens - self.cached, max(self.predicted - 1, 0)
-        return AnswerTimings(
+        return CompletionTimings(
             cache_n=self.cached,
             prompt_n=computed,
             prompt_ms=1000 * prompt_s,

@@ -84,8 +84,8 @@ def _variants(template: str, messages: Messages, form: CallForm) -> Iterator[lis
         return
     if mentions(template, "tool_calls"):
         without = (None, "") if _NULL_CONTENT.search(template) else ("",)
-        apart, in_turns = _text_before_calls(messages), _text_before_calls(messages, is_own_turn=True)
-        for each in (messages, apart, in_turns):
+        separated, in_turns = _text_before_calls(messages), _text_before_calls(messages, is_own_turn=True)
+        for each in (messages, separated, in_turns):
             for shape in (each, _call_by_call(each)):
                 yield [_as_wanted(template, shape, content) for content in without]
     yield [_as_text(messages, form)]

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 async def read_json(
-    request: Request, timeout_s: float, *, only_json: bool = False, most_bytes: int = MAX_BODY_BYTES
+    request: Request, timeout_s: float, *, only_json: bool = False, max_bytes: int = MAX_BODY_BYTES
 ) -> bytes:
     """The body of a request, which has arrived within ``timeout_s`` and has at most so many bytes. It must say that it is
     JSON if ``only_json``, or if a web page may have sent it.
@@ -54,15 +54,15 @@ async def read_json(
             f"the content type is {media_type[:80]!r}; web pages send the header Content-Type: application/json"
         )
     length = request.headers.get("content-length", "")
-    if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > most_bytes):
-        raise _too_large(most_bytes)
+    if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > max_bytes):
+        raise _too_large(max_bytes)
     body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > most_bytes:
-                    raise _too_large(most_bytes)
+                if len(body) > max_bytes:
+                    raise _too_large(max_bytes)
     except TimeoutError as exc:
         raise RequestError(f"the body did not arrive within {timeout_s:.0f} s", status=408) from exc
     return bytes(body)
@@ -74,15 +74,15 @@ def may_be_a_page(headers: Headers) -> bool:
     return any(name in ("origin", "referer", "cookie") or name.startswith("sec-fetch-") for name in headers)
 
 
-def _too_large(most_bytes: int) -> RequestError:
-    return RequestError(f"the body is larger than {most_bytes} bytes", status=413, code="request_too_large")
+def _too_large(max_bytes: int) -> RequestError:
+    return RequestError(f"the body is larger than {max_bytes} bytes", status=413, code="request_too_large")
 
 
 class BodyGuard:
-    """Callers share ``most_bytes`` for the bodies of their requests, from a body's first byte to its answer's end."""
+    """Callers share ``max_bytes`` for the bodies of their requests, from a body's first byte to its answer's end."""
 
-    def __init__(self, app: ASGIApp, most_bytes: int) -> None:
-        self._app, self._bodies = app, Shares(most_bytes)
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._bodies = app, Shares(max_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         who, held_bytes = caller(), 0
@@ -174,7 +174,7 @@ class MessageStream(Response):
     async def _send_messages(self, send: Send, send_body: Send) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                beside = (group.create_task(self._say_that_it_waits(send)), group.create_task(self._lose_patience()))
+                beside = (group.create_task(self._report_that_it_waits(send)), group.create_task(self._lose_patience()))
                 async with aclosing(self._messages) as messages:
                     async for message in messages:
                         if not self._begun or self._turn.locked():
@@ -195,7 +195,7 @@ class MessageStream(Response):
                 raise ClientDisconnect
             await asyncio.sleep(due_s - now_s)
 
-    async def _say_that_it_waits(self, send: Send) -> None:
+    async def _report_that_it_waits(self, send: Send) -> None:
         """Begin the stream if nothing comes for a moment, and while nothing comes say that we are here.
 
         It looks at the time itself, so that a message that comes costs nothing here.

@@ -16,9 +16,9 @@ from starlette.responses import Response
 
 from primad.api.answering.backend import Backend, Embeddings, ModelNames, Preparation, Prepared, ServedModel
 from primad.api.answering.choices import together
-from primad.api.answering.generation import MAX_TOKENS_AT_ONCE, Answered, Written, write
+from primad.api.answering.generation import MAX_TOKENS_AT_ONCE, Written, WrittenChoice, write
 from primad.api.answering.job import Choice, Job
-from primad.api.answering.timings import AnswerClock
+from primad.api.answering.timings import CompletionClock
 from primad.api.http.access import caller, charged
 from primad.api.http.connection import MessageStream, read_json, while_connected
 from primad.api.http.errors import RETRY_AFTER_S
@@ -28,7 +28,7 @@ from primad.errors import RequestError, RingError
 from primad.settings.timings import ApiTimings
 from primad.system.shares import Shares
 
-MOST_LISTED: Final = 1 << 21
+MAX_LISTED: Final = 1 << 21
 """Log-probabilities of answers that are told as a whole; each takes some 200 bytes until then. Callers share them."""
 
 
@@ -46,7 +46,7 @@ class Endpoint:
         self.backend, self.embeddings = backend, embeddings
         self.any_model = names.any_model
         self._metrics, self._timings, self._names = metrics, timings, names
-        self._listed = Shares(MOST_LISTED)
+        self._listed = Shares(MAX_LISTED)
 
     def model(self) -> ServedModel | None:
         """The served model under all its names, or None until it is known."""
@@ -84,13 +84,13 @@ class Endpoint:
         return self._metrics.metered(charged(written, len(choice.prompt)), len(choice.prompt))
 
     async def whole(
-        self, request: Request, served: ServedModel, job: Job, clocks: Sequence[AnswerClock] = ()
-    ) -> list[Answered]:
+        self, request: Request, served: ServedModel, job: Job, clocks: Sequence[CompletionClock] = ()
+    ) -> list[WrittenChoice]:
         """All choices of ``job``, written to their ends, as the clock of each sees, or one of all; it stops when the client
         leaves."""
         return await while_connected(request.receive, self._answered(served, job, clocks))
 
-    async def _answered(self, served: ServedModel, job: Job, clocks: Sequence[AnswerClock]) -> list[Answered]:
+    async def _answered(self, served: ServedModel, job: Job, clocks: Sequence[CompletionClock]) -> list[WrittenChoice]:
         parts: list[list[Written]] = [[] for _ in job.choices]
         begins = [partial(self.write, served, job, choice) for choice in job.choices]
         who, listed = caller(), 0
@@ -106,7 +106,7 @@ class Endpoint:
                         clocks[min(place, len(clocks) - 1)].count(part.sampled, part.cached, time.perf_counter())
         finally:
             self._listed.give_back(who, listed)
-        return [Answered.of(choice, each) for choice, each in zip(job.choices, parts, strict=True)]
+        return [WrittenChoice.of(choice, each) for choice, each in zip(job.choices, parts, strict=True)]
 
     def _list(self, who: str, logprobs: int) -> None:
         """``who`` has so many more in an answer. Raises ``RequestError`` when that is too many."""

@@ -68,7 +68,9 @@ def written_keys(keys: Iterable[ApiKey]) -> str:
 
 def _line(key: ApiKey) -> str:
     limits = {"requests": key.requests_per_min, "tokens": key.tokens_per_min}
-    return " ".join([key.name, key.digest, *(f"{what}={most}" for what, most in limits.items() if most is not None)])
+    return " ".join(
+        [key.name, key.digest, *(f"{what}={maximum}" for what, maximum in limits.items() if maximum is not None)]
+    )
 
 
 def read_keys(file: Path) -> tuple[ApiKey, ...] | None:

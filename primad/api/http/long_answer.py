@@ -22,7 +22,7 @@ PIECE_BYTES: Final = 64 << 10
 MEDIA_TYPE: Final = "application/json"
 
 
-class LongAnswer:
+class LongResponse:
     """The long lists of one answer."""
 
     def __init__(self) -> None:

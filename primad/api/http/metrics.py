@@ -34,10 +34,12 @@ from primad.api.http.status import (
     TokenCounts,
 )
 from primad.errors import PrimadError, RequestError
+from primad.settings.old_names import METRICS
 
 MEDIA_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 LEFT: Final = 499
 """The status of a request whose client went away before it was answered."""
+OLD_NAME: Final = "The name before of a metric; it goes with the version after the next."
 OTHER: Final = "other"
 """Every other path, so that a client cannot make series without end."""
 _FIRST_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
@@ -70,7 +72,7 @@ _GAUGES: Final[tuple[tuple[str, str, _Figure], ...]] = (
         "Whether the output matrix is read each time it is used (1) or not (0).",
         _memory(lambda memory: memory.streams_output),
     ),
-    ("ahead_bytes", "Held ahead of what is read each time.", _memory(lambda memory: memory.ahead_bytes)),
+    ("read_ahead_bytes", "Read ahead of what is read each time.", _memory(lambda memory: memory.read_ahead_bytes)),
     ("resident_bytes", "Size of the layers that stay in memory.", _memory(lambda memory: memory.resident_bytes)),
     ("streamed_bytes", "Size of the layers that are read each time.", _memory(lambda memory: memory.streamed_bytes)),
     (
@@ -102,7 +104,12 @@ _EMBEDDING: Final[tuple[tuple[_Family, str, str, Callable[[EmbeddingStatus], flo
 
 
 _KV: Final[tuple[tuple[_Family, str, str, Callable[[KvStatus], float]], ...]] = (
-    (GaugeMetricFamily, "twice_bytes", "KV cells of answers that two devices have.", lambda kv: kv.twice_bytes),
+    (
+        GaugeMetricFamily,
+        "replicated_bytes",
+        "KV cells of answers that two devices have.",
+        lambda kv: kv.replicated_bytes,
+    ),
     (GaugeMetricFamily, "lag_tokens", "Tokens whose KV cells one device has alone.", lambda kv: kv.lag_tokens),
     (CounterMetricFamily, "restores", "Rings that went on with answers of another one.", lambda kv: kv.restores),
     (
@@ -128,14 +135,14 @@ _KV: Final[tuple[tuple[_Family, str, str, Callable[[KvStatus], float]], ...]] = 
 
 
 _DRAFTS: Final[tuple[tuple[_Family, str, str, Callable[[DraftFigures], float]], ...]] = (
-    (CounterMetricFamily, "tokens", "Tokens that were guessed and computed ahead.", lambda drafts: drafts.drafted),
+    (CounterMetricFamily, "tokens", "Tokens that were drafted and computed ahead.", lambda drafts: drafts.drafted),
     (CounterMetricFamily, "accepted_tokens", "Those that were the next token.", lambda drafts: drafts.accepted),
     (CounterMetricFamily, "skipped_tokens", "Those not computed to the end.", lambda drafts: drafts.skipped),
     (
         GaugeMetricFamily,
-        "tokens_a_lap",
+        "tokens_per_pass",
         "Tokens of an answer in the time in which a row goes round once.",
-        lambda drafts: drafts.tokens_a_lap,
+        lambda drafts: drafts.tokens_per_pass,
     ),
 )
 
@@ -303,6 +310,15 @@ class _Ring(Collector):
         self.status = StatusBody(serving=False, detail="", model=None)
 
     def collect(self) -> Iterator[Metric]:
+        for metric in self._collected():
+            yield metric
+            if (old := METRICS.get(metric.name)) is not None:
+                beside = Metric(old, OLD_NAME, metric.type)
+                for each in metric.samples:
+                    beside.add_sample(old, each.labels, each.value)
+                yield beside
+
+    def _collected(self) -> Iterator[Metric]:
         status = self.status
         build = InfoMetricFamily("primad", "This version, and the model that is served.")
         build.add_metric([], {"version": __version__, "model": status.model or ""})

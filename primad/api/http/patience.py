@@ -22,19 +22,19 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from primad.api.http.access import machine_of
-from primad.api.http.strict import MOST_HEAD_BYTES, StrictConnection
+from primad.api.http.strict import MAX_HEAD_BYTES, StrictConnection
 from primad.system.shares import Shares
 
-MOST_SILENT: Final = 512
-MOST_CONNECTIONS: Final = 2048
+MAX_SILENT: Final = 512
+MAX_CONNECTIONS: Final = 2048
 """Half of them for one machine; several times what may be silent."""
-MOST_UNREAD_BYTES: Final = 256 << 20
-MOST_READ_BYTES: Final = 8 << 10
+MAX_UNREAD_BYTES: Final = 256 << 20
+MAX_READ_BYTES: Final = 8 << 10
 """Of one connection at one turn of the loop."""
 FIRST_READ_BYTES: Final = 1 << 10
-LEAST_READ_BYTES: Final = 64
+MIN_READ_BYTES: Final = 64
 FEW_PARTS: Final = 8
-MOST_PARTS: Final = 64
+MAX_PARTS: Final = 64
 """Of all connections that send many, at one turn of the loop."""
 _BUSY: Final = (
     b'{"error": {"message": "too many connections; close some or try again later", "code": "too_many_connections"}}'
@@ -46,21 +46,21 @@ _REFUSAL: Final = (
 
 
 class Patience:
-    """The connections of a server: ``most`` of them, of which ``most_silent`` have not asked yet, each for
-    ``request_timeout_s``, and of answers ``most_unread_bytes`` wait, each for ``send_timeout_s`` without being read."""
+    """The connections of a server: ``maximum`` of them, of which ``max_silent`` have not asked yet, each for
+    ``request_timeout_s``, and of answers ``max_unread_bytes`` wait, each for ``send_timeout_s`` without being read."""
 
     def __init__(
         self,
         request_timeout_s: float,
         send_timeout_s: float,
         *,
-        most_silent: int = MOST_SILENT,
-        most: int = MOST_CONNECTIONS,
-        most_unread_bytes: int = MOST_UNREAD_BYTES,
+        max_silent: int = MAX_SILENT,
+        maximum: int = MAX_CONNECTIONS,
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
     ) -> None:
         self._request_timeout_s, self._send_timeout_s = request_timeout_s, send_timeout_s
-        self._most_silent, self._most_unread_bytes = most_silent, most_unread_bytes
-        self.places = Shares(most)
+        self._max_silent, self._max_unread_bytes = max_silent, max_unread_bytes
+        self.places = Shares(maximum)
         self._silent: dict[PatientProtocol, asyncio.TimerHandle] = {}  # the one that waits longest first
         self._unread: dict[PatientProtocol, asyncio.TimerHandle] = {}
         self._in_parts: set[PatientProtocol] = set()
@@ -72,7 +72,7 @@ class Patience:
     def is_silent(self, connection: PatientProtocol) -> None:
         """It may ask from now on."""
         self.has_asked(connection)
-        while len(self._silent) >= self._most_silent:
+        while len(self._silent) >= self._max_silent:
             next(iter(self._silent)).give_up()
         self._silent[connection] = connection.loop.call_later(self._request_timeout_s, connection.give_up)
 
@@ -84,14 +84,14 @@ class Patience:
         """How much of it to read next, which had so many ``parts`` in what was read last."""
         if parts <= FEW_PARTS:
             self._in_parts.discard(connection)
-            return min(MOST_READ_BYTES, max(2 * read_bytes, FIRST_READ_BYTES))
+            return min(MAX_READ_BYTES, max(2 * read_bytes, FIRST_READ_BYTES))
         self._in_parts.add(connection)
-        return max(LEAST_READ_BYTES, read_bytes * MOST_PARTS // (parts * len(self._in_parts)))
+        return max(MIN_READ_BYTES, read_bytes * MAX_PARTS // (parts * len(self._in_parts)))
 
     def is_unread(self, connection: PatientProtocol) -> None:
         """It has more of an answer to read than the system keeps for it."""
         self._look_again(connection)
-        while len(self._unread) > 1 and sum(each.unread_bytes for each in self._unread) > self._most_unread_bytes:
+        while len(self._unread) > 1 and sum(each.unread_bytes for each in self._unread) > self._max_unread_bytes:
             next(iter(self._unread)).give_up()
 
     def is_read(self, connection: PatientProtocol) -> None:
@@ -122,9 +122,9 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
 
     def __init__(self, patience: Patience, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.conn = self._strict = StrictConnection(h11.SERVER, MOST_HEAD_BYTES)
+        self.conn = self._strict = StrictConnection(h11.SERVER, MAX_HEAD_BYTES)
         self._patience = patience
-        self._read = memoryview(bytearray(MOST_READ_BYTES))
+        self._read = memoryview(bytearray(MAX_READ_BYTES))
         self._read_bytes = FIRST_READ_BYTES
         """So much is read of it next."""
         self._machine: str | None = None

@@ -38,18 +38,18 @@ class RingFigures(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What of a device's weights is in memory, and what reading the rest costs.
 
-    ``resident`` and ``streamed`` count layers' worth, ``ahead_bytes`` are held ahead of what streams: as planned, unless
-    memory is short; then the output matrix may stream besides (``streams_output``). ``read_bytes`` and ``stall_s`` are sums
-    since the ring process was opened last; the means of a token are those of the last ten seconds, or since somebody asked
-    last where that is longer, over the passes through the device's windows. ``pressure`` is calm, some or high. Where
-    experts stream, ``experts_picked`` counts those that steps picked, and ``experts_found`` those of them that were in
-    memory or on their way.
+    ``resident`` and ``streamed`` count layers' worth, ``read_ahead_bytes`` are read ahead of what streams: as planned,
+    unless memory is short; then the output matrix may stream besides (``streams_output``). ``read_bytes`` and
+    ``stall_s`` are sums since the ring process was opened last; the means of a token are those of the last ten seconds,
+    or since somebody asked last where that is longer, over the passes through the device's windows. ``pressure`` is
+    calm, some or high. Where experts stream, ``experts_picked`` counts those that steps picked, and ``experts_found``
+    those of them that were in memory or on their way.
     """
 
     resident: int | None = None
     streamed: int | None = None
     streams_output: bool | None = None
-    ahead_bytes: int | None = None
+    read_ahead_bytes: int | None = None
     resident_bytes: int | None = None
     streamed_bytes: int | None = None
     read_bytes: int | None = None
@@ -64,13 +64,13 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
 class PlannedFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What the plan predicts for a device, named and counted as in ``MemoryFigures``.
 
-    ``ram_bytes`` is all that it should need: weights, what is held ahead, KV cache and buffers. ``hop_ms`` is the time of
+    ``ram_bytes`` is all that it should need: weights, what is read ahead, KV cache and buffers. ``hop_ms`` is the time of
     a token on the links that it sends on.
     """
 
     resident: int | None = None
     streamed: int | None = None
-    ahead_bytes: int | None = None
+    read_ahead_bytes: int | None = None
     ram_bytes: int | None = None
     bytes_read_per_token: float | None = None
     stall_ms_per_token: float | None = None
@@ -96,8 +96,8 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     computes: bool = False
 
 
-class Promises(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plan promises of an answer that is written alone, by the ring as a whole."""
+class RingForecast(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plan forecasts of an answer that is written alone, by the ring as a whole."""
 
     tokens_per_s: float
     tpot_ms: float
@@ -117,7 +117,7 @@ class WrongTerm(msgspec.Struct, frozen=True, kw_only=True):
     is_beyond: bool
 
 
-class AnswerFigures(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What a token took in the latest answer that was long enough; ``wrong`` is there where the plan is off by over 25 %."""
 
     tpot_ms: float
@@ -126,22 +126,22 @@ class AnswerFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CopyStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cells of ``device`` are kept by ``keeper`` as well; by nobody where that is null, and ``why``."""
+    """The KV cells of ``device`` are kept by ``replica`` as well; by nobody where that is null, and ``why``."""
 
     device: str
-    keeper: str | None
+    replica: str | None
     why: str
 
 
 class KvStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cells of answers. ``twice_bytes`` are kept twice now, and ``lag_tokens`` of one device's are not yet.
+    """The KV cells of answers. ``replicated_bytes`` are kept twice now, and ``lag_tokens`` of one device's are not yet.
 
     Since the head's start: so often a ring went on with answers of another one, ``restored_tokens`` of which had their cells
     within ``restore_s`` in all, and ``computed_again_tokens`` had not; ``found_tokens`` of prompts were found in the cache.
     """
 
     copies: list[CopyStatus]
-    twice_bytes: int
+    replicated_bytes: int
     lag_tokens: int
     restores: int
     restored_tokens: int
@@ -151,15 +151,15 @@ class KvStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of tokens that were guessed since the ring was formed: of ``drafted`` rows that were computed ahead
-    ``accepted`` were the next token, and ``skipped`` were not computed to the end. An answer had ``tokens_a_lap`` tokens in
-    the time in which a row goes round the ring once. A model guesses on device ``model_on``, or none does.
+    """What became of tokens that were drafted since the ring was formed: of ``drafted`` rows that were computed ahead
+    ``accepted`` were the next token, and ``skipped`` were not computed to the end. An answer had ``tokens_per_pass``
+    tokens in the time in which a row goes round the ring once. A model drafts on device ``model_on``, or none does.
     """
 
     drafted: int
     accepted: int
     skipped: int
-    tokens_a_lap: float
+    tokens_per_pass: float
     model_on: str | None = None
 
 
@@ -236,8 +236,8 @@ class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int | None = None
     rounds: int | None = None
     sequences: int | None = None
-    predicted: Promises | None = None
-    measured: AnswerFigures | None = None
+    predicted: RingForecast | None = None
+    measured: CompletionFigures | None = None
     devices: list[DeviceStatus] = []
     links: list[LinkStatus] = []
     kv: KvStatus | None = None
@@ -265,7 +265,7 @@ def status_body(
 _TERMS: Final = {"compute": "computing on {}", "disk": "waiting for the disk of {}", "hops": "the hops between devices"}
 
 
-def wrong_line(measured: AnswerFigures) -> str:
+def wrong_line(measured: CompletionFigures) -> str:
     """For people: by how much a plan is off, and which of its terms is wrong."""
     wrong = measured.wrong
     assert wrong is not None

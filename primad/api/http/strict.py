@@ -11,7 +11,7 @@ from typing import Final
 
 import h11
 
-MOST_HEAD_BYTES: Final = 16 << 10
+MAX_HEAD_BYTES: Final = 16 << 10
 _HEAD_END: Final = b"\r\n\r\n"
 _ODD_LINES: Final = re.compile(rb"(?<!\r)\n|\r[^\n]|\n[ \t]|\x00")
 _LENGTH: Final = re.compile(rb"(?im)^content-length:(.*)$")
@@ -51,8 +51,8 @@ class StrictConnection(h11.Connection):
 def wrong_in(received: bytes) -> str:
     """What is wrong with the head of a request, of which so much was ``received``; empty where h11 sees to the rest."""
     head, is_whole, _ = received.partition(_HEAD_END)
-    if len(head) > MOST_HEAD_BYTES:
-        return f"a request's first line and headers have at most {MOST_HEAD_BYTES} bytes"
+    if len(head) > MAX_HEAD_BYTES:
+        return f"a request's first line and headers have at most {MAX_HEAD_BYTES} bytes"
     if _ODD_LINES.search(head):
         return "lines end with CR LF, and no header line goes on in the next one"
     if not is_whole:

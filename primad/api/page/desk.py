@@ -53,7 +53,7 @@ class DevicesBody(msgspec.Struct, frozen=True, kw_only=True):
     code: OpenCode | None
 
 
-class Loan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DeviceLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the head may use of ``device``: nothing while it ``is_paused``, else ``ram_bytes`` at most (None: all)."""
 
     device: str
@@ -109,7 +109,7 @@ class ProfileNames(msgspec.Struct, frozen=True, kw_only=True):
     profiles: list[str]
 
 
-class Desk(Protocol):
+class AdminApi(Protocol):
     """The daemon as its owner talks to it. What cannot be done raises ``PrimadError``."""
 
     async def devices(self) -> DevicesBody:
@@ -127,8 +127,8 @@ class Desk(Protocol):
     async def revoke(self, key: str) -> None:
         """Trust it no longer."""
 
-    async def lend(self, loan: Loan) -> None:
-        """Use no more of a device than ``loan`` says, from now on and after a restart."""
+    async def limit_device(self, device_limit: DeviceLimit) -> None:
+        """Use no more of a device than ``device_limit`` says, from now on and after a restart."""
 
     async def what_if(self, asked: OtherCluster) -> Imagined:
         """What a plan for another cluster would promise."""

@@ -16,7 +16,7 @@ from primad.api.http.keys import ApiKey, digest_of, key_like
 from primad.errors import RequestError
 
 TICKET_S: Final = 60.0
-_MOST_TICKETS: Final = 16
+_MAX_TICKETS: Final = 16
 
 
 class Owner:
@@ -46,7 +46,7 @@ class Owner:
         """A new ticket."""
         now_s = self._clock()
         live = {digest: end_s for digest, end_s in self._tickets.items() if end_s > now_s}
-        self._tickets = dict(list(live.items())[-(_MOST_TICKETS - 1) :])
+        self._tickets = dict(list(live.items())[-(_MAX_TICKETS - 1) :])
         ticket = secrets.token_urlsafe(24)
         self._tickets[digest_of(ticket)] = now_s + TICKET_S
         return ticket

@@ -20,7 +20,7 @@ from primad.api.http.endpoint import json_response
 from primad.api.http.guard import said_key
 from primad.api.http.status import StatusBody
 from primad.api.page import files
-from primad.api.page.desk import Desk, Loan, OtherCluster, ProfileNames, ShownCode
+from primad.api.page.desk import AdminApi, DeviceLimit, OtherCluster, ProfileNames, ShownCode
 from primad.api.page.owner import Owner
 from primad.api.page.watch import SNAPSHOTS, Watch
 from primad.errors import PrimadError, RequestError
@@ -62,12 +62,13 @@ class Asker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Page:
-    """The page's routes. ``look`` gives the status; who is the ``owner`` may change things at ``desk``, if there is one."""
+    """The page's routes. ``look`` gives the status; who is the ``owner`` may change things at ``admin_api``, if there
+    is one."""
 
     def __init__(
-        self, look: Callable[[], Awaitable[StatusBody]], desk: Desk | None, owner: Owner, timings: ApiTimings
+        self, look: Callable[[], Awaitable[StatusBody]], admin_api: AdminApi | None, owner: Owner, timings: ApiTimings
     ) -> None:
-        self._desk, self._owner, self._timings = desk, owner, timings
+        self._admin_api, self._owner, self._timings = admin_api, owner, timings
         self._watch = Watch(look, timings.page_every_s)
 
     def close(self) -> None:
@@ -87,7 +88,7 @@ class Page:
             Route(path="/ui/bring", handler=self.bring),
             Route(path="/ui/trust", handler=self.trust),
             Route(path="/ui/revoke", handler=self.revoke),
-            Route(path="/ui/lend", handler=self.lend),
+            Route(path="/ui/lend", handler=self.limit_device),
             Route(path="/ui/profiles", handler=self.profiles, methods=("GET",)),
             Route(path="/ui/what-if", handler=self.what_if),
         )
@@ -121,54 +122,54 @@ class Page:
         """The devices that this one knows, and the pairing code that is open."""
         check_origin(request)
         self._owner.check(said_key(request.headers))
-        return json_response(await done(self._open_desk().devices()))
+        return json_response(await done(self._open_admin_api().devices()))
 
     async def pair(self, request: Request) -> Response:
         """A pairing code."""
         await self._asked(request, Nothing)
-        return json_response(await done(self._open_desk().open_code()))
+        return json_response(await done(self._open_admin_api().open_code()))
 
     async def bring(self, request: Request) -> Response:
         """Pair with the device that shows a code."""
         shown = await self._asked(request, ShownCode)
-        return json_response(await done(self._open_desk().bring_code(shown)))
+        return json_response(await done(self._open_admin_api().bring_code(shown)))
 
     async def trust(self, request: Request) -> Response:
         """Trust a device by its key."""
         asked = await self._asked(request, NamedKey)
-        await done(self._open_desk().trust(asked.device, asked.key))
+        await done(self._open_admin_api().trust(asked.device, asked.key))
         return json_response(Nothing())
 
     async def revoke(self, request: Request) -> Response:
         """Trust a device no longer."""
         asked = await self._asked(request, NamedKey)
-        await done(self._open_desk().revoke(asked.key))
+        await done(self._open_admin_api().revoke(asked.key))
         return json_response(Nothing())
 
-    async def lend(self, request: Request) -> Response:
+    async def limit_device(self, request: Request) -> Response:
         """Use no more of a device."""
-        loan = await self._asked(request, Loan)
-        await done(self._open_desk().lend(loan))
+        device_limit = await self._asked(request, DeviceLimit)
+        await done(self._open_admin_api().limit_device(device_limit))
         return json_response(Nothing())
 
     async def profiles(self, request: Request) -> Response:
         """Devices to imagine."""
         check_origin(request)
-        return json_response(ProfileNames(profiles=self._open_desk().profiles()))
+        return json_response(ProfileNames(profiles=self._open_admin_api().profiles()))
 
     async def what_if(self, request: Request) -> Response:
         """What another cluster would do, for whoever may ask: nothing changes by it."""
         check_origin(request)
         asked = decoded(await self._body(request), OtherCluster)
-        return json_response(await done(self._open_desk().what_if(asked)))
+        return json_response(await done(self._open_admin_api().what_if(asked)))
 
     async def _body(self, request: Request) -> bytes:
-        return await read_json(request, self._timings.body_timeout_s, only_json=True, most_bytes=MAX_ASKED_BYTES)
+        return await read_json(request, self._timings.body_timeout_s, only_json=True, max_bytes=MAX_ASKED_BYTES)
 
-    def _open_desk(self) -> Desk:
-        if self._desk is None:
+    def _open_admin_api(self) -> AdminApi:
+        if self._admin_api is None:
             raise RequestError("this server has no devices", status=404)
-        return self._desk
+        return self._admin_api
 
     async def _asked(self, request: Request, kind: type[T]) -> T:
         """What the owner asks for. Raises ``RequestError`` for all others."""

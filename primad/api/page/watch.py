@@ -13,7 +13,7 @@ from primad.api.http.framing import EVENT_STREAM, Framing
 from primad.api.http.status import StatusBody
 from primad.errors import PrimadError, RequestError
 
-MOST_LISTENERS: Final = 64
+MAX_LISTENERS: Final = 64
 
 
 def _error(exc: PrimadError) -> bytes:
@@ -47,8 +47,8 @@ class Watch:
 
     async def snapshots(self) -> AsyncGenerator[Snapshot, None]:
         """The snapshots from now on; who is slow gets the latest. Raises ``RequestError`` where too many listen."""
-        if self._listeners >= MOST_LISTENERS:
-            raise RequestError(f"{MOST_LISTENERS} pages are open already; close one", status=429, code="too_many_pages")
+        if self._listeners >= MAX_LISTENERS:
+            raise RequestError(f"{MAX_LISTENERS} pages are open already; close one", status=429, code="too_many_pages")
         self._listeners += 1
         if self._producer is None or self._producer.done():
             self._next = asyncio.get_running_loop().create_future()

@@ -22,7 +22,7 @@ said, since a plan sees the limit of the service as this machine's memory."""
 STOP_S: Final = 90
 """How long a service has to end: a worker hands over to others for up to 60 seconds."""
 RESTART_S: Final = 10
-MOST_STARTS: Final = 30
+MAX_STARTS: Final = 30
 STARTS_WITHIN_S: Final = 3600
 """A service that was started so often within so many seconds fails for good: it is left, and its owner looks why."""
 GIVE_UP_VARIABLE: Final = "PRIMAD_GIVE_UP_CODE"

@@ -23,8 +23,8 @@ from typing import Final
 from primad.cli.service.service import (
     DESCRIPTIONS,
     GIVE_UP_VARIABLE,
+    MAX_STARTS,
     MEMORY_MARGIN_BYTES,
-    MOST_STARTS,
     NAME,
     RESTART_S,
     STARTS_WITHIN_S,
@@ -93,7 +93,7 @@ def unit(service: DaemonService) -> str:
             "Documentation=man:primad(1)",
             *(["After=network-online.target", "Wants=network-online.target"] if service.user is not None else []),
             f"StartLimitIntervalSec={STARTS_WITHIN_S}",
-            f"StartLimitBurst={MOST_STARTS}",
+            f"StartLimitBurst={MAX_STARTS}",
             "",
             "[Service]",
             "Type=notify",
@@ -145,7 +145,7 @@ def why_it_is_left(shown: str) -> str | None:
         return None
     cure = "; 'primad service start' starts it again"
     if told.get("Result") == "start-limit-hit":
-        tries = f"{MOST_STARTS} times within {STARTS_WITHIN_S // 60} minutes"
+        tries = f"{MAX_STARTS} times within {STARTS_WITHIN_S // 60} minutes"
         return f"it was started {tries} and failed each time, so it is left{cure}"
     if told.get("ExecMainStatus") == str(GIVE_UP_CODE):
         said = told.get("StatusText", "").removeprefix("it failed: ")

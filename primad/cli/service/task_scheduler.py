@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Final
 
-from primad.cli.service.service import DESCRIPTIONS, GIVE_UP_VARIABLE, MOST_STARTS, DaemonService
+from primad.cli.service.service import DESCRIPTIONS, GIVE_UP_VARIABLE, MAX_STARTS, DaemonService
 
 NAMESPACE: Final = "http://schemas.microsoft.com/windows/2004/02/mit/task"
 LOCAL_SERVICE: Final = "S-1-5-19"
@@ -37,7 +37,7 @@ def task(service: DaemonService) -> bytes:
         StopIfGoingOnBatteries="false",
         StartWhenAvailable="true",
     )
-    _fill(ET.SubElement(settings, "RestartOnFailure"), Interval="PT1M", Count=str(MOST_STARTS))
+    _fill(ET.SubElement(settings, "RestartOnFailure"), Interval="PT1M", Count=str(MAX_STARTS))
     _fill(settings, ExecutionTimeLimit="PT0S", Priority="6")
     execute = ET.SubElement(ET.SubElement(root, "Actions", Context="Author"), "Exec")
     _fill(execute, Command="cmd.exe", Arguments=_arguments(service), WorkingDirectory=str(service.home))

@@ -47,7 +47,7 @@ _LAZY: Final = 2
 """llama.cpp's LLAMA_LAZY_MODE_ON: stand-ins of zeros are not read ahead."""
 _BUCKETS: Final = 13
 """Of a ``std::unordered_map`` of libstdc++ with 1 to 13 entries."""
-_MOST_LOADS: Final = 100
+_MAX_LOADS: Final = 100
 """Of one adapter, until it lies where it is to."""
 
 
@@ -119,7 +119,7 @@ def load_adapters(model: Any, adapters: Sequence[AdapterFile]) -> list[Any]:
     taken: set[int] = set()
     refused: list[Any] = []
     for adapter in adapters:
-        for left in reversed(range(_MOST_LOADS)):
+        for left in reversed(range(_MAX_LOADS)):
             handle = llama.llama_adapter_lora_init(model, adapter.path.encode())
             if not handle:
                 raise EngineError(f"llama.cpp cannot load the adapter {adapter.path}: {why('it does not say why')}")
@@ -185,7 +185,7 @@ class LlamaModel:
         self._sharing = 0 if known is None else _count_of(self._model, known, known.shares_cells)
         params = self._context_params(outputs)
         # Without, the CPU computes its layers, of prompts too. A GPU would read a projection's input before it is there.
-        params.op_offload = source.assignment.helped and not self._each
+        params.op_offload = source.assignment.prefill_offload and not self._each
         self._context = llama.llama_init_from_model(self._model, params)
         if not self._context:
             llama.llama_model_free(self._model)

@@ -110,7 +110,7 @@ class Tap(dict[int, bool]):
         self._inputs: LayerInputs | None = None
         self._scaled: int | None = None
         self._awaited: set[bytes] = set()
-        self._borders: dict[bytes, int] = {}
+        self._cut_points: dict[bytes, int] = {}
         self._routers: dict[bytes, tuple[int, int]] = {}
         self._residency: Residency | None = None
         self._rows = 0
@@ -144,14 +144,14 @@ class Tap(dict[int, bool]):
         if self.stream is None:
             return
         if rows > LARGE_ROWS:
-            self.stream.streamer.brace()
+            self.stream.streamer.prepare()
         elif before > LARGE_ROWS:
-            self.stream.streamer.settle()
+            self.stream.streamer.resolve()
         if self._residency is not self.stream.streamer.residency or before != rows:
             self._residency = self.stream.streamer.residency
-            self._borders = {
+            self._cut_points = {
                 self._architecture.exit_of(layer, is_last=layer == self._layers - 1).encode(): unit
-                for layer, unit in self.stream.borders().items()
+                for layer, unit in self.stream.unit_ends().items()
             }
             self._routers = {f"ffn_moe_topk-{layer}".encode(): each for layer, each in self.stream.routers.items()}
             self.clear()
@@ -160,7 +160,7 @@ class Tap(dict[int, bool]):
     @property
     def must_see(self) -> bool:
         """Whether something of the step that begins, or just ended, is to be seen besides its end."""
-        return bool(self._borders or self._routers) or self._feed is not None or self._scratch.is_full
+        return bool(self._cut_points or self._routers) or self._feed is not None or self._scratch.is_full
 
     def cut(self) -> None:
         """What the next step's graph has behind the output of ``last`` is to be left out of it."""
@@ -221,7 +221,7 @@ class Tap(dict[int, bool]):
             if not leave_out(node, name):
                 self._end = None
             return False
-        border, router = self._borders.get(name), self._routers.get(name)
+        border, router = self._cut_points.get(name), self._routers.get(name)
         is_entry = self._feed is not None and name in (self._entries or _ENTRIES)
         is_beside = self._inputs is not None and name in (SELECTED, BEHIND)
         if name != self._wanted and border is None and router is None and not is_entry and not is_beside:

@@ -21,9 +21,9 @@ import msgspec
 from primad.engine.streaming.experts import ExpertUsage
 from primad.system.files import write_whole
 
-MOST_FILES: Final = 4096
+MAX_FILES: Final = 4096
 """Of some fifty models with as many layers as the largest have; some 8 MB."""
-MOST_AGE_S: Final = 180 * 86_400.0
+MAX_AGE_S: Final = 180 * 86_400.0
 LEFT_S: Final = 3600.0
 """A file that is not complete after so long was left by a process that was killed."""
 
@@ -49,8 +49,8 @@ _decoder = msgspec.json.Decoder(StoredUsage)
 class UsageFolder:
     """The files in ``folder``, one for each key; nothing is kept where it is None."""
 
-    def __init__(self, folder: Path | None, *, most_files: int = MOST_FILES) -> None:
-        self._folder, self._most_files = folder, most_files
+    def __init__(self, folder: Path | None, *, max_files: int = MAX_FILES) -> None:
+        self._folder, self._max_files = folder, max_files
         self._grew = False
 
     def load(self, key: str, experts: int) -> ExpertUsage:
@@ -83,7 +83,7 @@ class UsageFolder:
         """Let go of the oldest files if some were added since and there are too many."""
         if self._folder is not None and self._grew:
             self._grew = False
-            remove(excess(stored(self._folder), time.time(), most_files=self._most_files))
+            remove(excess(stored(self._folder), time.time(), max_files=self._max_files))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +114,18 @@ def excess(
     files: Iterable[StoredFile],
     now: float,
     *,
-    most_files: int = MOST_FILES,
-    most_age_s: float = MOST_AGE_S,
+    max_files: int = MAX_FILES,
+    max_age_s: float = MAX_AGE_S,
 ) -> list[StoredFile]:
     """Which of ``files`` are too old or too many at ``now``, and what processes that were killed left; the newest stay."""
     chosen, count = [], 0
     for file in sorted(files, key=lambda each: (-each.written_s, each.path.name)):
         age_s = now - file.written_s
         if not file.is_complete:
-            chosen += [file] if age_s > min(LEFT_S, most_age_s) else []
+            chosen += [file] if age_s > min(LEFT_S, max_age_s) else []
             continue
         count += 1
-        if count > most_files or age_s > most_age_s:
+        if count > max_files or age_s > max_age_s:
             chosen.append(file)
     return chosen
 

@@ -148,8 +148,8 @@ class Pool:
         """For each expert of ``layer`` whether it is held; a view."""
         return self._held[self._starts[layer] : self._starts[layer + 1]]
 
-    def fill(self, most_bytes: int | None = None) -> tuple[Expert, ...]:
-        """Absent experts to read into what room is left, the likeliest first; together at most ``most_bytes`` or one.
+    def fill(self, max_bytes: int | None = None) -> tuple[Expert, ...]:
+        """Absent experts to read into what room is left, the likeliest first; together at most ``max_bytes`` or one.
 
         Among equals those of all layers take turns. Room for less than the largest expert is left to those that are picked.
         """
@@ -162,11 +162,11 @@ class Pool:
         chosen: list[int] = []
         for each in order:
             size = int(self._sizes[each])
-            if size > room or (chosen and most_bytes is not None and size > most_bytes):
+            if size > room or (chosen and max_bytes is not None and size > max_bytes):
                 break
             chosen.append(int(each))
             room -= size
-            most_bytes = None if most_bytes is None else most_bytes - size
+            max_bytes = None if max_bytes is None else max_bytes - size
         self._hold(chosen)
         return self._named(chosen)
 
@@ -194,8 +194,8 @@ class Pool:
         self._needed[:] = False
         return self._named(self._make_room(0))
 
-    def ahead(self, layer: int, rows: int, most_bytes: int) -> Change:
-        """What to read of ``layer`` before its router picks for ``rows`` rows: the likeliest of at most ``most_bytes``.
+    def ahead(self, layer: int, rows: int, max_bytes: int) -> Change:
+        """What to read of ``layer`` before its router picks for ``rows`` rows: the likeliest of at most ``max_bytes``.
 
         It takes the place of experts that are less likely to be picked by a row, never of those that a step needs now.
         """
@@ -203,7 +203,7 @@ class Pool:
         likely = self.usages[layer].likely(rows)
         found = np.flatnonzero((likely >= LIKELY) & ~self.held(layer))
         size = self.layers[layer].bytes_each
-        found = found[np.argsort(-likely[found], kind="stable")][: most_bytes // size]
+        found = found[np.argsort(-likely[found], kind="stable")][: max_bytes // size]
         if not len(found):
             return Change((), ())
         room = self.capacity - self._held_bytes
@@ -253,8 +253,8 @@ class Pool:
         shares = self._shares[free]
         count = excess // self._smallest + 1
         if count < len(free):
-            least = np.argpartition(shares, count)[:count]
-            free, shares = free[least], shares[least]
+            lowest = np.argpartition(shares, count)[:count]
+            free, shares = free[lowest], shares[lowest]
         return [int(each) for each in free[np.argsort(shares, kind="stable")]]
 
     def _make_room(self, size: int) -> list[int]:

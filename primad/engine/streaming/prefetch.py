@@ -8,7 +8,7 @@ that was begun is read on where it was left.
 
 Resident weights are looked after as well: those of one unit a step, and all of a window where the ring was idle; what the
 system took back meanwhile is read again by range. While no prompt is read more stays than otherwise, in the room that
-scratch memory left (``brace`` and ``spare``). After every visit the files' stamps say whether somebody wrote to them.
+scratch memory left (``prepare`` and ``spare``). After every visit the files' stamps say whether somebody wrote to them.
 """
 
 from __future__ import annotations
@@ -231,20 +231,20 @@ class Streamer:
             self._files[first, last] = chosen
         return self._files[first, last]
 
-    def brace(self) -> None:
+    def prepare(self) -> None:
         """A step is about to begin that needs all its scratch memory: what was taken of its room is given back."""
         with self._condition:
             self._braced_s, self._is_settled = None, False
             if self._level < self._base:
                 self._climb(self._base)
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """A small step follows large ones: no prompt is read any more, and room that is given back may be used at once."""
         with self._condition:
             self._is_settled = True
 
     def spare(self, scratch_bytes: int) -> None:
-        """``scratch_bytes`` of scratch memory were given back; the next step that needs them is told by ``brace``."""
+        """``scratch_bytes`` of scratch memory were given back; the next step that needs them is told by ``prepare``."""
         with self._condition:
             self._braced_s = time.monotonic()
             if scratch_bytes <= self._spare_bytes:
@@ -554,7 +554,7 @@ class WindowStream:
         self._layers, self._ram_layers, self._output = layers, ram_layers, output
         self._last = first + ram_layers + output
 
-    def borders(self) -> dict[int, int]:
+    def unit_ends(self) -> dict[int, int]:
         """Behind which layers of the window (counted from its first) ``reach`` is to be told, with the unit that follows.
 
         Where a streamed unit ends or begins; the window's own ends are told by ``arrive`` and ``depart``.

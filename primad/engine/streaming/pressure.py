@@ -40,8 +40,8 @@ as it can takes some 200 MB in that time, which the kernel finds among our clean
 WINDOW_S: Final = 1.0
 """Over so long symptoms are counted: that is many tokens or a slow one, and short beside ``REPLAN_AFTER_S``."""
 RESERVE_SHARE: Final = 0.01
-LEAST_RESERVE_BYTES: Final = 16 << 20
-MOST_RESERVE_BYTES: Final = 256 << 20
+MIN_RESERVE_BYTES: Final = 16 << 20
+MAX_RESERVE_BYTES: Final = 256 << 20
 """What is left free when layers are given back or taken again: the kernel's own needs grow with the machine (it begins to
 reclaim at about 1 % free), but no token allocates more than this."""
 TIGHT_SHARE: Final = 0.05
@@ -62,7 +62,7 @@ LINGER_S: Final = 5.0
 """A level is shown for so long after its last symptom."""
 WAIT_S: Final = 5.0
 """Room must have been there for so long, at least, to be grown into."""
-MOST_WAIT_S: Final = 300.0
+MAX_WAIT_S: Final = 300.0
 GROW_EVERY_S: Final = 1.0
 """Between two layers, so that symptoms of the first are seen before the second."""
 RELAPSE_S: Final = 30.0
@@ -196,7 +196,7 @@ def begin(reading: Reading, now: float) -> PressureState:
 
 def reserve_bytes(total_bytes: int) -> int:
     """What is to be left free of so much memory."""
-    return min(max(int(total_bytes * RESERVE_SHARE), LEAST_RESERVE_BYTES), MOST_RESERVE_BYTES)
+    return min(max(int(total_bytes * RESERVE_SHARE), MIN_RESERVE_BYTES), MAX_RESERVE_BYTES)
 
 
 def room_bytes(reading: Reading, holding: Holding) -> int:
@@ -214,7 +214,7 @@ def decide(state: PressureState, reading: Reading, holding: Holding, now: float)
         return _calm(state, reading, holding, now)
     relapse_s = max(RELAPSE_S, 2 * state.wait_s)
     if state.grown_s is not None and now - state.grown_s < relapse_s:
-        wait_s = min(2 * state.wait_s, MOST_WAIT_S)
+        wait_s = min(2 * state.wait_s, MAX_WAIT_S)
         state = replace(state, grown_s=None, wait_s=wait_s)
     state = replace(state, level=level, pressed_s=now, wait_since_s=now)
     if holding.shrinkable > 0:

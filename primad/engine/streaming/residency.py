@@ -2,16 +2,16 @@
 
 A *unit* is one layer of a window, or the output matrix. Units stand in the order in which a step visits them, the windows of
 all rounds one behind the other; a token visits each once, so the order is a circle. Of each unit a *part* streams, all of
-it, some or nothing; the rest stays. The parts pass through ``ahead_bytes``: at each place of the circle the next parts that
-fit together are wanted, and of the part behind them the beginning, up to the last place where a unit may be parted; each is
-released when its unit was computed and is not among them, and the loader fills up what is wanted, nearest first. That the
-loader may run ahead by bytes and not by whole rounds makes the same rule good for any number of rounds: while other devices
-compute, it fills for this device's next window.
+it, some or nothing; the rest stays. The parts pass through ``read_ahead_bytes``: at each place of the circle the next
+parts that fit together are wanted, and of the part behind them the beginning, up to the last place where a unit may be
+parted; each is released when its unit was computed and is not among them, and the loader fills up what is wanted,
+nearest first. That the loader may run ahead by bytes and not by whole rounds makes the same rule good for any number of
+rounds: while other devices compute, it fills for this device's next window.
 
 A part is read at most once a lap of the circle, and nothing is read twice before it was used; a lap therefore reads no more
-than the parts together, which are the overflow, rounded up to the next place where a unit may be parted, and what is held
-ahead. If all parts fit into ``ahead_bytes``, nothing is released and nothing is read; where all but some of one do, only
-that is read again.
+than the parts together, which are the overflow, rounded up to the next place where a unit may be parted, and what is read
+ahead. If all parts fit into ``read_ahead_bytes``, nothing is released and nothing is read; where all but some of one
+do, only that is read again.
 
 The same share of each layer streams (``Spread``): between two parts resident weights are computed while the disk works,
 and the part of a layer is a small buffer where a whole one is a large one, which leaves more room for what stays. Two parts
@@ -40,7 +40,7 @@ _STEPS: Final = 1 << 14
 class Residency:
     """``sizes`` are bytes of the units in visiting order; ``parts`` are the bytes of each that stream, from and to.
 
-    At most ``ahead_bytes`` of what streams is held, or one part where that is larger. Where layers stream by expert,
+    At most ``read_ahead_bytes`` of what streams is held, or one part where that is larger. Where layers stream by expert,
     their experts are no part of the units but share a pool of ``pool_bytes``; ``layer_pool_bytes`` are those of one layer,
     the least that a pool holds. Both are 0 without. Reading may stop at the ``cuts`` of a unit, bytes within it in ascending
     order; without any a part is read as a whole.
@@ -48,7 +48,7 @@ class Residency:
 
     sizes: tuple[int, ...]
     parts: tuple[tuple[int, int], ...]
-    ahead_bytes: int
+    read_ahead_bytes: int
     pool_bytes: int = 0
     layer_pool_bytes: int = 0
     cuts: tuple[tuple[int, ...], ...] = ()
@@ -56,15 +56,15 @@ class Residency:
     def __post_init__(self) -> None:
         assert len(self.parts) == len(self.sizes)
         assert all(0 <= begin <= end <= size for (begin, end), size in zip(self.parts, self.sizes, strict=True))
-        assert self.ahead_bytes >= 0
+        assert self.read_ahead_bytes >= 0
         assert len(self.cuts) in (0, len(self.sizes))
 
     @classmethod
-    def whole(cls, sizes: Sequence[int], streamed: Collection[int], ahead_bytes: int) -> Residency:
+    def whole(cls, sizes: Sequence[int], streamed: Collection[int], read_ahead_bytes: int) -> Residency:
         """Units that stream as a whole, those in ``streamed``."""
         assert all(0 <= unit < len(sizes) for unit in streamed)
         parts = tuple((0, size if unit in streamed else 0) for unit, size in enumerate(sizes))
-        return cls(tuple(sizes), parts, ahead_bytes)
+        return cls(tuple(sizes), parts, read_ahead_bytes)
 
     @cached_property
     def part_sizes(self) -> tuple[int, ...]:
@@ -104,14 +104,14 @@ class Residency:
     @property
     def room_bytes(self) -> int:
         """What is held at most of what streams."""
-        return max(self.ahead_bytes, max(self.part_sizes, default=0))
+        return max(self.read_ahead_bytes, max(self.part_sizes, default=0))
 
     @property
     def read_bytes(self) -> int:
         """Bytes that a lap reads when every unit is visited once, in order."""
         if not self.streams:
             return 0
-        more = self.streamed_bytes - self.ahead_bytes
+        more = self.streamed_bytes - self.read_ahead_bytes
         return sum(size - self._beginning(unit, size - more) for unit, size in enumerate(self.part_sizes))
 
     def wanted(self, position: int) -> dict[int, int]:
@@ -119,7 +119,7 @@ class Residency:
 
         The one that is needed first is in front, all of it; only the last one may be wanted in part.
         """
-        count, room = len(self.sizes), self.ahead_bytes
+        count, room = len(self.sizes), self.read_ahead_bytes
         found: dict[int, int] = {}
         for unit in ((position + i) % count for i in range(count)):
             size = self.part_sizes[unit]
@@ -146,14 +146,14 @@ class Residency:
 class Spread:
     """Units of ``sizes`` that may be parted at ``cuts``, bytes within each in ascending order.
 
-    ``ahead_bytes`` are held of what streams, or the largest part where that is more.
+    ``read_ahead_bytes`` are held of what streams, or the largest part where that is more.
     ``in_groups``: what lies before the first cut of a unit and behind its last one stays in any case, as the system gives it
     back only with what is beside it; else all of a unit may stream.
     """
 
     sizes: tuple[int, ...]
     cuts: tuple[tuple[int, ...], ...]
-    ahead_bytes: int
+    read_ahead_bytes: int
     in_groups: bool = False
 
     def keeping(self, resident_bytes: int) -> Residency:
@@ -183,16 +183,16 @@ class Spread:
         for size, cuts in zip(self.sizes, self.cuts, strict=True):
             is_large = size > ordinary
             due[is_large] += shares[is_large] * size
-            most = (cuts[0], cuts[-1]) if self.in_groups and len(cuts) > 1 else (0, size)
-            part = most if shares[is_large] == 1 else _part(most, cuts, due[is_large])
+            maximum = (cuts[0], cuts[-1]) if self.in_groups and len(cuts) > 1 else (0, size)
+            part = maximum if shares[is_large] == 1 else _part(maximum, cuts, due[is_large])
             parts.append(part)
             due[is_large] -= part[1] - part[0]
-        return Residency(self.sizes, tuple(parts), self.ahead_bytes, cuts=self.cuts)
+        return Residency(self.sizes, tuple(parts), self.read_ahead_bytes, cuts=self.cuts)
 
 
-def _part(most: tuple[int, int], cuts: Sequence[int], due: float) -> tuple[int, int]:
+def _part(maximum: tuple[int, int], cuts: Sequence[int], due: float) -> tuple[int, int]:
     """The part of a unit that is nearest to ``due`` bytes: up to its last cut, so that what is behind shares no page."""
-    options = [(0, 0), most]
+    options = [(0, 0), maximum]
     if len(cuts) > 1:
         place = bisect.bisect_left(cuts, cuts[-1] - due, 0, len(cuts) - 1)
         options += [(cuts[i], cuts[-1]) for i in (place - 1, place) if 0 <= i < len(cuts) - 1]
@@ -221,7 +221,7 @@ def ladder(base: Residency, spread: Spread | None) -> tuple[Residency, ...]:
     while now.resident:
         unit = _next_to_stream(now)
         now = replace(now, parts=(*now.parts[:unit], (0, now.sizes[unit]), *now.parts[unit + 1 :]))
-        now = replace(now, ahead_bytes=max(base.ahead_bytes, two_slots(now.part_sizes)))
+        now = replace(now, read_ahead_bytes=max(base.read_ahead_bytes, two_slots(now.part_sizes)))
         if now.held_bytes < levels[-1].held_bytes:
             levels.append(now)
     return tuple(levels)

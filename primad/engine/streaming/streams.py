@@ -20,7 +20,7 @@ from primad.engine.streaming.readings import Sources
 from primad.engine.streaming.residency import Spread, by_expert
 from primad.engine.streaming.units import WindowUnits, is_still_whole, without
 
-LEAST_IN_GROUPS_BYTES: Final = 32 << 20
+MIN_IN_GROUPS_BYTES: Final = 32 << 20
 """Smaller layers are not read in large groups of pages: what neighbours share of them would be too large a part."""
 
 
@@ -46,14 +46,16 @@ class StreamedWindow:
 class Streams:
     """``begin`` once the ``windows`` are loaded. Of their units stays what they were assigned, all together.
 
-    ``ahead_bytes`` are held ahead of what streams. ``lock`` pins what stays. How often experts are used is kept in the
+    ``read_ahead_bytes`` are read ahead of what streams. ``lock`` pins what stays. How often experts are used is kept in the
     folder ``usage``, if there is one.
     """
 
-    def __init__(self, windows: Iterable[StreamedWindow], *, ahead_bytes: int, lock: bool, usage: Path | None) -> None:
+    def __init__(
+        self, windows: Iterable[StreamedWindow], *, read_ahead_bytes: int, lock: bool, usage: Path | None
+    ) -> None:
         self._windows = sorted(windows, key=lambda window: window.index)
         self.assigned = Assignment(
-            windows=tuple(window.assignment for window in self._windows), ahead_bytes=ahead_bytes
+            windows=tuple(window.assignment for window in self._windows), read_ahead_bytes=read_ahead_bytes
         )
         """What is to stay; it does, but for memory pressure."""
         self._lock, self._usage = lock, usage
@@ -98,9 +100,9 @@ class Streams:
             loader = ExpertLoader(experts, residency.pool_bytes, UsageFolder(self._usage), lock=self._lock)
         pages = [Pages(unit) for unit in units]
         if loader is None:
-            spread = Spread(sizes, tuple(each.cuts() for each in pages), self.assigned.ahead_bytes)
+            spread = Spread(sizes, tuple(each.cuts() for each in pages), self.assigned.read_ahead_bytes)
             residency = spread.keeping(resident_bytes)
-            if KNOWS_GROUPS and statistics.median(sizes) >= LEAST_IN_GROUPS_BYTES:
+            if KNOWS_GROUPS and statistics.median(sizes) >= MIN_IN_GROUPS_BYTES:
                 groups = replace(spread, in_groups=True)
                 found = groups.keeping(resident_bytes)
                 # Else more of an output matrix would stream, for what stays of layers between groups.
@@ -160,14 +162,16 @@ class Streams:
             self._streamer = None
         self._rest.close()
 
-    def reopened(self, indices: Sequence[int], assignments: Sequence[WindowAssignment], ahead_bytes: int) -> Streams:
+    def reopened(
+        self, indices: Sequence[int], assignments: Sequence[WindowAssignment], read_ahead_bytes: int
+    ) -> Streams:
         """The same for these windows, in their order, under another plan; after ``end``."""
         found = Streams(
             (
                 replace(window, index=index, assignment=assignment)
                 for window, index, assignment in zip(self._windows, indices, assignments, strict=True)
             ),
-            ahead_bytes=ahead_bytes,
+            read_ahead_bytes=read_ahead_bytes,
             lock=self._lock,
             usage=self._usage,
         )

@@ -65,8 +65,8 @@ def units_of_window(source: WindowSource) -> WindowUnits:
     paths = source.layers[: assignment.ram_layers]
     found = [list(_header(path).tensors.values()) for path in paths]
     experts = [_experts(_digest(path), tensors) for path, tensors in zip(paths, found, strict=True)]
-    apart = [_ranges(_of_experts(tensors)) for tensors in found[assignment.cpu_layers :]]
-    return WindowUnits((*ranges[: assignment.cpu_layers], *apart), tuple(experts), output, rest)
+    experts_on_cpu = [_ranges(_of_experts(tensors)) for tensors in found[assignment.cpu_layers :]]
+    return WindowUnits((*ranges[: assignment.cpu_layers], *experts_on_cpu), tuple(experts), output, rest)
 
 
 def units_of_model(header: Header, source: WindowSource) -> WindowUnits:

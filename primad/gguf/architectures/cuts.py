@@ -109,7 +109,7 @@ def cuttable(header: Header) -> Architecture:
     return architecture
 
 
-def borders(header: Header) -> range:
+def cut_points(header: Header) -> range:
     """The layers at which windows behind the first may begin; any for a model that cannot be cut.
 
     Raises ``ModelError`` as ``sliding_layers``.
@@ -126,8 +126,8 @@ def borders(header: Header) -> range:
 
 
 def cut_multiple(header: Header) -> int:
-    """How many layers lie between two ``borders`` that follow each other."""
-    return borders(header).step
+    """How many layers lie between two ``cut_points`` that follow each other."""
+    return cut_points(header).step
 
 
 def _multiple(header: Header) -> int:
@@ -157,7 +157,7 @@ def _multiple(header: Header) -> int:
             multiple = base = math.lcm(base, max(header.count(f"{architecture.name}.{ATTENTION_INTERVAL}", 4), 1))
     while True:
         multiple = _multiple_with([each[:behind] for each in needed], multiple, base)
-        if multiple >= len(slides) or _is_border(header, architecture, multiple, slides=any(slides)):
+        if multiple >= len(slides) or _is_cut_point(header, architecture, multiple, slides=any(slides)):
             return multiple
         multiple += base
 
@@ -168,7 +168,7 @@ def tail_layers(header: Header) -> int:
     return sharing + 2 if sharing else 1
 
 
-def _is_border(header: Header, architecture: Architecture, multiple: int, *, slides: bool) -> bool:
+def _is_cut_point(header: Header, architecture: Architecture, multiple: int, *, slides: bool) -> bool:
     """Whether windows may begin at each multiple of ``multiple`` where llama.cpp looks at the number of layers: of
     SmallThinker with 4 it rotates all, not three of four. Or at the first one's heads, without which it knows no width of
     any."""

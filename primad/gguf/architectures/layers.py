@@ -36,7 +36,7 @@ def layer_count(header: Header) -> int:
     Raises ``ModelError`` when a key is missing or not a number llama.cpp accepts.
     """
     name = header.text("general.architecture")
-    predicting = header.count(f"{name}.nextn_predict_layers", 0, most=MAX_LAYERS)
+    predicting = header.count(f"{name}.nextn_predict_layers", 0, maximum=MAX_LAYERS)
     layers = block_count(header)
     if predicting >= layers:
         raise ModelError(
@@ -49,7 +49,7 @@ def layer_count(header: Header) -> int:
 def block_count(header: Header) -> int:
     """Number of all layers. Raises ``ModelError`` as ``layer_count``."""
     key = f"{header.text('general.architecture')}.block_count"
-    layers = header.count(key, most=MAX_LAYERS)
+    layers = header.count(key, maximum=MAX_LAYERS)
     if layers == 0:
         raise ModelError(f"{header.path}: metadata key '{key}' is 0; the file is not a complete model")
     return layers
@@ -59,14 +59,14 @@ def sharing_layers(header: Header) -> int:
     """How many layers, the last ones, use the KV cells of others. Raises ``ModelError`` for what is no count."""
     architecture = known(header)
     key = architecture.shares_cells if architecture is not None else ""
-    return header.count(f"{header.text('general.architecture')}.{key}", 0, most=MAX_LAYERS) if key else 0
+    return header.count(f"{header.text('general.architecture')}.{key}", 0, maximum=MAX_LAYERS) if key else 0
 
 
 def layer_inputs(header: Header) -> int:
     """Values that each layer takes beside the hidden state; 0 for most. Raises ``ModelError`` for what is no count."""
     architecture = known(header)
     key = architecture.layer_inputs if architecture is not None else ""
-    return header.count(f"{header.text('general.architecture')}.{key}", 0, most=1 << 16) if key else 0
+    return header.count(f"{header.text('general.architecture')}.{key}", 0, maximum=1 << 16) if key else 0
 
 
 def recurrent_layers(header: Header) -> tuple[bool, ...]:

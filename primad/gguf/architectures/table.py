@@ -218,7 +218,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         Architecture(
             name="glm-dsa", knows=_SECTIONS, by_layer=frozenset((INDEXER_TYPES,)), takes_over=True, predicts=True
         ),
-        Architecture(name="minimax-m3", tied_output_fallback=False, needs_indexer=True, most_sequences=8),
+        Architecture(name="minimax-m3", tied_output_fallback=False, needs_indexer=True, max_sequences=8),
         Architecture(
             name="muse-glimmer",
             tied_output_fallback=False,

@@ -7,7 +7,7 @@ from typing import Final
 
 from primad.errors import ModelError
 from primad.gguf.architecture import Architecture, Embedding, Sliding
-from primad.gguf.architectures.cuts import borders, check_count, is_deepseek2_lite, tail_layers, vocabulary_size
+from primad.gguf.architectures.cuts import check_count, cut_points, is_deepseek2_lite, tail_layers, vocabulary_size
 from primad.gguf.architectures.layers import indexed_layers, layer_count, sliding_layers
 from primad.gguf.architectures.table import (
     DEEPSEEK2,
@@ -79,7 +79,7 @@ def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> 
 
 def _check_first(header: Header, first: int) -> None:
     """Raises ``ModelError`` where no window begins at layer ``first``."""
-    layers, places = layer_count(header), borders(header)
+    layers, places = layer_count(header), cut_points(header)
     if first > layers - tail_layers(header):
         raise ModelError(
             f"{header.path}: the last window has at least {tail_layers(header)} of {layers} layers, so none begins at layer "

@@ -1,6 +1,6 @@
-"""The membership core, as those see it who work for it; what ends a ring, and which device is to blame.
+"""The membership core, as those see it who work for it; what ends a ring, and which device is at fault.
 
-What ends a ring, and which device is to blame for it, or which ones may be.
+What ends a ring, and which device is at fault for it, or which ones may be.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class DeviceLostError(ClusterError):
         self.device = device
 
 
-class ParticipationError(ClusterError):
-    """The participation of ``device`` failed; ``fault`` is what it was doing (``messages.Fault``, or one of these)."""
+class StageError(ClusterError):
+    """The stage of ``device`` failed; ``fault`` is what it was doing (``messages.Fault``, or one of these)."""
 
     def __init__(self, message: str, device: str, fault: str) -> None:
         super().__init__(message)
@@ -58,8 +58,8 @@ class StuckStepError(RingError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blame:
-    """``device`` is to blame, or one of the ``parties`` is, the accused first; None and none: no worker.
+class Attribution:
+    """``device`` is at fault, or one of the ``parties`` is, the accused first; None and none: no worker.
 
     ``reason`` names it. ``lasting``: it will not do better soon.
     """
@@ -72,7 +72,7 @@ class Blame:
 
 def loads_again(error: PrimadError) -> bool:
     """Whether nothing is wrong with the ring that ``error`` ended but that a device has other room than it loaded for."""
-    return isinstance(error, LoadAgainError) or (isinstance(error, ParticipationError) and error.fault == AGAIN)
+    return isinstance(error, LoadAgainError) or (isinstance(error, StageError) and error.fault == AGAIN)
 
 
 def workers_of(plan: Plan) -> list[str]:
@@ -83,8 +83,8 @@ def workers_of(plan: Plan) -> list[str]:
     return found[:-1]
 
 
-def blamed(error: PrimadError, plan: Plan) -> Blame:
-    """Who is to blame for ``error`` that ended a ring of ``plan``. The head is trusted, and never is.
+def attributed(error: PrimadError, plan: Plan) -> Attribution:
+    """Who is at fault for ``error`` that ended a ring of ``plan``. The head is trusted, and never is.
 
     A worker that fails by itself is; but the device before it may have given it what makes it fail.
     """
@@ -95,24 +95,24 @@ def blamed(error: PrimadError, plan: Plan) -> Blame:
 
     match error:
         case DeviceLostError(device=device):
-            return Blame(reason=reason, device=device)
+            return Attribution(reason=reason, device=device)
         case StuckStepError(parties=parties):
-            return Blame(reason=reason, parties=among(*parties))
+            return Attribution(reason=reason, parties=among(*parties))
         case AlteredStepError():
-            return Blame(reason=reason, parties=tuple(workers))
+            return Attribution(reason=reason, parties=tuple(workers))
         case SenderError():
-            return Blame(reason=reason.replace(SENDER, workers[-1]), parties=(workers[-1],))
-        case ParticipationError(device=device, fault=fault) if fault != AGAIN:
+            return Attribution(reason=reason.replace(SENDER, workers[-1]), parties=(workers[-1],))
+        case StageError(device=device, fault=fault) if fault != AGAIN:
             around = [plan.head, *workers, plan.head]
             before, after = (around[workers.index(device) + step] if device in workers else device for step in (0, 2))
             if fault == "next" and device == plan.head:
-                return Blame(reason=reason, device=workers[0])
+                return Attribution(reason=reason, device=workers[0])
             if fault == "next":
-                return Blame(reason=reason, parties=among(after, device))
+                return Attribution(reason=reason, parties=among(after, device))
             if fault == SENT:
                 said = reason.removeprefix(f"{device}: ").replace(SENDER, before)
-                return Blame(reason=f"{said}, as {device} says", parties=among(before, device))
+                return Attribution(reason=f"{said}, as {device} says", parties=among(before, device))
             parties = among(device, before) if fault == "ring" and before in workers else ()
-            return Blame(reason=reason, device=device, parties=parties, lasting=fault in ("disk", UNREACHED))
+            return Attribution(reason=reason, device=device, parties=parties, lasting=fault in ("disk", UNREACHED))
         case _:
-            return Blame(reason=reason)
+            return Attribution(reason=reason)

@@ -15,12 +15,12 @@ from typing import Final
 from primad import __version__
 from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import Reporter
-from primad.daemon.station import Station
+from primad.daemon.station import Node
 from primad.errors import ClusterError
 from primad.head.members.core import Core, DeviceLostError
 from primad.head.members.link_book import LinkBook
 from primad.head.members.sight import Sight, Sighted
-from primad.head.members.worker_link import Caller, WorkerLink, greet_named, probe, tell_revoked
+from primad.head.members.worker_link import Caller, WorkerLink, greet_named, notify_revoked, probe
 from primad.head.members.worker_link import greet as say_hello
 from primad.membership import types
 from primad.network.discovery import Discovery, MulticastError
@@ -38,7 +38,7 @@ _CURE: Final = (
     "'primad pair --code CODE' there brings it"
 )
 FAREWELL_S: Final = 0.2
-MOST_TOLD: Final = 64
+MAX_TOLD: Final = 64
 """Devices that are not trusted are named until so many lines were said about devices."""
 
 
@@ -48,7 +48,7 @@ class Devices:
 
     def __init__(
         self,
-        station: Station,
+        node: Node,
         *,
         http: tuple[str, int],
         caller: Caller,
@@ -56,12 +56,12 @@ class Devices:
         core: Core,
         reporter: Reporter,
     ) -> None:
-        self._config, self._trust, self._timings = station.config, station.trust, station.timings
+        self._config, self._trust, self._timings = node.config, node.trust, node.timings
         self._http, self._caller, self._pairing = http, caller, pairing
         self._core, self._reporter = core, reporter
         self.workers: dict[str, WorkerLink] = {}
         self.book = LinkBook(caller.context, caller.identity, caller.device, timings=caller.timings)
-        self._sight = Sight(station.config.name, station.config.cluster)
+        self._sight = Sight(node.config.name, node.config.cluster)
         self._announced: Mapping[str, Peer] = {}
         self._met: dict[str, tuple[str, int]] = {}
         """Where devices said welcome last, by key."""
@@ -123,7 +123,7 @@ class Devices:
             )
         except ClusterError as exc:
             if not self._config.devices:
-                self._reporter.say(str(exc))
+                self._reporter.report_line(str(exc))
             return
         stack.push_async_callback(discovery.close)
         try:
@@ -138,13 +138,13 @@ class Devices:
                 http=self._http[0],
             )
         except MulticastError as exc:
-            self._reporter.say(str(exc))
+            self._reporter.report_line(str(exc))
             return
         self._pairing.use(discovery)
         is_first = all(each.how == LOCAL for each in self._trust.entries())
         if is_first and not is_loopback(self._config.host):  # later a code is open only when it is asked for
             code = await self._pairing.open()
-            self._reporter.say(
+            self._reporter.report_line(
                 f"to add a device, run there: primad join --code {code.code} (good for {code.expires_s / 60:.0f} minutes; "
                 "'primad pair' shows a new one)"
             )
@@ -165,7 +165,7 @@ class Devices:
                 try:
                     is_here = await self._greet_at(address)
                 except ClusterError as exc:
-                    self._tell_once("", str(exc))
+                    self._notify_once("", str(exc))
                     continue
                 if is_here:
                     missing.remove(address)
@@ -175,18 +175,18 @@ class Devices:
             await own_address(*split_address(address))
         except OSError as exc:  # a slip in its name, or no network yet
             why = exc.strerror or exc
-            self._tell_once(
+            self._notify_once(
                 "", f"--device {address}: {why}; it is asked again and again. Check that name, or give its IP address"
             )
             return False
         self._look()
         if not self.labels:
-            self._tell_once("", f"--device {address}: no device is paired yet; it is asked again and again. {_CURE}")
+            self._notify_once("", f"--device {address}: no device is paired yet; it is asked again and again. {_CURE}")
             return False
         try:
             worker = await greet_named(self._caller, address, self.labels, self._core.post)
         except ClusterError as exc:
-            self._tell_once("", f"{exc}; it is asked again and again. {_CURE}")
+            self._notify_once("", f"{exc}; it is asked again and again. {_CURE}")
             return False
         self._named.add(worker.key)
         self._met[worker.key] = split_address(address)
@@ -206,7 +206,7 @@ class Devices:
             end, _ = await probe(self._caller, places, [key])
             worker = await say_hello(self._caller, end, self._core.post, device)
         except ClusterError as exc:
-            self._tell_once(device, f"{device} is left out: {exc}")
+            self._notify_once(device, f"{device} is left out: {exc}")
             self._core.post(types.DeviceRefused(device, str(exc)))
             return
         except Exception as exc:  # our own mistake; the core waits for an outcome
@@ -251,7 +251,7 @@ class Devices:
         reached = {name for pair in unreached - still for name in pair} & left
         self._core.post(types.Measured(frozenset(left), unreached=bool(still), reached=frozenset(reached)))
 
-    async def tell_revoked(self) -> None:
+    async def notify_revoked(self) -> None:
         """Tell each device that was revoked so, whenever it comes in sight: it cannot know, and would wait for this head."""
         told: dict[str, int] = {}
         while True:
@@ -265,7 +265,7 @@ class Devices:
                 if places and told.get(key) != revision:
                     told[key] = revision
                     with suppress(ClusterError):  # it is away, or does not trust this head either
-                        await tell_revoked(self._caller, places, key)
+                        await notify_revoked(self._caller, places, key)
             await asyncio.sleep(self._timings.head.trust_look_every_s)
 
     async def watch_trust(self) -> None:
@@ -313,7 +313,7 @@ class Devices:
                 self._see(label, sighted)
         for peer in self._sight.impostors:
             # Anyone can announce any name; what we know of the device that we trust does not change by that.
-            self._tell_of_stranger(
+            self._notify_of_stranger(
                 peer.device, f"a device that is not trusted calls itself {peer.device}; it is not listened to"
             )
 
@@ -322,27 +322,27 @@ class Devices:
 
     def _see(self, label: str, sighted: Sighted) -> None:
         if sighted.trusted and sighted.is_measuring and sighted.key not in self._met:  # it says so when it is done
-            self._tell_once(label, f"{label} is being measured")
+            self._notify_once(label, f"{label} is being measured")
             self._core.post(types.Tick())  # who waits for it is told
             return
         self._core.post(types.Seen(label, sighted.trusted))
         if not sighted.trusted and sighted.key not in self._known_keys:
-            self._tell_of_stranger(
+            self._notify_of_stranger(
                 label,
                 f"{label} is in sight, but not paired; 'primad pair' here shows a code for 'primad join --code' there",
             )
 
-    def _tell_of_stranger(self, device: str, line: str) -> None:
+    def _notify_of_stranger(self, device: str, line: str) -> None:
         """Anyone on the network can announce names without end; they fill neither the terminal nor the memory."""
-        if len(self._told) < MOST_TOLD:
-            self._tell_once(device, line)
+        if len(self._told) < MAX_TOLD:
+            self._notify_once(device, line)
         elif (device, line) not in self._told:
-            self._tell_once("", "more devices that are not trusted are in sight; 'primad devices' lists them")
+            self._notify_once("", "more devices that are not trusted are in sight; 'primad devices' lists them")
 
-    def _tell_once(self, device: str, line: str) -> None:
+    def _notify_once(self, device: str, line: str) -> None:
         if (device, line) not in self._told:
             self._told.add((device, line))
-            self._reporter.say(line)
+            self._reporter.report_line(line)
 
     async def _welcome(self, worker: WorkerLink) -> None:
         """Take up a device that works for this head from now on."""
@@ -356,7 +356,7 @@ class Devices:
         self._tries.pop(worker.key, None)
         self._told = {(device, line) for device, line in self._told if device != name}
         if worker.build != self._caller.build:
-            self._reporter.say(build_gap(self._caller.build, worker.build, name))
+            self._reporter.report_line(build_gap(self._caller.build, worker.build, name))
         for other in list(self.workers.values()):
             await self._introduce(other)  # they trust each other before they are asked to measure or to give layers
         self._core.post(types.Welcomed(name))

@@ -21,7 +21,7 @@ from primad.daemon.reporter import Reporter
 from primad.head.members.core import DeviceLostError
 from primad.head.members.worker_link import WorkerLink
 from primad.network.contacts import MAX_ADDRESSES, Contact
-from primad.network.linkprobe import MOST_S, UNREACHABLE_S, MeasuredLinks, cut_link, measure_links
+from primad.network.linkprobe import MAX_S, UNREACHABLE_S, MeasuredLinks, cut_link, measure_links
 from primad.network.scopes import bare
 from primad.network.unreached import SILENT, Unreached, unreached_line
 from primad.settings.timings import NetworkTimings
@@ -93,7 +93,7 @@ class LinkBook:
         finally:
             if total:
                 reporter.progress(self._head, "links", done, total)
-                reporter.settle()
+                reporter.resolve()
         return self.all_between(names)
 
     def between(self, devices: Iterable[str]) -> list[LinkProfile]:
@@ -146,10 +146,12 @@ class LinkBook:
                 )  # is it there at all?
                 if pair not in self._said:
                     self._said.add(pair)
-                    reporter.say(self.why_cut(source, [target.device]) or f"{source} does not reach {target.device}")
+                    reporter.report_line(
+                        self.why_cut(source, [target.device]) or f"{source} does not reach {target.device}"
+                    )
             elif pair in self._said:
                 self._said.discard(pair)
-                reporter.say(f"{source} reaches {target.device} now")
+                reporter.report_line(f"{source} reaches {target.device} now")
 
     async def _ask(self, source: str, targets: Sequence[Contact], workers: Mapping[str, WorkerLink]) -> None:
         if source == self._head:
@@ -159,7 +161,7 @@ class LinkBook:
         else:
             found = MeasuredLinks(links=[], unreached=[])
             for target in targets:  # one by one: how long it may say nothing does not grow with those that there are
-                one = await workers[source].measure_links([_told(target)], MOST_S + ANSWER_S)
+                one = await workers[source].measure_links([_told(target)], MAX_S + ANSWER_S)
                 found.links.extend(one.links)
                 found.unreached.extend(one.unreached)
         cut = {(link.source, link.target) for link in found.links if link.round_trip_s >= UNREACHABLE_S}

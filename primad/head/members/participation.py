@@ -12,25 +12,25 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from primad.errors import ClusterError
-from primad.head.members.core import AGAIN, SENT, DeviceLostError, ParticipationError
+from primad.head.members.core import AGAIN, SENT, DeviceLostError, StageError
 from primad.network.messages import (
-    DrawnLayer,
+    DownloadedLayer,
     HeadMessage,
     Link,
     Load,
-    ParticipationState,
     Progress,
     Release,
+    StageState,
     WorkerStatus,
 )
-from primad.system.tasks import settle
+from primad.system.tasks import resolve
 
 logger = logging.getLogger(__name__)
 
 MISSES: Final = 2
 """After so many answers in a row that know nothing of a message it was lost: one alone may have overtaken it when the
 connection was made anew."""
-MOST_REPEATS: Final = 5
+MAX_REPEATS: Final = 5
 """What was said so often again is not lost: the worker does not understand it."""
 
 OnProgress = Callable[[str, Progress], None]
@@ -52,11 +52,11 @@ class Participant(Protocol):
     async def ask_status(self) -> None:
         """Have it say what its ring processes do. Raises ``ClusterError`` as ``send``."""
 
-    def attend(self, participation: Participation) -> None:
-        """From now on ``participation`` hears what is about its epoch."""
+    def attend(self, stage: Stage) -> None:
+        """From now on ``stage`` hears what is about its epoch."""
 
-    def forget(self, participation: Participation) -> None:
-        """``participation`` is over."""
+    def forget(self, stage: Stage) -> None:
+        """``stage`` is over."""
 
 
 class Unheard:
@@ -79,11 +79,11 @@ class Unheard:
         return True
 
 
-class Participation:
-    """One worker's participation in one epoch, as the head sees it.
+class Stage:
+    """One worker's stage in one epoch, as the head sees it.
 
     ``loaded`` becomes its ring process's (port, key), ``linked`` is set when it sends to the next device. ``broken`` gets
-    the ``ParticipationError`` or ``DeviceLostError`` that ends it.
+    the ``StageError`` or ``DeviceLostError`` that ends it.
     """
 
     def __init__(self, worker: Participant, load: Load, on_progress: OnProgress) -> None:
@@ -99,7 +99,7 @@ class Participation:
         self.broken: asyncio.Future[ClusterError] = loop.create_future()
         self.keeps = False
         """Whether its ring process keeps KV cells, once it is loaded."""
-        self.drawn: list[DrawnLayer] = []
+        self.downloaded: list[DownloadedLayer] = []
         """What it fetched of layers that had no digest, once it is loaded."""
         self.status: WorkerStatus | None = None
         self._status_news = asyncio.Event()
@@ -139,13 +139,13 @@ class Participation:
             await self._worker.send(Release(epoch=self.epoch))
 
     def fail(self, error: ClusterError) -> None:
-        """This participation is over."""
-        settle(self.broken, error)
+        """This stage is over."""
+        resolve(self.broken, error)
 
-    def compare(self, number: int, state: ParticipationState | None) -> Load | Link | None:
+    def compare(self, number: int, state: StageState | None) -> Load | Link | None:
         """When ping ``number`` came it stood so, or was not there: what was asked for and lost, and is to be said again.
 
-        A participation that is gone after it was loaded does not come back.
+        A stage that is gone after it was loaded does not come back.
         """
         if self._asked is None or self.broken.done():
             return None
@@ -153,28 +153,28 @@ class Participation:
         if not self._unheard.is_lost(number, self._worker.next_ping, arrived=arrived):
             return None
         if state is None and self.loaded.done():
-            self.fail(ParticipationError(f"{self.name}: its participation ended without a word", self.name, "ring"))
+            self.fail(StageError(f"{self.name}: its stage ended without a word", self.name, "ring"))
             return None
-        if self._unheard.repeats > MOST_REPEATS:
-            self.fail(ParticipationError(f"{self.name}: it does not take part in the ring", self.name, "load"))
+        if self._unheard.repeats > MAX_REPEATS:
+            self.fail(StageError(f"{self.name}: it does not take part in the ring", self.name, "load"))
             return None
         logger.info("epoch %d: %s did not hear %s; saying it again", self.epoch, self.name, type(self._asked).__name__)
         return self._asked
 
-    def hear(self, message: Progress | ParticipationState | WorkerStatus) -> None:
+    def hear(self, message: Progress | StageState | WorkerStatus) -> None:
         """What the worker says about this epoch."""
         match message:
             case Progress():
                 self._on_progress(self.name, message)
-            case ParticipationState(loaded=loaded, linked=linked, broken=broken):
+            case StageState(loaded=loaded, linked=linked, broken=broken):
                 if loaded is not None:
-                    self.keeps, self.drawn = loaded.keeps, loaded.drawn
-                    settle(self.loaded, (loaded.port, loaded.key))
+                    self.keeps, self.downloaded = loaded.keeps, loaded.downloaded
+                    resolve(self.loaded, (loaded.port, loaded.key))
                 if linked:
-                    settle(self.linked, None)
+                    resolve(self.linked, None)
                 if broken is not None:
                     fault = AGAIN if broken.again else SENT if broken.sender else broken.fault
-                    self.fail(ParticipationError(f"{self.name}: {broken.error}", self.name, fault))
+                    self.fail(StageError(f"{self.name}: {broken.error}", self.name, fault))
             case WorkerStatus():
                 self.status = message
                 self._status_news.set()

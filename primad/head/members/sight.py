@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from primad.network.peer import MOST_OF_ONE, Peer
+from primad.network.peer import MAX_OF_ONE, Peer
 from primad.trust.labels import Labels
 
 
@@ -39,9 +39,9 @@ class Sighted:
 
     def places(self, turn: int = 0) -> list[tuple[str, int]]:
         """The addresses with their ports that are tried the ``turn``-th time: those of the next announcements."""
-        lots = range(0, len(self.peers), MOST_OF_ONE)
+        lots = range(0, len(self.peers), MAX_OF_ONE)
         first = lots[turn % len(lots)]
-        peers = self.peers[first : first + MOST_OF_ONE]
+        peers = self.peers[first : first + MAX_OF_ONE]
         return list(dict.fromkeys((address, peer.port) for peer in peers for address in peer.addresses))
 
 

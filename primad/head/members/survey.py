@@ -21,7 +21,7 @@ from primad.head.members.link_book import LinkBook
 from primad.head.members.sight import Sight, Sighted
 from primad.head.members.worker_link import Caller, WorkerLink, greet, greet_named, probe
 from primad.head.model.learning import read_corrections
-from primad.head.model.limits import Lending
+from primad.head.model.limits import DeviceLimits
 from primad.membership import types
 from primad.network.discovery import look
 from primad.network.peer import Peer
@@ -64,12 +64,12 @@ def survey(config: Config, seconds: float, reporter: Reporter) -> Survey:
 
     if seconds > 0 or config.devices:
         run(main())
-    known, lending = read_corrections(config.home), Lending(config.home)
-    usable = lending.unpaused(device.device for device in devices) | {own.device}
+    known, device_limits = read_corrections(config.home), DeviceLimits(config.home)
+    usable = device_limits.unpaused(device.device for device in devices) | {own.device}
     for name in sorted({device.device for device in devices} - usable):
-        reporter.say(f"{name} is left out: this head does not use it while it is paused on the page")
+        reporter.report_line(f"{name} is left out: this head does not use it while it is paused on the page")
     return Survey(
-        devices=tuple(lending.apply(known.apply(device)) for device in devices if device.device in usable),
+        devices=tuple(device_limits.apply(known.apply(device)) for device in devices if device.device in usable),
         links=tuple(known.apply_link(link) for link in links if {link.source, link.target} <= usable),
     )
 
@@ -127,7 +127,7 @@ class _Visit:
                 await worker.introduce(others, self.trust.revoked())
             return await book.measure(self.workers, self._announced, self._reporter)
         except ClusterError as exc:
-            self._reporter.say(f"links are not measured: {exc}")
+            self._reporter.report_line(f"links are not measured: {exc}")
             return []
 
     def close(self) -> None:
@@ -142,14 +142,14 @@ class _Visit:
             self._workers[worker.name] = worker
 
     def _leave_out(self, name: str) -> None:
-        self._reporter.say(f"{name} is left out: it is not paired with this device ('primad join --code')")
+        self._reporter.report_line(f"{name} is left out: it is not paired with this device ('primad join --code')")
 
     async def _greet(self, name: str, sighted: Sighted) -> None:
         try:
             end, _ = await probe(self._caller, sighted.places(), [sighted.key])
             self._take(await greet(self._caller, end, _unheard, name))
         except ClusterError as exc:
-            self._reporter.say(f"{name} is left out: {exc}")
+            self._reporter.report_line(f"{name} is left out: {exc}")
 
     async def _in_sight(self, seconds: float) -> list[Peer]:
         if seconds <= 0:
@@ -157,7 +157,7 @@ class _Visit:
         try:
             peers = await look(self._config.host, seconds, self._config.interface)
         except ClusterError as exc:
-            self._reporter.say(str(exc))
+            self._reporter.report_line(str(exc))
             return []
         return [peer for peer in peers if peer.key != self._identity.public]  # not a worker on this very device
 

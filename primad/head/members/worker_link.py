@@ -1,6 +1,6 @@
 """The head's conversation with one worker: find the address that works, greet it, hear that it lives.
 
-``WorkerLink`` reads all that the worker says. What is about an epoch goes to that epoch's ``Participation``; what is about
+``WorkerLink`` reads all that the worker says. What is about an epoch goes to that epoch's ``Stage``; what is about
 the device itself (a sign of life, that it leaves, that its link broke) is posted as an event of the
 membership core.
 """
@@ -20,7 +20,7 @@ import zmq.asyncio
 from halda import DeviceProfile, LinkProfile
 from primad.errors import ClusterError
 from primad.head.members.core import DeviceLostError
-from primad.head.members.participation import MISSES, MOST_REPEATS, Participation, Unheard
+from primad.head.members.participation import MAX_REPEATS, MISSES, Stage, Unheard
 from primad.kv.keys import KvBlock
 from primad.layers.cells import LayerRuns
 from primad.membership import types
@@ -31,8 +31,8 @@ from primad.network.linkprobe import MeasuredLinks
 from primad.network.messages import (
     MAX_DEVICES,
     Dismiss,
-    GuessesMade,
-    GuessState,
+    DraftModelState,
+    DraftsMade,
     HeadMessage,
     Hello,
     Introduce,
@@ -44,8 +44,6 @@ from primad.network.messages import (
     MeasureLinks,
     MemoryLow,
     MemoryRecovered,
-    ParticipationState,
-    ParticipationStates,
     Ping,
     Pong,
     Probe,
@@ -55,6 +53,8 @@ from primad.network.messages import (
     Release,
     Remeasured,
     Revoked,
+    StageState,
+    StageStates,
     Welcome,
     WorkerMessage,
     WorkerStatus,
@@ -63,7 +63,7 @@ from primad.network.versions import OURS, Versions, version_gap
 from primad.settings.config import split_address
 from primad.settings.profiles import with_speeds
 from primad.settings.timings import NetworkTimings
-from primad.system.tasks import settle
+from primad.system.tasks import resolve
 from primad.trust.identity import Identity
 
 HELD_S: Final = 2.0
@@ -85,14 +85,14 @@ class Caller:
     versions: Versions = OURS
 
 
-class HearsGuesses(Protocol):
-    """Who has a worker guess for its ring."""
+class HearsDrafts(Protocol):
+    """Who has a worker draft for its ring."""
 
     @property
     def epoch(self) -> int:
         """The ring's."""
 
-    def hear(self, message: GuessState | GuessesMade) -> None:
+    def hear(self, message: DraftModelState | DraftsMade) -> None:
         """The worker says so."""
 
     def lost(self, reason: str) -> None:
@@ -152,7 +152,7 @@ async def probe(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Coll
     raise ClusterError("; ".join(sorted(set(refusals))) or "it has no address")
 
 
-async def tell_revoked(caller: Caller, places: Iterable[tuple[str, int]], key: str) -> None:
+async def notify_revoked(caller: Caller, places: Iterable[tuple[str, int]], key: str) -> None:
     """Tell the device with ``key``, at the first of ``places`` that works, that it is not trusted any more; it heard that.
 
     Raises ``ClusterError`` where it does not answer.
@@ -261,8 +261,8 @@ class WorkerLink:
         self.build = welcome.build
         self.layer_port = welcome.layer_port
         self._post = post
-        self._participations: dict[int, Participation] = {}
-        self._guesses: dict[int, HearsGuesses] = {}
+        self._stages: dict[int, Stage] = {}
+        self._drafts: dict[int, HearsDrafts] = {}
         self._links: asyncio.Future[LinksMeasured] | None = None
         self._holds: dict[int, asyncio.Future[list[bool]]] = {}
         self._hold_numbers = count(1)
@@ -270,7 +270,7 @@ class WorkerLink:
         self._measure_unheard = Unheard(0)
         self._lost = False
         self._revision = 0
-        self._states: dict[int, ParticipationState] = {}
+        self._states: dict[int, StageState] = {}
         self._strays: dict[int, int] = {}
         self._again: list[HeadMessage] = []
         self.next_ping = 1
@@ -295,8 +295,8 @@ class WorkerLink:
         if self._links is not None and not self._links.done():
             self._links.cancel()
         self._end_holds()
-        for guesses in self._guesses.values():
-            guesses.lost("it was let go")
+        for drafts in self._drafts.values():
+            drafts.lost("it was let go")
         self.end.close()
 
     async def send(self, message: HeadMessage) -> None:
@@ -390,28 +390,28 @@ class WorkerLink:
             )
         return held
 
-    def guesses_for(self, guesses: HearsGuesses) -> None:
-        """From now on ``guesses`` hears what this worker guesses for its epoch."""
-        self._guesses[guesses.epoch] = guesses
+    def drafts_for(self, drafts: HearsDrafts) -> None:
+        """From now on ``drafts`` hears what this worker drafts for its epoch."""
+        self._drafts[drafts.epoch] = drafts
         if self._lost:
-            guesses.lost(f"{self.name} is gone")
+            drafts.lost(f"{self.name} is gone")
 
-    def forget_guesses(self, guesses: HearsGuesses) -> None:
-        """``guesses`` is over."""
-        self._guesses.pop(guesses.epoch, None)
+    def forget_drafts(self, drafts: HearsDrafts) -> None:
+        """``drafts`` is over."""
+        self._drafts.pop(drafts.epoch, None)
 
     def _end_holds(self) -> None:
         for answer in self._holds.values():
-            settle(answer, [])
+            resolve(answer, [])
 
-    def attend(self, participation: Participation) -> None:
-        """Give ``participation`` what the worker says about its epoch."""
-        self._participations[participation.epoch] = participation
+    def attend(self, stage: Stage) -> None:
+        """Give ``stage`` what the worker says about its epoch."""
+        self._stages[stage.epoch] = stage
 
-    def forget(self, participation: Participation) -> None:
-        """``participation`` is over."""
-        if self._participations.get(participation.epoch) is participation:
-            del self._participations[participation.epoch]
+    def forget(self, stage: Stage) -> None:
+        """``stage`` is over."""
+        if self._stages.get(stage.epoch) is stage:
+            del self._stages[stage.epoch]
 
     async def _ping(self, interval_s: float) -> None:
         while True:
@@ -446,7 +446,7 @@ class WorkerLink:
             case Leaving(reason):
                 self._post(types.DeviceLeaving(self.name, reason))
             case MemoryLow():
-                if message.epoch in self._participations:
+                if message.epoch in self._stages:
                     self._lower(message)
                     self._post(types.DeviceMemoryLow(self.name))
             case MemoryRecovered(available):
@@ -461,12 +461,12 @@ class WorkerLink:
                 if self._links is not None and not self._links.done():
                     self._links.set_result(message)
             case KvHeld(number=number, held=held) if number in self._holds:
-                settle(self._holds[number], held)
-            case GuessState(epoch=epoch) | GuessesMade(epoch=epoch) if epoch in self._guesses:
-                self._guesses[epoch].hear(message)
+                resolve(self._holds[number], held)
+            case DraftModelState(epoch=epoch) | DraftsMade(epoch=epoch) if epoch in self._drafts:
+                self._drafts[epoch].hear(message)
             case Progress() | WorkerStatus():
                 self._give(message)
-            case ParticipationStates(revision=revision, states=states) if revision > self._revision:
+            case StageStates(revision=revision, states=states) if revision > self._revision:
                 self._revision, self._states = revision, {state.epoch: state for state in states}
                 for state in states:
                     self._give(state)
@@ -478,18 +478,18 @@ class WorkerLink:
             case _:
                 return  # a sign of life and no more
 
-    def _give(self, news: Progress | ParticipationState | WorkerStatus) -> None:
-        participation = self._participations.get(news.epoch)
-        if participation is not None:
-            participation.hear(news)
+    def _give(self, news: Progress | StageState | WorkerStatus) -> None:
+        stage = self._stages.get(news.epoch)
+        if stage is not None:
+            stage.hear(news)
 
     def _compare(self, number: int) -> None:
         """The states are those that the worker had when ping ``number`` came: say what it did not hear once more."""
-        for participation in self._participations.values():
-            lost = participation.compare(number, self._states.get(participation.epoch))
+        for stage in self._stages.values():
+            lost = stage.compare(number, self._states.get(stage.epoch))
             if lost is not None:
                 self._again.append(lost)
-        strays = self._states.keys() - self._participations.keys()
+        strays = self._states.keys() - self._stages.keys()
         self._strays = {epoch: self._strays.get(epoch, 0) + 1 for epoch in strays}
         for epoch in [epoch for epoch, times in self._strays.items() if times >= MISSES]:
             del self._strays[epoch]
@@ -499,7 +499,7 @@ class WorkerLink:
         """Links were asked for: if they were not being measured when ping ``number`` came, ask again."""
         if not self._measure_unheard.is_lost(number, self.next_ping, arrived=is_measuring):
             return
-        if self._measure_unheard.repeats > MOST_REPEATS:
+        if self._measure_unheard.repeats > MAX_REPEATS:
             links.set_exception(DeviceLostError(f"{self.name} does not measure its links", self.name))
             return
         self._again.append(self._measure)
@@ -517,8 +517,8 @@ class WorkerLink:
         if not self._lost:
             self._lost = True
             self._end_holds()
-            for guesses in self._guesses.values():
-                guesses.lost(reason)
-            for participation in list(self._participations.values()):
-                participation.fail(DeviceLostError(f"{self.name} is gone: {reason}", self.name))
+            for drafts in self._drafts.values():
+                drafts.lost(reason)
+            for stage in list(self._stages.values()):
+                stage.fail(DeviceLostError(f"{self.name} is gone: {reason}", self.name))
             self._post(types.Lost(self.name, reason))

@@ -11,10 +11,10 @@ from typing import Final
 import msgspec
 
 from halda import DeviceProfile
-from primad.api.http.status import AnswerFigures, WrongTerm, wrong_line
+from primad.api.http.status import CompletionFigures, WrongTerm, wrong_line
 from primad.planning.corrections import (
-    LEAST,
-    MOST,
+    MAX,
+    MIN,
     Corrections,
     DeviceFactors,
     Verdict,
@@ -22,7 +22,7 @@ from primad.planning.corrections import (
     prompts_learnt,
     verdict_of,
 )
-from primad.planning.forecast import Promise
+from primad.planning.forecast import Forecast
 from primad.ring.messages import Status
 from primad.system.files import write_whole
 
@@ -32,7 +32,7 @@ VERSION: Final = 1
 """Grows when the factors come to mean something else."""
 WORTH_A_PLAN: Final = 0.1
 """A factor that moved by so much since the plan was made may have made another plan better."""
-MOST_KEPT: Final = 256
+MAX_KEPT: Final = 256
 """So many devices and links are in the file, the latest."""
 
 
@@ -71,7 +71,7 @@ def read_corrections(home: Path) -> Corrections:
         return Corrections()
     figures = [figure for each in kept.devices for figure in (each.compute, each.disk, each.prompts)]
     figures += [each.factor for each in kept.links]
-    if not all(LEAST <= figure <= MOST for figure in figures):
+    if not all(MIN <= figure <= MAX for figure in figures):
         return Corrections()
     return Corrections(
         devices={
@@ -105,19 +105,21 @@ class Learning:
         self.corrections = self.corrections.noted(profiles)
         return self.corrections
 
-    def answered(self, epoch: int, promise: Promise, statuses: Mapping[str, Status | None]) -> AnswerFigures | None:
+    def answered(
+        self, epoch: int, forecast: Forecast, statuses: Mapping[str, Status | None]
+    ) -> CompletionFigures | None:
         """Learn from an answer of ring ``epoch``, whose devices say ``statuses``; what a token of it took.
 
         Says so in the log where the plan is wrong, once, and again when it is off by twice or half as much time. None where
         nothing was measured cleanly.
         """
-        plan, prediction, used = promise.plan, promise.prediction, promise.corrections
+        plan, prediction, used = forecast.plan, forecast.prediction, forecast.corrections
         verdict = None if prediction is None else verdict_of(plan, prediction, used, statuses)
         if verdict is None:
             return None
         now = learnt(self.corrections, verdict, plan, used)
-        if promise.question is not None:
-            now = prompts_learnt(now, plan, promise.question, used, statuses)
+        if forecast.question is not None:
+            now = prompts_learnt(now, plan, forecast.question, used, statuses)
         self._is_settled = now == self.corrections
         self._keep(now)
         measured = _told(verdict)
@@ -125,15 +127,15 @@ class Learning:
             logger.warning("epoch %d: %s", epoch, wrong_line(measured))
         return measured
 
-    def worth_a_plan(self, epoch: int, promise: Promise) -> set[str]:
+    def worth_a_plan(self, epoch: int, forecast: Forecast) -> set[str]:
         """The devices of which so much was learnt since ring ``epoch`` was planned that plans may differ, once each time.
 
         None while answers still move factors: what one of them took may be chance.
         """
         if not self._is_settled:
             return set()
-        before = self._looked.get(epoch, promise.corrections)
-        changed = self.corrections.changed(before, promise.plan, WORTH_A_PLAN)
+        before = self._looked.get(epoch, forecast.corrections)
+        changed = self.corrections.changed(before, forecast.plan, WORTH_A_PLAN)
         if changed:
             self._looked[epoch] = self.corrections
         return changed
@@ -154,8 +156,8 @@ class Learning:
         if corrections == self.corrections:
             return
         self.corrections = corrections
-        devices = list(corrections.devices.items())[-MOST_KEPT:]
-        links = list(corrections.links.items())[-MOST_KEPT:]
+        devices = list(corrections.devices.items())[-MAX_KEPT:]
+        links = list(corrections.links.items())[-MAX_KEPT:]
         kept = _Kept(
             version=VERSION,
             devices=[
@@ -170,9 +172,9 @@ class Learning:
             logger.warning("%s: what was learnt cannot be kept: %s", corrections_file(self._home), exc.strerror or exc)
 
 
-def _told(verdict: Verdict) -> AnswerFigures:
+def _told(verdict: Verdict) -> CompletionFigures:
     worst = verdict.worst
-    return AnswerFigures(
+    return CompletionFigures(
         tpot_ms=verdict.measured_s * 1e3,
         predicted_tpot_ms=verdict.predicted_s * 1e3,
         wrong=WrongTerm(

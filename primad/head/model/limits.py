@@ -15,48 +15,53 @@ from typing import Final
 import msgspec
 
 from halda import DeviceProfile
-from primad.api.page.desk import Loan
+from primad.api.page.desk import DeviceLimit
 from primad.errors import ConfigError
 from primad.settings.config import NAME
 from primad.system.files import write_whole
 
-LEAST_RAM_BYTES: Final = 64 << 20
-MOST_KEPT: Final = 1024
+MIN_RAM_BYTES: Final = 64 << 20
+MAX_KEPT: Final = 1024
 FILE_NAME: Final = "lending.json"
 
 
-class Lending:
+class DeviceLimits:
     """The loans of one head. A damaged file is as none."""
 
     def __init__(self, home: Path) -> None:
         self._path = home / FILE_NAME
-        self._loans: dict[str, Loan] = {}
+        self._limits: dict[str, DeviceLimit] = {}
         with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
-            kept = msgspec.json.decode(self._path.read_bytes(), type=list[Loan])
-            self._loans = {loan.device: loan for loan in kept[:MOST_KEPT] if NAME.fullmatch(loan.device)}
+            kept = msgspec.json.decode(self._path.read_bytes(), type=list[DeviceLimit])
+            self._limits = {
+                device_limit.device: device_limit
+                for device_limit in kept[:MAX_KEPT]
+                if NAME.fullmatch(device_limit.device)
+            }
 
-    def of(self, device: str) -> Loan:
+    def of(self, device: str) -> DeviceLimit:
         """What may be used of ``device``."""
-        return self._loans.get(device, Loan(device=device))
+        return self._limits.get(device, DeviceLimit(device=device))
 
-    def put(self, loan: Loan) -> bool:
-        """Keep ``loan``; whether less may be used than before. Raises ``ConfigError``."""
-        if loan.ram_bytes is not None and loan.ram_bytes < LEAST_RAM_BYTES:
+    def put(self, device_limit: DeviceLimit) -> bool:
+        """Keep ``device_limit``; whether less may be used than before. Raises ``ConfigError``."""
+        if device_limit.ram_bytes is not None and device_limit.ram_bytes < MIN_RAM_BYTES:
             raise ConfigError(
-                f"{loan.device}: {loan.ram_bytes} bytes are too few to lend; pause it, or give 64 MiB or more"
+                f"{device_limit.device}: {device_limit.ram_bytes} bytes are too few to lend; pause it, or give 64 MiB "
+                f"or more"
             )
-        before = self.of(loan.device)
-        loans = {name: each for name, each in self._loans.items() if name != loan.device}
-        if loan != Loan(device=loan.device):
-            loans[loan.device] = loan
-        if len(loans) > MOST_KEPT:
-            raise ConfigError(f"{self._path}: has {MOST_KEPT} devices, which is the most")
+        before = self.of(device_limit.device)
+        limits = {name: each for name, each in self._limits.items() if name != device_limit.device}
+        if device_limit != DeviceLimit(device=device_limit.device):
+            limits[device_limit.device] = device_limit
+        if len(limits) > MAX_KEPT:
+            raise ConfigError(f"{self._path}: has {MAX_KEPT} devices, which is the most")
         try:
-            write_whole(self._path, msgspec.json.encode(list(loans.values())))
+            write_whole(self._path, msgspec.json.encode(list(limits.values())))
         except OSError as exc:
             raise ConfigError(f"{self._path}: cannot be written: {exc.strerror or exc}") from exc
-        self._loans = loans
-        return _ram(loan) < _ram(before)
+        self._limits = limits
+        return _ram(device_limit) < _ram(before)
 
     def unpaused(self, names: Iterable[str]) -> frozenset[str]:
         """Those of ``names`` that may be used."""
@@ -64,17 +69,17 @@ class Lending:
 
     def apply(self, profile: DeviceProfile) -> DeviceProfile:
         """``profile`` with no more memory than may be used."""
-        most = self.of(profile.device).ram_bytes
-        if most is None or most >= profile.ram_available_bytes:
+        maximum = self.of(profile.device).ram_bytes
+        if maximum is None or maximum >= profile.ram_available_bytes:
             return profile
         gpu = profile.gpu
         if gpu is not None and gpu.unified_memory:
-            gpu = replace(gpu, vram_available_bytes=min(gpu.vram_available_bytes, most))
-        return replace(profile, ram_available_bytes=most, gpu=gpu)
+            gpu = replace(gpu, vram_available_bytes=min(gpu.vram_available_bytes, maximum))
+        return replace(profile, ram_available_bytes=maximum, gpu=gpu)
 
 
-def _ram(loan: Loan) -> float:
+def _ram(device_limit: DeviceLimit) -> float:
     """What it amounts to, for comparing."""
-    if loan.is_paused:
+    if device_limit.is_paused:
         return 0.0
-    return float("inf") if loan.ram_bytes is None else float(loan.ram_bytes)
+    return float("inf") if device_limit.ram_bytes is None else float(device_limit.ram_bytes)

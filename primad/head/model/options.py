@@ -17,7 +17,7 @@ from primad.planning.run_config import DEFAULT_RUN, RunConfig
 from primad.settings.config import LOOPBACK, Config, join_address
 
 KEEP_ROWS: Final = 16
-"""So many rows of an answer are lost at most with a device, besides those on their way to its keeper."""
+"""So many rows of an answer are lost at most with a device, besides those on their way to its replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class ServeOptions:
     ``context_shift`` the oldest messages of a conversation that is too long for the context are left out.
     They may reach it by the names ``allowed_hosts``, and be web pages of ``cors_origins``.
     ``embedding`` is a model file for embeddings. With ``api_key`` or ``api_key_file`` they need a key.
-    ``draft`` is the file of the model that guesses tokens, if there is one (``auto``: one that is here). A
+    ``draft`` is the file of the draft model tokens, if there is one (``auto``: one that is here). A
     request that has not begun after ``max_wait_s`` is refused (None: it waits as long as its client does).
     KV cells are kept twice every ``kv_backup`` rows of an answer (None: every ``KEEP_ROWS`` where links carry it; 0: not).
     Prompts of all API keys share their cells with ``share_prefixes``. What of an answer has to be computed again is computed
@@ -43,7 +43,7 @@ class ServeOptions:
     wait_timeout_s: float | None
     step_timeout_s: float
     http_port: int
-    alone: bool
+    single_device: bool
     run: RunConfig = DEFAULT_RUN
     draft: Path | None = None
     max_wait_s: float | None = None
@@ -70,7 +70,7 @@ class ServeOptions:
 
         A head that serves alone gives them to nobody, and keeps them for a cache alone.
         """
-        if not has_cache and (self.alone or self.kv_backup == 0):
+        if not has_cache and (self.single_device or self.kv_backup == 0):
             return None
         return self.kv_backup or KEEP_ROWS
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from halda import ModelProfile, Workload
 from primad.certify.verdict import windows_line
-from primad.daemon.station import Station
+from primad.daemon.station import Node
 from primad.errors import ModelError, PrimadError, WeightsError
 from primad.gguf.adapter import Adapter
 from primad.gguf.architectures.cuts import cuttable
@@ -128,10 +128,10 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """Which model is served, what the owner asked for, the work that plans are made for, and the model that guesses.
+    """Which model is served, what the owner asked for, the work that plans are made for, and the draft model.
 
     ``draft_source`` has the layers of that, for other devices; None where it cannot be cut. Unless ``head_has_room`` for it
-    it guesses on those alone.
+    it drafts on those alone.
     """
 
     model: ModelSource
@@ -143,7 +143,7 @@ class Service:
 
     @property
     def planned_draft(self) -> PlannedDraft | None:
-        """The model that guesses, as plans take it."""
+        """The draft model, as plans take it."""
         draft, source = self.draft, self.draft_source
         if draft is None:
             return None
@@ -157,7 +157,7 @@ class Service:
 
 
 def service_of(
-    station: Station,
+    node: Node,
     header: Header,
     model: ModelProfile,
     options: ServeOptions,
@@ -168,22 +168,22 @@ def service_of(
     head_has_room: bool = True,
 ) -> Service:
     """The model of ``header`` as ``options`` ask for it. Raises ``PlanError`` when no work can be planned so."""
-    again_s = station.timings.head.model_again_s
-    source = ModelSource(header, model, station.config.home, ranged, adapters, again_s=again_s)
+    again_s = node.timings.head.model_again_s
+    source = ModelSource(header, model, node.config.home, ranged, adapters, again_s=again_s)
     return Service(
         model=source,
         options=options,
         workload=workload_of(options.run, model),
         draft=draft,
-        draft_source=None if draft is None else _source_of(draft, station, again_s),
+        draft_source=None if draft is None else _source_of(draft, node, again_s),
         head_has_room=head_has_room,
     )
 
 
-def _source_of(draft: DraftModel, station: Station, again_s: float) -> ModelSource | None:
+def _source_of(draft: DraftModel, node: Node, again_s: float) -> ModelSource | None:
     header = open_model(Path(draft.path))
     try:
         cuttable(header)
     except ModelError:
         return None
-    return ModelSource(header, model_profile(header), station.config.home, again_s=again_s)
+    return ModelSource(header, model_profile(header), node.config.home, again_s=again_s)

@@ -16,7 +16,7 @@ class LoadText(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
     path: str
     chat_template: str | None
-    tells_pieces: bool
+    reports_pieces: bool
     memory_bytes: int
     """The process may take so much more than it has when it is loaded, where the system can see to that."""
 
@@ -85,4 +85,4 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 PrepareTask = LoadText | Prepare
-TextAnswer = TextReady | PreparedRequest | RequestRefused | Failed
+TextReply = TextReady | PreparedRequest | RequestRefused | Failed

@@ -33,8 +33,8 @@ from primad.head.model.text_messages import (
     PreparedRequest,
     PrepareTask,
     RequestRefused,
-    TextAnswer,
     TextReady,
+    TextReply,
 )
 from primad.system.children.answer_stream import answer_stream
 from primad.system.children.channel import LENGTH, MAX_FRAME_BYTES, frame
@@ -55,7 +55,7 @@ class _Process:
     def __init__(self) -> None:
         self._vocabulary: ModelVocabulary | None = None
 
-    def answer(self, task: PrepareTask) -> TextAnswer:
+    def answer(self, task: PrepareTask) -> TextReply:
         match task:
             case LoadText():
                 return self._load(task)
@@ -70,7 +70,7 @@ class _Process:
         except EngineError as exc:
             return Failed(str(exc))
         pieces = None
-        if task.tells_pieces:
+        if task.reports_pieces:
             pieces = PieceTable.of(
                 (
                     (name, (CONTROL if is_control else 0) | (END if is_end else 0))

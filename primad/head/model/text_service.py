@@ -1,7 +1,7 @@
 """The head's side of its text processes, which turn requests into prompts: whose turn it is, and what is too much.
 
 Most requests take milliseconds. One that takes ``quick_s`` is slow. Of the slow ones one at a time goes on, so that another
-process is free for all others. What takes ``most_s`` is refused, and so is what makes its process end, hang or grow; the
+process is free for all others. What takes ``max_s`` is refused, and so is what makes its process end, hang or grow; the
 next request gets a new process. Time in which a process waited for a processor does not count. Callers take turns.
 """
 
@@ -33,8 +33,8 @@ from primad.head.model.text_messages import (
     Prepare,
     PreparedRequest,
     RequestRefused,
-    TextAnswer,
     TextReady,
+    TextReply,
 )
 from primad.settings.quantities import show_bytes
 from primad.system.children.channel import LENGTH, frame, frame_bytes
@@ -43,13 +43,13 @@ from primad.system.gpus import NO_GPU
 from primad.system.memory import staying
 from primad.system.processors import OwnTime
 from primad.system.shares import Shares, Turns
-from primad.system.tasks import Tasks, settle
+from primad.system.tasks import Tasks, resolve
 
-MOST_PROCESSES: Final = 2
+MAX_PROCESSES: Final = 2
 MAX_WAITING: Final = 256
 """Requests of one caller that may wait for their turn, fewer where several ask for many."""
 
-_decoder = msgspec.msgpack.Decoder(TextAnswer)
+_decoder = msgspec.msgpack.Decoder(TextReply)
 logger = logging.getLogger(__name__)
 
 
@@ -58,7 +58,7 @@ class TextLimits:
     """What a request may take. ``memory_bytes`` is what a process may have beside its vocabulary."""
 
     quick_s: float = 1.0
-    most_s: float = 15.0
+    max_s: float = 15.0
     memory_bytes: int = 1 << 30
     load_s: float = 120.0
     look_s: float = 0.1
@@ -72,7 +72,7 @@ class _Turn:
 
     task: bytes
     owner: str
-    answer: asyncio.Future[TextAnswer]
+    answer: asyncio.Future[TextReply]
     is_slow: bool = False
     is_again: bool = False
     """A process ended over it, or had ended before, which need not be its fault; it gets one more."""
@@ -97,7 +97,7 @@ class _Child:
     loaded_bytes: int = 0
     ending: asyncio.TimerHandle | None = None
 
-    async def ask(self, task: bytes, look: Callable[[OwnTime], None], look_s: float) -> TextAnswer:
+    async def ask(self, task: bytes, look: Callable[[OwnTime], None], look_s: float) -> TextReply:
         """The answer to the frame ``task``; ``look`` is called now and then and raises what ends the process."""
         assert self.process.stdin is not None
         reading = asyncio.ensure_future(self._read())
@@ -114,10 +114,10 @@ class _Child:
         finally:
             reading.cancel()
 
-    async def _read(self) -> TextAnswer:
+    async def _read(self) -> TextReply:
         assert self.process.stdout is not None
         size = frame_bytes(await self.process.stdout.readexactly(LENGTH.size))
-        answer: TextAnswer = _decoder.decode(await self.process.stdout.readexactly(size))
+        answer: TextReply = _decoder.decode(await self.process.stdout.readexactly(size))
         return answer
 
     def rss_bytes(self) -> int:
@@ -149,7 +149,7 @@ class TextService:
     ) -> None:
         self._path, self._chat_template, self._limits, self._began = path, chat_template, limits, began
         self._children: list[_Child] = []
-        self._places = Shares(2 * MAX_WAITING, least=1)
+        self._places = Shares(2 * MAX_WAITING, minimum=1)
         self._quick, self._slow = Turns[_Turn](), Turns[_Turn]()
         self._running: set[_Turn] = set()
         self._tasks = Tasks()
@@ -167,7 +167,7 @@ class TextService:
         """The model's tokens as text. Raises ``EngineError`` when the file cannot be loaded."""
         async with self._loading:
             if self._pieces is None:
-                child, ready = await self._begin(tells_pieces=True)
+                child, ready = await self._begin(reports_pieces=True)
                 assert ready.pieces is not None, "they were asked for"
                 self._pieces = ModelPieces(ready.pieces)
                 self._free(child)
@@ -255,18 +255,18 @@ class TextService:
             return False
         if not self._children:
             return bool(self._quick or self._slow)
-        return bool(self._quick) and self._slow_runs and len(self._children) < MOST_PROCESSES
+        return bool(self._quick) and self._slow_runs and len(self._children) < MAX_PROCESSES
 
     async def _begin_another(self) -> None:
         try:
-            child, _ = await self._begin(tells_pieces=False)
+            child, _ = await self._begin(reports_pieces=False)
         except PrimadError as exc:
             self._refuse_all(RingError(f"requests cannot be read: {exc}"))
             return
         self._starting = None
         self._free(child)
 
-    async def _begin(self, *, tells_pieces: bool) -> tuple[_Child, TextReady]:
+    async def _begin(self, *, reports_pieces: bool) -> tuple[_Child, TextReady]:
         """A process with the vocabulary, which is busy until it is free. Raises ``EngineError``, ``RingError``."""
         try:
             process = await asyncio.create_subprocess_exec(
@@ -288,7 +288,7 @@ class TextService:
         load = LoadText(
             path=self._path,
             chat_template=self._chat_template,
-            tells_pieces=tells_pieces,
+            reports_pieces=reports_pieces,
             memory_bytes=self._limits.memory_bytes,
         )
 
@@ -316,7 +316,7 @@ class TextService:
             answer = await child.ask(turn.task, lambda own: self._look(child, turn, own), self._limits.look_s)
             if isinstance(answer, RequestRefused) and answer.spent:
                 await self._bury(child)
-            settle(turn.answer, answer)
+            resolve(turn.answer, answer)
         except (_LaterError, _EndedError, _TooMuchError) as exc:
             await self._bury(child)
             if isinstance(exc, _LaterError) or (isinstance(exc, _EndedError) and not turn.is_again):
@@ -324,7 +324,7 @@ class TextService:
                 turn.is_slow = True
                 self._slow.add(turn.owner, turn)
             else:
-                settle(turn.answer, RequestRefused(message=_refusal(exc), status=400, code="unreadable_request"))
+                resolve(turn.answer, RequestRefused(message=_refusal(exc), status=400, code="unreadable_request"))
         except BaseException:  # cancelled, or our own mistake: nobody is to wait for ever
             _fail(turn, RingError("primad is stopping, or failed over this request"))
             raise
@@ -340,11 +340,11 @@ class TextService:
         limits = self._limits
         if child.rss_bytes() > child.loaded_bytes + limits.memory_bytes:
             raise _TooMuchError(f"took more than {show_bytes(limits.memory_bytes)} of memory")
-        took_s = limits.most_s - own.left_s(limits.most_s)
+        took_s = limits.max_s - own.left_s(limits.max_s)
         if turn.is_slow and turn.answer.done():
             raise _LaterError
-        if took_s >= limits.most_s:
-            raise _TooMuchError(f"took more than {limits.most_s:g} s")
+        if took_s >= limits.max_s:
+            raise _TooMuchError(f"took more than {limits.max_s:g} s")
         if took_s >= limits.quick_s and not turn.is_slow:
             if self._slow_runs or turn.answer.done():
                 raise _LaterError  # or never, where its client left

@@ -33,15 +33,15 @@ _RECOMMENDED: Final = {
 def sampling_defaults(header: Header) -> SamplingDefaults:
     """How the model file wants its tokens sampled. A value that makes no sense is as if it were not there."""
     found: dict[str, Any] = {}
-    for key, (name, least, most) in _RECOMMENDED.items():
+    for key, (name, minimum, maximum) in _RECOMMENDED.items():
         if key not in header.values:
             continue
         try:
             number = header.number(key)
         except ModelError:
             continue
-        if least <= number <= most:
-            found[name] = int(number) if isinstance(least, int) else float(number)
+        if minimum <= number <= maximum:
+            found[name] = int(number) if isinstance(minimum, int) else float(number)
     return SamplingDefaults(**found)
 
 

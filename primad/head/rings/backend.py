@@ -39,8 +39,8 @@ MAX_UNREAD: Final = 8192
 
 A_MOMENT_S: Final = 10.0
 """When a ring breaks the next one computes after 2 to 5 s (``docs/faults.md``); after longer the health check says that none
-does. Its warm-up lap counts as computing where nobody waits for more. So it is with a step that is overdue."""
-MOST_RINGS: Final = 4
+does. Its warm-up pass counts as computing where nobody waits for more. So it is with a step that is overdue."""
+MAX_RINGS: Final = 4
 """An answer under which so many rings in a row broke, and that got no further in any, may be what breaks them."""
 
 
@@ -58,13 +58,13 @@ StatusOf = Callable[[], Awaitable[dict[str, Any]]]
 class GoOn:
     """What a ring has of the answers that it goes on with: by request the ``blocks`` of KV cells that all its devices hold.
 
-    ``root`` names, by owner, whose cells they are; empty where none are kept. More than ``most_rows`` rows of an answer are
+    ``root`` names, by owner, whose cells they are; empty where none are kept. More than ``max_rows`` rows of an answer are
     not computed one by one.
     """
 
     root: Callable[[str], str]
     blocks: Mapping[int, Sequence[KvBlock]]
-    most_rows: int | None
+    max_rows: int | None
 
 
 class Preparing(Protocol):
@@ -132,7 +132,7 @@ class _Open:
             sampling=msgspec.structs.replace(self.generate.sampling, mirostat_mu=self.mirostat_mu),
             root=cells.root(self.generate.owner),
             blocks=list(self.chain),
-            replays_rows=cells.most_rows is None or self.computed - there <= cells.most_rows,
+            replays_rows=cells.max_rows is None or self.computed - there <= cells.max_rows,
         )
 
     def give(self, event: GenerationEvent | PrimadError) -> None:
@@ -192,7 +192,7 @@ class RingBackend:
         self._clock = clock
         self._stands_since_s: float | None = None
         """Since when nothing is computed for who waits; None when something was since."""
-        self._places = Shares(2 * max_waiting, least=1)
+        self._places = Shares(2 * max_waiting, minimum=1)
         self._reuses = reuses
         self._max_wait_s = max_wait_s
         self._served: ServedModel | None = None
@@ -268,7 +268,7 @@ class RingBackend:
         send: SendCommands,
         status: StatusOf,
         detail: str,
-        cells: GoOn = GoOn(root=lambda _: "", blocks={}, most_rows=None),
+        cells: GoOn = GoOn(root=lambda _: "", blocks={}, max_rows=None),
     ) -> None:
         """Ring ``epoch`` serves from now on: every open generation goes on there, in the order of their requests.
 
@@ -297,8 +297,8 @@ class RingBackend:
         for generation in self._open.values():
             generation.breaks = 0 if generation.moved else generation.breaks + 1
             generation.moved = False
-            if generation.breaks >= MOST_RINGS:
-                generation.fail(f"{MOST_RINGS} rings in a row broke before this answer got any further; {detail}")
+            if generation.breaks >= MAX_RINGS:
+                generation.fail(f"{MAX_RINGS} rings in a row broke before this answer got any further; {detail}")
 
     def overdue(self, epoch: int, waited_s: float) -> None:
         """A step of ring ``epoch`` is out for ``waited_s``, which is much longer than such steps take."""
@@ -308,7 +308,7 @@ class RingBackend:
             self._stands_since_s = self._clock() - waited_s
 
     def _rest(self) -> None:
-        """Nobody waits any more, if that is so: a ring that serves has proved by its warm-up lap that it computes."""
+        """Nobody waits any more, if that is so: a ring that serves has proved by its warm-up pass that it computes."""
         if self._ring is not None and all(generation.ended for generation in self._open.values()):
             self._stands_since_s = None
 
@@ -385,7 +385,7 @@ class RingBackend:
                 reuses=reuses and self._reuses,
                 owner=owner,
                 priority=priority,
-                tells_begin=may_expire and self._max_wait_s is not None,
+                reports_begin=may_expire and self._max_wait_s is not None,
                 root=root,
                 blocks=blocks if ring is self._ring else [],
                 speculates=speculates,

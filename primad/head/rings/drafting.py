@@ -1,8 +1,8 @@
 """The model of ``--draft`` on another device of the fleet, for one ring of this head.
 
 Its layers are cut and fetched as those of windows are. The ring serves meanwhile, and its texts are looked through. What the
-ring process wants to be known goes to the device over the control link, and what that guesses comes back so. Where the
-device is lost or paused, or cannot load the model, the guessing goes on at the head, if that has room for it, until the
+ring process wants to be known goes to the device over the control link, and what that drafts comes back so. Where the
+device is lost or paused, or cannot load the model, the drafting goes on at the head, if that has room for it, until the
 device can again.
 """
 
@@ -19,10 +19,10 @@ from primad.errors import ClusterError, PrimadError, ProtocolError
 from primad.gguf.windows import vocabulary_size
 from primad.head.members.worker_link import WorkerLink
 from primad.head.rings.ring_inputs import FindsWorker, RingInputs
-from primad.head.rings.routes import Ways
+from primad.head.rings.routes import RingAddresses
 from primad.layers.fetch import hash_layers, in_thread
-from primad.network.messages import GuessesMade, GuessLoad, GuessRelease, GuessState, GuessText
-from primad.ring.messages import GuessAt, GuessesHeard, RingCommand
+from primad.network.messages import DraftInput, DraftModelState, DraftsMade, LoadDraft, ReleaseDraft
+from primad.ring.messages import DraftPlaceChanged, DraftsHeard, RingCommand
 from primad.ring.speculation.messages import Drafted, TextTask, check_drafted
 
 logger = logging.getLogger(__name__)
@@ -33,22 +33,24 @@ LOOK_S: Final = 1.0
 """So often it is looked whether the device may be used, or may again."""
 TRY_S: Final = (30.0, 600.0)
 """Until a device that could not is asked again, for the first time and at most; one that comes back is asked at once."""
-MOST_UNTOLD: Final = 256
+MAX_UNTOLD: Final = 256
 
 SendToRing = Callable[[RingCommand], Coroutine[Any, Any, None]]
 
 
-class GuessesElsewhere:
-    """Has ``device``, which ``find`` finds while it may be used, guess for the ring of ``inputs``, whose process ``to_ring``
+class RemoteDrafter:
+    """Has ``device``, which ``find`` finds while it may be used, draft for the ring of ``inputs``, whose process ``to_ring``
     reaches. ``run`` it, ``ask`` it.
     """
 
-    def __init__(self, inputs: RingInputs, device: str, find: FindsWorker, ways: Ways, to_ring: SendToRing) -> None:
+    def __init__(
+        self, inputs: RingInputs, device: str, find: FindsWorker, ring_addresses: RingAddresses, to_ring: SendToRing
+    ) -> None:
         self._inputs, self._device, self._find = inputs, device, find
-        self._ways, self._to_ring = ways, to_ring
+        self._ring_addresses, self._to_ring = ring_addresses, to_ring
         self._worker: WorkerLink | None = None
         self._vocabulary = 0
-        self._untold: asyncio.Queue[TextTask] = asyncio.Queue(MOST_UNTOLD)
+        self._untold: asyncio.Queue[TextTask] = asyncio.Queue(MAX_UNTOLD)
         self._made: Drafted | None = None
         self._news = asyncio.Event()
         self._heard = asyncio.Event()
@@ -62,13 +64,13 @@ class GuessesElsewhere:
 
     @property
     def place(self) -> str | None:
-        """The device that guesses now; None: none does."""
+        """The device that drafts now; None: none does."""
         if self._is_ready:
             return self._device
-        return self._inputs.promise.plan.head if self._is_over and self._inputs.service.head_has_room else None
+        return self._inputs.forecast.plan.head if self._is_over and self._inputs.service.head_has_room else None
 
     async def run(self) -> None:
-        """Have it guess whenever it may and can, and else the head."""
+        """Have it draft whenever it may and can, and else the head."""
         said, pause_s = "", TRY_S[0]
         while True:
             worker = self._worker = self._find()
@@ -87,10 +89,10 @@ class GuessesElsewhere:
         has_room = self._inputs.service.head_has_room
         if is_new:
             instead = "this device does" if has_room else "nothing does, for this device has no room"
-            self._inputs.reporter.say(f"{self._device} does not guess: {why}; {instead}")
+            self._inputs.reporter.report_line(f"{self._device} does not draft: {why}; {instead}")
         if not self._is_over:
             self._is_over = True
-            await self._to_ring(GuessAt("here" if has_room else "nowhere"))
+            await self._to_ring(DraftPlaceChanged("here" if has_room else "nowhere"))
 
     async def _until_it_may(self, lost: WorkerLink | None, pause_s: float) -> None:
         """Until another link to it is there, or the ``lost`` one may be tried again."""
@@ -102,28 +104,28 @@ class GuessesElsewhere:
                 return
 
     async def release(self) -> None:
-        """It need not guess any more."""
+        """It need not draft any more."""
         worker, self._worker = self._worker, None
         if worker is None:
             return
-        worker.forget_guesses(self)
+        worker.forget_drafts(self)
         try:
-            await worker.send(GuessRelease(epoch=self.epoch))
+            await worker.send(ReleaseDraft(epoch=self.epoch))
         except ClusterError:
-            logger.debug("%s is gone, and guesses for nobody", self._device)
+            logger.debug("%s is gone, and drafts for nobody", self._device)
 
     def ask(self, task: TextTask) -> None:
-        """What the ring process wants to be known; where too much of it waits it is lost, and so are guesses."""
+        """What the ring process wants to be known; where too much of it waits it is lost, and so are drafts."""
         if self._is_ready and not self._untold.full():
             self._untold.put_nowait(task)
 
-    def hear(self, message: GuessState | GuessesMade) -> None:
-        """What the device says. Guesses that are none are dropped."""
+    def hear(self, message: DraftModelState | DraftsMade) -> None:
+        """What the device says. Drafts that are none are dropped."""
         match message:
-            case GuessState(ready=ready, error=error):
+            case DraftModelState(ready=ready, error=error):
                 self._is_ready, self._error = ready and not error, error
                 self._heard.set()
-            case GuessesMade(drafted=drafted):
+            case DraftsMade(drafted=drafted):
                 try:
                     check_drafted(drafted, self._vocabulary)
                 except ProtocolError as exc:
@@ -139,16 +141,16 @@ class GuessesElsewhere:
         self._news.set()
 
     async def _serve(self, worker: WorkerLink) -> None:
-        """Have ``worker`` guess. Raises the ``PrimadError`` for which it does not any more."""
+        """Have ``worker`` draft. Raises the ``PrimadError`` for which it does not any more."""
         self._error, self._made = "", None
-        worker.guesses_for(self)
+        worker.drafts_for(self)
         watching = asyncio.create_task(self._watch(worker))
         try:
             await self._until_ready(worker)
-            self._untold = asyncio.Queue(MOST_UNTOLD)
+            self._untold = asyncio.Queue(MAX_UNTOLD)
             self._is_over = False
-            await self._to_ring(GuessAt("elsewhere"))
-            telling = asyncio.create_task(self._tell(worker))
+            await self._to_ring(DraftPlaceChanged("elsewhere"))
+            telling = asyncio.create_task(self._notify(worker))
             try:
                 await self._pass_on()
             finally:
@@ -181,34 +183,34 @@ class GuessesElsewhere:
             self._news.clear()
             made, self._made = self._made, None
             if made is not None:
-                await self._to_ring(GuessesHeard(made))
+                await self._to_ring(DraftsHeard(made))
             elif not self._error:
                 await self._news.wait()
         raise ClusterError(self._error)
 
-    async def _tell(self, worker: WorkerLink) -> None:
+    async def _notify(self, worker: WorkerLink) -> None:
         while True:
             task = await self._untold.get()
             try:
-                await worker.send(GuessText(epoch=self.epoch, task=task))
+                await worker.send(DraftInput(epoch=self.epoch, task=task))
             except ClusterError as exc:
                 self.lost(str(exc))
                 return
 
-    async def _load(self, worker: WorkerLink) -> GuessLoad:
+    async def _load(self, worker: WorkerLink) -> LoadDraft:
         draft, source = self._inputs.draft, self._inputs.service.draft_source
         assert draft is not None
         assert source is not None
         cutter = source.cutter
         await hash_layers(cutter, cutter.layers_of_all)
         self._vocabulary = vocabulary_size(source.header)
-        return GuessLoad(
+        return LoadDraft(
             epoch=self.epoch,
             window=await in_thread(cutter.without_text),
             vocabulary=self._vocabulary,
             context=draft.context,
-            most=draft.most,
+            maximum=draft.maximum,
             first=draft.first,
-            sources=await self._ways.sources(worker),
+            sources=await self._ring_addresses.sources(worker),
             memory_bytes=draft.memory_bytes,
         )

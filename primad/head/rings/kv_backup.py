@@ -1,6 +1,6 @@
 """The KV cells of all answers, as the head looks after them: kept twice while they grow, and there when a ring needs them.
 
-The ring says which blocks its devices keep (``ring/keeping.py``). Another device, its keeper, is told once a second which
+The ring says which blocks its devices keep (``ring/keeping.py``). Another device, its replica, is told once a second which
 new ones of a worker to hold as well. Before a ring serves answers that another one began, every device of it is asked to
 hold their blocks, in the layers of its windows; what all hold is not computed again. With a cache the prompts of new
 answers are looked for in the same way. What nobody needs any more is told to all.
@@ -23,7 +23,7 @@ from halda import DeviceProfile, Plan
 from primad.api.http.status import CopyStatus, KvStatus
 from primad.daemon.cells import HeldCells
 from primad.daemon.reporter import Reporter
-from primad.daemon.station import Station
+from primad.daemon.station import Node
 from primad.errors import ClusterError
 from primad.gguf.architectures.tensors import turns_by_context
 from primad.gguf.windows import control_tokens
@@ -32,9 +32,9 @@ from primad.head.model.service import Service
 from primad.kv.keys import KvBlock
 from primad.network.contacts import Contact
 from primad.network.messages import MAX_BLOCKS, KvForget
-from primad.planning.batching import least_rows
-from primad.planning.forecast import Promise
-from primad.planning.replicas import Kept, holders, keepers, token_bytes
+from primad.planning.batching import min_rows
+from primad.planning.forecast import Forecast
+from primad.planning.replicas import Kept, holders, replicas, token_bytes
 from primad.ring.chunks import Chunking
 from primad.ring.keeping import prompt_blocks
 from primad.system.tasks import Tasks
@@ -42,20 +42,20 @@ from primad.system.tasks import Tasks
 logger = logging.getLogger(__name__)
 
 COPY_S: Final = 10.0
-"""A keeper that gets nothing for so long is told again."""
-MOST_COPIED: Final = 1024
-"""Blocks that a keeper is told of at a time."""
-MOST_TRIES: Final = 20
+"""A replica that gets nothing for so long is told again."""
+MAX_COPIED: Final = 1024
+"""Blocks that a replica is told of at a time."""
+MAX_TRIES: Final = 20
 """A block that its device does not give so often is gone there."""
-LEAST_RESTORE_S: Final = 2.0
+MIN_RESTORE_S: Final = 2.0
 WAITED_A_ROW_S: Final = 0.005
 """Half of what a row takes to compute again where that is quick."""
-MOST_RESTORE_S: Final = 30.0
+MAX_RESTORE_S: Final = 30.0
 """An answer does not stand still for longer until what is lacking is computed again."""
 _LAST_WRITES_S: Final = (0.02, 0.1, 0.3)
-LEAST_FIND_S: Final = 0.1
+MIN_FIND_S: Final = 0.1
 """A prompt waits so long for its beginning to come from other devices, or as long as it takes to compute."""
-MOST_ROOTS: Final = 1024
+MAX_ROOTS: Final = 1024
 """Owners whose root is remembered."""
 FIRST_TOKENS_PER_S: Final = 20.0
 """As fast are answers taken to be where nothing was predicted."""
@@ -84,7 +84,7 @@ class KeptRing(Protocol):
 
 @dataclass(slots=True)
 class _Copy:
-    """The cells of one device, and their keeper, who asks ``source``. Each block in ``pending`` was told so often."""
+    """The cells of one device, and their replica, who asks ``source``. Each block in ``pending`` was told so often."""
 
     kept: Kept
     layers: Layers
@@ -97,12 +97,10 @@ class _Copy:
 class KvBackup:
     """All blocks of this head. ``run`` it beside the rings."""
 
-    def __init__(
-        self, station: Station, service: Service, devices: Devices, held: HeldCells, reporter: Reporter
-    ) -> None:
-        self._station, self._service, self._devices = station, service, devices
+    def __init__(self, node: Node, service: Service, devices: Devices, held: HeldCells, reporter: Reporter) -> None:
+        self._node, self._service, self._devices = node, service, devices
         self._held, self._reporter = held, reporter
-        self._head = station.config.name
+        self._head = node.config.name
         self._blocks: dict[str, KvBlock] = {}
         """Those that are needed."""
         self._lasting: set[str] = set()
@@ -127,15 +125,15 @@ class KvBackup:
         self._restore_s = 0.0
 
     async def run(self) -> None:
-        """Tell keepers what to hold, and all what to forget, as it comes."""
+        """Tell replicas what to hold, and all what to forget, as it comes."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._tell_keepers())
-                group.create_task(self._tell_forgotten())
+                group.create_task(self._notify_replicas())
+                group.create_task(self._notify_forgotten())
         finally:
             await self._tasks.close()
 
-    async def _tell_keepers(self) -> None:
+    async def _notify_replicas(self) -> None:
         while True:
             await self._news.wait()
             self._news.clear()
@@ -143,9 +141,9 @@ class KvBackup:
                 if copy.pending and not copy.is_busy:
                     copy.is_busy = True
                     self._tasks.start(self._copy(copy))
-            await asyncio.sleep(self._station.timings.head.copy_every_s)
+            await asyncio.sleep(self._node.timings.head.copy_every_s)
 
-    async def _tell_forgotten(self) -> None:
+    async def _notify_forgotten(self) -> None:
         """At once: who asks the same again gets blocks of the same keys, which must not be forgotten after they are kept."""
         while True:
             await self._over.wait()
@@ -154,9 +152,9 @@ class KvBackup:
             for lasting in (False, True):
                 keys = [key for key, lasts in forgotten.items() if lasts == lasting]
                 for at in range(0, len(keys), MAX_BLOCKS):
-                    await self._tell_all(KvForget(keys=keys[at : at + MAX_BLOCKS], lasting=lasting))
+                    await self._notify_all(KvForget(keys=keys[at : at + MAX_BLOCKS], lasting=lasting))
 
-    async def _tell_all(self, forget: KvForget) -> None:
+    async def _notify_all(self, forget: KvForget) -> None:
         await self._held.forget(forget.keys, lasting=forget.lasting)
         for worker in list(self._devices.workers.values()):
             try:
@@ -184,7 +182,7 @@ class KvBackup:
             if block.end <= prompt_tokens:
                 self._lasting.add(block.key)
             for copy in self._copies:
-                if copy.kept.keeper is not None and block.key not in copy.held:
+                if copy.kept.replica is not None and block.key not in copy.held:
                     copy.pending.setdefault(block.key, 0)
 
     def _drop(self, keys: Iterable[str]) -> None:
@@ -200,16 +198,16 @@ class KvBackup:
     # ---- copies --------------------------------------------------------------------------------------------------------
 
     async def _copy(self, copy: _Copy) -> None:
-        """Have the keeper hold what is pending."""
+        """Have the replica hold what is pending."""
         try:
-            assert copy.kept.keeper is not None
-            blocks = [self._blocks[key] for key in list(copy.pending)[:MOST_COPIED]]
-            held = await self._hold(copy.kept.keeper, blocks, copy.layers, copy.source, COPY_S, verify=False)
+            assert copy.kept.replica is not None
+            blocks = [self._blocks[key] for key in list(copy.pending)[:MAX_COPIED]]
+            held = await self._hold(copy.kept.replica, blocks, copy.layers, copy.source, COPY_S, verify=False)
             for block, is_held in zip(blocks, held, strict=True):
                 tries = copy.pending.pop(block.key, None)
                 if tries is not None and is_held:
                     copy.held.add(block.key)
-                elif tries is not None and tries < MOST_TRIES:
+                elif tries is not None and tries < MAX_TRIES:
                     copy.pending[block.key] = tries + 1
         finally:
             copy.is_busy = False
@@ -292,83 +290,83 @@ class KvBackup:
         compute again otherwise, within bounds."""
         rows = sum(block.end - block.start for block in blocks)
         rates = [link.bytes_per_s for link in self._devices.book.between(plan.devices)]
-        most = max(self._token_bytes(plan).values())
-        return min(MOST_RESTORE_S, LEAST_RESTORE_S + rows * (WAITED_A_ROW_S + 2 * most / min(rates, default=1e9)))
+        maximum = max(self._token_bytes(plan).values())
+        return min(MAX_RESTORE_S, MIN_RESTORE_S + rows * (WAITED_A_ROW_S + 2 * maximum / min(rates, default=1e9)))
 
     def serve(
         self,
         ring: KeptRing,
         sources: dict[str, list[Contact]],
         epoch: int,
-        promise: Promise,
+        forecast: Forecast,
         blocks: Mapping[int, Sequence[KvBlock]],
     ) -> None:
         """Ring ``epoch`` serves from now on, and goes on with ``blocks``: what only the one before needed is forgotten."""
         self._epoch, self._keeps, self._sources = epoch, ring.keeps, sources
-        turning = promise.context_tokens if turns_by_context(self._service.model.header) else 0
-        if self._computed != (promise.flash, turning):
-            self._computed = promise.flash, turning
+        turning = forecast.context_tokens if turns_by_context(self._service.model.header) else 0
+        if self._computed != (forecast.flash, turning):
+            self._computed = forecast.flash, turning
             self._roots.clear()
         self._layers = {name: _layers(ring.plan, name) for name in ring.plan.devices}
-        has_cache = self._station.config.kv_cache is not None
+        has_cache = self._node.config.kv_cache is not None
         if not ring.keeps and self._service.options.keep_rows(has_cache=has_cache) is not None:
-            self._say_once(
+            self._report_once(
                 "KV cells are not kept, as not every device can; after a loss answers are computed again as a whole"
             )
         needed = {block.key: block for chain in blocks.values() for block in chain}
-        self._chunking = self._chunking_of(promise) if ring.keeps else None
-        if (predicted := promise.prediction) is not None:
+        self._chunking = self._chunking_of(forecast) if ring.keeps else None
+        if (predicted := forecast.prediction) is not None:
             self._prompt_row_s = predicted.prefill_chunk_s / predicted.chunk_rows
-        self._copies = self._new_copies(ring, promise) if ring.keeps else []
+        self._copies = self._new_copies(ring, forecast) if ring.keeps else []
         self._drop([key for key in self._blocks if key not in needed])
-        self._need(needed.values(), 0)  # new keepers are told with what this ring keeps: first of all it has to go on
+        self._need(needed.values(), 0)  # new replicas are told with what this ring keeps: first of all it has to go on
 
-    def _new_copies(self, ring: KeptRing, promise: Promise) -> list[_Copy]:
+    def _new_copies(self, ring: KeptRing, forecast: Forecast) -> list[_Copy]:
         copies = []
-        for kept in self._keepers(ring, promise):
-            if kept.keeper is None:
-                self._say_once(f"the KV cells of {kept.device} are not kept twice: {kept.why}")
-            contacts = self._sources.get(kept.keeper or "", [])
+        for kept in self._replicas(ring, forecast):
+            if kept.replica is None:
+                self._report_once(f"the KV cells of {kept.device} are not kept twice: {kept.why}")
+            contacts = self._sources.get(kept.replica or "", [])
             source = [contact for contact in contacts if contact.device == kept.device]
             copies.append(_Copy(kept=kept, layers=self._layers[kept.device], source=source))
         return copies
 
-    def _keepers(self, ring: KeptRing, promise: Promise) -> list[Kept]:
+    def _replicas(self, ring: KeptRing, forecast: Forecast) -> list[Kept]:
         options = self._service.options
         if options.kv_backup == 0:
             return []
         devices = holders(ring.profiles, self._token_bytes(ring.plan))
         links = {(link.source, link.target): link.bytes_per_s for link in self._devices.book.between(ring.plan.devices)}
-        return keepers(devices, ring.plan.head, links, _tokens_per_s(promise), always=options.kv_backup is not None)
+        return replicas(devices, ring.plan.head, links, _tokens_per_s(forecast), always=options.kv_backup is not None)
 
-    def _say_once(self, line: str) -> None:
+    def _report_once(self, line: str) -> None:
         if line not in self._said:
             self._said.add(line)
-            self._reporter.say(line)
+            self._reporter.report_line(line)
 
     # ---- answers -------------------------------------------------------------------------------------------------------
 
     def root(self, owner: str) -> str:
         """Under which the cells of an answer for ``owner`` are kept; empty where they are not.
 
-        Nobody but this head can make the keys: whoever guesses a prompt learns nothing from a device that holds its cells.
+        Nobody but this head can make the keys: whoever drafts a prompt learns nothing from a device that holds its cells.
         """
         if not self._keeps:
             return ""
         who = "" if self._service.options.share_prefixes else owner
         if who not in self._roots:
-            if len(self._roots) >= MOST_ROOTS:
+            if len(self._roots) >= MAX_ROOTS:
                 self._roots.clear()
             model, options = self._service.model, self._service.options
             about = (
                 model.stamp,
                 options.run.kv_type,
-                self._station.workspace.build,
+                self._node.workspace.build,
                 who,
                 options.rope,
                 *self._computed,
             )
-            secret = self._station.identity.secret.encode()
+            secret = self._node.identity.secret.encode()
             digest = hashlib.blake2b(msgspec.msgpack.encode(about), key=secret, digest_size=16)
             self._roots[who] = digest.hexdigest()
         return self._roots[who]
@@ -379,7 +377,7 @@ class KvBackup:
         They are looked for where there is a cache, unless a sequence of the ring has them.
         """
         root, epoch = self.root(owner), self._epoch
-        if not root or self._chunking is None or self._station.config.kv_cache is None:
+        if not root or self._chunking is None or self._node.config.kv_cache is None:
             return root, []
         blocks = prompt_blocks(self._chunking, prompt, root)[:-1]
         own = await asyncio.to_thread(self._here, blocks)
@@ -399,7 +397,7 @@ class KvBackup:
 
     async def _found(self, blocks: Sequence[KvBlock]) -> list[KvBlock]:
         """Those that every device has, or gets sooner than they are computed."""
-        patience_s = max(LEAST_FIND_S, self._prompt_row_s * sum(block.end - block.start for block in blocks))
+        patience_s = max(MIN_FIND_S, self._prompt_row_s * sum(block.end - block.start for block in blocks))
         devices = [(name, layers, self._sources.get(name, [])) for name, layers in self._layers.items()]
         try:
             answers = await asyncio.gather(
@@ -414,17 +412,17 @@ class KvBackup:
         self._drop([block.key for block in blocks[len(found) :] if block.key not in self._blocks])
         return found
 
-    def _chunking_of(self, promise: Promise) -> Chunking:
+    def _chunking_of(self, forecast: Forecast) -> Chunking:
         """As the head's ring process cuts prompts."""
-        rows = self._service.options.run.chunk_rows if promise.prediction is None else promise.prediction.chunk_rows
+        rows = self._service.options.run.chunk_rows if forecast.prediction is None else forecast.prediction.chunk_rows
         controls = control_tokens(self._service.model.header)
-        return Chunking(rows=rows, least=least_rows(promise.plan, rows), begins=lambda token: token in controls)
+        return Chunking(rows=rows, minimum=min_rows(forecast.plan, rows), begins=lambda token: token in controls)
 
-    def most_rows(self, promise: Promise) -> int | None:
+    def max_rows(self, forecast: Forecast) -> int | None:
         """How many rows of an answer are computed again one by one; None: all, since answers must be exact."""
         if self._service.options.run.batching == "exact":
             return None
-        rows_per_s = _tokens_per_s(promise) * promise.batching.replays
+        rows_per_s = _tokens_per_s(forecast) * forecast.batching.replays
         return int(self._service.options.exact_replay_s * rows_per_s)
 
     # ---- figures -------------------------------------------------------------------------------------------------------
@@ -440,9 +438,10 @@ class KvBackup:
             return None
         return KvStatus(
             copies=[
-                CopyStatus(device=copy.kept.device, keeper=copy.kept.keeper, why=copy.kept.why) for copy in self._copies
+                CopyStatus(device=copy.kept.device, replica=copy.kept.replica, why=copy.kept.why)
+                for copy in self._copies
             ],
-            twice_bytes=sum(self._rows(copy.held) * copy.kept.token_bytes for copy in self._copies),
+            replicated_bytes=sum(self._rows(copy.held) * copy.kept.token_bytes for copy in self._copies),
             lag_tokens=max((self._rows(copy.pending) for copy in self._copies), default=0),
             restores=self._restores,
             restored_tokens=self._restored_tokens,
@@ -467,8 +466,8 @@ def _layers(plan: Plan, device: str) -> Layers:
     return [(window.first, window.last) for _, window in plan.windows_of(device)]
 
 
-def _tokens_per_s(promise: Promise) -> float:
+def _tokens_per_s(forecast: Forecast) -> float:
     """What all answers together are predicted to get."""
-    if promise.batches is not None:
-        return promise.batches.load.tokens_per_s
-    return FIRST_TOKENS_PER_S if promise.prediction is None else 1 / promise.prediction.tpot_s
+    if forecast.batches is not None:
+        return forecast.batches.load.tokens_per_s
+    return FIRST_TOKENS_PER_S if forecast.prediction is None else 1 / forecast.prediction.tpot_s

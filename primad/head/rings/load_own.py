@@ -18,11 +18,11 @@ from primad.gguf.layers import LayerRef
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.head.rings.ring_inputs import RingInputs
 from primad.layers.fetch import in_thread
-from primad.layers.givers import HubWays
+from primad.layers.givers import HubRoutes
 from primad.layers.whole import compare, is_compared
 from primad.network.contacts import Contact
 from primad.network.messages import Load
-from primad.planning.batching import least_rows
+from primad.planning.batching import min_rows
 from primad.ring.messages import HeadPart
 
 
@@ -31,26 +31,26 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -
 
     Raises ``PrimadError`` when a disk refuses or llama.cpp cannot compute the model.
     """
-    plan, batching, model = inputs.promise.plan, inputs.promise.batching, inputs.service.model
+    plan, batching, model = inputs.forecast.plan, inputs.forecast.batching, inputs.service.model
     own = HeadPart(
         model=str(model.file),
         depth=len(plan.devices),
         at_once=load.sequences if batching.rows > 1 or not plan.streaming else 1,  # every step reads what streams anew
         chunk_rows=load.rows,
-        least_rows=least_rows(plan, load.rows),
+        min_rows=min_rows(plan, load.rows),
         batching=batching,
-        pieces=inputs.promise.pieces,
+        pieces=inputs.forecast.pieces,
         keep_rows=inputs.keep_rows,
         drafting=inputs.drafting,
         draft=inputs.draft,
-        guesses_elsewhere=inputs.devices.guesser is not None,
+        drafts_elsewhere=inputs.devices.draft_device is not None,
         adapters=tuple(AdapterFile(str(each.header.path), each.scale) for each in model.adapters),
     )
     ranged = model.ranged
     windows = WindowLoad(
         load,
         load.epoch,
-        inputs.station,
+        inputs.node,
         inputs.profile,
         own,
         None if ranged is None else ranged.ref(ranged.embedding_layer),
@@ -58,30 +58,30 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -
     head, reporter = plan.head, inputs.reporter
 
     async def cut(missing: Sequence[LayerRef], copied: Callable[[int], None]) -> None:
-        await copy_layers(model, inputs.station.workspace.cache, missing, copied)
+        await copy_layers(model, inputs.node.workspace.cache, missing, copied)
 
     if ranged is not None:
-        await _draw(inputs, ranged, windows, sources)
+        await _download(inputs, ranged, windows, sources)
     elif windows.layers:  # not of the whole model
         await windows.prepare(cut, lambda done, total: reporter.progress(head, "copy", done, total))
     return await windows.start(windows.key())
 
 
-async def _draw(inputs: RingInputs, cutter: RangedCutter, windows: WindowLoad, sources: Sequence[Contact]) -> None:
+async def _download(inputs: RingInputs, cutter: RangedCutter, windows: WindowLoad, sources: Sequence[Contact]) -> None:
     """Have the head's own layers here; what they turn out to be is known from then on."""
-    head, station, reporter = inputs.promise.plan.head, inputs.station, inputs.reporter
-    ways = HubWays(
+    head, node, reporter = inputs.forecast.plan.head, inputs.node, inputs.reporter
+    hub_routes = HubRoutes(
         files=cutter.files,
         token=cutter.token,
         head=None,
         context=inputs.context,
-        identity=station.identity,
-        timings=station.timings.layers,
+        identity=node.identity,
+        timings=node.timings.layers,
     )
     origins = cutter.origins_of([windows.layers])
 
     async def bring(missing: Sequence[LayerRef], arrived: Callable[[int], None]) -> None:
-        await bring_layers(station, ways, sources, origins, missing, arrived, named)
+        await bring_layers(node, hub_routes, sources, origins, missing, arrived, named)
 
     def named(name: str, digest: str, tree: bytes) -> None:
         windows.named(name, digest, tree)
@@ -94,7 +94,7 @@ async def _draw(inputs: RingInputs, cutter: RangedCutter, windows: WindowLoad, s
 
 async def _compare(inputs: RingInputs, cutter: RangedCutter) -> None:
     """All of the model came here: it has to be what the hub states, once."""
-    head, cache, reporter = inputs.promise.plan.head, inputs.station.workspace.cache, inputs.reporter
+    head, cache, reporter = inputs.forecast.plan.head, inputs.node.workspace.cache, inputs.reporter
     if await in_thread(is_compared, cutter):
         return
     loop = asyncio.get_running_loop()
@@ -105,4 +105,4 @@ async def _compare(inputs: RingInputs, cutter: RangedCutter) -> None:
     try:
         await in_thread(compare, cutter, cache, advance)
     except HubError as exc:
-        reporter.say(f"what came of {cutter.header.path.name} is not compared with the hub yet: {exc}")
+        reporter.report_line(f"what came of {cutter.header.path.name} is not compared with the hub yet: {exc}")

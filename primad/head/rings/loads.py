@@ -11,24 +11,24 @@ from primad.errors import ModelError
 from primad.gguf.adapter import Adapter
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.gguf.windows import WindowSpec
-from primad.head.members.core import ParticipationError
-from primad.head.members.participation import Participation
+from primad.head.members.core import StageError
+from primad.head.members.participation import Stage
 from primad.head.rings.ring_inputs import RingInputs
-from primad.head.rings.routes import Ways
+from primad.head.rings.routes import RingAddresses
 from primad.layers.fetch import hash_layers, in_thread
 from primad.network.messages import Load
 from primad.planning.extra_buffers import as_planned, choose_extra_buffers, suited
 
 
-async def loads_of(inputs: RingInputs, ways: Ways) -> dict[str, Load]:
-    """What the head and each worker loads, by name. Raises ``ParticipationError`` for a worker to which there is no way."""
+async def loads_of(inputs: RingInputs, ring_addresses: RingAddresses) -> dict[str, Load]:
+    """What the head and each worker loads, by name. Raises ``StageError`` for a worker to which there is no way."""
     specs = await _specs(inputs)
-    head = inputs.promise.plan.head
-    question = inputs.promise.question
+    head = inputs.forecast.plan.head
+    question = inputs.forecast.question
     profiles = {head: inputs.profile} | {name: worker.profile for name, worker in inputs.devices.workers.items()}
     workload, objective = inputs.service.workload, inputs.service.options.run.objective
     extra = choose_extra_buffers(
-        inputs.promise.assignments,
+        inputs.forecast.assignments,
         {
             name: suited(profile, workload, objective) if question is None else as_planned(profile, question.devices)
             for name, profile in profiles.items()
@@ -40,7 +40,7 @@ async def loads_of(inputs: RingInputs, ways: Ways) -> dict[str, Load]:
     for name, worker in inputs.devices.workers.items():
         loads[name] = msgspec.structs.replace(
             _load(inputs, name, specs[name], extra[name]),
-            sources=await ways.sources(worker),
+            sources=await ring_addresses.sources(worker),
             place=_place_of(inputs, name),
         )
     return loads
@@ -51,7 +51,7 @@ async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
 
     One window is the whole model, which is not cut. Stopping waits for no more than one chunk.
     """
-    plan = inputs.promise.plan
+    plan = inputs.forecast.plan
     if (ranged := inputs.service.model.ranged) is not None:
         return await in_thread(_ranged_specs, ranged, plan)
     if len(plan.route) == 1:
@@ -91,24 +91,24 @@ def _ranged_specs(cutter: RangedCutter, plan: Plan) -> dict[str, list[WindowSpec
 
 def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers: list[bool]) -> Load:
     """What ``name`` loads; a worker is told more."""
-    options, plan, ranged = inputs.service.options, inputs.promise.plan, inputs.service.model.ranged
+    options, plan, ranged = inputs.service.options, inputs.forecast.plan, inputs.service.model.ranged
     return Load(
         ring=inputs.session,
         epoch=inputs.epoch,
         route=len(plan.route),
         width=inputs.service.model.profile.hop_values,
         windows=specs,
-        assignments=list(inputs.promise.assignments[name].windows),
-        ahead_bytes=inputs.promise.assignments[name].ahead_bytes,
+        assignments=list(inputs.forecast.assignments[name].windows),
+        read_ahead_bytes=inputs.forecast.assignments[name].read_ahead_bytes,
         extra_buffers=extra_buffers,
         sources=[],
-        context=inputs.promise.context_tokens,
-        sequences=inputs.promise.sequences,
+        context=inputs.forecast.context_tokens,
+        sequences=inputs.forecast.sequences,
         rows=inputs.rows,
         step_timeout_s=options.step_timeout_s,
         place=0,
         kv_type=options.run.kv_type,
-        flash=inputs.promise.flash,
+        flash=inputs.forecast.flash,
         keeps=inputs.keep_rows is not None,
         rope=options.rope,
         files=[] if ranged is None else list(ranged.files),
@@ -118,27 +118,27 @@ def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers:
 
 def _place_of(inputs: RingInputs, name: str) -> int:
     """Counts the devices on the machine of ``name`` from its turn in the ring to the ring's end."""
-    plan = inputs.promise.plan
+    plan = inputs.forecast.plan
     rest = plan.devices[plan.devices.index(name) :]
     hosts = {worker: link.profile.host for worker, link in inputs.devices.workers.items()}
     return sum(hosts.get(other) == hosts[name] for other in rest)
 
 
-def learn_drawn(cutter: RangedCutter | None, workers: Mapping[str, Participation]) -> None:
+def learn_downloaded(cutter: RangedCutter | None, workers: Mapping[str, Stage]) -> None:
     """Know from now on by their digests the layers that ``workers`` fetched.
 
-    Raises ``ParticipationError`` for one that says another thing of a layer than was known of it.
+    Raises ``StageError`` for one that says another thing of a layer than was known of it.
     """
     if cutter is None:
         return
     for name, worker in workers.items():
-        for each in worker.drawn:
+        for each in worker.downloaded:
             try:
                 known = cutter.learn(each.name, each.tree)
             except ModelError as exc:
-                raise ParticipationError(f"{name}: {exc}", name, "fetch") from exc
+                raise StageError(f"{name}: {exc}", name, "fetch") from exc
             if known is not None:
-                raise ParticipationError(
+                raise StageError(
                     f"{name}: fetched other bytes for layer {known[:12]} than another device did, so one of the two was not "
                     "given what the hub has; 'primad rm' the model here and serve it anew",
                     name,

@@ -17,21 +17,21 @@ from primad.gguf.architectures.tensors import turns_by_context
 from primad.head.members.devices import Devices
 from primad.head.members.worker_link import WorkerLink
 from primad.head.model.learning import Learning
-from primad.head.model.limits import Lending
+from primad.head.model.limits import DeviceLimits
 from primad.head.model.service import Service
 from primad.planning.extra_buffers import as_planned
-from primad.planning.forecast import Promise
+from primad.planning.forecast import Forecast
 from primad.planning.plan import FoundPlan, PlanRequest, complete, search
 from primad.planning.question import LinkSpeed, both_ways, with_default_links
-from primad.planning.solver_process import solve_apart
+from primad.planning.solver_process import solve_in_process
 from primad.system.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
-MOST_FORESEEN: Final = 8
+MAX_PRECOMPUTED: Final = 8
 """In larger rings the loss of one device is planned for when it comes."""
 
-PlanResult = tuple[Promise, float]
+PlanResult = tuple[Forecast, float]
 """A plan with what it promises, and its objective."""
 
 
@@ -39,18 +39,18 @@ class Planner:
     """Plans for ``service`` on ``own`` and the workers among ``devices``, with what ``learning`` knows of them."""
 
     def __init__(
-        self, service: Service, own: OwnDevice, devices: Devices, learning: Learning, lending: Lending
+        self, service: Service, own: OwnDevice, devices: Devices, learning: Learning, device_limits: DeviceLimits
     ) -> None:
         self._service, self._own, self._devices, self._learning = service, own, devices, learning
-        self._lending = lending
-        self._foreseen: dict[frozenset[str], tuple[list[DeviceProfile], PlanResult]] = {}
+        self._device_limits = device_limits
+        self._precomputed: dict[frozenset[str], tuple[list[DeviceProfile], PlanResult]] = {}
         self.foreseeing: asyncio.Task[None] | None = None
         """The planning for losses that is under way."""
         self.imagines = False
         """Whether a plan is made that nobody will serve."""
 
     async def plan(
-        self, candidates: frozenset[str], served: Promise | None, *, keeps_attention: bool = False
+        self, candidates: frozenset[str], served: Forecast | None, *, keeps_attention: bool = False
     ) -> PlanResult:
         """The plan for the head and ``candidates``, with the context and the sequences of ``served``, if one was.
 
@@ -59,66 +59,70 @@ class Planner:
         Raises ``PlanError`` or ``Infeasible`` when there is none.
         """
         workers = self._devices.present(candidates)
-        profiles, foreseen = self._foreseen.get(candidates, ([], None))
+        profiles, precomputed = self._precomputed.get(candidates, ([], None))
         # A device that is short of memory now has another profile than it had then.
-        if foreseen is not None and profiles == [worker.profile for worker in workers]:
-            return foreseen
+        if precomputed is not None and profiles == [worker.profile for worker in workers]:
+            return precomputed
         return await self._solve(workers, served, keeps_attention=keeps_attention)
 
     def forget(self) -> None:
         """What was foreseen holds no more: the head's own memory became short."""
         if self.foreseeing is not None:
             self.foreseeing.cancel()
-        self._foreseen.clear()
+        self._precomputed.clear()
 
-    def foresee(self, candidates: frozenset[str], members: frozenset[str], tasks: Tasks, served: Promise) -> None:
+    def precompute(self, candidates: frozenset[str], members: frozenset[str], tasks: Tasks, served: Forecast) -> None:
         """Begin to plan for the loss of each of ``members``, so that no time goes into it when it comes."""
         self.forget()
-        if len(members) <= MOST_FORESEEN and self._service.options.run.windows is None:
-            self.foreseeing = tasks.start(self._foresee(candidates, members, served))
+        if len(members) <= MAX_PRECOMPUTED and self._service.options.run.windows is None:
+            self.foreseeing = tasks.start(self._precompute(candidates, members, served))
 
-    async def _foresee(self, candidates: frozenset[str], members: frozenset[str], served: Promise) -> None:
+    async def _precompute(self, candidates: frozenset[str], members: frozenset[str], served: Forecast) -> None:
         for lost in sorted(members):
             rest = candidates - {lost}
             workers = self._devices.present(rest)
             profiles = [worker.profile for worker in workers]
             try:
-                self._foreseen[rest] = (
+                self._precomputed[rest] = (
                     profiles,
                     await self._solve(workers, served, keeps_attention=True, background=True),
                 )
             except (PrimadError, Infeasible) as exc:
                 logger.info("without %s there is no plan: %s", lost, exc)
 
-    async def value(self, promise: Promise) -> float | None:
+    async def value(self, forecast: Forecast) -> float | None:
         """The objective of a plan that was solved, with what is known now; None where a device of it is not spoken to."""
-        before, run = promise.prediction, self._service.options.run
-        workers = self._devices.present(promise.plan.devices)
+        before, run = forecast.prediction, self._service.options.run
+        workers = self._devices.present(forecast.plan.devices)
         own = await self._own.profile()
-        if before is None or len(workers) + 1 < len(promise.plan.devices):
+        if before is None or len(workers) + 1 < len(forecast.plan.devices):
             return None
         devices, links = self._known([own, *(worker.profile for worker in workers)])
-        if promise.question is not None:
-            devices = [as_planned(device, promise.question.devices) for device in devices]
+        if forecast.question is not None:
+            devices = [as_planned(device, forecast.question.devices) for device in devices]
         workload = replace(
             self._service.workload,
-            context_tokens=promise.context_tokens,
-            sequences=promise.sequences,
-            flash=promise.flash,
+            context_tokens=forecast.context_tokens,
+            sequences=forecast.sequences,
+            flash=forecast.flash,
         )
         links = list(with_default_links(devices, links))
         known = instance(devices, links, await self._service.model.planned(), workload, {}, head=own.device)
-        prediction = evaluate(promise.plan, known.with_rows(before.chunk_rows))
+        prediction = evaluate(forecast.plan, known.with_rows(before.chunk_rows))
         return prediction.objective_s(run.objective, self._service.workload.answer_tokens)
 
     async def slowdown_with(
-        self, device: str, candidates: frozenset[str], serving_value: float, served: Promise
+        self, device: str, candidates: frozenset[str], serving_value: float, served: Forecast
     ) -> float | None:
         """The share by which the best plan in which ``device`` has layers is slower than one of ``serving_value``.
 
         None where there is no such plan, or none is solved for.
         """
-        if self._service.options.run.windows is not None or serving_value <= 0 or not self._lending.unpaused({device}):
+        if (
+            self._service.options.run.windows is not None
+            or serving_value <= 0
+            or not self._device_limits.unpaused({device})
+        ):
             return None
         try:
             _, value = await self._solve(
@@ -134,9 +138,9 @@ class Planner:
         return value / serving_value - 1
 
     async def what_if(
-        self, served: Promise | None, without: frozenset[str], more: Sequence[DeviceProfile], speed: LinkSpeed
-    ) -> Promise:
-        """What a plan would promise without some devices, and with ``more`` that are not here, on links of ``speed``.
+        self, served: Forecast | None, without: frozenset[str], more: Sequence[DeviceProfile], speed: LinkSpeed
+    ) -> Forecast:
+        """What a plan would forecast without some devices, and with ``more`` that are not here, on links of ``speed``.
 
         Raises ``PlanError`` where there is none.
         """
@@ -150,24 +154,24 @@ class Planner:
             links += [link for other in others for link in both_ways(each.device, other, speed)]
         self.imagines = True
         try:
-            promise, _ = await self._solve(workers, served, background=True, more=more, more_links=links)
+            forecast, _ = await self._solve(workers, served, background=True, more=more, more_links=links)
         except Infeasible as exc:
             raise PlanError(f"there is no such plan: {exc}") from exc
         finally:
             self.imagines = False
-        return promise
+        return forecast
 
     def _known(self, measured: Sequence[DeviceProfile]) -> tuple[list[DeviceProfile], list[LinkProfile]]:
         """Devices and the links between them, with what was learnt of them."""
         corrections = self._learning.planned(measured)
         links = self._devices.book.all_between(each.device for each in measured)
-        lent = [self._lending.apply(corrections.apply(each)) for each in measured]
-        return lent, [corrections.apply_link(link) for link in links]
+        limited = [self._device_limits.apply(corrections.apply(each)) for each in measured]
+        return limited, [corrections.apply_link(link) for link in links]
 
     async def _solve(
         self,
         workers: Sequence[WorkerLink],
-        served: Promise | None,
+        served: Forecast | None,
         *,
         keeps_attention: bool = False,
         require: frozenset[str] = frozenset(),
@@ -192,13 +196,13 @@ class Planner:
             planned = complete(asked, search(asked))
         else:
             planned = complete(asked, await self._search(asked, background=background))
-        promise = Promise.of_planned(planned, self._learning.corrections, by_hand=by_hand)
-        return promise, 0.0 if by_hand else planned.objective_s
+        forecast = Forecast.of_planned(planned, self._learning.corrections, by_hand=by_hand)
+        return forecast, 0.0 if by_hand else planned.objective_s
 
     async def _request(
         self,
         workers: Sequence[WorkerLink],
-        served: Promise | None,
+        served: Forecast | None,
         require: frozenset[str],
         *,
         keeps_attention: bool,
@@ -207,7 +211,7 @@ class Planner:
     ) -> PlanRequest:
         """What the planner is asked for this head and those of ``workers`` that are not paused."""
         service = self._service
-        usable = self._lending.unpaused(worker.profile.device for worker in workers)
+        usable = self._device_limits.unpaused(worker.profile.device for worker in workers)
         workers = [worker for worker in workers if worker.profile.device in usable]
         devices, links = self._known([await self._own.profile(), *(worker.profile for worker in workers)])
         devices = [*devices, *more]
@@ -229,7 +233,7 @@ class Planner:
     async def _search(self, asked: PlanRequest, *, background: bool) -> FoundPlan:
         """Raises ``PlanError`` that says why devices do not reach each other, where there is no plan for that."""
         try:
-            return await solve_apart(asked, background=background)
+            return await solve_in_process(asked, background=background)
         except CutOff as exc:
             raise PlanError(self._why_cut(device.device for device in asked.devices) or str(exc)) from exc
 
@@ -258,8 +262,8 @@ class OwnDevice:
     async def profile(self) -> DeviceProfile:
         """Its profile as of now, with no more memory than plans may have since it was short of it."""
         profile = self._gpu_care.now(await asyncio.to_thread(self._profile))
-        most = self._memory_watch.most_bytes(profile.ram_available_bytes)
-        return replace(profile, ram_available_bytes=most)
+        maximum = self._memory_watch.max_bytes(profile.ram_available_bytes)
+        return replace(profile, ram_available_bytes=maximum)
 
     async def begin(self) -> DeviceProfile:
         """Its profile as of now, which a ring is formed with."""
@@ -267,6 +271,6 @@ class OwnDevice:
         self._memory_watch.begin(profile.ram_available_bytes)
         return profile
 
-    async def press(self, needed_bytes: int) -> None:
+    async def report_memory_low(self, needed_bytes: int) -> None:
         """It is short of so much memory: plans from now on have less of it."""
-        await self._memory_watch.press(needed_bytes)
+        await self._memory_watch.report_memory_low(needed_bytes)

@@ -1,4 +1,4 @@
-"""Form one ring for one plan and keep it: the workers' participations, the head's own ring process, the links between them.
+"""Form one ring for one plan and keep it: the workers' stages, the head's own ring process, the links between them.
 
 A ``HeadRing`` is formed (``form``), given work (``send``), emptied before another ring takes over (``drain``) and closed.
 Two may exist at a time: one serves while the next is formed. What ends one, at any time, is told once to its listener.
@@ -17,24 +17,23 @@ import msgspec
 import psutil
 
 from halda import DeviceProfile, Plan, Prediction
-from primad.api.http.status import AnswerFigures
+from primad.api.http.status import CompletionFigures
 from primad.daemon.layer_files import distrust, release_files
 from primad.daemon.loaded_process import LoadedProcess
 from primad.errors import ClusterError, LateStepError, NextDeviceError, PrimadError, RingError, WeightsError
-from primad.head.members.core import ParticipationError, StuckStepError, blamed, workers_of
-from primad.head.members.participation import Participation
-from primad.head.rings.drafting import GuessesElsewhere
+from primad.head.members.core import StageError, StuckStepError, attributed, workers_of
+from primad.head.members.participation import Stage
+from primad.head.rings.drafting import RemoteDrafter
 from primad.head.rings.load_own import load_own
-from primad.head.rings.loads import learn_drawn, loads_of
+from primad.head.rings.loads import learn_downloaded, loads_of
 from primad.head.rings.ring_inputs import RingInputs
-from primad.head.rings.routes import Ways
-from primad.head.rings.status import Costs, device_status, link_status, plan_lines, promises
+from primad.head.rings.routes import RingAddresses
+from primad.head.rings.status import Costs, device_status, link_status, plan_lines, predicted_status
 from primad.membership.types import LoadStage
 from primad.network.contacts import Contact
 from primad.network.messages import Load, Progress
 from primad.network.sockets import endpoint
 from primad.ring.messages import (
-    AskGuesses,
     Cancel,
     Connect,
     Drain,
@@ -49,13 +48,14 @@ from primad.ring.messages import (
     ProcessMemoryLow,
     PromptProgress,
     Report,
+    RequestDrafts,
     RingCommand,
     RingEvent,
     Sampled,
     Serving,
     Status,
 )
-from primad.system.tasks import mistake, settle
+from primad.system.tasks import mistake, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ DRAIN_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _DeviceReport:
     """What a device says of itself; no ``status`` where its ring process did not answer in time.
 
     A ring process answers between two steps: while there is something to compute it ``computes``, and is not gone.
@@ -87,9 +87,9 @@ class HeadRing:
 
     def __init__(self, inputs: RingInputs) -> None:
         self._inputs = inputs
-        self._ways = Ways(inputs)
+        self._ring_addresses = RingAddresses(inputs)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._workers: dict[str, Participation] = {}
+        self._workers: dict[str, Stage] = {}
         self._process: LoadedProcess | None = None
         self._closed = False
         loop = asyncio.get_running_loop()
@@ -101,24 +101,24 @@ class HeadRing:
         self._open_requests: set[int] = set()
         self._costs: dict[str, Costs] = {}
         self._latest: dict[str, Status | None] = {}
-        self.measured: AnswerFigures | None = None
+        self.measured: CompletionFigures | None = None
         """What its latest answer that was long enough took, as whoever learns from it says."""
         self._asking: asyncio.Task[dict[str, Any]] | None = None
         self._finding_fault: asyncio.Task[None] | None = None
         self._looked: tuple[int, int] | None = None
         self._parties: Sequence[str] = ()
         self._own_keeps = False
-        self._guesses: GuessesElsewhere | None = None
+        self._remote_drafter: RemoteDrafter | None = None
 
     @property
     def plan(self) -> Plan:
         """The plan that this ring serves."""
-        return self._inputs.promise.plan
+        return self._inputs.forecast.plan
 
     @property
     def prediction(self) -> Prediction | None:
-        """What the plan promises."""
-        return self._inputs.promise.prediction
+        """What the plan forecasts."""
+        return self._inputs.forecast.prediction
 
     @property
     def epoch(self) -> int:
@@ -128,7 +128,7 @@ class HeadRing:
     @property
     def keeps(self) -> bool:
         """Whether every device of it keeps KV cells."""
-        return self._own_keeps and all(participation.keeps for participation in self._workers.values())
+        return self._own_keeps and all(stage.keeps for stage in self._workers.values())
 
     @property
     def profiles(self) -> dict[str, DeviceProfile]:
@@ -138,11 +138,11 @@ class HeadRing:
 
     async def sources(self) -> dict[str, list[Contact]]:
         """By device of the ring: who may have what it lacks. One without a way to the head has none."""
-        found = {self.plan.head: self._ways.own_sources()}
+        found = {self.plan.head: self._ring_addresses.own_sources()}
         for name, worker in self._inputs.devices.workers.items():
             try:
-                found[name] = await self._ways.sources(worker)
-            except ParticipationError as exc:
+                found[name] = await self._ring_addresses.sources(worker)
+            except StageError as exc:
                 logger.info("%s is told of no sources: %s", name, exc)
         return found
 
@@ -152,7 +152,7 @@ class HeadRing:
         return self._broken.result() if self._broken.done() else None
 
     async def form(self) -> None:
-        """Have every device load its windows, link them and run a warm-up lap.
+        """Have every device load its windows, link them and run a warm-up pass.
 
         Raises the ``PrimadError`` that it fails for; ``close`` is due in any case.
         """
@@ -169,26 +169,26 @@ class HeadRing:
             raise self._broken.result()
 
     async def _form(self) -> None:
-        loads = await loads_of(self._inputs, self._ways)
+        loads = await loads_of(self._inputs, self._ring_addresses)
         own_load = loads[self.plan.head]
         for name, worker in self._inputs.devices.workers.items():
-            participation = Participation(worker, loads[name], self._on_progress)
-            participation.loaded.add_done_callback(partial(self._loaded, name))
-            self._workers[name] = participation
-            self._start(self._watch(participation))
-            await participation.load()
-        self._process = await load_own(self._inputs, own_load, self._ways.own_sources())
+            stage = Stage(worker, loads[name], self._on_progress)
+            stage.loaded.add_done_callback(partial(self._loaded, name))
+            self._workers[name] = stage
+            self._start(self._watch(stage))
+            await stage.load()
+        self._process = await load_own(self._inputs, own_load, self._ring_addresses.own_sources())
         self._start(self._attend_own(self._process, own_load))
         async with asyncio.timeout(LOAD_TIMEOUT_S):
             own = await self._own
-            loaded = {name: await participation.loaded for name, participation in self._workers.items()}
-            learn_drawn(self._inputs.service.model.ranged, self._workers)
+            loaded = {name: await stage.loaded for name, stage in self._workers.items()}
+            learn_downloaded(self._inputs.service.model.ranged, self._workers)
             await self._link(own, loaded)
             await self._serving
-        find, device = self._inputs.devices.guesser, self._inputs.promise.guesser
+        find, device = self._inputs.devices.draft_device, self._inputs.forecast.draft_device
         if find is not None and device is not None:
-            self._guesses = GuessesElsewhere(self._inputs, device, find, self._ways, self.send)
-            self._start(self._guesses.run())
+            self._remote_drafter = RemoteDrafter(self._inputs, device, find, self._ring_addresses, self.send)
+            self._start(self._remote_drafter.run())
 
     async def send(self, *commands: RingCommand) -> None:
         """Give the head's ring process a command; it need not be taken any more once the ring is broken."""
@@ -220,14 +220,14 @@ class HeadRing:
             task.cancel()
         if self._asking is not None:
             self._asking.cancel()
-        if self._guesses is not None:
-            await self._guesses.release()
-        for participation in self._workers.values():
-            await participation.release()
+        if self._remote_drafter is not None:
+            await self._remote_drafter.release()
+        for stage in self._workers.values():
+            await stage.release()
         if self._process is not None:
             await self._process.close()
         else:
-            release_files(self._inputs.station.workspace, self.epoch)
+            release_files(self._inputs.node.workspace, self.epoch)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -250,14 +250,14 @@ class HeadRing:
         if self._closed or self._broken.done():
             return
         self._broken.set_result(error)
-        self._inputs.listener.broken(self.epoch, blamed(error, self.plan))
+        self._inputs.listener.broken(self.epoch, attributed(error, self.plan))
 
-    async def _watch(self, participation: Participation) -> None:
-        raise await participation.broken
+    async def _watch(self, stage: Stage) -> None:
+        raise await stage.broken
 
     def describe(self) -> list[str]:
         """Who computes what, a line a device."""
-        return plan_lines(self.plan, self._inputs.promise.assignments)
+        return plan_lines(self.plan, self._inputs.forecast.assignments)
 
     async def status(self) -> dict[str, Any]:
         """What every device did and holds now, as plain data; a device that does not answer in time has no figures.
@@ -292,7 +292,7 @@ class HeadRing:
                 device_status(
                     self.plan,
                     self.prediction,
-                    self._inputs.promise.assignments[name],
+                    self._inputs.forecast.assignments[name],
                     name,
                     status,
                     costs,
@@ -304,30 +304,30 @@ class HeadRing:
         return {
             "epoch": self.epoch,
             "rounds": self.plan.rounds,
-            "sequences": self._inputs.promise.sequences,
-            "predicted": None if self.prediction is None else msgspec.to_builtins(promises(self.prediction)),
+            "sequences": self._inputs.forecast.sequences,
+            "predicted": None if self.prediction is None else msgspec.to_builtins(predicted_status(self.prediction)),
             "measured": None if self.measured is None else msgspec.to_builtins(self.measured),
             "devices": msgspec.to_builtins(devices),
             "drafts": None
             if head is None or head.drafts is None
-            else msgspec.to_builtins(head.drafts) | {"model_on": self._guesser()},
+            else msgspec.to_builtins(head.drafts) | {"model_on": self._draft_device()},
             "links": [msgspec.to_builtins(link_status(link)) for link in self._inputs.devices.links.between(names)],
         }
 
-    def _guesser(self) -> str | None:
-        """The device on which a model guesses; None where none does."""
+    def _draft_device(self) -> str | None:
+        """The device on which a model drafts; None where none does."""
         if self._inputs.draft is None:
             return None
-        return self.plan.head if self._guesses is None else self._guesses.place
+        return self.plan.head if self._remote_drafter is None else self._remote_drafter.place
 
-    async def _ask(self, name: str) -> _Said:
+    async def _ask(self, name: str) -> _DeviceReport:
         """What the ring process of ``name`` says, and the memory of the daemon there."""
-        timeout_s = self._inputs.station.timings.head.status_timeout_s
+        timeout_s = self._inputs.node.timings.head.status_timeout_s
         if name in self._workers:
             return await self._worker_status(name, timeout_s)
         status = await self._own_status(timeout_s)
         computes = status is None and bool(self._open_requests)
-        return _Said(status, psutil.Process().memory_info().rss, computes)
+        return _DeviceReport(status, psutil.Process().memory_info().rss, computes)
 
     async def _own_status(self, timeout_s: float) -> Status | None:
         while not self._status.empty():  # an answer that came too late for who asked before
@@ -339,15 +339,15 @@ class HeadRing:
         except TimeoutError:
             return None
 
-    async def _worker_status(self, name: str, timeout_s: float) -> _Said:
+    async def _worker_status(self, name: str, timeout_s: float) -> _DeviceReport:
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self._workers[name].wait_status()
         except TimeoutError:
-            return _Said(computes=bool(self._open_requests))
+            return _DeviceReport(computes=bool(self._open_requests))
         except ClusterError:
-            return _Said()
-        return _Said() if answer is None else _Said(answer.status, answer.daemon_rss_bytes)
+            return _DeviceReport()
+        return _DeviceReport() if answer is None else _DeviceReport(answer.status, answer.daemon_rss_bytes)
 
     async def _attend_own(self, process: LoadedProcess, load: Load) -> None:
         try:
@@ -358,9 +358,9 @@ class HeadRing:
                 raise WeightsError(f"{exc}: {path}", path) from exc
             # The next ring cuts what is not whole out of the model again.
             refs = (ref for spec in load.windows for ref in spec.files)
-            raise distrust(self._inputs.station.workspace.cache, exc, refs) from exc
+            raise distrust(self._inputs.node.workspace.cache, exc, refs) from exc
         except NextDeviceError as exc:
-            raise ParticipationError(f"{self.plan.head}: {exc}", self.plan.head, "next") from exc
+            raise StageError(f"{self.plan.head}: {exc}", self.plan.head, "next") from exc
         except LateStepError as exc:
             raise StuckStepError(str(exc), self._parties) from exc
 
@@ -374,18 +374,18 @@ class HeadRing:
             case Loading(done):
                 self._inputs.reporter.progress(self.plan.head, "load", done, windows)
             case Opened(address, key, keeps, cells):
-                self._inputs.station.workspace.cells.expect(cells)
+                self._inputs.node.workspace.cells.expect(cells)
                 self._own_keeps = keeps
-                settle(self._own, (address, key))
-            case AskGuesses(task):
-                if self._guesses is not None:
-                    self._guesses.ask(task)
+                resolve(self._own, (address, key))
+            case RequestDrafts(task):
+                if self._remote_drafter is not None:
+                    self._remote_drafter.ask(task)
             case KvKept() | KvForgotten():
                 self._inputs.listener.cells(self.epoch, event)
             case Serving():
-                settle(self._serving, None)
+                resolve(self._serving, None)
             case Drained():
-                settle(self._drained, None)
+                resolve(self._drained, None)
             case Overdue():
                 self._look_for_fault(event)
             case ProcessMemoryLow(needed_bytes):
@@ -407,12 +407,12 @@ class HeadRing:
     async def _find_fault(self, overdue: Overdue) -> None:
         """A step is late. A worker whose ring process does not even answer hangs; one that answers is slow.
 
-        Raises ``ParticipationError`` for the one that hangs, unless it may be at its first step, for which nobody knows
+        Raises ``StageError`` for the one that hangs, unless it may be at its first step, for which nobody knows
         what is slow. Where all answer, the step is between the last worker that says it passed it on and the first one that
         says it did not have it. Raises ``StuckStepError`` when it got no further since this was asked last.
         """
         names = workers_of(self.plan)
-        timeout_s = self._inputs.station.timings.head.overdue_timeout_s
+        timeout_s = self._inputs.node.timings.head.overdue_timeout_s
         answers = await asyncio.gather(*(self._worker_status(name, timeout_s) for name in names))
         silent = [name for name, said in zip(names, answers, strict=True) if said.status is None]
         waited_s = overdue.waited_s + timeout_s * bool(silent)
@@ -421,13 +421,13 @@ class HeadRing:
             if overdue.is_first and waited_s < FIRST_STEP_SHARE * self._inputs.service.options.step_timeout_s:
                 return
             reason = f"{silent[0]}: its ring process hangs; a step is out for {waited_s:.1f} s"
-            raise ParticipationError(reason, silent[0], "ring")
+            raise StageError(reason, silent[0], "ring")
         if (
             await self._own_status(timeout_s) is None
         ):  # it computes another step, and may not have looked at what arrived
             self._looked = None
             return
-        had = [said.status is not None and said.status.steps > overdue.laps for said in answers]
+        had = [said.status is not None and said.status.steps > overdue.ring_passes for said in answers]
         place = had.index(False) if False in had else len(names)
         before, self._looked = self._looked, (overdue.step, place)
         self._parties = names[max(0, place - 1) : place + 1]
@@ -442,22 +442,22 @@ class HeadRing:
         head, devices = self.plan.head, list(self.plan.devices)
         keys = {name: key for name, (_, key) in loaded.items()} | {head: own[1]}
         before = {self.plan.after(name): name for name in devices}
-        for name, participation in self._workers.items():
+        for name, stage in self._workers.items():
             following = self.plan.after(name)
             if following == head:
                 address = endpoint(
-                    await self._ways.to_head(self._inputs.devices.workers[name]), own[0].rsplit(":", 1)[1]
+                    await self._ring_addresses.to_head(self._inputs.devices.workers[name]), own[0].rsplit(":", 1)[1]
                 )
             else:
-                address = endpoint(self._ways.host_for(name, following), loaded[following][0])
-            await participation.connect(address, keys[following], keys[before[name]])
+                address = endpoint(self._ring_addresses.host_for(name, following), loaded[following][0])
+            await stage.connect(address, keys[following], keys[before[name]])
         first = self.plan.after(head)
-        way = endpoint(await self._ways.to_first(self._inputs.devices.workers[first]), loaded[first][0])
+        way = endpoint(await self._ring_addresses.to_first(self._inputs.devices.workers[first]), loaded[first][0])
         await self._process.send(Connect(way, keys[first], keys[before[head]]))
-        for name, participation in self._workers.items():
-            await _first_of(participation.linked, timeout_s=LINK_TIMEOUT_S)
-            if not participation.linked.done():
-                raise ParticipationError(f"{name}: it does not connect to the next device", name, "load")
+        for name, stage in self._workers.items():
+            await _first_of(stage.linked, timeout_s=LINK_TIMEOUT_S)
+            if not stage.linked.done():
+                raise StageError(f"{name}: it does not connect to the next device", name, "load")
 
     def _on_progress(self, device: str, progress: Progress) -> None:
         self._inputs.reporter.progress(device, progress.phase, progress.done, progress.total)

@@ -11,13 +11,13 @@ from msgspec.structs import replace
 
 from halda import DeviceProfile
 from primad.daemon.reporter import Reporter
-from primad.daemon.station import Station
-from primad.head.members.core import Blame
+from primad.daemon.station import Node
+from primad.head.members.core import Attribution
 from primad.head.members.link_book import LinkBook
 from primad.head.members.worker_link import WorkerLink
 from primad.head.model.service import Service
 from primad.membership.types import LoadStage
-from primad.planning.forecast import Promise
+from primad.planning.forecast import Forecast
 from primad.ring.messages import GenerationEvent, KvForgotten, KvKept
 from primad.ring.speculation.drafter import Drafting
 from primad.ring.speculation.messages import DraftModel
@@ -38,7 +38,7 @@ class RingListener(Protocol):
     def overdue(self, epoch: int, waited_s: float) -> None:
         """A step of ring ``epoch`` is out for ``waited_s``, which is much longer than such steps take."""
 
-    def broken(self, epoch: int, blame: Blame) -> None:
+    def broken(self, epoch: int, attribution: Attribution) -> None:
         """Ring ``epoch`` broke."""
 
     def memory_low(self, needed_bytes: int) -> None:
@@ -52,28 +52,28 @@ FindsWorker = Callable[[], WorkerLink | None]
 class RingDevices:
     """``workers`` are those with a window, ``holders`` those that may have layers to give; ``links`` are between all.
 
-    The model that guesses, if there is one, does so on ``guesser``, which may be away; None: on the head, or nowhere.
+    The draft model, if there is one, does so on ``draft_device``, which may be away; None: on the head, or nowhere.
     """
 
     workers: Mapping[str, WorkerLink]
     holders: Mapping[str, WorkerLink]
     links: LinkBook
-    guesser: FindsWorker | None = None
+    draft_device: FindsWorker | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingInputs:
-    """What a ring is formed from: the ``promise`` of plan ``epoch`` for ``service``.
+    """What a ring is formed from: the ``forecast`` of plan ``epoch`` for ``service``.
 
     ``session`` tells starts of the head apart. ``profile`` is the head's own; it gives layers on TCP port ``layer_port``.
     """
 
     epoch: int
     session: int
-    promise: Promise
+    forecast: Forecast
     service: Service
     devices: RingDevices
-    station: Station
+    node: Node
     profile: DeviceProfile
     layer_port: int
     context: zmq.asyncio.Context
@@ -83,27 +83,27 @@ class RingInputs:
     @property
     def keep_rows(self) -> int | None:
         """Of so many rows of an answer the KV cells are kept at a time; None: they are not."""
-        return self.service.options.keep_rows(has_cache=self.station.config.kv_cache is not None)
+        return self.service.options.keep_rows(has_cache=self.node.config.kv_cache is not None)
 
     @property
     def drafting(self) -> Drafting | None:
         """How drafts are computed."""
-        return self.promise.drafting_with(self.keep_rows)
+        return self.forecast.drafting_with(self.keep_rows)
 
     @property
     def draft(self) -> DraftModel | None:
-        """The model that guesses; none where nothing is computed ahead, or no device has room for it.
+        """The draft model; none where nothing is computed ahead, or no device has room for it.
 
-        Where a step is no tree, guesses in place of others are of use only later: those that a step takes come first.
+        Where a step is no tree, drafts in place of others are of use only later: those that a step takes come first.
         """
         draft, drafting = self.service.draft, self.drafting
-        if draft is None or drafting is None or not (self.service.head_has_room or self.devices.guesser):
+        if draft is None or drafting is None or not (self.service.head_has_room or self.devices.draft_device):
             return None
-        first = 0 if drafting.branches else min(max(drafting.rows - 1, drafting.room), draft.most)
-        return replace(draft, context=min(draft.context, self.promise.context_tokens), first=first)
+        first = 0 if drafting.branches else min(max(drafting.rows - 1, drafting.room), draft.maximum)
+        return replace(draft, context=min(draft.context, self.forecast.context_tokens), first=first)
 
     @property
     def rows(self) -> int:
         """Rows of a prompt that are computed at a time: as the plan has it, where it was solved."""
-        prediction = self.promise.prediction
+        prediction = self.forecast.prediction
         return self.service.options.run.chunk_rows if prediction is None else prediction.chunk_rows

@@ -19,13 +19,13 @@ import zmq.asyncio
 from halda import DeviceProfile, Infeasible, LeftOut, Prediction
 from primad.api.answering.backend import ServedModel
 from primad.daemon.reporter import Reporter
-from primad.daemon.station import Station
+from primad.daemon.station import Node
 from primad.errors import ModelError, PlanError, PrimadError
-from primad.head.members.core import Blame, Core, blamed, loads_again
+from primad.head.members.core import Attribution, Core, attributed, loads_again
 from primad.head.members.devices import Devices
 from primad.head.members.worker_link import WorkerLink
 from primad.head.model.learning import Learning
-from primad.head.model.limits import Lending
+from primad.head.model.limits import DeviceLimits
 from primad.head.model.options import model_id
 from primad.head.model.service import Service
 from primad.head.model.vocabulary import facts_of, sampling_defaults
@@ -37,17 +37,17 @@ from primad.head.rings.ring_inputs import RingDevices, RingInputs
 from primad.head.rings.status import at_once_line, attention_line, chains_line, left_out_line, predicted_line
 from primad.layers.server import LayerSource
 from primad.membership import types
-from primad.planning.corrections import LEAST_TOKENS
+from primad.planning.corrections import MIN_TOKENS
 from primad.planning.default_context import too_small_for
 from primad.planning.draft_gain import no_room
-from primad.planning.forecast import Promise
+from primad.planning.forecast import Forecast
 from primad.ring.messages import Finished, GenerationEvent, KvForgotten, KvKept
 from primad.system.tasks import Tasks, mistake, to_its_end
 
 logger = logging.getLogger(__name__)
 
 _MAX_ORDERS: Final = 1000
-MOST_EXPLAINED: Final = 4
+MAX_EXPLAINED: Final = 4
 """For so many devices that are left out it is solved for how much slower the ring would be with them."""
 
 ATTENTION_CHANGES: Final = (
@@ -62,7 +62,7 @@ class Rings:
 
     def __init__(
         self,
-        station: Station,
+        node: Node,
         service: Service,
         *,
         context: zmq.asyncio.Context,
@@ -70,20 +70,20 @@ class Rings:
         devices: Devices,
         planner: Planner,
         learning: Learning,
-        lending: Lending,
+        device_limits: DeviceLimits,
         backend: RingBackend,
         kv: KvBackup,
         core: Core,
         reporter: Reporter,
     ) -> None:
-        self._station, self._service, self._model = station, service, service.model
+        self._node, self._service, self._model = node, service, service.model
         self._own, self._devices, self._planner, self._backend = own, devices, planner, backend
         self._learning, self._kv, self._core, self._reporter = learning, kv, core, reporter
-        self._lending = lending
+        self._device_limits = device_limits
         self._context = context
         self.layer_port = 0
         self._candidates: dict[int, frozenset[str]] = {}
-        self._plans: dict[int, Promise] = {}
+        self._plans: dict[int, Forecast] = {}
         self._rings: dict[int, HeadRing] = {}
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._idle_plans: set[int] = set()
@@ -92,7 +92,7 @@ class Rings:
         self._page_told = False
         self._why_left_out: dict[str, str] = {}
         """Why the ring that serves has no layers on these devices."""
-        self._promised: Promise | None = None
+        self._offered_forecast: Forecast | None = None
         """By the latest ring that served; the next one keeps its context and its sequences where it can."""
         self._learner: asyncio.Task[None] | None = None
         self._orders: asyncio.Queue[Order] = asyncio.Queue(_MAX_ORDERS)
@@ -115,9 +115,9 @@ class Rings:
         self._tasks.start(self._abandon(epoch))
 
     @property
-    def promised(self) -> Promise | None:
-        """What the latest ring that served promised."""
-        return self._promised
+    def offered_forecast(self) -> Forecast | None:
+        """What the latest ring that served forecast."""
+        return self._offered_forecast
 
     def order(self, order: Order) -> None:
         """Let another ring serve, or none; after what was ordered before."""
@@ -138,7 +138,7 @@ class Rings:
         try:
             await asyncio.to_thread(self._model.check)
             is_answering = self._backend.is_answering
-            promise, value = await self._planner.plan(candidates, self._promised, keeps_attention=is_answering)
+            forecast, value = await self._planner.plan(candidates, self._offered_forecast, keeps_attention=is_answering)
             serving = self._plans.get(self._serving)
             serving_value = None if serving is None else await self._planner.value(serving)
         except (ModelError, PlanError, Infeasible) as exc:
@@ -152,19 +152,19 @@ class Rings:
             self._core.post(types.RingFailed(epoch, None, mistake(exc)))
             return
         before = self._plans.get(instead) if instead is not None else None
-        if before is not None and before.plan.route == promise.plan.route:
+        if before is not None and before.plan.route == forecast.plan.route:
             self._no_plan(epoch, "the best one has the same windows", instead)
             return
-        self._plans[epoch] = promise
+        self._plans[epoch] = forecast
         if not is_answering:
             self._idle_plans.add(epoch)
-        members = frozenset(promise.plan.devices) - {promise.plan.head}
+        members = frozenset(forecast.plan.devices) - {forecast.plan.head}
         self._core.post(types.Solved(epoch, members, value, serving_value))
 
     def _no_plan(self, epoch: int, reason: str, instead: int | None) -> None:
         self._core.post(types.NoPlan(epoch, reason))
         if instead in self._rings:
-            self._foresee(instead)  # what was foreseen for this ring was for more memory
+            self._precompute(instead)  # what was foreseen for this ring was for more memory
 
     async def _form(self, epoch: int) -> None:
         self._core.describe("loading")
@@ -178,10 +178,15 @@ class Rings:
             await preparing
         except PrimadError as exc:
             self._model.remember(exc)
-            blame = blamed(exc, ring.plan)
+            attribution = attributed(exc, ring.plan)
             self._core.post(
                 types.RingFailed(
-                    epoch, blame.device, blame.reason, blame.lasting, again=loads_again(exc), parties=blame.parties
+                    epoch,
+                    attribution.device,
+                    attribution.reason,
+                    attribution.lasting,
+                    again=loads_again(exc),
+                    parties=attribution.parties,
                 )
             )
             return
@@ -200,22 +205,22 @@ class Rings:
             await self._backend.pieces()
 
     def _inputs(self, epoch: int, profile: DeviceProfile) -> RingInputs:
-        promise = self._plans[epoch]
+        forecast = self._plans[epoch]
         workers = self._devices.workers
         return RingInputs(
             epoch=epoch,
             session=self._devices.session,
-            promise=promise,
+            forecast=forecast,
             service=self._service,
             devices=RingDevices(
-                workers={name: workers[name] for name in promise.plan.devices if name in workers},
+                workers={name: workers[name] for name in forecast.plan.devices if name in workers},
                 holders=dict(workers),
                 links=self._devices.book,
-                guesser=None
-                if promise.guesser in (None, promise.plan.head)
-                else partial(self._usable, promise.guesser),
+                draft_device=None
+                if forecast.draft_device in (None, forecast.plan.head)
+                else partial(self._usable, forecast.draft_device),
             ),
-            station=self._station,
+            node=self._node,
             profile=profile,
             layer_port=self.layer_port,
             context=self._context,
@@ -225,33 +230,33 @@ class Rings:
 
     def _usable(self, name: str) -> WorkerLink | None:
         """The device ``name``, if it is here and not paused."""
-        return self._devices.workers.get(name) if self._lending.unpaused({name}) else None
+        return self._devices.workers.get(name) if self._device_limits.unpaused({name}) else None
 
     def deliver(self, epoch: int, event: GenerationEvent) -> None:
         """An event of a generation that ring ``epoch`` computes."""
         self._backend.deliver(epoch, event)
-        is_long = type(event) is Finished and event.completion_tokens >= LEAST_TOKENS
+        is_long = type(event) is Finished and event.completion_tokens >= MIN_TOKENS
         if is_long and (self._learner is None or self._learner.done()):
             self._learner = self._tasks.start(self._learn(epoch))
 
     async def _learn(self, epoch: int) -> None:
         """Learn from an answer of ring ``epoch``, unless something else was computed beside it."""
-        ring, promise, planning = self._rings.get(epoch), self._plans.get(epoch), self._planner.foreseeing
+        ring, forecast, planning = self._rings.get(epoch), self._plans.get(epoch), self._planner.foreseeing
         is_disturbed = (
             len(self._rings) > 1
             or bool(self._jobs)
             or self._planner.imagines
             or (planning is not None and not planning.done())
         )
-        if ring is None or promise is None or is_disturbed:
+        if ring is None or forecast is None or is_disturbed:
             return
-        measured = self._learning.answered(epoch, promise, await ring.statuses())
+        measured = self._learning.answered(epoch, forecast, await ring.statuses())
         if measured is None:
             return
         ring.measured = measured
-        changed = self._learning.worth_a_plan(epoch, promise)
+        changed = self._learning.worth_a_plan(epoch, forecast)
         if changed:
-            self._foresee(epoch)
+            self._precompute(epoch)
             self._core.post(types.DevicesCorrected(frozenset(changed)))
 
     def cells(self, epoch: int, event: KvKept | KvForgotten) -> None:
@@ -269,33 +274,37 @@ class Rings:
         """A step of a ring is late; the next events of it say that it came."""
         self._backend.overdue(epoch, waited_s)
 
-    def broken(self, epoch: int, blame: Blame) -> None:
+    def broken(self, epoch: int, attribution: Attribution) -> None:
         """A ring broke, while it was formed or later."""
         if epoch in self._rings:
             self._model.remember(self._rings[epoch].broken_by)
-        self._core.post(types.RingFailed(epoch, blame.device, blame.reason, blame.lasting, parties=blame.parties))
+        self._core.post(
+            types.RingFailed(
+                epoch, attribution.device, attribution.reason, attribution.lasting, parties=attribution.parties
+            )
+        )
 
     def memory_low(self, needed_bytes: int) -> None:
         """The head's own windows need memory that is not there."""
-        self._tasks.start(self._press(needed_bytes))
+        self._tasks.start(self._report_memory_low(needed_bytes))
 
-    async def _press(self, needed_bytes: int) -> None:
+    async def _report_memory_low(self, needed_bytes: int) -> None:
         """The head's own memory became short: plans from now on have less of it."""
-        await self._own.press(needed_bytes)
+        await self._own.report_memory_low(needed_bytes)
         self._planner.forget()
-        self._core.post(types.DeviceMemoryLow(self._station.config.name))
+        self._core.post(types.DeviceMemoryLow(self._node.config.name))
 
     def gpu_changed(self) -> None:
         """Plans from now on have less of the head's own GPU."""
         self._planner.forget()
-        self._core.post(types.DevicesCorrected(frozenset({self._station.config.name})))
+        self._core.post(types.DevicesCorrected(frozenset({self._node.config.name})))
 
     def find_layer(self, digest: str) -> LayerSource | None:
-        """The layer ``digest``: out of the model file, that of the model which guesses, or the cache."""
+        """The layer ``digest``: out of the model file, that of the model which drafts, or the cache."""
         draft = self._service.draft_source
         cut = self._model.find_layer(digest)
         cut = draft.find_layer(digest) if cut is None and draft is not None else cut
-        return cut if cut is not None else self._station.workspace.cache.reader(digest)
+        return cut if cut is not None else self._node.workspace.cache.reader(digest)
 
     async def _abandon(self, epoch: int) -> None:
         job = self._jobs.pop(epoch, None)
@@ -323,7 +332,7 @@ class Rings:
                     await self._devices.dismiss(device)
                 case types.Fail(reason):
                     self._backend.fail(reason)
-                    self._reporter.say(f"nothing can be served: {reason}; waiting for devices")
+                    self._reporter.report_line(f"nothing can be served: {reason}; waiting for devices")
 
     async def _serve(self, epoch: int, instead: int | None) -> None:
         changes_attention = self._changes_attention(epoch)
@@ -331,9 +340,9 @@ class Rings:
             self._refuse(epoch, instead)
             return
         if changes_attention:
-            self._reporter.say(ATTENTION_CHANGES)
+            self._reporter.report_line(ATTENTION_CHANGES)
         ring, self._serving = self._rings[epoch], epoch
-        promise = self._promised = self._plans[epoch]
+        forecast = self._offered_forecast = self._plans[epoch]
         before = None if instead is None else self._rings.get(instead)
         blocks = await self._kv.bring(ring, self._backend.chains())
         if before is not None:
@@ -343,29 +352,29 @@ class Rings:
         if changes_attention:
             blocks = {}  # cells hold something else then
         blocks = {request: blocks.get(request, []) for request in self._backend.chains()}  # some ended meanwhile
-        self._kv.serve(ring, await ring.sources(), epoch, promise, blocks)
-        cells = GoOn(root=self._kv.root, blocks=blocks, most_rows=self._kv.most_rows(promise))
+        self._kv.serve(ring, await ring.sources(), epoch, forecast, blocks)
+        cells = GoOn(root=self._kv.root, blocks=blocks, max_rows=self._kv.max_rows(forecast))
         self._kv.went_on(*self._backend.rows_again(blocks))
         count = len(ring.plan.devices)
         detail = f"serving with {count} device{'s' if count > 1 else ''}"
-        served = await self._served(promise)
+        served = await self._served(forecast)
         await self._backend.attach(served, epoch, ring.send, self._status_of(ring), detail, cells)
         if instead is not None:
             self._tasks.start(self._abandon(instead))
-        for name in frozenset(ring.plan.devices) - {ring.plan.head} - self._lending.unpaused(ring.plan.devices):
+        for name in frozenset(ring.plan.devices) - {ring.plan.head} - self._device_limits.unpaused(ring.plan.devices):
             self._core.post(types.DeviceMemoryLow(name, by_owner=True))  # it was paused while the ring was formed
         self._why_left_out = {left.device: left.reason for left in ring.plan.left_out}
-        self._foresee(epoch)
+        self._precompute(epoch)
         for worker in self._devices.present(ring.plan.devices):
             worker.why_idle = ""
         if ring.plan.left_out:
-            self._tasks.start(self._say_what_serves(epoch, ring, promise))  # to say why takes a moment
+            self._tasks.start(self._report_what_serves(epoch, ring, forecast))  # to say why takes a moment
         else:
-            await self._say_what_serves(epoch, ring, promise)
+            await self._report_what_serves(epoch, ring, forecast)
 
     def _changes_attention(self, epoch: int) -> bool:
         """Whether running answers would go on with other attention in ring ``epoch``, and so with other tokens."""
-        before = self._promised
+        before = self._offered_forecast
         return before is not None and before.flash != self._plans[epoch].flash and self._backend.is_answering
 
     def _refuse(self, epoch: int, instead: int | None) -> None:
@@ -391,78 +400,80 @@ class Rings:
 
         return status
 
-    async def _say_what_serves(self, epoch: int, ring: HeadRing, promise: Promise) -> None:
+    async def _report_what_serves(self, epoch: int, ring: HeadRing, forecast: Forecast) -> None:
         """One block: the endpoint, who computes what, who does not and why, and what is predicted."""
-        why = [await self._left_out(epoch, promise, left) for left in ring.plan.left_out[:MOST_EXPLAINED]]
+        why = [await self._left_out(epoch, forecast, left) for left in ring.plan.left_out[:MAX_EXPLAINED]]
         if self._serving != epoch:
             return
         for left, line in zip(ring.plan.left_out, why, strict=False):
             self._why_left_out[left.device] = line.removeprefix(f"{left.device} is left out: ")
             if (worker := self._devices.workers.get(left.device)) is not None:
                 worker.why_idle = line
-        why += [left_out_line(left.device, left.reason, None) for left in ring.plan.left_out[MOST_EXPLAINED:]]
-        self._reporter.settle()
-        self._reporter.say(
-            f"{self._model.id} is served at {self._service.options.url}/v1 with {promise.context_tokens} tokens of context"
-            + (f" ({promise.why_context})" if promise.why_context else "")
+        why += [left_out_line(left.device, left.reason, None) for left in ring.plan.left_out[MAX_EXPLAINED:]]
+        self._reporter.resolve()
+        self._reporter.report_line(
+            f"{self._model.id} is served at {self._service.options.url}/v1 with {forecast.context_tokens} tokens of context"
+            + (f" ({forecast.why_context})" if forecast.why_context else "")
         )
         is_default = self._service.options.run.context_tokens is None
-        if is_default and (small := too_small_for(promise.context_tokens, self._model.profile)):
-            self._reporter.say(small)
-        self._reporter.say(at_once_line(promise))
-        if line := attention_line(promise):
-            self._reporter.say(line)
+        if is_default and (small := too_small_for(forecast.context_tokens, self._model.profile)):
+            self._reporter.report_line(small)
+        self._reporter.report_line(at_once_line(forecast))
+        if line := attention_line(forecast):
+            self._reporter.report_line(line)
         if (embedding := self._service.options.embedding) is not None:
-            self._reporter.say(f"{model_id(embedding)} gives embeddings there, on this device alone")
+            self._reporter.report_line(f"{model_id(embedding)} gives embeddings there, on this device alone")
         for line in [*ring.describe(), *why]:
-            self._reporter.say(line)
-        options, has_cache = self._service.options, self._station.config.kv_cache is not None
-        if chains := chains_line(promise, options.keep_rows(has_cache=has_cache)):
-            self._reporter.say(chains)
+            self._reporter.report_line(line)
+        options, has_cache = self._service.options, self._node.config.kv_cache is not None
+        if chains := chains_line(forecast, options.keep_rows(has_cache=has_cache)):
+            self._reporter.report_line(chains)
         draft = self._service.draft
-        if draft is not None and promise.drafting is not None and promise.guesser is None:
-            self._reporter.say(f"--draft {draft.path}: guesses nothing: {no_room(draft.memory_bytes)}")
+        if draft is not None and forecast.drafting is not None and forecast.draft_device is None:
+            self._reporter.report_line(f"--draft {draft.path}: drafts nothing: {no_room(draft.memory_bytes)}")
         if ring.prediction is not None:
-            load = None if promise.batches is None else promise.batches.load
-            self._reporter.say(predicted_line(ring.prediction, load, self._service.workload.prompt_tokens))
+            load = None if forecast.batches is None else forecast.batches.load
+            self._reporter.report_line(predicted_line(ring.prediction, load, self._service.workload.prompt_tokens))
         if not self._page_told:
             self._page_told = True
             url = self._service.options.url
-            self._reporter.say(f"the page to chat and to see the ring is at {url}; 'primad page' opens it as yours")
+            self._reporter.report_line(
+                f"the page to chat and to see the ring is at {url}; 'primad page' opens it as yours"
+            )
 
-    async def _left_out(self, epoch: int, promise: Promise, left: LeftOut) -> str:
+    async def _left_out(self, epoch: int, forecast: Forecast, left: LeftOut) -> str:
         slowdown = None
-        if (cut := self._devices.book.why_cut(left.device, promise.plan.devices)) is not None:
+        if (cut := self._devices.book.why_cut(left.device, forecast.plan.devices)) is not None:
             return left_out_line(left.device, cut, None)
-        if promise.prediction is not None:
+        if forecast.prediction is not None:
             slowdown = await self._planner.slowdown_with(
                 left.device,
                 self._candidates.get(epoch, frozenset()),
-                self._objective_s(promise.prediction),
-                promise,
+                self._objective_s(forecast.prediction),
+                forecast,
             )
         return left_out_line(left.device, left.reason, slowdown)
 
     def _objective_s(self, prediction: Prediction) -> float:
         return prediction.objective_s(self._service.options.run.objective, self._service.workload.answer_tokens)
 
-    async def _served(self, promise: Promise) -> ServedModel:
+    async def _served(self, forecast: Forecast) -> ServedModel:
         return ServedModel(
             id=self._model.id,
             created=self._backend.created,
-            context_tokens=promise.context_tokens,
+            context_tokens=forecast.context_tokens,
             vocabulary=await self._backend.pieces(),
             sampling=sampling_defaults(self._model.header),
             facts=facts_of(self._model.header),
             tool_parser=self._service.options.tool_parser,
             context_shift=self._service.options.context_shift,
-            sequences=promise.sequences,
-            is_exact=promise.is_exact,
+            sequences=forecast.sequences,
+            is_exact=forecast.is_exact,
         )
 
-    def _foresee(self, epoch: int) -> None:
+    def _precompute(self, epoch: int) -> None:
         ring = self._rings[epoch]
-        self._planner.foresee(
+        self._planner.precompute(
             self._candidates.get(epoch, frozenset()),
             frozenset(ring.plan.devices) - {ring.plan.head},
             self._tasks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from primad.head.members.core import UNREACHED, ParticipationError
+from primad.head.members.core import UNREACHED, StageError
 from primad.head.members.worker_link import WorkerLink
 from primad.head.rings.ring_inputs import RingInputs
 from primad.network.contacts import Contact, is_address
@@ -13,7 +13,7 @@ from primad.network.scopes import bare, own_address
 from primad.settings.config import LOOPBACK, is_loopback
 
 
-class Ways:
+class RingAddresses:
     """The addresses by which the devices of one ring reach each other, as the links were measured."""
 
     def __init__(self, inputs: RingInputs) -> None:
@@ -23,8 +23,8 @@ class Ways:
         """Who may have layers that ``worker`` lacks: this head, and every worker that it reaches."""
         sources = [
             Contact(
-                device=self._inputs.promise.plan.head,
-                key=self._inputs.station.identity.public,
+                device=self._inputs.forecast.plan.head,
+                key=self._inputs.node.identity.public,
                 addresses=[await self.to_head(worker)],
                 port=self._inputs.layer_port,
             )
@@ -39,7 +39,7 @@ class Ways:
 
     def own_sources(self) -> list[Contact]:
         """Who may have what this head lacks: every worker."""
-        head = self._inputs.promise.plan.head
+        head = self._inputs.forecast.plan.head
         return [
             Contact(device=name, key=worker.key, addresses=[self.host_for(head, name)], port=worker.layer_port)
             for name, worker in self._inputs.devices.holders.items()
@@ -48,19 +48,19 @@ class Ways:
     async def to_head(self, worker: WorkerLink) -> str:
         """The address of this head that ``worker`` can reach: the one that packets to it leave from.
 
-        Raises ``ParticipationError`` where no address of the worker has a way to it.
+        Raises ``StageError`` where no address of the worker has a way to it.
         """
-        if is_loopback(self._inputs.station.config.host) or is_loopback(worker.end.host):
+        if is_loopback(self._inputs.node.config.host) or is_loopback(worker.end.host):
             return LOOPBACK
-        measured = self._inputs.devices.links.address(self._inputs.promise.plan.head, worker.name)
+        measured = self._inputs.devices.links.address(self._inputs.forecast.plan.head, worker.name)
         return await self._leaving_for(worker, [worker.end.host, *([measured] if measured else [])])
 
     async def to_first(self, worker: WorkerLink) -> str:
-        """Where the head reaches ``worker``, to which it sends its steps. Raises ``ParticipationError`` as ``to_head``.
+        """Where the head reaches ``worker``, to which it sends its steps. Raises ``StageError`` as ``to_head``.
 
         A ring process that is told of an address to which there is no way ends.
         """
-        host = self.host_for(self._inputs.promise.plan.head, worker.name)
+        host = self.host_for(self._inputs.forecast.plan.head, worker.name)
         await self._leaving_for(worker, [host])
         return host
 
@@ -72,9 +72,9 @@ class Ways:
                 return await own_address(host, worker.end.port)
             except OSError as exc:
                 reasons.append(f"no route to {worker.name} at {host}:{worker.end.port}: {exc.strerror or exc}")
-        raise ParticipationError("; ".join(reasons), worker.name, UNREACHED)
+        raise StageError("; ".join(reasons), worker.name, UNREACHED)
 
     def host_for(self, source: str, target: str) -> str:
         """Where ``source`` reaches the worker ``target``; only the head itself is told a scope."""
         host = self._inputs.devices.links.address(source, target) or self._inputs.devices.holders[target].end.host
-        return host if source == self._inputs.promise.plan.head else bare(host)
+        return host if source == self._inputs.forecast.plan.head else bare(host)

@@ -12,14 +12,14 @@ import msgspec
 
 from halda import Assignment, LinkProfile, Plan, Prediction
 from halda.load import UnderLoad
-from primad.api.http.status import DeviceStatus, LinkStatus, MemoryFigures, PlannedFigures, Promises, RingFigures
-from primad.planning.forecast import Promise
+from primad.api.http.status import DeviceStatus, LinkStatus, MemoryFigures, PlannedFigures, RingFigures, RingForecast
+from primad.planning.forecast import Forecast
 from primad.ring.messages import Status
 from primad.settings.quantities import show_count
 
 WINDOW_S: Final = 10.0
 """The means are of the passes of so many seconds, however often somebody asks meanwhile."""
-_APART_S: Final = 1.0
+_GAP_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Costs:
         mark = _Mark(now_s, status.steps, memory.read_bytes, memory.stall_s)
         first = max((i for i, each in enumerate(before.marks) if each.at_s <= now_s - WINDOW_S), default=0)
         base, *later = before.marks[first:]
-        if len(later) > 1 and later[-1].at_s - later[-2].at_s < _APART_S:
+        if len(later) > 1 and later[-1].at_s - later[-2].at_s < _GAP_S:
             later.pop()  # who asks all the time fills no memory
         passes = (mark.steps - base.steps) / windows
         return Costs(
@@ -88,10 +88,10 @@ def plan_lines(plan: Plan, assignments: Mapping[str, Assignment]) -> list[str]:
         kept = assignments[name]
         streams = f", {kept.streamed_layers} of them streamed" if kept.streamed_layers else ""
         on_gpu = f", {kept.gpu_layers} of them on the GPU" if kept.gpu_layers else ""
-        apart = sum(window.cpu_experts for window in kept.windows)
-        on_gpu += f" (the experts of {apart} in RAM)" if apart else ""
-        helped = ", prompts with the help of the GPU" if name in plan.helped else ""
-        lines.append(f"{name}: {show_count(kept.layers, 'layer')} ({windows}){on_gpu}{streams}{helped}")
+        experts_on_cpu = sum(window.cpu_experts for window in kept.windows)
+        on_gpu += f" (the experts of {experts_on_cpu} in RAM)" if experts_on_cpu else ""
+        prefill_offload = ", prompts with the help of the GPU" if name in plan.prefill_offload else ""
+        lines.append(f"{name}: {show_count(kept.layers, 'layer')} ({windows}){on_gpu}{streams}{prefill_offload}")
     return lines
 
 
@@ -131,33 +131,33 @@ def device_status(
     )
 
 
-def at_once_line(promise: Promise) -> str:
+def at_once_line(forecast: Forecast) -> str:
     """How many answers are written at once, why not more, if that is known, and whether they depend on each other."""
-    why = f" ({promise.why_sequences})" if promise.why_sequences else ""
-    if promise.sequences == 1:
+    why = f" ({forecast.why_sequences})" if forecast.why_sequences else ""
+    if forecast.sequences == 1:
         return f"1 answer at a time{why}"
-    line = f"{promise.sequences} answers at once, each with that context{why}"
-    if promise.is_exact:
+    line = f"{forecast.sequences} answers at once, each with that context{why}"
+    if forecast.is_exact:
         return f"{line}; each is what it is alone"
     return f"{line}; computed together, which may change how one is worded (--batching exact keeps that from it)"
 
 
-def attention_line(promise: Promise) -> str:
+def attention_line(forecast: Forecast) -> str:
     """With which setting llama.cpp gives the same texts; empty where others or a GPU may change the last bits."""
-    if not promise.is_exact or promise.plan.uses_gpu or promise.plan.helped:
+    if not forecast.is_exact or forecast.plan.uses_gpu or forecast.plan.prefill_offload:
         return ""
-    return f"texts are those of llama.cpp with --flash-attn {'on' if promise.flash else 'off'}"
+    return f"texts are those of llama.cpp with --flash-attn {'on' if forecast.flash else 'off'}"
 
 
-def chains_line(promise: Promise, keep_rows: int | None) -> str:
-    """What keeps the guesses of a step from being a tree where they could be one; empty where they are, or none could."""
-    planned, drafting = promise.drafting, promise.drafting_with(keep_rows)
+def chains_line(forecast: Forecast, keep_rows: int | None) -> str:
+    """What keeps the drafts of a step from being a tree where they could be one; empty where they are, or none could."""
+    planned, drafting = forecast.drafting, forecast.drafting_with(keep_rows)
     if planned is None or drafting is None or planned.branches == drafting.branches:
         return ""
-    asks = ["--sequences 1"] * (promise.sequences > 1) + ["--kv-backup off without --kv-cache"] * (
+    asks = ["--sequences 1"] * (forecast.sequences > 1) + ["--kv-backup off without --kv-cache"] * (
         keep_rows is not None
     )
-    return f"guesses of a step are a chain; a tree, which may win more, takes {' and '.join(asks)}"
+    return f"drafts of a step are a chain; a tree, which may win more, takes {' and '.join(asks)}"
 
 
 def predicted_line(prediction: Prediction, load: UnderLoad | None, prompt_tokens: int) -> str:
@@ -171,9 +171,9 @@ def predicted_line(prediction: Prediction, load: UnderLoad | None, prompt_tokens
     )
 
 
-def promises(prediction: Prediction) -> Promises:
-    """What a plan promises one answer."""
-    return Promises(
+def predicted_status(prediction: Prediction) -> RingForecast:
+    """What a plan forecasts one answer."""
+    return RingForecast(
         tokens_per_s=1 / prediction.tpot_s,
         tpot_ms=prediction.tpot_s * 1e3,
         ttft_ms=prediction.ttft_s * 1e3,
@@ -223,7 +223,7 @@ def _planned(prediction: Prediction | None, kept: Assignment, name: str) -> Plan
             return PlannedFigures(
                 resident=kept.resident_layers,
                 streamed=kept.streamed_layers,
-                ahead_bytes=device.ahead_bytes,
+                read_ahead_bytes=device.read_ahead_bytes,
                 ram_bytes=device.ram_bytes,
                 bytes_read_per_token=device.disk_bytes_per_token,
                 stall_ms_per_token=device.stall_s * 1e3,

@@ -28,8 +28,8 @@ last bits. Where it is known that they do not, a step has some (``Batching.repla
 
 Where nobody has a row for it a place of the ring is given to a draft (``drafting/``): a token that may come next is computed
 in a step of its own behind its generation's last row, or some with that row in one step. If another token is drawn before
-it, its cells are forgotten with the generation's next row, and the steps that are for it alone are void: nothing is drawn
-from them, and devices that have not computed them need not.
+it, its cells are forgotten with the generation's next row, and the steps that are for it alone are discarded: nothing
+is drawn from them, and devices that have not computed them need not.
 
 A generation whose next token cannot be drawn yet, since its grammar's mask is late, is held back: it has no row until
 then, and the others go on without it. Its drafts are taken back.

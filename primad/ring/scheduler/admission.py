@@ -18,7 +18,7 @@ from primad.ring.scheduler.state import SchedulerState
 from primad.ring.slots import Running
 from primad.ring.speculation.speculation import Speculation
 
-LEAST_TURN: Final = 256
+MIN_TURN: Final = 256
 """So many tokens are drawn for the only generation of an owner before it is set back for another's."""
 PROMPT_SHARE: Final = 16
 """As many tokens of a prompt are computed in the time of one of an answer, where they are few."""
@@ -70,7 +70,7 @@ def who_leaves(state: SchedulerState, held: Mapping[str, int]) -> Running | None
     several = [each for each in state.running.values() if held[each.generate.owner] > 1]
     if several:
         return max(several, key=lambda each: (held[each.generate.owner], each.generate.request))
-    had_a_turn = [each for each in state.running.values() if each.drawn >= max(LEAST_TURN, each.costs)]
+    had_a_turn = [each for each in state.running.values() if each.num_sampled >= max(MIN_TURN, each.costs)]
     return min(had_a_turn, key=lambda each: each.since, default=None)
 
 
@@ -82,7 +82,7 @@ def let_wait(state: SchedulerState, running: Running) -> None:
         sampled=list(running.sampled),
         sampling=msgspec.structs.replace(before.sampling, mirostat_mu=running.mirostat_mu),
         blocks=state.slots.kept(running),
-        tells_begin=False,
+        reports_begin=False,
     )
     state.slots.lease(generate)
     state.release(before.request)
@@ -102,5 +102,5 @@ def begin(state: SchedulerState, generate: Generate, now: float) -> None:
     if (before := state.set_back.pop(generate.request, None)) is not None:
         running.goes_on(before)
     state.running[generate.request] = running
-    if generate.tells_begin:
+    if generate.reports_begin:
         state.begun.append(PromptProgress(request=generate.request, tokens=0))

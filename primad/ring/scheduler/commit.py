@@ -9,7 +9,7 @@ from primad.ring.messages import (
     PromptProgress,
     Sampled,
 )
-from primad.ring.scheduler.state import Draw, SchedulerState
+from primad.ring.scheduler.state import SampledToken, SchedulerState
 from primad.ring.slots import Running
 
 
@@ -43,33 +43,35 @@ def finished_event(
     )
 
 
-def all_drawn(state: SchedulerState, running: Running, draw: Draw, now: float, lap_s: float) -> list[GenerationEvent]:
+def all_drawn(
+    state: SchedulerState, running: Running, sample: SampledToken, now: float, ring_pass_s: float
+) -> list[GenerationEvent]:
     told: list[GenerationEvent] = []
-    for each in (draw, *draw.more):
+    for each in (sample, *sample.more):
         if running.last_token_s is not None:
-            state.tally.count(lap_s, now - running.last_token_s)
+            state.tally.count(ring_pass_s, now - running.last_token_s)
         running.last_token_s = now
         told += one_drawn(state, running, each, now)
     return told
 
 
-def one_drawn(state: SchedulerState, running: Running, draw: Draw, now: float) -> list[GenerationEvent]:
+def one_drawn(state: SchedulerState, running: Running, sample: SampledToken, now: float) -> list[GenerationEvent]:
     request = running.generate.request
     if running.first_token_s is None:
         running.first_token_s = now
-    if draw.error is not None:
-        return [finish(state, running, draw.reason, now, error=draw.error)]
-    if draw.ends:
+    if sample.error is not None:
+        return [finish(state, running, sample.reason, now, error=sample.error)]
+    if sample.ends:
         return [finish(state, running, "stop", now)]
-    running.sampled.append(draw.token)
-    running.mirostat_mu = draw.mirostat_mu
+    running.sampled.append(sample.token)
+    running.mirostat_mu = sample.mirostat_mu
     if running.speculation is not None:
         accepted = running.speculation.accepted
-        if not running.speculation.took(draw.token, now):
+        if not running.speculation.took(sample.token, now):
             state.take_back(running, running.known - 1)
         state.tally.accepted += running.speculation.accepted - accepted
     sampled = Sampled(
-        request=request, token=draw.token, logprob=draw.logprob, top=draw.top, mirostat_mu=draw.mirostat_mu
+        request=request, token=sample.token, logprob=sample.logprob, top=sample.top, mirostat_mu=sample.mirostat_mu
     )
     if state.is_full(running.generate, len(running.sampled)):
         return [sampled, finish(state, running, "length", now)]

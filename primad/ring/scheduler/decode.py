@@ -16,8 +16,8 @@ from primad.ring.speculation.tree import NO_TREE
 
 def may_decode(state: SchedulerState) -> bool:
     """Whether a step of next tokens may be handed out, or is worth waiting for others to come with it."""
-    under_way = sum(step.decodes and bool(step.draws) and not step.is_draft for step in state.in_flight.values())
-    return under_way < state.batching.most_steps(state.decoding)
+    under_way = sum(step.decodes and bool(step.samples) and not step.is_draft for step in state.in_flight.values())
+    return under_way < state.batching.max_steps(state.decoding)
 
 
 def decode_step(state: SchedulerState, ready: Sequence[Running], first: Running) -> PlannedStep:
@@ -27,13 +27,13 @@ def decode_step(state: SchedulerState, ready: Sequence[Running], first: Running)
         Candidate(sequence=each.sequence.number, owner=each.generate.owner, cells=each.sequence.cells)
         for each in (first, *(other for other in ready if other is not first))
     ]
-    step = PlannedStep(step=state.steps, requests=[], tokens=[], positions=[], sequences=[], draws={}, ops=[])
+    step = PlannedStep(step=state.steps, requests=[], tokens=[], positions=[], sequences=[], samples={}, ops=[])
     chosen: list[Running] = []
     numbers = state.batching.together(candidates, state.decoding)
     for number in numbers:
         running, sequence = by_number.get(number), state.slots.sequences[number]
         if running is None:
-            add_bridge(state, step, sequence)
+            add_padding(state, step, sequence)
             continue
         step.ops.extend(sequence.take_ops())
         step.requests.append(running.generate.request)
@@ -42,13 +42,13 @@ def decode_step(state: SchedulerState, ready: Sequence[Running], first: Running)
         step.sequences.append(number)
         sequence.cells += 1
         if not running.has_step:
-            step.draws[len(step.tokens) - 1] = [running.generate]
+            step.samples[len(step.tokens) - 1] = [running.generate]
         chosen.append(running)
     tree = drafts_with(state, step, first) if len(numbers) == 1 else NO_TREE
     return state.hand_out(step, chosen, decodes=True, tree=tree)
 
 
-def add_bridge(state: SchedulerState, step: PlannedStep, sequence: KvSequence) -> None:
+def add_padding(state: SchedulerState, step: PlannedStep, sequence: KvSequence) -> None:
     """A row of nobody behind the cells of ``sequence``, forgotten with the next step in which it has a row.
 
     Drafts there may be skipped, and would leave a hole before it.
@@ -67,5 +67,5 @@ def step_without_rows(state: SchedulerState) -> PlannedStep | None:
     """A step that only keeps what is to be kept."""
     if not state.slots.keeps:
         return None
-    step = PlannedStep(step=state.steps, requests=[], tokens=[], positions=[], sequences=[], draws={}, ops=[])
+    step = PlannedStep(step=state.steps, requests=[], tokens=[], positions=[], sequences=[], samples={}, ops=[])
     return state.hand_out(step, [], decodes=False)

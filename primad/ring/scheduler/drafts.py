@@ -8,13 +8,13 @@ from primad.ring.messages import (
     KvCopy,
     KvRemove,
 )
-from primad.ring.scheduler.state import Draw, PlannedStep, SchedulerState
+from primad.ring.scheduler.state import PlannedStep, SampledToken, SchedulerState
 from primad.ring.slots import Running
-from primad.ring.speculation.drafter import Guess
+from primad.ring.speculation.drafter import DraftToken
 from primad.ring.speculation.tree import NO_TREE, TreeRows, child, depth, placed
 
-MOST_DRAFTS: Final = 64
-"""Steps of drafts on their way, those that became void among them."""
+MAX_DRAFTS: Final = 64
+"""Steps of drafts on their way, those that were discarded among them."""
 
 
 def draft_step(state: SchedulerState) -> PlannedStep | None:
@@ -23,17 +23,17 @@ def draft_step(state: SchedulerState) -> PlannedStep | None:
     if state.drafting is None or not all(step.decodes for step in steps):
         return None
     drafts = sum(step.is_draft for step in steps)
-    if sum(bool(step.draws) for step in steps) >= state.drafting.room or drafts >= MOST_DRAFTS:
+    if sum(bool(step.samples) for step in steps) >= state.drafting.room or drafts >= MAX_DRAFTS:
         return None
-    best: tuple[float, Running, Guess] | None = None
+    best: tuple[float, Running, DraftToken] | None = None
     for running in state.running.values():
-        guess = next_guess(state, running)
-        if guess is not None and (best is None or guess.sure > best[0]):
-            best = guess.sure, running, guess
+        draft_token = next_draft(state, running)
+        if draft_token is not None and (best is None or draft_token.sure > best[0]):
+            best = draft_token.sure, running, draft_token
     return step_ahead(state, best[1], best[2]) if best is not None else None
 
 
-def next_guess(state: SchedulerState, running: Running) -> Guess | None:
+def next_draft(state: SchedulerState, running: Running) -> DraftToken | None:
     """What may follow all that is on its way for it, if the token behind that is wanted."""
     speculation = running.speculation
     if speculation is None or not running.sampled or not running.is_decoding or running.has_step:
@@ -50,21 +50,21 @@ def drafts_wanted(state: SchedulerState, running: Running) -> int:
     return max(0, room - ahead - 1)
 
 
-def step_ahead(state: SchedulerState, running: Running, guess: Guess) -> PlannedStep:
-    """A step with the row of ``guess`` alone."""
+def step_ahead(state: SchedulerState, running: Running, draft_token: DraftToken) -> PlannedStep:
+    """A step with the row of ``draft_token`` alone."""
     sequence, generate = running.sequence, running.generate
     step = PlannedStep(
         step=state.steps,
         requests=[generate.request],
-        tokens=[guess.token],
+        tokens=[draft_token.token],
         positions=[sequence.cells],
         sequences=[sequence.number],
-        draws={0: [generate]},
+        samples={0: [generate]},
         ops=sequence.take_ops(),
     )
     sequence.cells += 1
     assert running.speculation is not None
-    running.speculation.handed_out([guess], step.step)
+    running.speculation.handed_out([draft_token], step.step)
     state.tally.drafted += 1
     return state.hand_out(step, [running], decodes=True, is_draft=True)
 
@@ -72,19 +72,19 @@ def step_ahead(state: SchedulerState, running: Running, guess: Guess) -> Planned
 def drafts_with(state: SchedulerState, step: PlannedStep, running: Running) -> TreeRows:
     """Drafts of ``running`` whose rows ``step``, which has its next token, computes as well."""
     speculation, sequence = running.speculation, running.sequence
-    if speculation is None or not step.draws:
+    if speculation is None or not step.samples:
         return NO_TREE
-    nodes, text = speculation.together(most_drafts(state, running, sequence.cells - 1)), sequence.cells
+    nodes, text = speculation.together(max_drafts(state, running, sequence.cells - 1)), sequence.cells
     tree = placed(nodes, state.pool)
     step.ops.extend(KvCopy(sequence.number, number, text - 1) for number, _ in tree.ends)
     if tree.ends:
         step.shared[0] = tree.sequences(-1, sequence.number)
     for node, each in enumerate(nodes):
         row = len(step.tokens)
-        step.tokens.append(each.guess.token)
+        step.tokens.append(each.draft_token.token)
         step.positions.append(text + depth(nodes, node) - 1)
         step.sequences.append(sequence.number)
-        step.draws[row] = [running.generate]
+        step.samples[row] = [running.generate]
         if tree.ends:
             step.shared[row] = tree.sequences(node, sequence.number)
     sequence.cells = text + len(tree.main)
@@ -94,7 +94,7 @@ def drafts_with(state: SchedulerState, step: PlannedStep, running: Running) -> T
     return tree
 
 
-def settle(state: SchedulerState, running: Running | None, tree: TreeRows, draw: Draw | None) -> None:
+def resolve(state: SchedulerState, running: Running | None, tree: TreeRows, sample: SampledToken | None) -> None:
     """A step with ``tree`` is back: of its cells those of the path that held stay, in its text's own sequence.
 
     Behind the token that was drawn last nothing is: had its own row been drawn from, there would be another one.
@@ -108,7 +108,7 @@ def settle(state: SchedulerState, running: Running | None, tree: TreeRows, draw:
     if running.speculation is not None:
         running.speculation.take_back()
     at = -1
-    for token in [each.token for each in (draw, *draw.more)][:-1] if draw is not None else []:
+    for token in [each.token for each in (sample, *sample.more)][:-1] if sample is not None else []:
         found = child(tree.nodes, at, token)
         if found is None:
             break
@@ -124,7 +124,7 @@ def settle(state: SchedulerState, running: Running | None, tree: TreeRows, draw:
     state.slots.first(*removes)
 
 
-def most_drafts(state: SchedulerState, running: Running, cells: int) -> int:
+def max_drafts(state: SchedulerState, running: Running, cells: int) -> int:
     """How many drafts of ``running`` a step may have with its next token, which is behind so many ``cells``."""
     if state.drafting is None or state.waiting or len(state.running) > 1:
         return 0
@@ -134,9 +134,9 @@ def most_drafts(state: SchedulerState, running: Running, cells: int) -> int:
 
 
 def waits_for_drafts(state: SchedulerState, running: Running) -> bool:
-    """Whether its next step waits for guesses."""
+    """Whether its next step waits for drafts."""
     speculation, cells = running.speculation, running.sequence.cells
     if speculation is None or state.in_flight or cells != running.known - 1:
         return False
-    state.waits_until_s = speculation.waits(most_drafts(state, running, cells), state.now_s)
+    state.waits_until_s = speculation.waits(max_drafts(state, running, cells), state.now_s)
     return state.waits_until_s is not None

@@ -22,7 +22,7 @@ def chunk_step(state: SchedulerState, running: Running) -> PlannedStep:
         tokens=prompt[first:last],
         positions=list(range(first, last)),
         sequences=[sequence.number] * (last - first),
-        draws={} if running.has_step else {last - first - 1: [running.generate]},
+        samples={} if running.has_step else {last - first - 1: [running.generate]},
         ops=sequence.take_ops(),
     )
     handed_out = state.hand_out(step, [running], decodes=False)
@@ -38,7 +38,7 @@ def join(state: SchedulerState, leader: Running, step: PlannedStep) -> None:
             state.slots.copy(running, state.steps)
             state.in_flight[step.step].computed[running.generate.request] = running.sequence.cells
             if not running.has_step:
-                step.draws.setdefault(len(step.tokens) - 1, []).append(running.generate)
+                step.samples.setdefault(len(step.tokens) - 1, []).append(running.generate)
 
 
 def replay_step(state: SchedulerState, running: Running) -> PlannedStep:
@@ -58,7 +58,7 @@ def replay_step(state: SchedulerState, running: Running) -> PlannedStep:
         tokens=running.tokens(first, last),
         positions=list(range(first, last)),
         sequences=[sequence.number] * (last - first),
-        draws={},
+        samples={},
         ops=sequence.take_ops(),
     )
     return state.hand_out(step, [running], decodes=True)

@@ -21,9 +21,9 @@ from primad.ring.messages import (
 from primad.ring.scheduler.admission import share, wait, waits_no_longer
 from primad.ring.scheduler.commit import all_drawn, finish, finished_event, reused_events
 from primad.ring.scheduler.decode import decode_step, may_decode, step_without_rows
-from primad.ring.scheduler.drafts import draft_step, settle, waits_for_drafts
+from primad.ring.scheduler.drafts import draft_step, resolve, waits_for_drafts
 from primad.ring.scheduler.prefill import chunk_step, replay_step
-from primad.ring.scheduler.state import Draw, PlannedStep, SchedulerState
+from primad.ring.scheduler.state import PlannedStep, SampledToken, SchedulerState
 from primad.ring.speculation.drafter import Drafting
 from primad.ring.speculation.lookup import PromptLookup
 from primad.ring.speculation.pace import Tally
@@ -70,7 +70,7 @@ class Scheduler:
 
     @property
     def waits_until_s(self) -> float | None:
-        """Until when there is no next step since guesses come soon."""
+        """Until when there is no next step since drafts come soon."""
         return self._state.waits_until_s
 
     @property
@@ -99,7 +99,7 @@ class Scheduler:
         return self._state.drafting is not None
 
     @property
-    def is_ahead(self) -> bool:
+    def has_drafts_in_flight(self) -> bool:
         """Whether a draft is on its way."""
         return any(step.is_draft or step.tree.nodes for step in self._state.in_flight.values())
 
@@ -108,7 +108,7 @@ class Scheduler:
         return request in self._state.running
 
     def is_held_back(self, request: int) -> bool:
-        """Whether generation ``request`` has no step until its next token is drawn with ``draw_held_back``."""
+        """Whether generation ``request`` has no step until its next token is drawn with ``sample_held_back``."""
         running = self._state.running.get(request)
         return running is not None and running.held_back_s is not None
 
@@ -123,7 +123,7 @@ class Scheduler:
 
     def take_found(self) -> list[tuple[Generate, LogitsRow]]:
         """Those whose prompt was there whole, since this was asked last, with what their first token is drawn from: with
-        ``draw_held_back``."""
+        ``sample_held_back``."""
         found = []
         for running in self._state.running.values():
             if running.ending is not None:
@@ -207,21 +207,21 @@ class Scheduler:
         begun, self._state.begun = self._state.begun, []
         return begun
 
-    def take_void(self) -> list[int]:
-        """The steps that became void since this was asked last; none where the ring does not skip them."""
-        void, self._state.void = self._state.void, []
-        return void if self._state.drafting is not None and self._state.drafting.skips else []
+    def take_discarded(self) -> list[int]:
+        """The steps that were discarded since this was asked last; none where the ring does not skip them."""
+        discarded, self._state.discarded = self._state.discarded, []
+        return discarded if self._state.drafting is not None and self._state.drafting.skips else []
 
-    def is_void(self, step: int) -> bool:
+    def is_discarded(self, step: int) -> bool:
         """Whether nothing that step ``step`` computes is of use."""
-        return self._state.in_flight[step].is_void
+        return self._state.in_flight[step].is_discarded
 
     def skips(self, step: int) -> bool:
         """Whether step ``step`` is not computed any further."""
-        return self._state.drafting is not None and self._state.drafting.skips and self.is_void(step)
+        return self._state.drafting is not None and self._state.drafting.skips and self.is_discarded(step)
 
-    def commit(self, step: int, drawn: Mapping[int, Draw | None], now: float) -> list[GenerationEvent]:
-        """Take back step ``step`` with what was ``drawn`` for its requests, as far as somebody wanted it still.
+    def commit(self, step: int, sampled_tokens: Mapping[int, SampledToken | None], now: float) -> list[GenerationEvent]:
+        """Take back step ``step`` with what was ``sampled_tokens`` for its requests, as far as somebody wanted it still.
 
         None: it is drawn later, and the generation held back until then.
         """
@@ -234,19 +234,19 @@ class Scheduler:
             if running is None:
                 continue
             told += reused_events(running)
-            if request in drawn:
-                draw, lap_s = drawn[request], now - back.since_s
-                if draw is None:
-                    running.held_back_s = lap_s
+            if request in sampled_tokens:
+                sample, ring_pass_s = sampled_tokens[request], now - back.since_s
+                if sample is None:
+                    running.held_back_s = ring_pass_s
                     self._state.take_back(running, running.certain)
                 else:
-                    told += all_drawn(self._state, running, draw, now, lap_s)
-                settle(self._state, running, back.tree, draw)
+                    told += all_drawn(self._state, running, sample, now, ring_pass_s)
+                resolve(self._state, running, back.tree, sample)
                 settled = True
             elif computed < len(running.generate.prompt):
                 told.append(PromptProgress(request=request, tokens=computed))
         if not settled:
-            settle(self._state, None, back.tree, None)
+            resolve(self._state, None, back.tree, None)
         return told
 
     def fail(self, step: int, error: str, now: float) -> list[GenerationEvent]:
@@ -258,24 +258,24 @@ class Scheduler:
         ]
         return [finish(self._state, running, "error", now, error=error) for running in found]
 
-    def draw_held_back(self, request: int, draw: Draw, now: float) -> list[GenerationEvent]:
+    def sample_held_back(self, request: int, sample: SampledToken, now: float) -> list[GenerationEvent]:
         """The next token of ``request`` was drawn, which was held back for it."""
         running = self._state.running[request]
-        lap_s, running.held_back_s = running.held_back_s, None
-        assert lap_s is not None
-        return [*reused_events(running), *all_drawn(self._state, running, draw, now, lap_s)]
+        ring_pass_s, running.held_back_s = running.held_back_s, None
+        assert ring_pass_s is not None
+        return [*reused_events(running), *all_drawn(self._state, running, sample, now, ring_pass_s)]
 
     def kv_news(self) -> list[KvKept | KvForgotten]:
         """What is kept, and what nothing needs any more, since this was asked last."""
         return self._state.slots.news()
 
-    def wants_draws(self, step: int) -> list[tuple[int, Generate]]:
+    def wants_samples(self, step: int) -> list[tuple[int, Generate]]:
         """The rows of step ``step`` from which a token is wanted still, each with the generation that wants it.
 
         The rows behind one for each of ``drafts`` are not among them.
         """
         found = self._state.in_flight[step]
-        rows = list(found.draws.items())[: len(found.draws) - len(found.tree.nodes)]
+        rows = list(found.samples.items())[: len(found.samples) - len(found.tree.nodes)]
         return [(row, each) for row, of in rows for each in of if each.request in self._state.running]
 
     def drafts(self, step: int) -> Sequence[TreeNode]:

@@ -22,7 +22,7 @@ from primad.ring.speculation.pace import Losses, Tally
 from primad.ring.speculation.speculation import BeginsDrafter
 from primad.ring.speculation.tree import NO_TREE, TreeRows
 
-MOST_OWNERS: Final = 1024
+MAX_OWNERS: Final = 1024
 """Whose latest step is known, of those who asked last."""
 
 
@@ -30,7 +30,7 @@ MOST_OWNERS: Final = 1024
 class PlannedStep:
     """One step before it is computed: row ``i`` is ``tokens[i]`` at ``positions[i]`` of ``sequences[i]``.
 
-    ``requests`` are the generations that it is for, ``draws`` the rows that want an output, with those that do. Rows of a
+    ``requests`` are the generations that it is for, ``samples`` the rows that want an output, with those that do. Rows of a
     tree of drafts may be in several sequences, or in another one, which ``shared`` names.
     """
 
@@ -39,13 +39,13 @@ class PlannedStep:
     tokens: list[int]
     positions: list[int]
     sequences: list[int]
-    draws: dict[int, list[Generate]]
+    samples: dict[int, list[Generate]]
     ops: list[KvOp]
     shared: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
+class SampledToken:
     """The token that was sampled for a step: ``ends`` when it ends the generation; ``top`` as in ``Sampled``.
 
     ``error``: none could be sampled, and the generation ends with it, for ``reason`` as in ``Finished``. ``mirostat_mu``
@@ -59,7 +59,7 @@ class Draw:
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     mirostat_mu: float | None = None
-    more: tuple[Draw, ...] = ()
+    more: tuple[SampledToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +70,12 @@ class StepInFlight:
     """
 
     computed: dict[int, int]
-    draws: dict[int, list[Generate]]
+    samples: dict[int, list[Generate]]
     decodes: bool
     since_s: float
     tree: TreeRows = NO_TREE
     is_draft: bool = False
-    is_void: bool = False
+    is_discarded: bool = False
 
 
 class SchedulerState:
@@ -100,7 +100,7 @@ class SchedulerState:
         self.pool = range(sequences, sequences + branches)
         self.drafting, self.drafter = drafting, drafter
         self.losses = Losses()
-        self.void: list[int] = []
+        self.discarded: list[int] = []
         self.tally = Tally()
         self.chunking = chunking
         self.batching = batching or Batching()
@@ -121,7 +121,7 @@ class SchedulerState:
         self.drains = False
         self.now_s = 0.0
         self.waits_until_s: float | None = None
-        """Until when there is no next step since guesses come soon."""
+        """Until when there is no next step since drafts come soon."""
 
     def hand_out(
         self,
@@ -137,7 +137,7 @@ class SchedulerState:
             self.slots.keep(running)
         self.in_flight[step.step] = StepInFlight(
             computed={each.generate.request: each.sequence.cells for each in of},
-            draws=step.draws,
+            samples=step.samples,
             decodes=decodes,
             since_s=self.now_s,
             tree=tree,
@@ -152,7 +152,7 @@ class SchedulerState:
             running.waits_since = self.steps + (0 if running.is_decoding else more)
             self.owners.pop(running.generate.owner, None)
             self.owners[running.generate.owner] = running.waits_since
-        if len(self.owners) > MOST_OWNERS:
+        if len(self.owners) > MAX_OWNERS:
             del self.owners[next(iter(self.owners))]
         return step
 
@@ -172,8 +172,8 @@ class SchedulerState:
         for number in sorted(speculation.steps):
             step = self.in_flight.get(number)
             if step is not None and step.is_draft:
-                self.in_flight[number] = replace(step, draws={}, is_void=True)
-                self.void.append(number)
+                self.in_flight[number] = replace(step, samples={}, is_discarded=True)
+                self.discarded.append(number)
         speculation.take_back()
         sequence.cells = cells
         sequence.ops.append(KvRemove(sequence.number, cells, -1))

@@ -1,8 +1,8 @@
-"""What a model that guesses has of a text: its tokens, the guesses behind them, and so many of both computed.
+"""What a draft model has of a text: its tokens, the drafts behind them, and so many of both computed.
 
 It works ahead as long as nobody says more, as in LLMCad (Xu et al., 2023) on several branches: its next row goes to the
-guess that holds most likely with all before it, the first guess at each place or another one that is likely enough. What it
-guessed stays where the text goes on like that, be it by a first guess or not. The first path lies behind the text in the
+draft that holds most likely with all before it, the first draft at each place or another one that is likely enough. What it
+drafted stays where the text goes on like that, be it by a first draft or not. The first path lies behind the text in the
 sequence that has that, each other one in a copy of it, which shares its cells. So it never takes more memory than the room
 of one sequence.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primad.engine.protocol import LogitsWindow, Rows
-from primad.ring.speculation.drafter import MOST_ROOM, Guess
+from primad.ring.speculation.drafter import MAX_ROOM, DraftToken
 from primad.ring.speculation.messages import Drafted
 from primad.ring.speculation.tree import OPENS_AT
 
@@ -32,12 +32,12 @@ POOL: Final = 3
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A guess that holds in such a ``share`` of cases with all before it, ``depth`` tokens behind the text; None: the text.
+    """A draft that holds in such a ``share`` of cases with all before it, ``depth`` tokens behind the text; None: the text.
 
     It is computed in a ``sequence``, or not. ``behind`` it come the tokens that may, the likeliest first, once it is.
     """
 
-    guess: Guess | None = None
+    draft_token: DraftToken | None = None
     parent: _Node | None = None
     share: float = 1.0
     depth: int = 0
@@ -51,14 +51,14 @@ class _Node:
 
 
 class DraftBranches:
-    """Guesses ``most`` tokens behind each other with ``window``, the whole of a model, whose only sequence has room for
-    ``context`` tokens, and half as many on up to so many ``branches`` of it, once the first path has ``first`` guesses.
+    """Drafts ``maximum`` tokens behind each other with ``window``, the whole of a model, whose only sequence has room for
+    ``context`` tokens, and half as many on up to so many ``branches`` of it, once the first path has ``first`` drafts.
     """
 
     def __init__(
-        self, window: LogitsWindow, *, context: int, most: int = MOST_ROOM, branches: int = 0, first: int = 0
+        self, window: LogitsWindow, *, context: int, maximum: int = MAX_ROOM, branches: int = 0, first: int = 0
     ) -> None:
-        self._window, self._context, self._most, self._first = window, context, most, first
+        self._window, self._context, self._maximum, self._first = window, context, maximum, first
         self._free = list(range(branches, 0, -1))
         self._number = 0
         self._text: list[int] = []
@@ -81,7 +81,10 @@ class DraftBranches:
 
     def took(self, token: int) -> None:
         """``token`` is the next one of the text."""
-        found = next((each for each in self._root.behind if each.guess is not None and each.guess.token == token), None)
+        found = next(
+            (each for each in self._root.behind if each.draft_token is not None and each.draft_token.token == token),
+            None,
+        )
         self._text.append(token)
         if found is None or found.sequence is None:
             self._forget(len(self._text) - 1)
@@ -90,11 +93,11 @@ class DraftBranches:
         self._computed = len(self._text)
         for node in _all(found):
             node.share, node.depth = node.share / found.share if node is not found else 1.0, node.depth - 1
-        found.guess = found.parent = None
+        found.draft_token = found.parent = None
         self._root = found
 
     def _forget(self, cells: int) -> None:
-        """No guess counts any more; of the text so many cells stay at most."""
+        """No draft counts any more; of the text so many cells stay at most."""
         own = self._root.sequence
         assert own is not None
         self._let_go({each.sequence for each in _all(self._root)} - {own})
@@ -114,19 +117,19 @@ class DraftBranches:
         return bool(self._text) and self._next() is not None
 
     def _next(self) -> _Node | None:
-        """What is to be computed next: the text, or the guess that holds most likely with all before it."""
+        """What is to be computed next: the text, or the draft that holds most likely with all before it."""
         if not self._root.behind:
             return self._root if len(self._text) < self._context else None
-        guesses, main = _all(self._root)[1:], self._main()
-        computed = [node for node in guesses if node.sequence is not None]
+        draft_tokens, main = _all(self._root)[1:], self._main()
+        computed = [node for node in draft_tokens if node.sequence is not None]
         if len(self._text) + len(computed) + 1 >= self._context:
             return None
         aside = sum(node not in main for node in computed)
         found = [
             node
-            for node in guesses
+            for node in draft_tokens
             if node.sequence is None
-            and (len(main) < self._most if node in main else aside < self._most // 2 and node.share >= OPENS_AT)
+            and (len(main) < self._maximum if node in main else aside < self._maximum // 2 and node.share >= OPENS_AT)
             and (self._free or self._goes_on(node))
         ]
         if len(main) < self._first and main[-1] in found:
@@ -134,7 +137,7 @@ class DraftBranches:
         return max(found, key=lambda node: node.share, default=None)
 
     def _main(self) -> list[_Node]:
-        """The first path, which ends with a guess that is not computed."""
+        """The first path, which ends with a draft that is not computed."""
         found, node = list[_Node](), self._root
         while node.behind:
             node = node.behind[0]
@@ -150,21 +153,21 @@ class DraftBranches:
         return node is parent.behind[0] or not (parent is self._root or parent in self._main())
 
     def work(self) -> Drafted | None:
-        """Compute some rows; what is guessed behind the text, once there is one guess more."""
+        """Compute some rows; what is drafted behind the text, once there is one draft more."""
         node = self._next()
         assert node is not None
         if node is self._root:
             if not self._compute_text():
                 return None
         else:
-            assert node.guess is not None
+            assert node.draft_token is not None
             assert node.parent is not None
             place = len(self._text) + node.depth - 1
             node.sequence = self._sequence_for(node, node.parent, place)
-            self._compute([node.guess.token], place, node.sequence, is_last=True)
+            self._compute([node.draft_token.token], place, node.sequence, is_last=True)
         first, *others = _likely(self._window.logits(self._last_row))
-        for guess in [first, *(each for each in others if each.sure >= OPENS_AT)]:
-            node.behind.append(_Node(guess, node, node.share * guess.sure, node.depth + 1))
+        for draft_token in [first, *(each for each in others if each.sure >= OPENS_AT)]:
+            node.behind.append(_Node(draft_token, node, node.share * draft_token.sure, node.depth + 1))
         return self._said()
 
     def _sequence_for(self, node: _Node, parent: _Node, cells: int) -> int:
@@ -201,12 +204,12 @@ class DraftBranches:
     def _said(self) -> Drafted:
         nodes = _all(self._root)[1:]
         places = {id(node): place for place, node in enumerate(nodes)}
-        guesses = [node.guess for node in nodes if node.guess is not None]
+        draft_tokens = [node.draft_token for node in nodes if node.draft_token is not None]
         return Drafted(
             number=self._number,
             known=len(self._text),
-            tokens=[guess.token for guess in guesses],
-            sures=[guess.sure for guess in guesses],
+            tokens=[draft_token.token for draft_token in draft_tokens],
+            sures=[draft_token.sure for draft_token in draft_tokens],
             parents=[places.get(id(node.parent), -1) for node in nodes],
         )
 
@@ -219,9 +222,9 @@ def _all(root: _Node) -> list[_Node]:
     return found
 
 
-def _likely(logits: NDArray[np.float32]) -> list[Guess]:
+def _likely(logits: NDArray[np.float32]) -> list[DraftToken]:
     """The most likely tokens, the first one first."""
     found = np.argpartition(-logits, LIKELY - 1)[:LIKELY]
     found = found[np.argsort(-logits[found], kind="stable")]
     total = np.exp(logits - logits[found[0]], dtype=np.float64).sum()
-    return [Guess(token=int(i), sure=float(np.exp(float(logits[i] - logits[found[0]])) / total)) for i in found]
+    return [DraftToken(token=int(i), sure=float(np.exp(float(logits[i] - logits[found[0]])) / total)) for i in found]

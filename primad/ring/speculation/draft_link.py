@@ -1,6 +1,6 @@
-"""The head's side of the process that guesses. It is never waited for, and an answer never needs it.
+"""The head's side of the draft process. It is never waited for, and an answer never needs it.
 
-Where it ends, hangs or cannot be started, what it would have guessed is not computed ahead, and that is all.
+Where it ends, hangs or cannot be started, what it would have drafted is not computed ahead, and that is all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from primad.errors import ProtocolError
 from primad.ring.speculation.draft_model import ModelDrafters
-from primad.ring.speculation.messages import MOST_UNTOLD_BYTES, Drafted, DraftModel, DraftTask
+from primad.ring.speculation.messages import MAX_UNTOLD_BYTES, Drafted, DraftModel, DraftTask
 from primad.system.children.channel import RingChannel, frame
 from primad.system.children.child import begin_child
 from primad.system.gpus import NO_GPU
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 class DraftingLink:
-    """A process that guesses with ``model``, and the ``drafters`` that it gives guesses to: new ones, unless some are given.
+    """A draft process with ``model``, and the ``drafters`` that it gives drafts to: new ones, unless some are given.
 
     Unless that ``overlaps`` with what the ring computes it is told nothing meanwhile.
     """
 
     def __init__(self, model: DraftModel, *, overlaps: bool = True, drafters: ModelDrafters | None = None) -> None:
-        self.drafters = drafters or ModelDrafters(self._tell, overlaps=overlaps)
+        self.drafters = drafters or ModelDrafters(self._notify, overlaps=overlaps)
         self._process: subprocess.Popen[bytes] | None = None
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -38,26 +38,26 @@ class DraftingLink:
         self._channel: RingChannel[Drafted] = RingChannel(ours, msgspec.msgpack.Decoder(Drafted))
         try:
             with theirs:
-                self._process = begin_guessing(theirs, None)
+                self._process = begin_drafting(theirs, None)
         except OSError as exc:
             self._end(f"cannot be started: {exc.strerror or exc}")
-        self._tell(model)
+        self._notify(model)
         if drafters is not None and self._channel.is_open:
-            drafters.move(self._tell)
+            drafters.move(self._notify)
 
     @property
     def connection(self) -> int | None:
         """What is readable when it has something to say; None when it is gone."""
         return self._channel.connection.fileno() if self._channel.is_open else None
 
-    def _tell(self, task: DraftTask) -> None:
+    def _notify(self, task: DraftTask) -> None:
         if not self._channel.is_open:
             return
         self._untold += frame(task)
         try:
             del self._untold[: self._channel.connection.send(self._untold)]
         except BlockingIOError:
-            if len(self._untold) > MOST_UNTOLD_BYTES:
+            if len(self._untold) > MAX_UNTOLD_BYTES:
                 self._end("takes nothing more")
         except OSError:
             self._end("ended")
@@ -77,7 +77,7 @@ class DraftingLink:
     def _end(self, why: str) -> None:
         self._channel.is_open = False
         self.drafters.end()
-        logger.warning("the process that guesses %s; answers go on without it", why)
+        logger.warning("the draft process %s; answers go on without it", why)
         self.close()
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class DraftingLink:
             process.wait()
 
 
-def begin_guessing(theirs: socket.socket, errors: IO[bytes] | None) -> subprocess.Popen[bytes]:
-    """Run the process that guesses, as ``begin_child``: without a GPU, and not bound to cores, which a ring may have."""
+def begin_drafting(theirs: socket.socket, errors: IO[bytes] | None) -> subprocess.Popen[bytes]:
+    """Run the draft process, as ``begin_child``: without a GPU, and not bound to cores, which a ring may have."""
     variables = {**os.environ, **NO_GPU, "OMP_PROC_BIND": "false"}
     return begin_child("primad.ring.speculation.process", theirs, variables, errors)

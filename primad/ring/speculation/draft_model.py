@@ -1,7 +1,7 @@
-"""Guesses of a smaller model, which a process of its own computes while the ring computes what it was told before.
+"""Drafts of a smaller model, which a process of its own computes while the ring computes what it was told before.
 
 Nobody waits for it. It works ahead of the answer as far as it gets, and says all that it has each time: whatever crossed on
-the way, what it said is of use as far as the answer has gone the way that it guessed. Where it has nothing yet, the text is
+the way, what it said is of use as far as the answer has gone the way that it drafted. Where it has nothing yet, the text is
 looked through instead. It follows one answer at a time, the latest that began.
 """
 
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from primad.ring.speculation.drafter import Guess, HeldShare
+from primad.ring.speculation.drafter import DraftToken, HeldShare
 from primad.ring.speculation.lookup import PromptLookup
 from primad.ring.speculation.messages import Drafted, DraftText, DraftTokens, TextTask
 from primad.ring.speculation.tree import TreeNode, at_path, behind, below, child, first_path
@@ -19,19 +19,19 @@ from primad.ring.speculation.tree import TreeNode, at_path, behind, below, child
 _LEVELS: Final = 10
 _WEIGHT: Final = 3.0
 _SURER: Final = 0.1
-"""So much surer is what was looked up where it takes the place of another guess of the model."""
+"""So much surer is what was looked up where it takes the place of another draft of the model."""
 _SURE_ALONE: Final = 0.7
-"""What was looked up takes the place of a guess that is still being computed if it is so sure."""
+"""What was looked up takes the place of a draft that is still being computed if it is so sure."""
 
 
 class ModelDrafters:
-    """Makes the drafters of answers; ``tell`` gives a task to the process, ``heard`` takes what it says.
+    """Makes the drafters of answers; ``notify`` gives a task to the process, ``heard`` takes what it says.
 
     Unless its work ``overlaps`` with the ring's, the process is told of a text only when a step waits for it.
     """
 
-    def __init__(self, tell: Callable[[TextTask], None], *, overlaps: bool = True) -> None:
-        self._tell, self._overlaps = tell, overlaps
+    def __init__(self, notify: Callable[[TextTask], None], *, overlaps: bool = True) -> None:
+        self._notify, self._overlaps = notify, overlaps
         self._number = 0
         self._latest: ModelDrafter | None = None
         self._is_over = False
@@ -41,7 +41,7 @@ class ModelDrafters:
         if self._latest is not None:
             self._latest.is_followed = False
         self._number += 1
-        self._latest = ModelDrafter(prompt, self._number, self._tell, self._shares, overlaps=self._overlaps)
+        self._latest = ModelDrafter(prompt, self._number, self._notify, self._shares, overlaps=self._overlaps)
         self._latest.is_followed = not self._is_over
         return self._latest
 
@@ -56,24 +56,24 @@ class ModelDrafters:
         if self._latest is not None:
             self._latest.is_followed = False
 
-    def move(self, tell: Callable[[TextTask], None]) -> None:
-        """Another process guesses from now on, and knows nothing."""
-        self._tell, self._is_over = tell, False
+    def move(self, notify: Callable[[TextTask], None]) -> None:
+        """Another process drafts from now on, and knows nothing."""
+        self._notify, self._is_over = notify, False
         if self._latest is not None:
-            self._latest.move(tell)
+            self._latest.move(notify)
 
 
 class ModelDrafter:
-    """Guesses for an answer to ``prompt``, text ``number`` of the process, which computes nothing that nobody asks for.
+    """Drafts for an answer to ``prompt``, text ``number`` of the process, which computes nothing that nobody asks for.
 
-    ``shares`` count how often guesses held of which the model was so sure.
+    ``shares`` count how often drafts held of which the model was so sure.
     """
 
     def __init__(
         self,
         prompt: Sequence[int],
         number: int,
-        tell: Callable[[TextTask], None],
+        notify: Callable[[TextTask], None],
         shares: list[HeldShare],
         *,
         overlaps: bool = True,
@@ -81,29 +81,29 @@ class ModelDrafter:
         self._overlaps = overlaps
         self._lookup = PromptLookup(prompt)
         self._text = list(prompt)
-        self._number, self._tell, self._shares = number, tell, shares
+        self._number, self._notify, self._shares = number, notify, shares
         self._told = 0
         """Of the text, to the process."""
         self._has_read = False
-        self._guess_s: float | None = None
+        self._draft_s: float | None = None
         self._nodes: list[TreeNode] = []
         """What may come behind the text, as the model said it."""
         self.is_followed = True
 
     def heard(self, drafted: Drafted) -> None:
-        """The model guesses so."""
-        self._has_read, self._guess_s = True, drafted.guess_s
+        """The model drafts so."""
+        self._has_read, self._draft_s = True, drafted.draft_s
         parents = drafted.parents or range(-1, len(drafted.tokens) - 1)
         nodes = [
-            TreeNode(Guess(token=token, sure=sure), parent)
+            TreeNode(DraftToken(token=token, sure=sure), parent)
             for token, sure, parent in zip(drafted.tokens, drafted.sures, parents, strict=True)
         ]
         if (at := at_path(nodes, self._text[drafted.known :])) is not None:
             self._nodes = below(nodes, at)
 
-    def move(self, tell: Callable[[TextTask], None]) -> None:
-        """Another process guesses, which was told nothing."""
-        self._tell, self._told, self._has_read, self.is_followed = tell, 0, False, True
+    def move(self, notify: Callable[[TextTask], None]) -> None:
+        """Another process drafts, which was told nothing."""
+        self._notify, self._told, self._has_read, self.is_followed = notify, 0, False, True
         self._nodes = []
 
     def took(self, token: int) -> None:
@@ -114,53 +114,57 @@ class ModelDrafter:
         at = child(self._nodes, -1, token)
         self._nodes = [] if at is None else below(self._nodes, at)
 
-    def guess(self, drafts: Sequence[int]) -> Guess | None:
-        found = self._lookup.guess(drafts)
+    def propose(self, drafts: Sequence[int]) -> DraftToken | None:
+        found = self._lookup.propose(drafts)
         if not self.is_followed:
             return found
         if self._overlaps or not self._has_read:
-            self._tell_text()
+            self._notify_text()
         at = at_path(self._nodes, drafts)
-        guesses = [] if at is None else behind(self._nodes, at)
-        if not guesses:
+        draft_tokens = [] if at is None else behind(self._nodes, at)
+        if not draft_tokens:
             return found if found is not None and found.sure >= _SURE_ALONE else None
-        sure = self._share(guesses[0]).sure
-        return found if found is not None and found.sure > sure + _SURER else Guess(token=guesses[0].token, sure=sure)
+        sure = self._share(draft_tokens[0]).sure
+        return (
+            found
+            if found is not None and found.sure > sure + _SURER
+            else DraftToken(token=draft_tokens[0].token, sure=sure)
+        )
 
-    def looked_up(self, drafts: Sequence[int]) -> Guess | None:
-        return self._lookup.guess(drafts)
+    def looked_up(self, drafts: Sequence[int]) -> DraftToken | None:
+        return self._lookup.propose(drafts)
 
     @property
-    def guess_s(self) -> float | None:
-        return self._guess_s
+    def draft_s(self) -> float | None:
+        return self._draft_s
 
-    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
+    def others(self, drafts: Sequence[int]) -> Sequence[DraftToken]:
         at = at_path(self._nodes, drafts) if self.is_followed else None
-        guesses = (
+        draft_tokens = (
             [] if at is None else behind(self._nodes, at)
         )  # another one may have been looked up in place of the first
-        return [Guess(token=each.token, sure=self._share(each).sure) for each in guesses]
+        return [DraftToken(token=each.token, sure=self._share(each).sure) for each in draft_tokens]
 
-    def awaits(self, most: int, alpha: float) -> bool:
+    def awaits(self, maximum: int, alpha: float) -> bool:
         path = first_path(self._nodes)
-        if not (self.is_followed and self._has_read) or len(path) >= most:
+        if not (self.is_followed and self._has_read) or len(path) >= maximum:
             return False
-        looked_up = self._lookup.guess([])
+        looked_up = self._lookup.propose([])
         if not path and looked_up is not None and looked_up.sure >= _SURE_ALONE:
             return False
-        self._tell_text()
-        return math.prod(self._share(self._nodes[node].guess).sure for node in path) >= alpha
+        self._notify_text()
+        return math.prod(self._share(self._nodes[node].draft_token).sure for node in path) >= alpha
 
     @property
     def works(self) -> bool:
         return self.is_followed and self._has_read and self._told == len(self._text)
 
-    def _tell_text(self) -> None:
+    def _notify_text(self) -> None:
         if not self._told:
-            self._tell(DraftText(number=self._number, tokens=self._text.copy()))
+            self._notify(DraftText(number=self._number, tokens=self._text.copy()))
         elif self._told < len(self._text):
-            self._tell(DraftTokens(self._text[self._told :], self._told))
+            self._notify(DraftTokens(self._text[self._told :], self._told))
         self._told = len(self._text)
 
-    def _share(self, guess: Guess) -> HeldShare:
-        return self._shares[min(int(guess.sure * _LEVELS), _LEVELS - 1)]
+    def _share(self, draft_token: DraftToken) -> HeldShare:
+        return self._shares[min(int(draft_token.sure * _LEVELS), _LEVELS - 1)]

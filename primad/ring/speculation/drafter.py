@@ -1,4 +1,4 @@
-"""Who guesses the next tokens of an answer, and how a ring computes them ahead."""
+"""Who drafts the next tokens of an answer, and how a ring computes them ahead."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-MOST_ROOM: Final = 16
-"""Rows of one answer that are in a ring at once: of guesses that hold four times in five hardly one in 28 is behind more."""
+MAX_ROOM: Final = 16
+"""Rows of one answer that are in a ring at once: of drafts that hold four times in five hardly one in 28 is behind more."""
 
 
-MOST_SURE: Final = 0.99
-"""However often guesses held, the next one need not."""
+MAX_SURE: Final = 0.99
+"""However often drafts held, the next one need not."""
 _FADES: Final = 0.97
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
     """How drafts are computed: one row a step as long as fewer than ``room`` such steps are in the ring, and up to ``rows``
-    rows in one step where that pays better: a lap of the ring has time for ``laps`` steps of one row at most, one behind the
-    other (None: for ``room``). A step of n rows takes ``costs[n - 1]`` times as long as one of a single row; of more
-    rows nothing is known. What turns out wrong is skipped on its way if the ring ``skips``. Unless it
+    rows in one step where that pays better: a ring pass has time for ``ring_passes`` steps of one row at most, one
+    behind the other (None: for ``room``). A step of n rows takes ``costs[n - 1]`` times as long as one of a single row;
+    of more rows nothing is known. What turns out wrong is skipped on its way if the ring ``skips``. Unless it
     ``adapts`` the confidence that is needed stays as it is, and drafts go on where they win nothing. The rows of one step
-    may be a tree with so many ``branches`` beside its main path, each in a sequence of its own. A model guesses while the
+    may be a tree with so many ``branches`` beside its main path, each in a sequence of its own. A model drafts while the
     ring computes if that ``overlaps``, or else only while a step waits for it.
     """
 
@@ -33,31 +33,31 @@ class Drafting:
     adapts: bool = True
     branches: int = 0
     overlaps: bool = True
-    laps: float | None = None
+    ring_passes: float | None = None
 
     @property
-    def rows_a_lap(self) -> float:
-        """How many rows follow each other in a lap: one that waits gives no more of them."""
-        return max(1.0, self.room if self.laps is None else min(self.laps, self.room))
+    def rows_per_pass(self) -> float:
+        """How many rows follow each other in a ring pass: one that waits gives no more of them."""
+        return max(1.0, self.room if self.ring_passes is None else min(self.ring_passes, self.room))
 
     def rate_ahead(self, share: float) -> float:
-        """Tokens in the time of a lap if the ``share`` of guesses holds and rows follow each other: behind one that did not
-        the ring fills anew.
+        """Tokens in the time of a ring pass if the ``share`` of drafts holds and rows follow each other: behind one
+        that did not the ring fills anew.
         """
-        rows = self.rows_a_lap
-        right = 1 / (1 - min(share, MOST_SURE))
+        rows = self.rows_per_pass
+        right = 1 / (1 - min(share, MAX_SURE))
         return right * rows / (rows + right - 1)
 
     def __post_init__(self) -> None:
-        assert 1 <= self.room <= MOST_ROOM
+        assert 1 <= self.room <= MAX_ROOM
         assert self.rows >= 1
         assert self.branches >= 0
         assert all(cost > 0 for cost in self.costs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guess:
-    """``token`` may come next; ``sure`` is how often such guesses hold, from 0 to 1."""
+class DraftToken:
+    """``token`` may come next; ``sure`` is how often such drafts hold, from 0 to 1."""
 
     token: int
     sure: float
@@ -65,7 +65,7 @@ class Guess:
 
 @dataclass(slots=True)
 class HeldShare:
-    """How often guesses held, of late."""
+    """How often drafts held, of late."""
 
     held: float
     tries: float
@@ -82,29 +82,29 @@ class HeldShare:
 
 
 class Drafter(Protocol):
-    """Guesses for one answer. It is told each token of it, whether it was guessed or not, and learns from that."""
+    """Drafts for one answer. It is told each token of it, whether it was drafted or not, and learns from that."""
 
     def took(self, token: int) -> None:
         """``token`` is the next one of the text for certain."""
 
     @property
     def works(self) -> bool:
-        """Whether it computes something for this answer, be any guess of it on its way or not: once it has read the text."""
+        """Whether it computes something for this answer, be any draft of it on its way or not: once it has read the text."""
 
-    def guess(self, drafts: Sequence[int]) -> Guess | None:
+    def propose(self, drafts: Sequence[int]) -> DraftToken | None:
         """What may follow the text and ``drafts`` behind it; None where nothing comes to mind."""
 
-    def looked_up(self, drafts: Sequence[int]) -> Guess | None:
+    def looked_up(self, drafts: Sequence[int]) -> DraftToken | None:
         """The same, as far as it costs nothing."""
 
-    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
+    def others(self, drafts: Sequence[int]) -> Sequence[DraftToken]:
         """What else may follow them."""
 
     @property
-    def guess_s(self) -> float | None:
-        """How long it takes for a guess that is worth waiting for, in seconds; None where none is, or nobody knows."""
+    def draft_s(self) -> float | None:
+        """How long it takes for a draft that is worth waiting for, in seconds; None where none is, or nobody knows."""
 
-    def awaits(self, most: int, alpha: float) -> bool:
-        """Whether more guesses come soon behind the text: fewer than ``most`` are there, which hold in a larger share than
+    def awaits(self, maximum: int, alpha: float) -> bool:
+        """Whether more drafts come soon behind the text: fewer than ``maximum`` are there, which hold in a larger share than
         ``alpha`` all together.
         """

@@ -1,8 +1,8 @@
 """Prompt lookup: what followed the last tokens where they stood before, in the prompt or in the answer, may follow again.
 
-An answer that quotes, edits or sums up its prompt repeats it by the sentence, and costs no model to guess (Saxena, "Prompt
-Lookup Decoding", 2023). How sure a guess is depends on how long the match is, and for each length it is counted how often
-such guesses held. That is counted at every token, whether its guess was computed ahead or not: a drafter that is wrong is
+An answer that quotes, edits or sums up its prompt repeats it by the sentence, and costs no model to draft (Saxena, "Prompt
+Lookup Decoding", 2023). How sure a draft is depends on how long the match is, and for each length it is counted how often
+such drafts held. That is counted at every token, whether its draft was computed ahead or not: a drafter that is wrong is
 found out for nothing, and one that becomes right as well.
 """
 
@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from primad.ring.speculation.drafter import Guess, HeldShare
+from primad.ring.speculation.drafter import DraftToken, HeldShare
 
 SIZES: Final = (3, 2, 1)
-"""Tokens that are looked for, the longer run first. Guesses behind a single one are not computed until such held often."""
+"""Tokens that are looked for, the longer run first. Drafts behind a single one are not computed until such held often."""
 LONGEST: Final = 8
 """Longer matches are no surer."""
-MOST_TOKENS: Final = 32_768
+MAX_TOKENS: Final = 32_768
 """So much of a prompt is looked through, its end: it is gone through once, behind the first token."""
 _FIRST_SURE: Final = (0.2, 0.2, 0.5, 0.5, 0.75, 0.8, 0.85, 0.9, 0.95)
-"""By the length of the match, until more is known: how often guesses held in 15 answers about code and texts."""
+"""By the length of the match, until more is known: how often drafts held in 15 answers about code and texts."""
 _WEIGHT: Final = 2.0
 
 
@@ -34,15 +34,15 @@ class _Match:
 
 
 class PromptLookup:
-    """Guesses from ``prompt`` and the answer to it."""
+    """Drafts from ``prompt`` and the answer to it."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self._text = list(prompt[-MOST_TOKENS:])
+        self._text = list(prompt[-MAX_TOKENS:])
         self._indexed = 0
         self._places: dict[tuple[int, ...], int] = {}
         """Where the latest of each run of tokens ends: the place behind it."""
         self._matches: list[_Match | None] = []
-        """What was guessed from behind the text, and behind each draft after it."""
+        """What was drafted from behind the text, and behind each draft after it."""
         self._shares = [HeldShare(sure * _WEIGHT, _WEIGHT) for sure in _FIRST_SURE]
 
     def took(self, token: int) -> None:
@@ -62,27 +62,27 @@ class PromptLookup:
     def works(self) -> bool:
         return False
 
-    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
+    def others(self, drafts: Sequence[int]) -> Sequence[DraftToken]:
         return ()
 
     @property
-    def guess_s(self) -> float | None:
+    def draft_s(self) -> float | None:
         return None
 
-    def awaits(self, most: int, alpha: float) -> bool:
+    def awaits(self, maximum: int, alpha: float) -> bool:
         return False
 
-    def guess(self, drafts: Sequence[int]) -> Guess | None:
+    def propose(self, drafts: Sequence[int]) -> DraftToken | None:
         match = self._match(len(drafts), drafts)
         if match is None:
             return None
-        return Guess(token=self._at(match.place, drafts), sure=self._shares[match.length].sure)
+        return DraftToken(token=self._at(match.place, drafts), sure=self._shares[match.length].sure)
 
-    def looked_up(self, drafts: Sequence[int]) -> Guess | None:
-        return self.guess(drafts)
+    def looked_up(self, drafts: Sequence[int]) -> DraftToken | None:
+        return self.propose(drafts)
 
     def _match(self, depth: int, drafts: Sequence[int]) -> _Match | None:
-        """What follows ``depth`` of the ``drafts``; a match goes on behind what was guessed from it."""
+        """What follows ``depth`` of the ``drafts``; a match goes on behind what was drafted from it."""
         while len(self._matches) <= depth:
             before = self._matches[-1] if self._matches else None
             if before is not None and self._at(before.place, drafts) == drafts[len(self._matches) - 1]:
@@ -99,8 +99,8 @@ class PromptLookup:
             place = self._places.get(tail) if len(tail) == size else None
             if place is not None:
                 tail = (*text[-LONGEST:], *drafts)[-LONGEST:]
-                most = min(place, len(tail))
-                length = next((n for n in range(size, most) if text[place - n - 1] != tail[-n - 1]), most)
+                maximum = min(place, len(tail))
+                length = next((n for n in range(size, maximum) if text[place - n - 1] != tail[-n - 1]), maximum)
                 return _Match(place, length)
         return None
 

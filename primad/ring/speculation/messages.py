@@ -1,4 +1,4 @@
-"""What the head's ring process and a process that guesses say to each other, on a private socket pair."""
+"""What the head's ring process and a draft process say to each other, on a private socket pair."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import msgspec
 from msgspec import Meta
 
 from primad.errors import ProtocolError
-from primad.ring.speculation.drafter import MOST_ROOM
+from primad.ring.speculation.drafter import MAX_ROOM
 
-MOST_TOLD: Final = 8 * MOST_ROOM
-"""Guesses behind one text, those in place of others among them."""
-MOST_UNTOLD_BYTES: Final = 1 << 20
-"""A process that guesses may be so far behind, as while it loads; then it is as good as gone."""
+MAX_TOLD: Final = 8 * MAX_ROOM
+"""Drafts behind one text, those in place of others among them."""
+MAX_UNTOLD_BYTES: Final = 1 << 20
+"""A draft process may be so far behind, as while it loads; then it is as good as gone."""
 MAX_TEXT_TOKENS: Final = 1 << 20
 
 TextTokens = Annotated[list[int], Meta(max_length=MAX_TEXT_TOKENS)]
 
 
 class DraftModel(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
-    """The first message: guess with the model file ``path``, which has so many ``layers`` and ``bytes`` of weights, on so
-    many ``threads``, ``most`` tokens at most in texts of at most ``context``. Its process takes ``memory_bytes``.
+    """The first message: draft with the model file ``path``, which has so many ``layers`` and ``bytes`` of weights, on so
+    many ``threads``, ``maximum`` tokens at most in texts of at most ``context``. Its process takes ``memory_bytes``.
 
     On a device that has no model file ``path`` is the metadata, and the weights are in the layer ``files``; it then has so
-    many tokens in its ``vocabulary``. Until ``first`` tokens are guessed behind each other nothing is in their place.
+    many tokens in its ``vocabulary``. Until ``first`` tokens are drafted behind each other nothing is in their place.
     """
 
     path: str
@@ -34,14 +34,14 @@ class DraftModel(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
     memory_bytes: int
     threads: int
     context: int
-    most: int = MOST_ROOM
+    maximum: int = MAX_ROOM
     files: tuple[str, ...] = ()
     vocabulary: int = 0
     first: int = 0
 
 
 class DraftText(msgspec.Struct, frozen=True, kw_only=True, tag="text"):
-    """From now on guess how ``tokens`` go on, which are text ``number``."""
+    """From now on draft how ``tokens`` go on, which are text ``number``."""
 
     number: int
     tokens: TextTokens
@@ -58,16 +58,16 @@ class Drafted(msgspec.Struct, frozen=True, kw_only=True, tag="drafted"):
     """What may come behind the first ``known`` tokens of text ``number``: each of ``tokens`` behind that at the place which
     ``parents`` says (-1: the text), so sure behind that; without ``parents`` each behind the one before.
 
-    A parent comes before those behind it, the likeliest of them first. The latest one took ``guess_s``; None where that was
+    A parent comes before those behind it, the likeliest of them first. The latest one took ``draft_s``; None where that was
     not measured.
     """
 
     number: int
     known: int
-    tokens: Annotated[list[int], Meta(max_length=MOST_TOLD)]
-    sures: Annotated[list[float], Meta(max_length=MOST_TOLD)]
-    guess_s: float | None = None
-    parents: Annotated[list[int], Meta(max_length=MOST_TOLD)] = []
+    tokens: Annotated[list[int], Meta(max_length=MAX_TOLD)]
+    sures: Annotated[list[float], Meta(max_length=MAX_TOLD)]
+    draft_s: float | None = None
+    parents: Annotated[list[int], Meta(max_length=MAX_TOLD)] = []
 
 
 DraftTask = DraftModel | DraftText | DraftTokens
@@ -76,13 +76,13 @@ TextTask = DraftText | DraftTokens
 
 
 def check_drafted(drafted: Drafted, vocabulary: int) -> None:
-    """Judge what another device guesses. Raises ``ProtocolError`` where that is no guess of one of so many tokens."""
+    """Judge what another device drafts. Raises ``ProtocolError`` where that is no draft of one of so many tokens."""
     count = len(drafted.tokens)
-    well_formed = count <= MOST_TOLD and len(drafted.sures) == count and len(drafted.parents) in (0, count)
+    well_formed = count <= MAX_TOLD and len(drafted.sures) == count and len(drafted.parents) in (0, count)
     if not well_formed or drafted.known < 0 or any(not -1 <= a < i for i, a in enumerate(drafted.parents)):
-        raise ProtocolError("guesses that do not belong to each other")
+        raise ProtocolError("drafts that do not belong to each other")
     said = zip(drafted.tokens, drafted.sures, strict=True)
     if not all(0 <= token < vocabulary and 0 <= sure <= 1 for token, sure in said):
-        raise ProtocolError(f"a guess that is none of {vocabulary} tokens, or surer than sure")
-    if drafted.guess_s is not None and not 0 <= drafted.guess_s < math.inf:
-        raise ProtocolError("a guess that took no time that there is")
+        raise ProtocolError(f"a draft that is none of {vocabulary} tokens, or surer than sure")
+    if drafted.draft_s is not None and not 0 <= drafted.draft_s < math.inf:
+        raise ProtocolError("a draft that took no time that there is")

@@ -1,17 +1,17 @@
-"""How sure of a guess one must be before a ring computes it ahead, and whether that pays at all for one answer.
+"""How sure of a draft one must be before a ring computes it ahead, and whether that pays at all for one answer.
 
-As in PipeInfer (Butler et al., 2024) the confidence that is needed rises by a recovery factor where guesses fail, and falls
-by a decay factor where the ring was idle although there was a guess. Both adapt: they become bolder while drafts win time.
+As in PipeInfer (Butler et al., 2024) the confidence that is needed rises by a recovery factor where drafts fail, and falls
+by a decay factor where the ring was idle although there was a draft. Both adapt: they become bolder while drafts win time.
 What they win is measured: the time from token to token with drafts on their way and without. Where it is no shorter with
 them there are none for a while, each time for twice as long.
 
 Each trial may cost something, and who asks for a short answer pays for one as well. So what trials cost is counted for all
 answers of a ring together, and another one begins when that and another such loss are a small share of all time: a draft
-that is always wrong costs about ``MOST_LOST``, however slow it makes a token.
+that is always wrong costs about ``MAX_LOST``, however slow it makes a token.
 
-Whether a step waits for a model's guesses, and what steps with its guesses win either way.
+Whether a step waits for a model's drafts, and what steps with its drafts win either way.
 
-Behind a guess that failed the model has nothing to say yet. The next step goes without guesses, and the model has its time
+Behind a draft that failed the model has nothing to say yet. The next step goes without drafts, and the model has its time
 for those of the step after it; or the step waits until there are n of them, which each take a while.
 """
 
@@ -24,14 +24,14 @@ from typing import Final
 BEGINS_AFTER: Final = 4
 """Tokens without drafts, to compare with."""
 BEGINS_AT: Final = 0.8
-"""A guess that costs nothing and is so sure is computed as soon as the time of one token is known."""
+"""A draft that costs nothing and is so sure is computed as soon as the time of one token is known."""
 EVIDENT: Final = 0.6
 """Of the time of that one token: drafts that take so much at most win, whatever held it up."""
 JUDGED_AFTER: Final = 16
 """Tokens with drafts."""
 HOPELESS_AFTER: Final = 8
 """Tokens with drafts of which none held."""
-MOST_LOST: Final = 0.03
+MAX_LOST: Final = 0.03
 """Of the time of all answers, by drafts that did not pay."""
 ENDS_AT: Final = 5.0
 """Tokens' worth of time: drafts that lost so much of late, and win nothing on average, end at once."""
@@ -63,7 +63,7 @@ class Losses:
     @property
     def allow_another(self) -> bool:
         """Whether another trial may lose as much as the latest one that failed."""
-        return self.lost_s + self.trial_s <= MOST_LOST * self.decode_s
+        return self.lost_s + self.trial_s <= MAX_LOST * self.decode_s
 
 
 @dataclass(slots=True)
@@ -135,7 +135,7 @@ class Pace:
         return self._without.mean_s if self._without.count else None
 
     def wants(self, sure: float) -> bool:
-        """Whether a guess is worth an idle place of the ring that holds, with all before it, in the share ``sure``."""
+        """Whether a draft is worth an idle place of the ring that holds, with all before it, in the share ``sure``."""
         if self._off:
             if sure < BEGINS_AT or not self.may_begin:
                 return False
@@ -213,49 +213,50 @@ class Pace:
 class Tally:
     """Of ``drafted`` rows ``accepted`` were the next token, and ``skipped`` were not computed to the end.
 
-    ``lap_s`` is how long the rows of all tokens were on their way together, ``decode_s`` how long answers waited for them.
+    ``ring_pass_s`` is how long the rows of all tokens were on their way together, ``decode_s`` how long answers waited
+    for them.
     """
 
     drafted: int = 0
     accepted: int = 0
     skipped: int = 0
-    lap_s: float = 0.0
+    ring_pass_s: float = 0.0
     decode_s: float = 0.0
 
-    def count(self, lap_s: float, gap_s: float) -> None:
+    def count(self, ring_pass_s: float, gap_s: float) -> None:
         """A token came whose row was out for so long, so long after the token before it."""
-        self.lap_s += lap_s
+        self.ring_pass_s += ring_pass_s
         self.decode_s += gap_s
 
     @property
-    def tokens_a_lap(self) -> float:
+    def tokens_per_pass(self) -> float:
         """How many tokens an answer has in the time in which one row goes round: one without drafts."""
-        return self.lap_s / self.decode_s if self.decode_s > 0 else 1.0
+        return self.ring_pass_s / self.decode_s if self.decode_s > 0 else 1.0
 
 
-def tokens_of(guesses: int, share: float) -> float:
-    """What a step with so many guesses gives, each of which holds behind the others in the ``share`` of cases."""
-    return sum(share**depth for depth in range(guesses + 1))
+def tokens_of(draft_tokens: int, share: float) -> float:
+    """What a step with so many drafts gives, each of which holds behind the others in the ``share`` of cases."""
+    return sum(share**depth for depth in range(draft_tokens + 1))
 
 
-def rate_without_waiting(costs: Sequence[float], share: float, guess: float) -> float:
-    """Tokens in the time of a step of one row, where a step without guesses comes behind one that failed.
+def rate_without_waiting(costs: Sequence[float], share: float, draft_token: float) -> float:
+    """Tokens in the time of a step of one row, where a step without drafts comes behind one that failed.
 
-    A step of n rows takes ``costs[n - 1]``, and a ``guess`` so much of a step of one row: there are as many as it has time
-    for.
+    A step of n rows takes ``costs[n - 1]``, and a ``draft_token`` so much of a step of one row: there are as many as it
+    has time for.
     """
-    most = len(costs) - 1 if guess <= 0 else min(len(costs) - 1, int(1 / guess))
-    return max([1.0, *(_rate(costs, share, guesses, 1.0, 1.0) for guesses in range(1, most + 1))])
+    maximum = len(costs) - 1 if draft_token <= 0 else min(len(costs) - 1, int(1 / draft_token))
+    return max([1.0, *(_rate(costs, share, draft_tokens, 1.0, 1.0) for draft_tokens in range(1, maximum + 1))])
 
 
-def best_wait(costs: Sequence[float], share: float, guess: float) -> tuple[int, float]:
-    """For how many guesses it is best to wait behind one that failed, and the tokens that come then in such a time."""
-    rates = [_rate(costs, share, guesses, guesses * guess, 0.0) for guesses in range(len(costs))]
+def best_wait(costs: Sequence[float], share: float, draft_token: float) -> tuple[int, float]:
+    """For how many drafts it is best to wait behind one that failed, and the tokens that come then in such a time."""
+    rates = [_rate(costs, share, draft_tokens, draft_tokens * draft_token, 0.0) for draft_tokens in range(len(costs))]
     best = max(range(len(rates)), key=rates.__getitem__)
     return best, rates[best]
 
 
-def _rate(costs: Sequence[float], share: float, guesses: int, after_failure: float, tokens_then: float) -> float:
-    fails = 1 - share**guesses
-    took = costs[guesses] / costs[0] + fails * after_failure
-    return (tokens_of(guesses, share) + fails * tokens_then) / took
+def _rate(costs: Sequence[float], share: float, draft_tokens: int, after_failure: float, tokens_then: float) -> float:
+    fails = 1 - share**draft_tokens
+    took = costs[draft_tokens] / costs[0] + fails * after_failure
+    return (tokens_of(draft_tokens, share) + fails * tokens_then) / took

@@ -1,4 +1,4 @@
-"""The process that guesses: ``python -m primad.ring.speculation.process FD`` works ahead of the answer that it is told.
+"""The draft process: ``python -m primad.ring.speculation.process FD`` works ahead of the answer that it is told.
 
 It looks at what came between two steps of its own, and ends with the head's ring process, which waits for nothing from it.
 """
@@ -29,7 +29,7 @@ from primad.system.children.child import inherited
 from primad.system.terminal import escape_uncaught
 
 NICE: Final = 5
-"""The ring's own steps go before guesses."""
+"""The ring's own steps go before drafts."""
 
 
 def _load(model: DraftModel) -> DraftBranches:
@@ -55,7 +55,7 @@ def _load(model: DraftModel) -> DraftBranches:
         branches=POOL,
     )
     window = WholeModel(source, options, frozenset(), vocabulary=size)
-    return DraftBranches(window, context=model.context, most=model.most, branches=POOL, first=model.first)
+    return DraftBranches(window, context=model.context, maximum=model.maximum, branches=POOL, first=model.first)
 
 
 def _vocabulary_size(path: Path) -> int:
@@ -67,15 +67,15 @@ def _vocabulary_size(path: Path) -> int:
 
 
 def main() -> None:
-    """Guess until the other end closes, or the model cannot."""
+    """Draft until the other end closes, or the model cannot."""
     escape_uncaught()
     try:
-        _guess()
+        _draft()
     except EngineError as exc:
-        sys.exit(f"the process that guesses: {exc}")
+        sys.exit(f"the draft process: {exc}")
 
 
-def _guess() -> None:
+def _draft() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(os, "nice"):
         with contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ def _guess() -> None:
             began_s = time.perf_counter()
             drafted = chain.work()
             if drafted is not None:
-                channel.tell(replace(drafted, guess_s=time.perf_counter() - began_s))
+                channel.notify(replace(drafted, draft_s=time.perf_counter() - began_s))
 
 
 if __name__ == "__main__":

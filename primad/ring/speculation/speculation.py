@@ -1,13 +1,13 @@
-"""What of one answer is computed ahead of its tokens: guesses on their way, in the order in which their rows stand.
+"""What of one answer is computed ahead of its tokens: drafts on their way, in the order in which their rows stand.
 
-The rows of an answer come back in the order of the log, so a guess is judged when everything before it is decided: the
-token that is drawn from the row before it either is the one that was guessed, and its own row goes on, or it is not, and
+The rows of an answer come back in the order of the log, so a draft is judged when everything before it is decided: the
+token that is drawn from the row before it either is the one that was drafted, and its own row goes on, or it is not, and
 nothing of what is ahead is of any use. Sampling sees no difference: no token is drawn from a row whose history did not hold.
 
-When a model that guesses has guessed enough for the step that verifies it, where each step takes long.
+When a draft model has drafted enough for the step that verifies it, where each step takes long.
 
-A target that streams takes a pass over the disk for each step, so it pays to wait a little for guesses. LLMCad (Xu et al.,
-2023) falls back to the target where the guesses are so unsure, one behind the other, that the next would hardly hold: below
+A target that streams takes a pass over the disk for each step, so it pays to wait a little for drafts. LLMCad (Xu et al.,
+2023) falls back to the target where the drafts are so unsure, one behind the other, that the next would hardly hold: below
 ``alpha``, which is halved after a step of which all held, and rises with the share of those that did not.
 """
 
@@ -18,25 +18,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from primad.ring.speculation.drafter import Drafter, Drafting, Guess, HeldShare
+from primad.ring.speculation.drafter import Drafter, Drafting, DraftToken, HeldShare
 from primad.ring.speculation.pace import Losses, Pace, best_wait, rate_without_waiting
 from primad.ring.speculation.tree import TreeNode, best_tree, child, depth
 
 WORTH_IT: Final = 1.1
 """Steps of several rows must promise so much: what they cost is predicted, not measured."""
 WAITS: Final = 0.5
-"""Of the time of a token without drafts a step waits at most for guesses."""
+"""Of the time of a token without drafts a step waits at most for drafts."""
 _FIRST_SHARE: Final = (2.1, 3.0)
-"""Guesses that held, and all, until more is known."""
+"""Drafts that held, and all, until more is known."""
 FIRST: Final = 0.01
-_LEAST, _MOST = 0.0005, 0.5
+_MIN, _MAX = 0.0005, 0.5
 _RISES: Final = 2.0
 """So many times after a step of which nothing held."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    guess: Guess
+    draft_token: DraftToken
     step: int
 
 
@@ -48,7 +48,7 @@ class BeginsDrafter(Protocol):
 
 
 class Speculation:
-    """The guesses of one answer in a ring with such ``losses``. ``drafted`` of them were handed out, ``accepted`` held."""
+    """The drafts of one answer in a ring with such ``losses``. ``drafted`` of them were handed out, ``accepted`` held."""
 
     def __init__(
         self, drafter: Drafter, drafting: Drafting, known: Sequence[int] = (), losses: Losses | None = None
@@ -62,48 +62,48 @@ class Speculation:
         """What is computed with the next token; node ``_at`` is the last that held."""
         self._at = -1
         self._longest = self._right = 0
-        """Guesses of the tree's longest path; of these held."""
+        """Drafts of the tree's longest path; of these held."""
         self._waits_until_s: float | None = None
         self._share = HeldShare(*_FIRST_SHARE)
-        """Of guesses that were computed with the next token, up to the first that failed."""
+        """Of drafts that were computed with the next token, up to the first that failed."""
         self.drafted = self.accepted = 0
         for token in known:
             self._drafter.took(token)
 
     @property
-    def is_ahead(self) -> bool:
+    def has_drafts_in_flight(self) -> bool:
         """Whether anything is on its way."""
         return bool(self._ahead or self._tree)
 
     @property
     def tokens(self) -> list[int]:
         """What is on its way one behind the other, the next token first."""
-        return [each.guess.token for each in self._ahead]
+        return [each.draft_token.token for each in self._ahead]
 
     @property
     def steps(self) -> set[int]:
         """The steps that have rows of it."""
         return {each.step for each in self._ahead}
 
-    def next(self) -> Guess | None:
-        """A guess behind all that is on its way that is worth an idle place of the ring."""
+    def next(self) -> DraftToken | None:
+        """A draft behind all that is on its way that is worth an idle place of the ring."""
         if self._tree or not self._pace.may_begin:
             return None
         drafter = self._drafter
-        guess = (drafter.looked_up if self._pace.is_off else drafter.guess)(self.tokens)
-        return guess if guess is not None and self._pace.wants(self._sure * guess.sure) else None
+        draft_token = (drafter.looked_up if self._pace.is_off else drafter.propose)(self.tokens)
+        return draft_token if draft_token is not None and self._pace.wants(self._sure * draft_token.sure) else None
 
-    def waits(self, most: int, now: float) -> float | None:
-        """Until when the next step waits for guesses that it could compute, ``most`` at most; None: no longer."""
-        usual_s, guess_s, costs = self._pace.usual_s, self._drafter.guess_s, self._drafting.costs[: most + 1]
-        if len(costs) <= 1 or self.is_ahead or self._pace.is_off or not usual_s or guess_s is None:
+    def waits(self, maximum: int, now: float) -> float | None:
+        """Until when the next step waits for drafts that it could compute, ``maximum`` at most; None: no longer."""
+        usual_s, draft_s, costs = self._pace.usual_s, self._drafter.draft_s, self._drafting.costs[: maximum + 1]
+        if len(costs) <= 1 or self.has_drafts_in_flight or self._pace.is_off or not usual_s or draft_s is None:
             return None
-        share, guess = self._share.sure, guess_s / usual_s
-        most, rate = best_wait(costs, share, guess)
+        share, draft_token = self._share.sure, draft_s / usual_s
+        maximum, rate = best_wait(costs, share, draft_token)
         without = self._drafting.rate_ahead(share)
         if self._drafting.overlaps:
-            without = max(without, rate_without_waiting(costs, share, guess))
-        if rate <= without or not self._drafter.awaits(most, self._fallback.alpha):
+            without = max(without, rate_without_waiting(costs, share, draft_token))
+        if rate <= without or not self._drafter.awaits(maximum, self._fallback.alpha):
             return None
         if self._waits_until_s is None:
             self._waits_until_s = now + WAITS * usual_s
@@ -112,25 +112,25 @@ class Speculation:
         self._is_touched = True
         return self._waits_until_s
 
-    def together(self, most: int) -> list[TreeNode]:
-        """Guesses that are computed with the next token in one step, ``most`` at most: as many as win most time.
+    def together(self, maximum: int) -> list[TreeNode]:
+        """Drafts that are computed with the next token in one step, ``maximum`` at most: as many as win most time.
 
         n of them behind each other make 1 + p1 + p1 p2 + ... tokens of a step, which takes as long as its n + 1 rows do.
         Where rows ahead of the next token win more there are none.
         """
         costs = self._drafting.costs
-        most = min(most, len(costs) - 1)
-        if most <= 0 or self.is_ahead or self._pace.is_off:
+        maximum = min(maximum, len(costs) - 1)
+        if maximum <= 0 or self.has_drafts_in_flight or self._pace.is_off:
             return []
-        first = self._drafter.guess([])
+        first = self._drafter.propose([])
         ahead = 1.0 if first is None else self._drafting.rate_ahead(first.sure)
-        return best_tree(self._drafter, costs[: most + 1], self._drafting.branches, max(WORTH_IT, ahead))
+        return best_tree(self._drafter, costs[: maximum + 1], self._drafting.branches, max(WORTH_IT, ahead))
 
     @property
     def _sure(self) -> float:
         sure = 1.0
         for each in self._ahead:
-            sure *= each.guess.sure
+            sure *= each.draft_token.sure
         return sure
 
     def handed_out_tree(self, nodes: Sequence[TreeNode]) -> None:
@@ -140,15 +140,15 @@ class Speculation:
         self.drafted += len(nodes)
         self._is_touched = self._is_touched or bool(nodes)
 
-    def handed_out(self, guesses: Sequence[Guess], step: int) -> None:
-        """``step`` has a row for each of ``guesses``, behind what is on its way."""
-        self._ahead.extend(_Ahead(guess, step) for guess in guesses)
-        self.drafted += len(guesses)
-        self._is_touched = self._is_touched or bool(guesses)
+    def handed_out(self, draft_tokens: Sequence[DraftToken], step: int) -> None:
+        """``step`` has a row for each of ``draft_tokens``, behind what is on its way."""
+        self._ahead.extend(_Ahead(draft_token, step) for draft_token in draft_tokens)
+        self.drafted += len(draft_tokens)
+        self._is_touched = self._is_touched or bool(draft_tokens)
 
     def took(self, token: int, now: float) -> bool:
         """``token`` is the next one of the answer; whether what is on its way holds. If not it is to be taken back."""
-        held = not self._ahead or self._ahead[0].guess.token == token
+        held = not self._ahead or self._ahead[0].draft_token.token == token
         is_accepted = held and bool(self._ahead)
         if self._tree:
             is_accepted = held = self._took_of_tree(token)
@@ -158,11 +158,13 @@ class Speculation:
         self._waits_until_s = None
         self._pace.took(now, drafted=self._is_touched, missed=not held, worked=self._drafter.works)
         self._drafter.took(token)
-        self._is_touched = is_accepted or self.is_ahead  # the next one is drawn from a draft's row, or before one
+        self._is_touched = (
+            is_accepted or self.has_drafts_in_flight
+        )  # the next one is drawn from a draft's row, or before one
         return held
 
     def _took_of_tree(self, token: int) -> bool:
-        """Whether ``token`` is one of the guesses behind those of the tree that held."""
+        """Whether ``token`` is one of the drafts behind those of the tree that held."""
         found = child(self._tree, self._at, token)
         self._share.count(held=found is not None)
         if found is not None:
@@ -186,9 +188,9 @@ class Fallback:
         self._adapts = adapts
 
     def verified(self, right: int, wrong: int) -> None:
-        """Of a step's guesses so many were ``right``; the ``wrong`` ones are the first that was not and all behind it."""
+        """Of a step's drafts so many were ``right``; the ``wrong`` ones are the first that was not and all behind it."""
         assert right + wrong > 0
         if not self._adapts:
             return
         times = 0.5 if not wrong else _RISES ** (wrong / (right + wrong))
-        self.alpha = min(_MOST, max(_LEAST, self.alpha * times))
+        self.alpha = min(_MAX, max(_MIN, self.alpha * times))

@@ -1,9 +1,9 @@
-"""Trees of guesses: which of several tokens that may come next are computed in one step, and where each lies in the log.
+"""Trees of drafts: which of several tokens that may come next are computed in one step, and where each lies in the log.
 
-As in LLMCad (Xu et al., 2023) a branch opens where another token is likely enough, and each next guess goes to the branch
-that holds most likely with all before it. A step of n rows then holds those n - 1 guesses that make most tokens of it. One
-path, that of the first guess at each place, lies behind the text in its own sequence, as a chain does. Every other one that
-ends has a sequence out of a pool, a copy of the text before anything is written to it. So no guess ever takes the place of a
+As in LLMCad (Xu et al., 2023) a branch opens where another token is likely enough, and each next draft goes to the branch
+that holds most likely with all before it. A step of n rows then holds those n - 1 drafts that make most tokens of it. One
+path, that of the first draft at each place, lies behind the text in its own sequence, as a chain does. Every other one that
+ends has a sequence out of a pool, a copy of the text before anything is written to it. So no draft ever takes the place of a
 cell that another path, or the text, has.
 """
 
@@ -14,72 +14,72 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from primad.ring.speculation.drafter import Guess
+from primad.ring.speculation.drafter import DraftToken
 
 OPENS_AT: Final = 0.05
-"""A branch opens where its first guess holds in such a share of cases, with all before it."""
+"""A branch opens where its first draft holds in such a share of cases, with all before it."""
 PAYS: Final = 1.02
 """So many times the tokens of the best chain a tree must promise."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """A guess behind node ``parent`` of its tree; -1: behind the text. A parent comes before its children."""
+    """A draft behind node ``parent`` of its tree; -1: behind the text. A parent comes before its children."""
 
-    guess: Guess
+    draft_token: DraftToken
     parent: int
 
 
-class Guesses(Protocol):
-    """Who guesses behind the text and what was guessed before."""
+class ProposesTokens(Protocol):
+    """Who drafts behind the text and what was drafted before."""
 
-    def guess(self, drafts: Sequence[int]) -> Guess | None:
+    def propose(self, drafts: Sequence[int]) -> DraftToken | None:
         """What may follow ``drafts`` first of all."""
 
-    def others(self, drafts: Sequence[int]) -> Sequence[Guess]:
+    def others(self, drafts: Sequence[int]) -> Sequence[DraftToken]:
         """What else may follow them."""
 
 
-def best_tree(guesses: Guesses, costs: Sequence[float], branches: int, least: float) -> list[TreeNode]:
+def best_tree(draft_tokens: ProposesTokens, costs: Sequence[float], branches: int, minimum: float) -> list[TreeNode]:
     """The tree that makes most tokens in the time that a step of its rows takes, with at most so many ``branches``.
 
-    A step of n rows takes ``costs[n - 1]``. It makes more than ``least`` times the tokens of single rows, or is empty. One
+    A step of n rows takes ``costs[n - 1]``. It makes more than ``minimum`` times the tokens of single rows, or is empty. One
     without branches is a chain, and so it is where a tree is hardly better.
     """
-    chain, chain_rate = _best(_grown(guesses, len(costs) - 1, 0), costs)
-    tree, tree_rate = _best(_grown(guesses, len(costs) - 1, branches), costs) if branches else (chain, chain_rate)
+    chain, chain_rate = _best(_grown(draft_tokens, len(costs) - 1, 0), costs)
+    tree, tree_rate = _best(_grown(draft_tokens, len(costs) - 1, branches), costs) if branches else (chain, chain_rate)
     best, rate = (tree, tree_rate) if tree_rate > PAYS * chain_rate else (chain, chain_rate)
-    return best if rate > least else []
+    return best if rate > minimum else []
 
 
-def _grown(guesses: Guesses, most: int, branches: int) -> list[tuple[TreeNode, float]]:
+def _grown(draft_tokens: ProposesTokens, maximum: int, branches: int) -> list[tuple[TreeNode, float]]:
     """Nodes in the order in which they hold most likely, each with how likely that is."""
     grown: list[tuple[TreeNode, float]] = []
-    frontier: list[tuple[float, int, Guess, int, bool, tuple[int, ...]]] = []
+    frontier: list[tuple[float, int, DraftToken, int, bool, tuple[int, ...]]] = []
     parents: set[int] = set()
     left, number = branches, 0
 
     def open_behind(parent: int, share: float, drafts: tuple[int, ...]) -> None:
         nonlocal number
-        first = guesses.guess(drafts)
-        seconds = guesses.others(drafts) if branches else ()
+        first = draft_tokens.propose(drafts)
+        seconds = draft_tokens.others(drafts) if branches else ()
         found = [(first, False)] if first is not None else []
         found += [(each, True) for each in seconds if first is None or each.token != first.token]
-        for guess, is_other in found:
-            if not is_other or share * guess.sure >= OPENS_AT:
+        for draft_token, is_other in found:
+            if not is_other or share * draft_token.sure >= OPENS_AT:
                 number += 1
-                heapq.heappush(frontier, (-share * guess.sure, number, guess, parent, is_other, drafts))
+                heapq.heappush(frontier, (-share * draft_token.sure, number, draft_token, parent, is_other, drafts))
 
     open_behind(-1, 1.0, ())
-    while frontier and len(grown) < most:
-        minus_share, _, guess, parent, _, drafts = heapq.heappop(frontier)
+    while frontier and len(grown) < maximum:
+        minus_share, _, draft_token, parent, _, drafts = heapq.heappop(frontier)
         if parent in parents:
             if not left:
                 continue
             left -= 1
         parents.add(parent)
-        grown.append((TreeNode(guess, parent), -minus_share))
-        open_behind(len(grown) - 1, -minus_share, (*drafts, guess.token))
+        grown.append((TreeNode(draft_token, parent), -minus_share))
+        open_behind(len(grown) - 1, -minus_share, (*drafts, draft_token.token))
     return grown
 
 
@@ -94,20 +94,20 @@ def _best(grown: Sequence[tuple[TreeNode, float]], costs: Sequence[float]) -> tu
 
 def child(nodes: Sequence[TreeNode], parent: int, token: int) -> int | None:
     """The node behind ``parent`` that is ``token``."""
-    return next((i for i, node in enumerate(nodes) if node.parent == parent and node.guess.token == token), None)
+    return next((i for i, node in enumerate(nodes) if node.parent == parent and node.draft_token.token == token), None)
 
 
 def at_path(nodes: Sequence[TreeNode], tokens: Sequence[int]) -> int | None:
-    """The node that ``tokens`` lead to from the text; None where one of them was not guessed."""
+    """The node that ``tokens`` lead to from the text; None where one of them was not drafted."""
     at: int | None = -1
     for token in tokens:
         at = None if at is None else child(nodes, at, token)
     return at
 
 
-def behind(nodes: Sequence[TreeNode], parent: int) -> list[Guess]:
+def behind(nodes: Sequence[TreeNode], parent: int) -> list[DraftToken]:
     """What may follow ``parent``, the likeliest first."""
-    return [node.guess for node in nodes if node.parent == parent]
+    return [node.draft_token for node in nodes if node.parent == parent]
 
 
 def below(nodes: Sequence[TreeNode], root: int) -> list[TreeNode]:
@@ -117,12 +117,12 @@ def below(nodes: Sequence[TreeNode], root: int) -> list[TreeNode]:
     for place, node in enumerate(nodes):
         if node.parent in places:
             places[place] = len(found)
-            found.append(TreeNode(node.guess, places[node.parent]))
+            found.append(TreeNode(node.draft_token, places[node.parent]))
     return found
 
 
 def first_path(nodes: Sequence[TreeNode]) -> list[int]:
-    """The first guess behind the text, the first behind that, and so on."""
+    """The first draft behind the text, the first behind that, and so on."""
     found: list[int] = []
     at: int | None = -1
     while (at := next((i for i, node in enumerate(nodes) if node.parent == at), None)) is not None:

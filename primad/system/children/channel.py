@@ -64,7 +64,7 @@ class RingChannel(Generic[_Said]):
         self._frames = Frames()
         self.is_open = True
 
-    def tell(self, *events: msgspec.Struct) -> None:
+    def notify(self, *events: msgspec.Struct) -> None:
         """Send events; when the other end is gone, only ``is_open`` changes."""
         try:
             for event in events:

@@ -2,7 +2,7 @@
 
 One program for one number of rounds k. Per device m and kind of layer g it has layers on the CPU ``C[m,g]`` and on the GPU
 ``G[m,g]`` (paper: k*w = C + G, k*n = G), of some of which the experts are on the CPU. Per device it has the bytes that
-stream and those that are held ahead of them, which are no whole numbers (``streaming.py``), and whether it streams and uses
+stream and those that are read ahead of them, which are no whole numbers (``streaming.py``), and whether it streams and uses
 its GPU at all; ``z`` picks one ring order of one set of devices, so who takes part and in which order is decided with the
 rest. A layout says how C and G come about:
 
@@ -11,7 +11,7 @@ rest. A layout says how C and G come about:
   rounds too and bounds every larger k.
 - ``cut_layout``: the devices in one order, W layers a round; where each window begins is a staircase of binaries, so the
   bytes of every window are exact.
-- ``alone_layout``: the head computes the model alone.
+- ``single_device_layout``: the head computes the model alone.
 
 Times are in milliseconds and memory in units of the largest layer, to keep the numbers near one.
 """

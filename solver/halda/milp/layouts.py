@@ -23,9 +23,9 @@ class Layout:
     """How many layers each member has, as expressions. Lists run over members, inner lists over kinds of layers.
 
     ``used[m]`` is 1 for a member that takes part; ``windows[m]`` is its number of windows a token, where ``loose`` the least
-    that it may be. ``apart`` are those of the layers on the GPU whose experts are on the CPU. ``tail_on_gpu`` counts the
-    layers of the head's last window that are on its GPU. ``tail`` are its layers on the CPU, on the GPU and of these the
-    ones apart, by kind, or one count where it is not known of which kinds they are; None without a ring.
+    that it may be. ``experts_on_cpu`` are those of the layers on the GPU whose experts are on the CPU. ``tail_on_gpu``
+    counts the layers of the head's last window that are on its GPU. ``tail`` are its layers on the CPU, on the GPU and
+    of these the ones apart, by kind, or one count where it is not known of which kinds they are; None without a ring.
     ``window_in_ram`` counts those of each of its other windows of which the CPU computes something, None where that is not
     asked.
     ``orders`` with ``picked``: which ring. ``columns`` is None where it is not known which layers a window has.
@@ -35,7 +35,7 @@ class Layout:
     loose: bool
     cpu: list[list[Expression]]
     gpu: list[list[Expression]]
-    apart: list[list[Expression]]
+    experts_on_cpu: list[list[Expression]]
     used: list[Expression]
     windows: list[int]
     tail_on_gpu: Expression
@@ -49,7 +49,7 @@ class Layout:
 
     def in_ram(self, m: int) -> list[Expression]:
         """Layers of ``m`` of which its CPU computes something, by kind."""
-        return [cpu + apart for cpu, apart in zip(self.cpu[m], self.apart[m], strict=True)]
+        return [cpu + experts_on_cpu for cpu, experts_on_cpu in zip(self.cpu[m], self.experts_on_cpu[m], strict=True)]
 
     @property
     def tail_in_ram(self) -> Expression:
@@ -91,33 +91,35 @@ def even_layout(
         problem += pulp.lpSum(picked) == 1, "one ring order"
         used = [pulp.lpSum(z for z, order in zip(picked, orders, strict=True) if m in order.members) for m in members]
     k = 1 if loose else rounds
-    most = (last_cut + missing) // (k * cut)
-    blocks = [integer(problem, f"w_{m}", 0, most) for m in members]
+    maximum = (last_cut + missing) // (k * cut)
+    blocks = [integer(problem, f"w_{m}", 0, maximum) for m in members]
     w: list[Expression] = [cut * blocks[m] - (0 if m else missing) for m in members]
     tail = integer(problem, "tail", total - last_cut, total)
     layers: list[Expression] = [k * w[m] + (tail if m == 0 else 0) for m in members]
     problem += pulp.lpSum(layers) == total, "every layer has a place"
     if columns is not None:
         problem += pulp.lpSum(w) == columns, "layers of a round"
-    least = rounds if loose else 1
+    minimum = rounds if loose else 1
     for m in members:
-        problem += blocks[m] >= least * used[m], f"{m} has a window if it takes part"
+        problem += blocks[m] >= minimum * used[m], f"{m} has a window if it takes part"
         if m:
-            problem += blocks[m] <= most * used[m], f"{m} has none if it does not"
+            problem += blocks[m] <= maximum * used[m], f"{m} has none if it does not"
     windows = [rounds + (m == 0) for m in members]
     room = [instance.gpu_room(m, windows[m]) for m in members]
     tail_gpu = integer(problem, "tail_gpu", 0, room[0])
     on_cpu = 0 if loose else instance.model.kept_on_cpu
     problem += tail_gpu <= tail - on_cpu, "GPU layers of the tail"
-    n = [integer(problem, f"n_{m}", 0, min(most * cut, room[m] // k)) for m in members]
+    n = [integer(problem, f"n_{m}", 0, min(maximum * cut, room[m] // k)) for m in members]
     for m in members:
         problem += n[m] <= w[m] - on_cpu * bool(m or k > 1) * used[m], f"GPU layers of {m}"
     on_gpu: list[Expression] = [k * n[m] + (tail_gpu if m == 0 else 0) for m in members]
     cpu, gpu = _by_kind(problem, instance, layers, on_gpu)
-    a: list[Expression] = [_number_apart(problem, instance, f"apart_{m}", n[m]) for m in members]
-    tail_apart = _number_apart(problem, instance, "apart_tail", tail_gpu)
-    apart = [
-        _apart_by_kind(problem, instance, f"apart_{m}", k * a[m] + (tail_apart if m == 0 else 0), gpu[m])
+    a: list[Expression] = [_number_experts_on_cpu(problem, instance, f"apart_{m}", n[m]) for m in members]
+    tail_experts_on_cpu = _number_experts_on_cpu(problem, instance, "apart_tail", tail_gpu)
+    experts_on_cpu = [
+        _experts_on_cpu_by_kind(
+            problem, instance, f"apart_{m}", k * a[m] + (tail_experts_on_cpu if m == 0 else 0), gpu[m]
+        )
         for m in members
     ]
     return Layout(
@@ -125,20 +127,27 @@ def even_layout(
         loose=loose,
         cpu=cpu,
         gpu=gpu,
-        apart=apart,
+        experts_on_cpu=experts_on_cpu,
         used=used,
         windows=windows,
         tail_on_gpu=tail_gpu,
-        tail=([tail - tail_gpu], [tail_gpu], [tail_apart]),
+        tail=([tail - tail_gpu], [tail_gpu], [tail_experts_on_cpu]),
         window_in_ram=None if loose else w[0] - n[0] + a[0],
         orders=orders or (),
         picked=picked,
         shares=shares or (),
-        variables={"w": w, "n": n, "a": a, "tail": tail, "tail_gpu": tail_gpu, "tail_apart": tail_apart},
+        variables={
+            "w": w,
+            "n": n,
+            "a": a,
+            "tail": tail,
+            "tail_gpu": tail_gpu,
+            "tail_experts_on_cpu": tail_experts_on_cpu,
+        },
     )
 
 
-def _number_apart(problem: Any, instance: Instance, name: str, on_gpu: Any) -> Expression:
+def _number_experts_on_cpu(problem: Any, instance: Instance, name: str, on_gpu: Any) -> Expression:
     """How many of so many layers on a GPU have their experts on the CPU."""
     if not instance.parts:
         return pulp.lpSum(0)
@@ -149,7 +158,7 @@ def _number_apart(problem: Any, instance: Instance, name: str, on_gpu: Any) -> E
     return found
 
 
-def _apart_by_kind(
+def _experts_on_cpu_by_kind(
     problem: Any, instance: Instance, name: str, count: Expression, gpu: Sequence[Expression]
 ) -> list[Expression]:
     """Which kinds they are of: any of those on the GPU."""
@@ -159,8 +168,8 @@ def _apart_by_kind(
         return [pulp.lpSum(0) for _ in gpu]
     found = [integer(problem, f"{name}_{g}", 0, instance.kind_totals[g]) for g in range(len(gpu))]
     problem += pulp.lpSum(found) == count, f"{name} by kind"
-    for g, (apart, all_of_kind) in enumerate(zip(found, gpu, strict=True)):
-        problem += apart <= all_of_kind, f"{name}: no more of kind {g} than on the GPU"
+    for g, (experts_on_cpu, all_of_kind) in enumerate(zip(found, gpu, strict=True)):
+        problem += experts_on_cpu <= all_of_kind, f"{name}: no more of kind {g} than on the GPU"
     return found
 
 
@@ -201,7 +210,7 @@ def cut_layout(
     in_columns = [[instance.kind_of[r * columns + i] for r in range(rounds)] for i in range(columns)]
     cpu: list[list[Expression]] = [[] for _ in sequence]
     gpu: list[list[Expression]] = [[] for _ in sequence]
-    apart: list[list[Expression]] = [[] for _ in sequence]
+    experts_on_cpu: list[list[Expression]] = [[] for _ in sequence]
     placed: list[list[Column]] = [[] for _ in sequence]
     before: list[Expression] = [0] * columns
     ends, starts, parted = {}, {}, {}
@@ -214,7 +223,7 @@ def cut_layout(
             problem += on_cpu >= instance.model.kept_on_cpu * used[m], f"{m} has some on the CPU"
         cpu[m] = _counts(instance, in_columns, before, start)
         gpu[m] = _counts(instance, in_columns, start, end)
-        apart[m] = _counts(instance, in_columns, start, whole)
+        experts_on_cpu[m] = _counts(instance, in_columns, start, whole)
         placed[m] = columns_between(in_columns, before, start, whole, end)
         width = pulp.lpSum(end) - pulp.lpSum(before)
         problem += width >= (cut if m else cut - missing) * used[m], f"{m} has a window if it takes part"
@@ -235,7 +244,7 @@ def cut_layout(
         _counts(instance, tail_columns, tail_start, every),
         _counts(instance, tail_columns, tail_start, tail_whole),
     )
-    for counts, of_tail in zip((cpu[0], gpu[0], apart[0]), tail, strict=True):
+    for counts, of_tail in zip((cpu[0], gpu[0], experts_on_cpu[0]), tail, strict=True):
         for g, count in enumerate(of_tail):
             counts[g] += count
     return Layout(
@@ -243,7 +252,7 @@ def cut_layout(
         loose=False,
         cpu=cpu,
         gpu=gpu,
-        apart=apart,
+        experts_on_cpu=experts_on_cpu,
         used=used,
         windows=[rounds + (m == 0) for m in range(len(sequence))],
         tail_on_gpu=len(every) - pulp.lpSum(tail_start),
@@ -279,13 +288,13 @@ def _gpu_stairs(
 
 def fixed_layout(instance: Instance, plan: Plan) -> Layout:
     """The layers of ``plan`` as they are: only who streams what is open. The members are those of ``instance``, all used."""
-    cpu, gpu, apart = ([[0] * len(instance.kinds) for _ in instance.devices] for _ in range(3))
+    cpu, gpu, experts_on_cpu = ([[0] * len(instance.kinds) for _ in instance.devices] for _ in range(3))
     windows = [0] * len(instance.devices)
     index = {device.device: m for m, device in enumerate(instance.devices)}
     for window in plan.route:
         m = index[window.device]
         windows[m] += 1
-        for counts, layers in ((cpu, window.on_cpu), (gpu, window.on_gpu), (apart, window.apart)):
+        for counts, layers in ((cpu, window.on_cpu), (gpu, window.on_gpu), (experts_on_cpu, window.experts_on_cpu)):
             for layer in layers:
                 counts[m][instance.kind_of[layer]] += 1
     order = ring_order(instance, [index[name] for name in plan.devices])
@@ -294,7 +303,7 @@ def fixed_layout(instance: Instance, plan: Plan) -> Layout:
         loose=False,
         cpu=[[pulp.lpSum([n]) for n in counts] for counts in cpu],
         gpu=[[pulp.lpSum([n]) for n in counts] for counts in gpu],
-        apart=[[pulp.lpSum([n]) for n in counts] for counts in apart],
+        experts_on_cpu=[[pulp.lpSum([n]) for n in counts] for counts in experts_on_cpu],
         used=[pulp.lpSum([int(n > 0)]) for n in windows],
         windows=windows,
         tail_on_gpu=pulp.lpSum([plan.route[-1].gpu_layers]),
@@ -315,10 +324,10 @@ def _tail(instance: Instance, plan: Plan) -> _Tail | None:
         return _counts(instance, [[instance.kind_of[layer]] for layer in layers], [0] * len(layers), [1] * len(layers))
 
     tail = plan.route[-1]
-    return counted(tail.on_cpu), counted(tail.on_gpu), counted(tail.apart)
+    return counted(tail.on_cpu), counted(tail.on_gpu), counted(tail.experts_on_cpu)
 
 
-def alone_layout(problem: Any, instance: Instance) -> Layout:
+def single_device_layout(problem: Any, instance: Instance) -> Layout:
     """The only device computes the model in one window; the last layers on its GPU."""
     total = len(instance.model.layers)
     every = [1] * total
@@ -329,7 +338,7 @@ def alone_layout(problem: Any, instance: Instance) -> Layout:
         loose=False,
         cpu=[_counts(instance, columns, [0] * total, start)],
         gpu=[_counts(instance, columns, start, every)],
-        apart=[_counts(instance, columns, start, whole)],
+        experts_on_cpu=[_counts(instance, columns, start, whole)],
         used=[1],
         windows=[1],
         tail_on_gpu=total - pulp.lpSum(start),

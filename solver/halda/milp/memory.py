@@ -1,4 +1,4 @@
-"""Memory: what fits, what streams, and what is held ahead of it."""
+"""Memory: what fits, what streams, and what is read ahead of it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from halda.variables import Expression, positive
 
 @dataclass(slots=True)
 class StreamVariables:
-    """Per member: ``streams`` is 1 where it streams, ``bytes`` of them with ``ahead`` held ahead (in units of memory).
+    """Per member: ``streams`` is 1 where it streams, ``bytes`` of them with ``read_ahead`` read ahead (in units of memory).
 
-    ``steps`` has for each of the least that may be held ahead whether that is, and no more. ``decode`` is what streams while
+    ``steps`` has for each of the least that may be read ahead whether that is, and no more. ``decode`` is what streams while
     tokens are drawn.
     """
 
     streams: list[Any] = field(default_factory=list)
     bytes: list[Any] = field(default_factory=list)
-    ahead: list[Any] = field(default_factory=list)
+    read_ahead: list[Any] = field(default_factory=list)
     steps: list[list[tuple[Expression, float]]] = field(default_factory=list)
     decode: list[Any] = field(default_factory=list)
 
@@ -43,42 +43,42 @@ def uses_of_cpu(problem: Any, instance: Instance, layout: Layout, uses_gpu: Sequ
 
 
 def add_streaming(problem: Any, instance: Instance, layout: Layout) -> StreamVariables:
-    """Who streams how much, with how much held ahead."""
+    """Who streams how much, with how much read ahead."""
     unit, found = instance.largest_layer_bytes, StreamVariables()
     streamable = [size / unit for size in instance.streamable]
     total = sum(count * size for count, size in zip(instance.kind_totals, streamable, strict=True))
     for m, member in enumerate(instance.members):
-        first, *further = member.ahead_steps
-        streams = integer(problem, f"streams_{m}", 0, int(not member.is_helped))
-        size, ahead, decode = (positive(problem, f"{name}_{m}") for name in ("streamed", "ahead", "in_decode"))
-        most = dot(layout.in_ram(m), streamable)
-        problem += size <= most - streams * (instance.pool_bytes / unit), f"{m} streams what its CPU computes"
+        first, *further = member.read_ahead_steps
+        streams = integer(problem, f"streams_{m}", 0, int(not member.offloads_prefill))
+        size, read_ahead, decode = (positive(problem, f"{name}_{m}") for name in ("streamed", "ahead", "in_decode"))
+        maximum = dot(layout.in_ram(m), streamable)
+        problem += size <= maximum - streams * (instance.pool_bytes / unit), f"{m} streams what its CPU computes"
         problem += size <= total * streams, f"{m} streams"
-        least: Expression = streams * (first.ahead_bytes / unit)
+        minimum: Expression = streams * (first.read_ahead_bytes / unit)
         enough: Expression = streams * (first.wide_bytes / unit)
         is_wide = 1 if instance.by_expert else integer(problem, f"wide_{m}", 0, 1)
         below, above, reached = first, streams, [streams]
         for i, step in enumerate(further, 1):
             beyond = integer(problem, f"beyond_{m}_{i}", 0, 1)
-            problem += size <= below.share * most + (1 - below.share) * total * beyond, f"{m} streams a share {i}"
+            problem += size <= below.share * maximum + (1 - below.share) * total * beyond, f"{m} streams a share {i}"
             problem += beyond <= above, f"{m} streams less than share {i} before"
-            least += beyond * ((step.ahead_bytes - below.ahead_bytes) / unit)
+            minimum += beyond * ((step.read_ahead_bytes - below.read_ahead_bytes) / unit)
             enough += beyond * ((step.wide_bytes - below.wide_bytes) / unit)
             below, above = step, beyond
             reached.append(beyond)
-        problem += ahead >= least, f"{m} reads ahead"
+        problem += read_ahead >= minimum, f"{m} reads ahead"
         if not instance.by_expert:
-            problem += ahead <= least + total * is_wide, f"{m} reads no more ahead than it needs"
-            problem += ahead >= enough - 2 * (1 - is_wide), f"{m} reads ahead two parts"
-        problem += ahead <= size, f"{m} reads ahead what streams"
+            problem += read_ahead <= minimum + total * is_wide, f"{m} reads no more ahead than it needs"
+            problem += read_ahead >= enough - 2 * (1 - is_wide), f"{m} reads ahead two parts"
+        problem += read_ahead <= size, f"{m} reads ahead what streams"
         problem += decode >= size - member.decode.spare_bytes / unit, f"{m} streams less in decode"
         found.streams.append(streams)
         found.bytes.append(size)
-        found.ahead.append(ahead)
+        found.read_ahead.append(read_ahead)
         found.steps.append(
             [
-                (now - after - is_wide, step.ahead_bytes / unit)
-                for now, after, step in zip(reached, [*reached[1:], 0], member.ahead_steps, strict=True)
+                (now - after - is_wide, step.read_ahead_bytes / unit)
+                for now, after, step in zip(reached, [*reached[1:], 0], member.read_ahead_steps, strict=True)
             ]
         )
         found.decode.append(decode)
@@ -107,15 +107,19 @@ def add_memory(
     output, ram, vram, disk = instance.model.output_bytes / unit, [], [], []
     for m, member in enumerate(instance.members):
         windows = layout.windows[m]
-        besides = instance.gpu_runtime_bytes(windows, helps=member.is_helped) / unit
-        apart = dot(layout.apart[m], experts)
-        on_gpu = dot(layout.gpu[m], with_kv) - apart + (layout.used[m] if member.is_helped else uses_gpu[m]) * besides
-        on_cpu = dot(layout.cpu[m], with_kv) + apart - streams.bytes[m] + streams.ahead[m]
+        besides = instance.gpu_runtime_bytes(windows, offloads=member.offloads_prefill) / unit
+        experts_on_cpu = dot(layout.experts_on_cpu[m], experts)
+        on_gpu = (
+            dot(layout.gpu[m], with_kv)
+            - experts_on_cpu
+            + (layout.used[m] if member.offloads_prefill else uses_gpu[m]) * besides
+        )
+        on_cpu = dot(layout.cpu[m], with_kv) + experts_on_cpu - streams.bytes[m] + streams.read_ahead[m]
         on_cpu += streams.streams[m] * (instance.reserve_bytes / unit)
         on_cpu += layout.used[m] * (instance.runtime_bytes(windows) / unit)
         if m == 0:
             on_gpu += output_on_gpu * output
-            if member.is_helped:
+            if member.offloads_prefill:
                 on_gpu += (1 - output_on_gpu) * (instance.output_copy_bytes / unit)
             on_cpu += instance.head_bytes(windows) / unit + (1 - output_on_gpu) * output
         vram.append(on_gpu)

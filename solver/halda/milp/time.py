@@ -97,10 +97,10 @@ class ProgramTime:
         problem += token >= passing, "a token passes all windows and hops"
         if self._has_long_stop:
             rounds = self._layout.rounds
-            laps = (rounds - 1) * (passing - self._first_ms) + self._other_ms
+            ring_passes = (rounds - 1) * (passing - self._first_ms) + self._other_ms
             for m in range(1, len(windows)):
-                late = (self._size(m, self._decode[m]) - self._streams.ahead[m]) * self._unit_ms(m)
-                waiting = late - (laps + windows[m]) * (1 / rounds)
+                late = (self._size(m, self._decode[m]) - self._streams.read_ahead[m]) * self._unit_ms(m)
+                waiting = late - (ring_passes + windows[m]) * (1 / rounds)
                 problem += token >= passing + waiting, f"the disk of {m} reads between its stops"
         for i, disk in enumerate(self._disks(self._decode)):
             problem += token >= disk, f"a token waits for disk {i}"
@@ -118,9 +118,9 @@ class ProgramTime:
             self._uneven_stops(prompt, chunk, passing, hops, link)
             return prompt + self._output()
         problem += prompt >= chunks * link, "a link is busy"
-        laps, last = positive(problem, "laps"), positive(problem, "last_lap")
-        problem += laps >= passing * (1 / rounds), "laps of one chunk"
-        problem += laps >= link * (chunks / rounds), "laps over the busiest link"
+        ring_passes, last = positive(problem, "laps"), positive(problem, "last_lap")
+        problem += ring_passes >= passing * (1 / rounds), "ring passes of one chunk"
+        problem += ring_passes >= link * (chunks / rounds), "ring passes over the busiest link"
         problem += last >= (chunks - 1) * chunk.tails, "chunks in the tail"
         problem += last >= link * ((chunks - 1) / rounds), "chunks on a link"
         for i, here in enumerate(self._instance.disks):
@@ -128,21 +128,21 @@ class ProgramTime:
         for i, host in enumerate(self._instance.hosts):
             first, busy = (pulp.lpSum(each[m] for m in host) for each in (chunk.windows, chunk.following))
             problem += prompt >= chunks * (busy + chunk.tails * (0 in host)), f"machine {i} is busy"
-            problem += laps >= busy * (chunks / rounds), f"laps of machine {i}"
+            problem += ring_passes >= busy * (chunks / rounds), f"ring passes of machine {i}"
             stop = first * (1 / rounds)
             problem += last >= busy * (chunks / rounds) - stop, f"chunks at machine {i}"
             for m in host:
                 if m and not self._instance.by_expert:
                     _, rest = self._computing(m, self._prefill[m])
                     train = rest * (chunks / rounds) + self._first_read(m, chunks, rounds)
-                    problem += laps >= train, f"laps of the disk of {m}"
+                    problem += ring_passes >= train, f"ring passes of the disk of {m}"
                     problem += last >= train - stop, f"chunks at the disk of {m}"
         if not self._layout.loose:
-            lap = passing * (1 / rounds)
-            problem += prompt >= (rounds - 1) * laps + lap + chunk.tail + last, "chunks follow each other"
+            ring_pass = passing * (1 / rounds)
+            problem += prompt >= (rounds - 1) * ring_passes + ring_pass + chunk.tail + last, "chunks follow each other"
             if not self._instance.by_expert:
                 for m, window in enumerate(chunk.windows):
-                    around = lap - window * (1 / rounds) + chunk.tail if m else 0
+                    around = ring_pass - window * (1 / rounds) + chunk.tail if m else 0
                     self._read_all(m, prompt, around, chunks)
         return prompt + self._output()
 
@@ -177,7 +177,7 @@ class ProgramTime:
             )
             problem += prompt >= prompt_of.takes(), "chunks follow each other"
             return
-        last, following, least = positive(problem, "last_chunk"), chunks - 1, self._least_stops()
+        last, following, minimum = positive(problem, "last_chunk"), chunks - 1, self._min_stops()
         problem += prompt >= passing + chunk.tail + last, "chunks follow each other"
         problem += last >= following * chunk.tail, "chunks in the tail"
         problem += last >= link * (following / rounds), "chunks on a link"
@@ -190,25 +190,25 @@ class ProgramTime:
             )
             problem += last >= busy * (following / (rounds + of_tail)), f"chunks at machine {i}"
             if of_tail:
-                windows = busy - chunk.tail - self._most_of_tail()
+                windows = busy - chunk.tail - self._max_of_tail()
                 problem += last >= windows * (following / rounds), "chunks in the head's windows"
             around = (
-                pulp.lpSum(stop for m, stop in enumerate(least) if m not in host) + hops * (1 / rounds) + chunk.tail
+                pulp.lpSum(stop for m, stop in enumerate(minimum) if m not in host) + hops * (1 / rounds) + chunk.tail
             )
             problem += prompt >= busy * chunks + (1 - of_tail) * around, f"machine {i} is busy with a prompt"
 
-    def _most_of_tail(self) -> Expression:
+    def _max_of_tail(self) -> Expression:
         """What the head's tail reads for a chunk at the most."""
         largest = max(self._instance.streamable) / self._unit
         return self._layout.tail_in_ram * (largest * self._unit_ms(0))
 
-    def _least_stops(self) -> list[Expression]:
+    def _min_stops(self) -> list[Expression]:
         """What a window of each member takes at the least, whichever layers it has."""
-        found, least = self._layout.variables, []
+        found, minimum = self._layout.variables, []
         for m, (phase, w, n, a) in enumerate(zip(self._prefill, found["w"], found["n"], found["a"], strict=True)):
-            layers = (w - n) * min(phase.cpu) + n * min(phase.gpu) + a * min(phase.apart)
-            least.append(layers * MS + self._steps(m, 1))
-        return least
+            layers = (w - n) * min(phase.cpu) + n * min(phase.gpu) + a * min(phase.experts_on_cpu)
+            minimum.append(layers * MS + self._steps(m, 1))
+        return minimum
 
     def _read_all(self, m: int, prompt: Any, around: Expression, chunks: int) -> None:
         """From the beginning of its first stop to the end of its last one ``m`` reads what was not there."""
@@ -222,24 +222,24 @@ class ProgramTime:
 
     def _first_read(self, m: int, chunks: int, rounds: int) -> Expression:
         """Milliseconds of reading of a stop, if there are as many as ``rounds``, for all chunks of a prompt that begins."""
-        return self._read(m, self._prefill[m]) * (chunks / rounds) - self._streams.ahead[m] * self._unit_ms(m)
+        return self._read(m, self._prefill[m]) * (chunks / rounds) - self._streams.read_ahead[m] * self._unit_ms(m)
 
     def _tail(self, name: str, phase: Phase) -> Expression:
         """Milliseconds of computing the tail. Where it is unknown which layers it has, what suits best counts."""
         if self._layout.tail is None:
             return 0
-        found, least, most = self._steps(0, 1), [], []
-        for counts, seconds in zip(self._layout.tail, (phase.cpu, phase.gpu, phase.apart), strict=True):
+        found, minimum, maximum = self._steps(0, 1), [], []
+        for counts, seconds in zip(self._layout.tail, (phase.cpu, phase.gpu, phase.experts_on_cpu), strict=True):
             if len(counts) == len(seconds):
                 found += dot(counts, [s * MS for s in seconds])
             else:
-                least.append(dot(counts, [min(seconds) * MS]))
-                most.append(dot(counts, [max(seconds) * MS]))
-        if not least:
+                minimum.append(dot(counts, [min(seconds) * MS]))
+                maximum.append(dot(counts, [max(seconds) * MS]))
+        if not minimum:
             return found
         unknown = positive(self._problem, f"{name}_tail_ms")
-        self._problem += unknown >= pulp.lpSum(least), f"{name}: a tail takes as long as its layers"
-        self._problem += unknown <= pulp.lpSum(most), f"{name}: a tail takes no longer"
+        self._problem += unknown >= pulp.lpSum(minimum), f"{name}: a tail takes as long as its layers"
+        self._problem += unknown <= pulp.lpSum(maximum), f"{name}: a tail takes no longer"
         return found + unknown
 
     def _period(self) -> Expression:
@@ -309,11 +309,11 @@ class ProgramTime:
     ) -> tuple[Any, Any]:
         """Milliseconds of so many stops of a chunk, and of one of many chunks that follow each other without a pause.
 
-        Where less than two of their parts are held ahead, a chunk's ``layers`` on the CPU wait for each other.
+        Where less than two of their parts are read ahead, a chunk's ``layers`` on the CPU wait for each other.
         """
         problem, chunks, phase = self._problem, self._instance.chunks, self._prefill[m]
         window = positive(problem, f"{name}_ms_{m}")
-        least = self._stops(name, m, phase, window, computing, sure, size, stops)
+        minimum = self._stops(name, m, phase, window, computing, sure, size, stops)
         if self._layout.loose or self._instance.by_expert:
             return window, window
         following, passes = window, [(1, window)]
@@ -323,17 +323,17 @@ class ProgramTime:
             passes.append((chunks, following))
         for many, each in passes:
             for i, waiting in enumerate(self._within(m, size, layers + stops / many)):
-                for j, computed in enumerate(least):
+                for j, computed in enumerate(minimum):
                     problem += each >= computed + waiting, f"{name}: {m} waits within windows {i} {j} of {many}"
         return window, following
 
     def _within(self, m: int, size: Expression, layers: Expression, passes: int = 1) -> list[Expression]:
         """Milliseconds that ``layers`` wait for each other, of which ``size`` is read: at least these."""
         unit_ms = self._unit_ms(m)
-        most_ms = 2 * passes * self._total * unit_ms
+        max_ms = 2 * passes * self._total * unit_ms
         return [
-            (2 * size - ahead * layers) * unit_ms - (1 - is_least) * most_ms
-            for is_least, ahead in self._streams.steps[m]
+            (2 * size - read_ahead * layers) * unit_ms - (1 - is_min) * max_ms
+            for is_min, read_ahead in self._streams.steps[m]
         ]
 
     def _stops(
@@ -357,17 +357,17 @@ class ProgramTime:
             for i, read in enumerate(self._picked(m, phase, size)):
                 problem += stop >= computing + read * unit_ms, f"{name}: {m} reads what is picked {i}"
             return [computing]
-        late, least = size - stops * self._streams.ahead[m], [computing]
-        if member.slows_s_per_byte and not (member.is_alone and self._layout.loose):
-            slowed = (late if member.is_alone else size) * (member.slows_s_per_byte * self._unit * MS)
-            least.append(computing + slowed)
-            problem += stop >= least[-1], f"{name}: {m} reads and computes"
+        late, minimum = size - stops * self._streams.read_ahead[m], [computing]
+        if member.slows_s_per_byte and not (member.has_own_host and self._layout.loose):
+            slowed = (late if member.has_own_host else size) * (member.slows_s_per_byte * self._unit * MS)
+            minimum.append(computing + slowed)
+            problem += stop >= minimum[-1], f"{name}: {m} reads and computes"
         if not self._layout.loose:
             waits = integer(problem, f"{name}_waits_{m}", 0, 1)
             edges = waits * (stops * phase.edge_s * MS)
             problem += late <= waits * self._total, f"{name}: {m} has no edges if it does not wait"
             problem += stop >= sure + edges + late * unit_ms, f"{name}: {m} waits for its disk"
-        return least
+        return minimum
 
     @property
     def _has_long_stop(self) -> bool:
@@ -396,13 +396,13 @@ class ProgramTime:
             layout, window = self._layout, self._layout.window_in_ram
             assert window is not None
             total, in_tail = len(self._instance.model.layers), layout.tail_in_ram
-            least, most = regular_tails(layout.rounds)
-            longest, longer = (total - least) // (layout.rounds + 1), in_tail - window
+            minimum, maximum = regular_tails(layout.rounds)
+            longest, longer = (total - minimum) // (layout.rounds + 1), in_tail - window
             if self._instance.by_expert:  # any tail will do
-                least, most, longest, longer = 0, total, total // layout.rounds, in_tail
+                minimum, maximum, longest, longer = 0, total, total // layout.rounds, in_tail
             self._lengths = (
                 self._of_length("window", range(longest + 1), window),
-                self._of_length("tail", range(least, most + 1), longer),
+                self._of_length("tail", range(minimum, maximum + 1), longer),
             )
         (part, of_window), (same, more) = (self._parts(name, lengths) for lengths in self._lengths)
         of_tail = more if self._instance.by_expert else of_window + more
@@ -431,7 +431,7 @@ class ProgramTime:
     def _computing(self, m: int, phase: Phase) -> tuple[Expression, Expression]:
         """Milliseconds of computing: the layers on the CPU, and the rest without the output matrix."""
         rest = dot(self._layout.gpu[m], [s * MS for s in phase.gpu]) + self._steps(m, self._layout.windows[m])
-        rest += dot(self._layout.apart[m], [s * MS for s in phase.apart])
+        rest += dot(self._layout.experts_on_cpu[m], [s * MS for s in phase.experts_on_cpu])
         return dot(self._layout.cpu[m], [s * MS for s in phase.cpu]), rest
 
     def _size(self, m: int, phase: Phase) -> Expression:

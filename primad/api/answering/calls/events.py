@@ -27,7 +27,7 @@ class CallPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class TextPiece:
     """What a piece of the model's text adds, each part in its own place; a call that goes on does so before the rest."""
 
     text: str = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from primad.api.answering.calls.events import CallPart, Told
+from primad.api.answering.calls.events import CallPart, TextPiece
 from primad.api.answering.calls.json_text import JsonText
 
 
@@ -24,21 +24,21 @@ class StepReader:
         self._calls: list[CallPart] = []
         self._arguments = JsonText()
 
-    def feed(self, text: str) -> Told:
+    def feed(self, text: str) -> TextPiece:
         """What ``text`` adds."""
         self._held += text
         return self._read(is_last=False)
 
-    def finish(self) -> Told:
+    def finish(self) -> TextPiece:
         """What was held back."""
         return self._read(is_last=True)
 
-    def _read(self, *, is_last: bool) -> Told:
+    def _read(self, *, is_last: bool) -> TextPiece:
         while self._step(is_last):
             pass
         if is_last:
             self._end()
-        told = Told(text="".join(self._texts), thought="".join(self._thoughts), calls=tuple(self._calls))
+        told = TextPiece(text="".join(self._texts), thought="".join(self._thoughts), calls=tuple(self._calls))
         self._texts, self._thoughts, self._calls = [], [], []
         return told
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from primad.api.answering.generation import Answered, GivenCall, GivenPart, Written
+from primad.api.answering.generation import GivenCall, GivenPart, Written, WrittenChoice
 from primad.api.dialects.anthropic.job import stop_reason
 from primad.api.http.errors import status_of
 from primad.api.http.framing import NamedEvent
@@ -76,7 +76,7 @@ def error_event(exc: PrimadError) -> NamedEvent:
 
 
 @dataclass(slots=True, kw_only=True)
-class MessageAnswer:
+class MessageResponse:
     """One answer, with its thoughts if it ``shows_thoughts``. A stream is ``opening``, then ``events`` of what is written,
     the last of which ends it."""
 
@@ -89,7 +89,7 @@ class MessageAnswer:
     blocks: int = field(default=0, init=False)
     open_kind: str | None = field(default=None, init=False)
 
-    def whole(self, answered: Answered) -> AnthropicMessage:
+    def whole(self, answered: WrittenChoice) -> AnthropicMessage:
         """All of it at once."""
         content: list[dict[str, Any]] = []
         if answered.thought and self.shows_thoughts:

@@ -16,7 +16,7 @@ from primad.api.dialects.anthropic import prepared
 from primad.api.dialects.anthropic.answers import (
     AnthropicError,
     AnthropicMessage,
-    MessageAnswer,
+    MessageResponse,
     anthropic_error,
     error_event,
 )
@@ -58,7 +58,7 @@ class _Routes:
         """Continue a conversation."""
         served = self._endpoint.serving()
         asked = await self._endpoint.prepare(request, prepared.messages, served)
-        answer = MessageAnswer(
+        answer = MessageResponse(
             id=f"msg_{secrets.token_hex(12)}",
             model=asked.model,
             prompt_tokens=asked.job.prompt_tokens,
@@ -69,7 +69,7 @@ class _Routes:
         answered = await self._endpoint.whole(request, served, asked.job)
         return json_response(answer.whole(answered[0]))
 
-    async def _stream(self, served: ServedModel, job: Job, answer: MessageAnswer) -> AsyncGenerator[NamedEvent, None]:
+    async def _stream(self, served: ServedModel, job: Job, answer: MessageResponse) -> AsyncGenerator[NamedEvent, None]:
         begun = False
         async with aclosing(self._endpoint.write(served, job, job.choices[0])) as written:
             async for part in written:

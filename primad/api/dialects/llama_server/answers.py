@@ -12,10 +12,10 @@ from msgspec import UNSET, UnsetType
 from primad import __version__
 from primad.api.answering.backend import ServedModel
 from primad.api.answering.chat import CHATML
-from primad.api.answering.generation import Answered, Written
+from primad.api.answering.generation import Written, WrittenChoice
 from primad.api.answering.job import Choice
 from primad.api.answering.text import Placed
-from primad.api.answering.timings import AnswerClock, AnswerTimings
+from primad.api.answering.timings import CompletionClock, CompletionTimings
 from primad.api.answering.tool_prompt import mentions
 from primad.api.dialects.llama_server.settings import GenerationSettings
 from primad.api.dialects.openai.logprobs import IMPOSSIBLE
@@ -33,7 +33,7 @@ class CompletionPart(msgspec.Struct, frozen=True, kw_only=True):
     tokens_predicted: int
     tokens_evaluated: int
     completion_probabilities: list[Any] | UnsetType = UNSET
-    timings: AnswerTimings | UnsetType = UNSET
+    timings: CompletionTimings | UnsetType = UNSET
 
 
 class CompletionEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ class CompletionEnd(msgspec.Struct, frozen=True, kw_only=True):
     stop_type: Literal["eos", "limit", "word"]
     stopping_word: str
     completion_probabilities: list[Any] | UnsetType = UNSET
-    timings: AnswerTimings
+    timings: CompletionTimings
 
 
 class TokenChance(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +83,7 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True, kw_only=True)
-class RawAnswer:
+class RawCompletion:
     """A choice of ``/completion`` as it is written, for who calls the model ``model``, with the text of its ``prompt`` and
     its ``settings``; times are those of the ``clock``. If it ``times_parts``, each part of a stream has its timings."""
 
@@ -92,7 +92,7 @@ class RawAnswer:
     settings: GenerationSettings
     served: ServedModel
     choice: Choice
-    clock: AnswerClock
+    clock: CompletionClock
     with_probs: bool = False
     times_parts: bool = False
     has_new_line: bool = False
@@ -126,7 +126,7 @@ class RawAnswer:
         text = piece.decode("utf-8", "ignore")
         return {"id": token, "token": text, "bytes": list(piece), "logprob": max(logprob, IMPOSSIBLE)}
 
-    def whole(self, answered: Answered, chances: Any, now_s: float) -> CompletionEnd:
+    def whole(self, answered: WrittenChoice, chances: Any, now_s: float) -> CompletionEnd:
         """All of it at once, with its ``chances``; the ``clock`` saw it written."""
         end = self.end(answered.finish, answered.stopped_by, now_s)
         return msgspec.structs.replace(

@@ -16,9 +16,9 @@ from starlette.responses import Response
 from primad.api.answering.backend import Preparation, ServedModel
 from primad.api.answering.choices import together
 from primad.api.answering.job import Job
-from primad.api.answering.timings import AnswerClock
+from primad.api.answering.timings import CompletionClock
 from primad.api.dialects.llama_server import prepared
-from primad.api.dialects.llama_server.answers import CompletionEnd, CompletionPart, RawAnswer, Slot, picked, props
+from primad.api.dialects.llama_server.answers import CompletionEnd, CompletionPart, RawCompletion, Slot, picked, props
 from primad.api.dialects.llama_server.prepared import DetokenizedText, TemplatedPrompt, TokenList
 from primad.api.dialects.llama_server.schema import (
     DetokenizeRequest,
@@ -32,7 +32,7 @@ from primad.api.http.dialect import Dialect, Route
 from primad.api.http.endpoint import Endpoint, json_response
 from primad.api.http.errors import error_body
 from primad.api.http.framing import EVENT_STREAM
-from primad.api.http.long_answer import LongAnswer
+from primad.api.http.long_answer import LongResponse
 
 _EVENTS: Final = replace(EVENTS, end=b"")
 
@@ -82,13 +82,13 @@ class _Routes:
         asked = await self._endpoint.prepare(request, preparation, served)
         job, begun_s = asked.job, time.perf_counter()
         answers = [
-            RawAnswer(
+            RawCompletion(
                 model=asked.model,
                 prompt=asked.prompts[choice.index // job.n],
                 settings=msgspec.structs.replace(asked.settings, seed=choice.sampling.seed),
                 served=served,
                 choice=choice,
-                clock=AnswerClock(prompt_tokens=len(choice.prompt), begun_s=begun_s),
+                clock=CompletionClock(prompt_tokens=len(choice.prompt), begun_s=begun_s),
                 with_probs=job.logprobs is not None,
                 times_parts=asked.times_parts,
             )
@@ -97,14 +97,14 @@ class _Routes:
         if asked.stream:
             return self._endpoint.stream(self._stream(served, job, answers, asked.fields), _EVENTS)
         answered = await self._endpoint.whole(request, served, job, [answer.clock for answer in answers])
-        now_s, told, long = time.perf_counter(), list[Any](), LongAnswer()
+        now_s, told, long = time.perf_counter(), list[Any](), LongResponse()
         for answer, each in zip(answers, answered, strict=True):
             chances = await long.list_of(msgspec.json.encode(chance) for chance in answer.chances(each.tokens))
             told.append(picked(answer.whole(each, chances, now_s), asked.fields))
         return long.response(told[0] if len(told) == 1 else told)
 
     async def _stream(
-        self, served: ServedModel, job: Job, answers: list[RawAnswer], fields: Sequence[str]
+        self, served: ServedModel, job: Job, answers: list[RawCompletion], fields: Sequence[str]
     ) -> AsyncGenerator[Any, None]:
         begins = [partial(self._endpoint.write, served, job, choice) for choice in job.choices]
         async with aclosing(together(begins, served.sequences)) as written:

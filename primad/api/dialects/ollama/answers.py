@@ -17,9 +17,9 @@ from msgspec import UNSET, UnsetType
 
 from primad.api.answering.backend import ServedModel, TokenPieces
 from primad.api.answering.chat import CHATML
-from primad.api.answering.generation import Answered, GivenCall, GivenPart, Written, whole_calls
+from primad.api.answering.generation import GivenCall, GivenPart, Written, WrittenChoice, whole_calls
 from primad.api.answering.reading import manner_of
-from primad.api.answering.timings import AnswerClock
+from primad.api.answering.timings import CompletionClock
 from primad.api.answering.tool_prompt import mentions
 from primad.api.dialects.ollama.job import LATEST
 from primad.api.dialects.openai.logprobs import chat_logprobs, encoded_chat
@@ -84,7 +84,7 @@ def ollama_error(exc: PrimadError) -> OllamaError:
 
 
 @dataclass(slots=True, kw_only=True)
-class LinesAnswer:
+class LinesResponse:
     """One answer, with its thoughts if it ``shows_thoughts``; ``model`` is the name that the client said. Times are those of
     the ``clock``, but ``created``."""
 
@@ -92,7 +92,7 @@ class LinesAnswer:
     is_chat: bool
     shows_thoughts: bool
     created: float
-    clock: AnswerClock
+    clock: CompletionClock
     vocabulary: TokenPieces | None = None
     """Of the log-probabilities, if they are told."""
     begun: list[GivenPart] = field(default_factory=list, init=False)
@@ -110,11 +110,11 @@ class LinesAnswer:
         is_something = written.text or written.thought or calls or (written.tokens and self.vocabulary is not None)
         return self._line(written, calls) if is_something else None
 
-    def entries(self, answered: Answered) -> Iterator[bytes]:
+    def entries(self, answered: WrittenChoice) -> Iterator[bytes]:
         """Its log-probabilities, if they are told."""
         return iter(()) if self.vocabulary is None else encoded_chat(answered.tokens, self.vocabulary)
 
-    def whole(self, answered: Answered, entries: Any, now_s: float) -> OllamaLine:
+    def whole(self, answered: WrittenChoice, entries: Any, now_s: float) -> OllamaLine:
         """All of it at once, with its ``entries``; the ``clock`` saw it written."""
         line = self._end(answered, answered.calls, answered.finish, now_s)
         return msgspec.structs.replace(line, logprobs=entries) if entries else line
@@ -127,7 +127,7 @@ class LinesAnswer:
         """The answer to who asks for nothing but the model."""
         return self._line(None, done=True, done_reason="load")
 
-    def _end(self, said: Written | Answered, calls: Sequence[GivenCall], finish: str, now_s: float) -> OllamaLine:
+    def _end(self, said: Written | WrittenChoice, calls: Sequence[GivenCall], finish: str, now_s: float) -> OllamaLine:
         prompt_s, decode_s = self.clock.took_s(now_s)
         return self._line(
             said,
@@ -143,7 +143,7 @@ class LinesAnswer:
         )
 
     def _line(
-        self, said: Written | Answered | None, calls: Sequence[GivenCall] = (), *, done: bool = False, **ended: Any
+        self, said: Written | WrittenChoice | None, calls: Sequence[GivenCall] = (), *, done: bool = False, **ended: Any
     ) -> OllamaLine:
         given = [_given(call) for call in calls if call.is_whole]
         text = ("" if said is None else said.text) + "".join(_cut(call) for call in calls if not call.is_whole)

@@ -16,7 +16,7 @@ from primad.api.dialects.ollama.answers import iso, nanoseconds
 from primad.api.dialects.ollama.job import LATEST
 from primad.api.http.dialect import Route
 from primad.api.http.endpoint import Endpoint, json_response
-from primad.api.http.long_answer import LongAnswer
+from primad.api.http.long_answer import LongResponse
 from primad.api.http.vectors import embed
 
 
@@ -45,7 +45,7 @@ class _Handlers:
         begun_s = time.perf_counter()
         asked = await self._endpoint.prepare(request, prepared.embed)
         vectors: Any = []
-        tokens, long = 0, LongAnswer()
+        tokens, long = 0, LongResponse()
         if asked.texts is not None:
             found = await embed(self._endpoint, request, asked.texts)
             vectors, tokens = await long.list_of(found.encoded()), found.tokens

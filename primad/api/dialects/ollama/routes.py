@@ -14,11 +14,11 @@ from starlette.responses import Response
 
 from primad.api.answering.backend import Preparation, ServedModel
 from primad.api.answering.job import Job
-from primad.api.answering.timings import AnswerClock
+from primad.api.answering.timings import CompletionClock
 from primad.api.dialects.ollama import embedding, prepared
 from primad.api.dialects.ollama.answers import (
     API_VERSION,
-    LinesAnswer,
+    LinesResponse,
     OllamaError,
     OllamaLine,
     ollama_error,
@@ -30,7 +30,7 @@ from primad.api.dialects.ollama.schema import OllamaChatRequest, OllamaGenerateR
 from primad.api.http.dialect import Dialect, Route
 from primad.api.http.endpoint import Endpoint, json_response
 from primad.api.http.framing import Framing
-from primad.api.http.long_answer import LongAnswer
+from primad.api.http.long_answer import LongResponse
 from primad.errors import PrimadError
 
 
@@ -82,13 +82,13 @@ class _Routes:
         served = self._endpoint.serving()
         asked = await self._endpoint.prepare(request, preparation, served)
         job = asked.job
-        answer = LinesAnswer(
+        answer = LinesResponse(
             model=asked.model,
             is_chat=asked.is_chat,
             shows_thoughts=asked.shows_thoughts,
             created=time.time(),
             vocabulary=served.vocabulary if asked.with_logprobs else None,
-            clock=AnswerClock(prompt_tokens=0 if job is None else job.prompt_tokens, begun_s=time.perf_counter()),
+            clock=CompletionClock(prompt_tokens=0 if job is None else job.prompt_tokens, begun_s=time.perf_counter()),
         )
         if job is None:
             return json_response(answer.loaded())
@@ -96,11 +96,13 @@ class _Routes:
             framing = replace(_LINES, waiting=_line(answer.nothing()))
             return self._endpoint.stream(self._stream(served, job, answer), framing)
         answered = await self._endpoint.whole(request, served, job, [answer.clock])
-        long = LongAnswer()
+        long = LongResponse()
         entries = await long.list_of(answer.entries(answered[0]))
         return long.response(answer.whole(answered[0], entries, time.perf_counter()))
 
-    async def _stream(self, served: ServedModel, job: Job, answer: LinesAnswer) -> AsyncGenerator[msgspec.Struct, None]:
+    async def _stream(
+        self, served: ServedModel, job: Job, answer: LinesResponse
+    ) -> AsyncGenerator[msgspec.Struct, None]:
         async with aclosing(self._endpoint.write(served, job, job.choices[0])) as written:
             async for part in written:
                 line = answer.part(part, time.perf_counter())

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from primad.api.answering.backend import TokenPieces
-from primad.api.answering.generation import Answered, GivenCall, GivenPart, Written
+from primad.api.answering.generation import GivenCall, GivenPart, Written, WrittenChoice
 from primad.api.answering.job import Choice, FinishReason
 from primad.api.answering.text import Placed
 from primad.api.dialects.openai.logprobs import chat_logprobs, completion_logprobs, encoded_chat, encoded_completion
@@ -58,7 +58,7 @@ class _Headed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatAnswer(_Headed):
+class ChatResponse(_Headed):
     """``/v1/chat/completions``."""
 
     PREFIX: ClassVar[str] = "chatcmpl"
@@ -83,10 +83,10 @@ class ChatAnswer(_Headed):
     def counts(self, usage: Usage) -> ChatChunk:
         return ChatChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
 
-    def entries(self, answered: Answered) -> dict[str, Iterator[bytes]]:
+    def entries(self, answered: WrittenChoice) -> dict[str, Iterator[bytes]]:
         return {"content": encoded_chat(answered.tokens, self.vocabulary)} if self.with_logprobs else {}
 
-    def whole(self, answered: Sequence[Answered], lists: Sequence[dict[str, Any]], usage: Usage) -> ChatCompletion:
+    def whole(self, answered: Sequence[WrittenChoice], lists: Sequence[dict[str, Any]], usage: Usage) -> ChatCompletion:
         choices = [
             ChatChoice(
                 index=each.choice.index,
@@ -109,7 +109,7 @@ class ChatAnswer(_Headed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionAnswer(_Headed):
+class CompletionResponse(_Headed):
     """``/v1/completions``."""
 
     PREFIX: ClassVar[str] = "cmpl"
@@ -129,10 +129,10 @@ class CompletionAnswer(_Headed):
     def counts(self, usage: Usage) -> Completion:
         return Completion(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
 
-    def entries(self, answered: Answered) -> dict[str, Iterator[bytes]]:
+    def entries(self, answered: WrittenChoice) -> dict[str, Iterator[bytes]]:
         return encoded_completion(answered.tokens, self.vocabulary) if self.with_logprobs else {}
 
-    def whole(self, answered: Sequence[Answered], lists: Sequence[dict[str, Any]], usage: Usage) -> Completion:
+    def whole(self, answered: Sequence[WrittenChoice], lists: Sequence[dict[str, Any]], usage: Usage) -> Completion:
         choices = [
             CompletionChoice(
                 index=each.choice.index,
@@ -159,11 +159,11 @@ class CompletionAnswer(_Headed):
         return completion_logprobs(tokens, self.vocabulary) if self.with_logprobs else None
 
 
-ApiAnswer = ChatAnswer | CompletionAnswer
+ApiResponse = ChatResponse | CompletionResponse
 """A request's answer in the shapes of its endpoint."""
 
 
-def _message(answered: Answered) -> AssistantMessage:
+def _message(answered: WrittenChoice) -> AssistantMessage:
     return AssistantMessage(
         content=None if answered.calls and not answered.text else answered.text,
         reasoning_content=answered.thought or UNSET,

@@ -21,7 +21,7 @@ from primad.api.dialects.openai.tool_fields import ToolCall, ToolFields
 
 NO_AUDIO = only(None, why="this server answers with text only")
 _TOLD: Final = ("system", "developer")
-_LEAST_SHARE: Final = 4
+_MIN_SHARE: Final = 4
 """At least one of so many tokens of the context is left for an answer that says no limit."""
 MAX_DOCUMENTS: Final = 128
 MAX_TEMPLATE_VARIABLES: Final = 32
@@ -184,7 +184,7 @@ class ChatFields(TemplateFields, ToolFields):
 
 def answer_room(context_tokens: int, limit: int | None) -> int:
     """How many tokens are to be left for an answer of at most ``limit``: never more than half of the context."""
-    return min(context_tokens // _LEAST_SHARE if limit is None else limit, context_tokens // 2)
+    return min(context_tokens // _MIN_SHARE if limit is None else limit, context_tokens // 2)
 
 
 def shifted(messages: Sequence[Message], fits: Callable[[list[Message]], bool]) -> list[Message]:

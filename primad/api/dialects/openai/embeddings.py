@@ -19,7 +19,7 @@ from primad.api.dialects.openai.prepared import EmbeddingRequest, RerankRequest
 from primad.api.dialects.openai.shapes import Model, ModelMeta
 from primad.api.http.dialect import Route
 from primad.api.http.endpoint import Endpoint, json_response
-from primad.api.http.long_answer import LongAnswer
+from primad.api.http.long_answer import LongResponse
 from primad.api.http.vectors import embed
 
 
@@ -70,7 +70,7 @@ class _Handlers:
         found = await embed(self._endpoint, request, asked)
         vectors: Iterator[Any] = map(_base64, found.rows) if asked.as_base64 else map(msgspec.Raw, found.encoded())
         data = (TextEmbedding(index=index, embedding=vector) for index, vector in enumerate(vectors))
-        long = LongAnswer()
+        long = LongResponse()
         listed = await long.list_of(map(msgspec.json.encode, data))
         return long.response(EmbeddingList(model=found.model, data=listed, usage=_usage(found.tokens)))
 
@@ -110,13 +110,13 @@ def routes(endpoint: Endpoint) -> tuple[Route, ...]:
 
 def listed(embeddings: Embeddings) -> Model:
     """The embedding model as one of the models."""
-    most = embeddings.most_tokens
+    maximum = embeddings.max_text_tokens
     return Model(
         id=embeddings.name,
         created=embeddings.created,
         owned_by="primad",
-        max_model_len=most,
-        meta=ModelMeta(n_ctx=most, n_ctx_train=most),
+        max_model_len=maximum,
+        meta=ModelMeta(n_ctx=maximum, n_ctx_train=maximum),
     )
 
 

@@ -26,8 +26,8 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and math.isfinite(value) else value
 
 
-def _at_least(least: float) -> AfterValidator:
-    return AfterValidator(lambda value: max(value, least))
+def _at_least(minimum: float) -> AfterValidator:
+    return AfterValidator(lambda value: max(value, minimum))
 
 
 Whole: Final = BeforeValidator(_whole)

@@ -10,7 +10,7 @@ from primad.api.answering.backend import TextModel
 from primad.api.answering.chat import tokenize_prompt
 from primad.api.answering.fill_in import fill_in_prompt
 from primad.api.answering.job import Job, Prompt, check_model, check_tokens
-from primad.api.answering.reading import AnswerReading
+from primad.api.answering.reading import CompletionReading
 from primad.api.dialects.openai.chat_fields import Message, answer_room, shifted
 from primad.api.dialects.openai.sampling import first_seed, grammar_of, sampling_of
 from primad.api.dialects.openai.schema import MAX_CHOICES, MAX_ECHO_CHARS, ChatRequest, CompletionRequest
@@ -30,12 +30,12 @@ def chat_job(request: ChatRequest, served: TextModel, *, seed: int, now: datetim
     if not served.context_shift:
         check_length(text, served, at="messages")
     prompt = tokenize_prompt(served.vocabulary, text)
-    most = served.context_tokens - answer_room(served.context_tokens, request.token_limit)
-    if served.context_shift and len(prompt) > most:
+    maximum = served.context_tokens - answer_room(served.context_tokens, request.token_limit)
+    if served.context_shift and len(prompt) > maximum:
 
         def fits(messages: list[Message]) -> bool:
             shorter = request.model_copy(update={"messages": messages})
-            return len(tokenize_prompt(served.vocabulary, chat_text(shorter, served, now=now))) <= most
+            return len(tokenize_prompt(served.vocabulary, chat_text(shorter, served, now=now))) <= maximum
 
         request = request.model_copy(update={"messages": shifted(request.messages, fits)})
         text = chat_text(request, served, now=now)
@@ -78,7 +78,7 @@ def _job(
     prompts: list[tuple[list[int], str]],
     *,
     grammar: str | None,
-    reading: AnswerReading | None,
+    reading: CompletionReading | None,
     seed: int,
     at: str,
 ) -> Job:
@@ -95,7 +95,7 @@ def _job(
         stops=request.stops,
         logprobs=logprobs,
         reading=reading,
-        tells_progress=bool(request.stream and request.return_progress),
+        reports_progress=bool(request.stream and request.return_progress),
         reuses=request.cache_prompt is not False,
         priority=request.priority or 0,
         speculates=request.speculate is not False,
@@ -123,6 +123,6 @@ def _room(prompt: list[int], served: TextModel, at: str) -> int:
 def check_length(text: str, served: TextModel, *, at: str) -> None:
     """Raise ``PromptTooLongError`` for a ``text`` that cannot fit the context, however it is cut into tokens."""
     longest = served.vocabulary.longest_chars
-    least = 0 if longest is None else -(-len(text) // longest)
-    if least >= served.context_tokens:
-        raise PromptTooLongError(least, served.context_tokens, at, at_least=True)
+    minimum = 0 if longest is None else -(-len(text) // longest)
+    if minimum >= served.context_tokens:
+        raise PromptTooLongError(minimum, served.context_tokens, at, at_least=True)

@@ -26,7 +26,7 @@ _Ids = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]], Field(min_len
 _Lists = Annotated[list[_Ids], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
 
 
-class PreparedAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class PreparedCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """A job, and how its answer is told to who calls the model ``model``."""
 
     job: Job
@@ -66,7 +66,7 @@ class RerankRequest(Strict):
     top_n: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
 
 
-def chat(body: bytes, asking: Asking) -> PreparedAnswer:
+def chat(body: bytes, asking: Asking) -> PreparedCompletion:
     """``POST /v1/chat/completions``."""
     ask = parse(ChatRequest, body)
     return _prepared(ask, chat_job(ask, asking.served, seed=asking.seed, now=asking.now), asking)
@@ -84,14 +84,14 @@ def counted(ask: ChatRequest, asking: Asking) -> InputTokens:
     return InputTokens(input_tokens=len(tokenize_prompt(asking.served.vocabulary, text)))
 
 
-def completion(body: bytes, asking: Asking) -> PreparedAnswer:
+def completion(body: bytes, asking: Asking) -> PreparedCompletion:
     """``POST /v1/completions``."""
     ask = parse(CompletionRequest, body)
     return _prepared(ask, completion_job(ask, asking.served, seed=asking.seed), asking)
 
 
-def _prepared(ask: SamplingRequest, job: Job, asking: Asking) -> PreparedAnswer:
-    return PreparedAnswer(
+def _prepared(ask: SamplingRequest, job: Job, asking: Asking) -> PreparedCompletion:
+    return PreparedCompletion(
         job=job,
         model=ask.model or asking.served.id,
         stream=bool(ask.stream),

@@ -16,13 +16,13 @@ from starlette.responses import Response
 
 from primad.api.answering.backend import ServedModel
 from primad.api.answering.choices import together
-from primad.api.answering.generation import NOTHING_GUESSED, Guessed, Written, cached_tokens
+from primad.api.answering.generation import NO_DRAFTS_COUNTED, DraftCounts, Written, cached_tokens
 from primad.api.answering.job import Choice, Job, check_model
-from primad.api.answering.timings import AnswerClock, AnswerTimings
+from primad.api.answering.timings import CompletionClock, CompletionTimings
 from primad.api.dialects.anthropic.models import ANTHROPIC, model_entry, model_list
 from primad.api.dialects.openai import embeddings, schema, shapes
 from primad.api.dialects.openai import prepared as preparations
-from primad.api.dialects.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
+from primad.api.dialects.openai.answers import ApiResponse, ChatResponse, CompletionResponse
 from primad.api.dialects.openai.shapes import (
     CompletionTokensDetails,
     Model,
@@ -35,7 +35,7 @@ from primad.api.http.dialect import Dialect, Route
 from primad.api.http.endpoint import Endpoint, json_response
 from primad.api.http.errors import error_body
 from primad.api.http.framing import EVENT_STREAM, Framing
-from primad.api.http.long_answer import LongAnswer
+from primad.api.http.long_answer import LongResponse
 from primad.errors import PrimadError
 
 
@@ -92,16 +92,16 @@ class _Routes:
         """Continue a conversation."""
         served = self._endpoint.serving()
         prepared = await self._endpoint.prepare(request, preparations.chat, served)
-        return await self._respond(request, prepared, served, ChatAnswer)
+        return await self._respond(request, prepared, served, ChatResponse)
 
     async def complete(self, request: Request) -> Response:
         """Continue a text."""
         served = self._endpoint.serving()
         prepared = await self._endpoint.prepare(request, preparations.completion, served)
-        return await self._respond(request, prepared, served, CompletionAnswer)
+        return await self._respond(request, prepared, served, CompletionResponse)
 
     async def _respond(
-        self, request: Request, prepared: preparations.PreparedAnswer, served: ServedModel, kind: type[ApiAnswer]
+        self, request: Request, prepared: preparations.PreparedCompletion, served: ServedModel, kind: type[ApiResponse]
     ) -> Response:
         job = prepared.job
         answer = kind(
@@ -115,28 +115,28 @@ class _Routes:
         if prepared.stream:
             chunks = self._stream(served, job, answer, times_parts=prepared.times_parts)
             return self._endpoint.stream(chunks, EVENTS)
-        clock = AnswerClock(prompt_tokens=job.prompt_tokens, begun_s=time.perf_counter())
+        clock = CompletionClock(prompt_tokens=job.prompt_tokens, begun_s=time.perf_counter())
         answered = await self._endpoint.whole(request, served, job, [clock])
         timings = clock.timings(time.perf_counter())
         ended = [(each.choice, each.cached) for each in answered]
-        guessed = sum((each.guessed for each in answered), NOTHING_GUESSED)
-        usage = _usage(job, sum(each.sampled for each in answered), ended, guessed)
-        long = LongAnswer()
+        draft_counts = sum((each.draft_counts for each in answered), NO_DRAFTS_COUNTED)
+        usage = _usage(job, sum(each.sampled for each in answered), ended, draft_counts)
+        long = LongResponse()
         lists = [{name: await long.list_of(items) for name, items in answer.entries(each).items()} for each in answered]
         return long.response(_timed(answer.whole(answered, lists, usage), timings))
 
     async def _stream(
-        self, served: ServedModel, job: Job, answer: ApiAnswer, *, times_parts: bool
+        self, served: ServedModel, job: Job, answer: ApiResponse, *, times_parts: bool
     ) -> AsyncGenerator[msgspec.Struct, None]:
         begin_s, ended = time.perf_counter(), list[tuple[Choice, int]]()
-        whole = AnswerClock(prompt_tokens=job.prompt_tokens, begun_s=begin_s)
-        clocks: dict[int, AnswerClock] = {}
-        guessed = NOTHING_GUESSED
+        whole = CompletionClock(prompt_tokens=job.prompt_tokens, begun_s=begin_s)
+        clocks: dict[int, CompletionClock] = {}
+        draft_counts = NO_DRAFTS_COUNTED
         begun: set[int] = set()
 
         def begins(place: int) -> AsyncGenerator[Written, None]:
             choice = job.choices[place]
-            clocks[place] = AnswerClock(prompt_tokens=len(choice.prompt), begun_s=time.perf_counter())
+            clocks[place] = CompletionClock(prompt_tokens=len(choice.prompt), begun_s=time.perf_counter())
             return self._endpoint.write(served, job, choice)
 
         all_begin = [partial(begins, place) for place in range(len(job.choices))]
@@ -161,10 +161,10 @@ class _Routes:
                     yield _timed(answer.piece(choice, part), timings)
                 if part.finish is not None:
                     ended.append((choice, part.cached))
-                    guessed += part.guessed
+                    draft_counts += part.draft_counts
                     yield _timed(answer.closing(choice, part.finish), clock.timings(now_s))
         if answer.include_usage:
-            counts = answer.counts(_usage(job, whole.predicted, ended, guessed))
+            counts = answer.counts(_usage(job, whole.predicted, ended, draft_counts))
             yield _timed(counts, whole.timings(time.perf_counter()))
 
 
@@ -206,20 +206,20 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
 T = TypeVar("T", bound=shapes.ChatCompletion | shapes.ChatChunk | shapes.Completion)
 
 
-def _timed(chunk: T, timings: AnswerTimings | UnsetType) -> T:
+def _timed(chunk: T, timings: CompletionTimings | UnsetType) -> T:
     return chunk if timings is UNSET else msgspec.structs.replace(chunk, timings=timings)
 
 
-def _usage(job: Job, sampled: int, ended: Sequence[tuple[Choice, int]], guessed: Guessed) -> Usage:
+def _usage(job: Job, sampled: int, ended: Sequence[tuple[Choice, int]], draft_counts: DraftCounts) -> Usage:
     details = CompletionTokensDetails(
-        accepted_prediction_tokens=guessed.right, rejected_prediction_tokens=guessed.wrong
+        accepted_prediction_tokens=draft_counts.right, rejected_prediction_tokens=draft_counts.wrong
     )
     return Usage(
         prompt_tokens=job.prompt_tokens,
         completion_tokens=sampled,
         total_tokens=job.prompt_tokens + sampled,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens(ended)),
-        completion_tokens_details=UNSET if guessed == NOTHING_GUESSED else details,
+        completion_tokens_details=UNSET if draft_counts == NO_DRAFTS_COUNTED else details,
     )
 
 

@@ -103,13 +103,15 @@ def grammar_of(request: SamplerFields) -> str | None:
 
 
 def _logit_bias(
-    biases: dict[str, float | bool] | list[list[int | str | float | bool]], vocabulary: Vocabulary, most: float
+    biases: dict[str, float | bool] | list[list[int | str | float | bool]], vocabulary: Vocabulary, maximum: float
 ) -> tuple[tuple[int, float], ...]:
     pairs = biases.items() if isinstance(biases, dict) else [(pair[0], pair[1]) for pair in biases]
     by_token: dict[int, float] = {}
     for key, bias in pairs:
-        if bias is True or isinstance(bias, str) or not -most <= bias <= most:
-            raise _bad_bias(f"{str(bias)[:40]!r} is no bias; they go from -{most:.0f} to {most:.0f}, or are false")
+        if bias is True or isinstance(bias, str) or not -maximum <= bias <= maximum:
+            raise _bad_bias(
+                f"{str(bias)[:40]!r} is no bias; they go from -{maximum:.0f} to {maximum:.0f}, or are false"
+            )
         for token in _tokens_of(key, vocabulary):
             by_token[token] = -math.inf if bias is False else float(bias)
     return tuple(sorted(by_token.items()))

@@ -204,7 +204,7 @@ def parse(model: type[R], body: bytes) -> R:
         request = _validated(model, body)
     except ValidationError as exc:
         raise _refusal(exc) from exc
-    _tell_ignored(request)
+    _notify_ignored(request)
     return request
 
 
@@ -254,7 +254,7 @@ def _refusal(exc: ValidationError) -> RequestError:
     return RequestError(f"'{param}': {error['msg']}", param=param, code=code)
 
 
-def _tell_ignored(request: BaseModel) -> None:
+def _notify_ignored(request: BaseModel) -> None:
     unknown = sorted((request.model_extra or {}).keys() - _HARMLESS)
     if unknown:
         named = ", ".join(printable(name, 40) for name in unknown[:MAX_TOLD])

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from primad.api.answering.job import FinishReason
-from primad.api.answering.timings import AnswerTimings
+from primad.api.answering.timings import CompletionTimings
 from primad.api.http.error_body import ErrorBody
 from primad.api.http.status import StatusBody
 
@@ -23,7 +23,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens that were guessed and computed ahead, and were in the answer, or were not."""
+    """Tokens that were drafted and computed ahead, and were in the answer, or were not."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -31,7 +31,7 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts of a whole request; an end-of-generation token is not counted. Details of the
-    completion are there where tokens of it were guessed.
+    completion are there where tokens of it were drafted.
     """
 
     prompt_tokens: int
@@ -138,7 +138,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True, tag_field="objec
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    timings: AnswerTimings | UnsetType = UNSET
+    timings: CompletionTimings | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,7 +177,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", t
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_progress: ReadPrompt | UnsetType = UNSET
-    timings: AnswerTimings | UnsetType = UNSET
+    timings: CompletionTimings | UnsetType = UNSET
 
 
 # ---- /v1/completions ------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", 
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_progress: ReadPrompt | UnsetType = UNSET
-    timings: AnswerTimings | UnsetType = UNSET
+    timings: CompletionTimings | UnsetType = UNSET
 
 
 # ---- the rest -------------------------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from primad.api.answering.tool_prompt import mentions
 
 NO_EFFORT: Final = "none"
 """The effort that turns thinking off, as OpenAI calls it."""
-_LEAST: Final = ("no_think", NO_EFFORT, "minimal", "low")
+_MIN: Final = ("no_think", NO_EFFORT, "minimal", "low")
 """What templates call the least effort, the least one first."""
-_SCALE: Final = (*_LEAST, "medium", "high", "xhigh", "max")
+_SCALE: Final = (*_MIN, "medium", "high", "xhigh", "max")
 _VARIABLE: Final = re.compile(r"(?<![.\w])enable_thinking(?!\s*=[^=])")
 """Where a template reads a variable of that name, and not one of its own."""
 _EFFORTS: Final = ("reasoning_effort", "thinking_effort", "reasoning_strength")
@@ -57,9 +57,9 @@ def _switches(thinks: bool) -> dict[str, Any]:
 
 def _effort(template: str, name: str, thinks: bool | None, effort: str | None) -> str | None:
     """What the variable ``name`` is set to; None: nothing."""
-    none = next((word for word in _LEAST[:2] if _is_quoted(template, word)), None)
+    none = next((word for word in _MIN[:2] if _is_quoted(template, word)), None)
     if thinks is False and effort in (None, NO_EFFORT):
-        return next((word for word in _LEAST if _is_quoted(template, word)), "low")
+        return next((word for word in _MIN if _is_quoted(template, word)), "low")
     if effort is None:
         return "high" if thinks and none is not None else None
     allowed = re.search(rf"\b{name} not in \[([^\]]*)\]", template)

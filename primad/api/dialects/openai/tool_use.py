@@ -10,7 +10,7 @@ from primad.api.answering import grammar
 from primad.api.answering.backend import TextModel, Vocabulary
 from primad.api.answering.calls.choose import Thinking
 from primad.api.answering.chat import render
-from primad.api.answering.reading import AnswerReading, Manner, manner_of
+from primad.api.answering.reading import CompletionReading, Manner, manner_of
 from primad.api.answering.tool_prompt import mentions
 from primad.api.dialects.openai.chat_fields import ChatFields
 from primad.api.dialects.openai.sampling import grammar_of
@@ -42,14 +42,14 @@ def chat_text(request: ChatFields, served: TextModel, *, now: datetime) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerRules:
+class CompletionRules:
     """How an answer is read (None: it is all text), and the grammar that binds it (None: nothing does)."""
 
-    reading: AnswerReading | None
+    reading: CompletionReading | None
     grammar: str | None
 
 
-def answer_rules(request: ChatRequest, served: TextModel, text: str) -> AnswerRules:
+def answer_rules(request: ChatRequest, served: TextModel, text: str) -> CompletionRules:
     """The rules for the answer to ``request``, whose prompt is ``text``.
 
     A call that is demanded is bound to its form and its function's parameters. Where only the text is bound, an answer may
@@ -65,12 +65,12 @@ def answer_rules(request: ChatRequest, served: TextModel, text: str) -> AnswerRu
         wanted = grammar.behind_thoughts(wanted, manner.thinking.end)
     functions = {tool.function.name: tool.function.parameters for tool in request.callable_tools}
     if not functions and thinking is None and not manner.form.reads_text:
-        return AnswerRules(reading=None, grammar=wanted)
+        return CompletionRules(reading=None, grammar=wanted)
     form = manner.form if manner.form.reads_text else None
     if functions:
         is_told = not mentions(served.vocabulary.chat_template or "", "tools")
         form = manner.form if wanted is None and not is_told else manner.asked
-    reading = AnswerReading(
+    reading = CompletionReading(
         form=None if form is None else str(form),
         thinking=thinking if opened or not request.continues else None,
         continues=request.continues,
@@ -80,7 +80,7 @@ def answer_rules(request: ChatRequest, served: TextModel, text: str) -> AnswerRu
         keeps_thoughts=request.reasoning_format == "none",
         shows_control=(form is not None and form.uses_control_tokens) or _is_control(served.vocabulary, thinking),
     )
-    return AnswerRules(reading=reading, grammar=wanted)
+    return CompletionRules(reading=reading, grammar=wanted)
 
 
 def _is_opened(text: str, begun: str, thinking: Thinking) -> bool:

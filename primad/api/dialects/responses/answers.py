@@ -8,8 +8,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from primad.api.answering.generation import Answered, GivenCall, GivenPart, Written, whole_calls
-from primad.api.dialects.responses.prepared import SaidAgain
+from primad.api.answering.generation import GivenCall, GivenPart, Written, WrittenChoice, whole_calls
+from primad.api.dialects.responses.prepared import EchoedFields
 from primad.api.http.errors import error_body
 from primad.api.http.framing import NamedEvent
 from primad.errors import PrimadError
@@ -45,13 +45,13 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True, tag_field="object"
 
 
 @dataclass(slots=True, kw_only=True)
-class ResponseAnswer:
+class ResponseStream:
     """One response. A stream is its ``opening``, then ``events`` of what is written; the last one ends it, or ``failed``."""
 
     id: str
     created: int
     model: str
-    said: SaidAgain
+    said: EchoedFields
     prompt_tokens: int
     sampled: int = 0
     cached: int = 0
@@ -61,7 +61,7 @@ class ResponseAnswer:
     open_call: list[GivenPart] = field(default_factory=list, init=False)
     events_sent: int = field(default=0, init=False)
 
-    def whole(self, answered: Answered) -> ResponseBody:
+    def whole(self, answered: WrittenChoice) -> ResponseBody:
         """All of it at once."""
         self.sampled, self.cached = answered.sampled, answered.cached
         status = _status(answered.finish)

@@ -16,7 +16,7 @@ from primad.api.dialects.responses.job import NAMES, chat_request
 from primad.api.dialects.responses.schema import ResponsesRequest
 
 
-class SaidAgain(msgspec.Struct, frozen=True, kw_only=True):
+class EchoedFields(msgspec.Struct, frozen=True, kw_only=True):
     """What a response says again of what was asked."""
 
     instructions: str | None
@@ -34,7 +34,7 @@ class PreparedResponse(msgspec.Struct, frozen=True, kw_only=True):
     job: Job
     model: str
     stream: bool
-    said: SaidAgain
+    said: EchoedFields
 
 
 def respond(body: bytes, asking: Asking) -> PreparedResponse:
@@ -42,7 +42,7 @@ def respond(body: bytes, asking: Asking) -> PreparedResponse:
     ask = parse(ResponsesRequest, body)
     with said_as(NAMES):
         job = chat_job(chat_request(ask), asking.served, seed=asking.seed, now=asking.now)
-    said = SaidAgain(
+    said = EchoedFields(
         instructions=ask.instructions,
         max_output_tokens=ask.max_output_tokens,
         temperature=ask.temperature,

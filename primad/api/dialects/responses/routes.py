@@ -16,7 +16,7 @@ from primad.api.answering.backend import ServedModel
 from primad.api.answering.job import Job
 from primad.api.dialects.openai.routes import EVENTS
 from primad.api.dialects.responses import prepared as preparations
-from primad.api.dialects.responses.answers import ResponseAnswer, ResponseBody
+from primad.api.dialects.responses.answers import ResponseBody, ResponseStream
 from primad.api.dialects.responses.schema import ResponsesRequest
 from primad.api.http.dialect import Dialect, Route
 from primad.api.http.endpoint import Endpoint, json_response
@@ -39,7 +39,7 @@ class _Routes:
         """Continue a conversation."""
         served = self._endpoint.serving()
         prepared = await self._endpoint.prepare(request, preparations.respond, served)
-        answer = ResponseAnswer(
+        answer = ResponseStream(
             id=f"resp_{secrets.token_hex(16)}",
             created=int(time.time()),
             model=prepared.model,
@@ -51,7 +51,7 @@ class _Routes:
         answered = await self._endpoint.whole(request, served, prepared.job)
         return json_response(answer.whole(answered[0]))
 
-    async def _stream(self, served: ServedModel, job: Job, answer: ResponseAnswer) -> AsyncGenerator[NamedEvent, None]:
+    async def _stream(self, served: ServedModel, job: Job, answer: ResponseStream) -> AsyncGenerator[NamedEvent, None]:
         begun = False
         async with aclosing(self._endpoint.write(served, job, job.choices[0])) as written:
             try:

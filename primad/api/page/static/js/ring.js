@@ -144,7 +144,7 @@ function facts(status, now) {
   if (status.tokens) add("written", count(status.tokens.completion, "token"));
   if (status.drafts?.drafted) add("draft tokens accepted", `${Math.round((100 * status.drafts.accepted) / status.drafts.drafted)} %`);
   if (status.epoch) add("plan", `ring ${status.epoch}, ${count(status.rounds ?? 1, "round")} a token`);
-  if (status.kv?.twice_bytes) add("KV cache replicated", bytes(status.kv.twice_bytes));
+  if (status.kv?.replicated_bytes) add("KV cache replicated", bytes(status.kv.replicated_bytes));
   return rows;
 }
 

@@ -1,0 +1,43 @@
+"""Names that files, JSON and metrics had before they were given the field's, for one version: read, and written beside.
+
+No document names them. They go with the version after the next.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+KEYS: Final[Mapping[str, str]] = {
+    "prefill_offload": "helped",
+    "read_ahead_bytes": "ahead_bytes",
+    "replica": "keeper",
+    "replicated_bytes": "twice_bytes",
+    "single_device": "alone",
+    "tokens_per_pass": "tokens_a_lap",
+}
+"""The old key of each new one."""
+METRICS: Final[Mapping[str, str]] = {
+    "primad_device_read_ahead_bytes": "primad_device_ahead_bytes",
+    "primad_draft_tokens_per_pass": "primad_draft_tokens_a_lap",
+    "primad_kv_replicated_bytes": "primad_kv_twice_bytes",
+}
+"""The old name of each new one."""
+_NEW: Final = {old.encode(): new.encode() for new, old in KEYS.items()}
+_OLD_KEY: Final = re.compile(rb'"(%b)"(?=\s*:)' % b"|".join(_NEW))
+
+
+def with_new_keys(data: bytes) -> bytes:
+    """JSON in which each old key is the new one."""
+    return _OLD_KEY.sub(lambda found: b'"%b"' % _NEW[found[1]], data)
+
+
+def with_old_keys(content: Any) -> Any:
+    """Plain data in which each new key stands under its old name as well."""
+    if isinstance(content, list | tuple):
+        return [with_old_keys(each) for each in content]
+    if not isinstance(content, dict):
+        return content
+    found = {key: with_old_keys(value) for key, value in content.items()}
+    return found | {old: found[new] for new, old in KEYS.items() if new in found}

@@ -1,0 +1,43 @@
+"""``tools/laws.py`` refuses names that are made of a word that the field has another one for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def broken(root: Path) -> list[str]:
+    """What it says of the sources under ``root``."""
+    argv = [sys.executable, str(ROOT / "tools" / "laws.py"), str(root)]
+    return subprocess.run(argv, capture_output=True, text=True, check=False).stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "guess = 1",
+        "class GuessAt: ...",
+        "def forget_guesses(): ...",
+        "def f(keeper): ...",
+        "self.most_rows = 3",
+        "MOST_ROWS = 3",
+    ],
+)
+def test_a_name_made_of_an_old_word_is_named_with_its_line_and_the_new_word(tmp_path: Path, text: str) -> None:
+    (tmp_path / "primad").mkdir()
+    (tmp_path / "primad" / "a.py").write_text(text)
+    (line,) = broken(tmp_path)
+    assert line.startswith("primad/a.py:1: ")
+    assert ": say " in line
+
+
+@pytest.mark.parametrize("text", ["at_most = 1", "almost = 1", "from primad.head import promise", "laptop = 2"])
+def test_plain_english_parts_of_other_words_and_imports_are_free(tmp_path: Path, text: str) -> None:
+    (tmp_path / "primad").mkdir()
+    (tmp_path / "primad" / "a.py").write_text(text)
+    assert broken(tmp_path) == []
