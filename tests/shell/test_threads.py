@@ -55,6 +55,9 @@ class FakeProcess:
     async def send(self, command: Open) -> None:
         self.opened.append(command)
 
+    def listen(self, hear: object) -> None:
+        """Nothing arrives."""
+
     async def events(self) -> AsyncIterator[object]:
         raise RingError("it ends here")
         yield
