@@ -58,7 +58,11 @@ _CUTS_TRIED: Final = 5
 _ORDERS_OF: Final = 5
 _MIN_S: Final = 0.05
 _FIRST_S: Final = 5.0
-_HURRIED_S: Final = 1e-3
+_HURRIED_S: Final = 1.0
+"""Whether smaller buffers let other windows be better is looked at for so long: with less it depends on how busy the machine
+is."""
+_HURRIED_SHARE: Final = 0.25
+"""Nor for a larger share of the time that there is."""
 _LONG_S: Final = 1.5
 """With more devices than orders are tried of, a program ends after so long. By then its plans are near the best, and so is
 its bound."""
@@ -186,7 +190,8 @@ def _with_head(
     other = _other_chunks(found, question, chunks)
     if other is None and fewest < question.workload.chunk_rows and _is_short(found.plan, question):
         # Smaller buffers may also let other windows, or more layers of a GPU, be the best.
-        hurried = _Search(question.with_rows(fewest), objective, require, _HURRIED_S)
+        hurried_s = min(_HURRIED_S, _HURRIED_SHARE * time_limit_s)
+        hurried = _Search(question.with_rows(fewest), objective, require, hurried_s)
         if hurried.run() and hurried.solution().objective_s < found.objective_s * (1 - FEWER_GAIN):
             other = question.with_rows(fewest)
     if other is None:
