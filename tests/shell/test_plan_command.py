@@ -93,6 +93,8 @@ def test_the_header_of_a_gguf_is_enough(plan, smollm2, tmp_path):
     with smollm2.open("rb") as file:
         header.write_bytes(file.read(read_header(smollm2).data_offset))
     whole, cut = (json.loads(plan("--model", path, *FLEET, "--json")[1]) for path in (smollm2, header))
+    for answer in (whole, cut):  # what another device would cost is the best that is found in a while
+        answer["left_out"] = [device["name"] for device in answer["left_out"]]
     assert cut == whole
 
 
