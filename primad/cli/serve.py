@@ -114,7 +114,7 @@ class OtherDevicesOptions:
             show_default=False,
         ),
     ] = None
-    single_device: Annotated[bool, typer.Option("--alone", help="Use this device only.")] = False
+    alone: Annotated[bool, typer.Option("--alone", help="Use this device only.")] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +232,7 @@ def serve(
 
     options = _serve_options(endpoint, asking, others, run, draft, ring, rope, kept, config)
     options = replace(options, lora=parse_lora(lora or ()))
-    whole = others.single_device or others.wait == 0 or bool(lora)
+    whole = others.alone or others.wait == 0 or bool(lora)
     source = served_model(model, config, whole=whole, several=is_for_several(options, config))
     reporter = RichReporter(err)
     try:
@@ -242,9 +242,9 @@ def serve(
 
 
 def _check_together(others: OtherDevicesOptions, run: RunOptions) -> None:
-    if others.single_device and (others.wait or others.device):
+    if others.alone and (others.wait or others.device):
         raise ConfigError("--alone: contradicts --wait and --device; leave one of them out")
-    if run.use_all and others.single_device:
+    if run.use_all and others.alone:
         raise ConfigError("--use-all: contradicts --alone and --windows; leave one of them out")
 
 
@@ -280,7 +280,7 @@ def _serve_options(
         step_timeout_s=ring.step_timeout,
         http_host=endpoint.host,
         http_port=endpoint.port,
-        single_device=others.single_device,
+        single_device=others.alone,
         run=run_config(run, draft),
         draft=None if draft.draft is None else model_path(draft.draft, lambda: config),
         aliases=() if endpoint.alias is None else _aliases(endpoint.alias),

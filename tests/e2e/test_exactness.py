@@ -170,7 +170,7 @@ def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_another(t
         ("smollm2", None, 1, Batching(rows=4), None),
         pytest.param("gemma3", (7, 9), 1, Batching(), Pieces(multiple=8, rows=(16, 8)), marks=pytest.mark.matrix),
         pytest.param("gemma3", (7, 9), 1, Batching(rows=3, steps=2), None, marks=pytest.mark.matrix),
-        ("gemma3", (7, 9), 1, Batching(rows=4, bridges=True), Pieces(multiple=8, rows=(8,))),
+        ("gemma3", (7, 9), 1, Batching(rows=4, pads=True), Pieces(multiple=8, rows=(8,))),
     ],
 )
 def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, model, windows, rounds, batching, pieces):

@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from primad.api.answering.calls.events import Told
+from primad.api.answering.calls.events import TextPiece
 
 CUT = "..."
 """Behind the arguments of a call that is not whole; those are text."""
 
 
-def calls_in(told: Iterable[Told]) -> list[tuple[str, Any]]:
+def calls_in(told: Iterable[TextPiece]) -> list[tuple[str, Any]]:
     """Each call by name, with its arguments as a value if they are whole."""
     found: list[tuple[str, str]] = []
     whole: list[bool] = []

@@ -273,10 +273,10 @@ def test_no_scope_of_the_heads_is_told_to_a_worker(leaving):
     async def once() -> None:
         home = Home(lap="fe80::2%4", tab="fe80::3%4")
         leaving["fe80::2%4"] = "fe80::1"
-        sources = await home.ring._ways.sources(home.links["lap"])
+        sources = await home.ring._ring_addresses.sources(home.links["lap"])
         assert [(source.addresses, source.port) for source in sources] == [(["fe80::1"], 5), (["fe80::3"], 7)]
-        assert home.ring._ways.host_for("lap", "tab") == "fe80::3"
-        assert home.ring._ways.host_for("desk", "lap") == "fe80::2%4", "it is the head's own"
+        assert home.ring._ring_addresses.host_for("lap", "tab") == "fe80::3"
+        assert home.ring._ring_addresses.host_for("desk", "lap") == "fe80::2%4", "it is the head's own"
 
     asyncio.run(once())
 
@@ -285,7 +285,7 @@ def test_a_worker_that_cannot_be_reached_at_one_address_is_reached_at_the_next(l
     async def once() -> None:
         home = Home({("desk", "lap"): "192.168.1.7"}, lap="fe80::2%4")
         leaving["192.168.1.7"] = "192.168.1.2"
-        assert await home.ring._ways.to_head(home.links["lap"]) == "192.168.1.2"
+        assert await home.ring._ring_addresses.to_head(home.links["lap"]) == "192.168.1.2"
 
     asyncio.run(once())
 
@@ -295,7 +295,7 @@ def test_a_worker_that_no_way_leads_to_is_to_blame_for_good(leaving):
         home = Home({("desk", "lap"): "192.168.1.7"}, lap="fe80::2%4")
         reason = r"no route to lap at fe80::2%4:9: Invalid argument; no route to lap at 192\.168\.1\.7:9: Invalid"
         with pytest.raises(StageError, match=reason) as caught:
-            await home.ring._ways.to_head(home.links["lap"])
+            await home.ring._ring_addresses.to_head(home.links["lap"])
         assert attributed(caught.value, PAIR) == Attribution(reason=str(caught.value), device="lap", lasting=True)
 
     asyncio.run(once())

@@ -197,7 +197,7 @@ def test_a_model_that_guesses_is_planned_for(plan, tmp_path):
         assert answer.draft.path == str(small)
     assert f"--draft auto: {small} drafts: it has the tokens of served.gguf" in err
     code, out, _ = plan("--model", served, *FLEET, "--draft", small)
-    assert f"a guess; nothing would be drafted: {answer.draft.why}"[:60] in " ".join(out.split())
+    assert f"a draft; nothing would be drafted: {answer.draft.why}"[:60] in " ".join(out.split())
 
 
 def test_a_model_that_cannot_guess_is_refused(plan, tmp_path):

@@ -78,7 +78,7 @@ from primad.trust.pairing_links import PairingServer
 from primad.trust.trust import BY_HAND, HEAD, TrustedDevice, TrustStore, trusted_now
 from primad.trust.words import new_code
 from primad.worker import daemon as worker_module
-from primad.worker import stages as parts_module
+from primad.worker import participations as parts_module
 from primad.worker.daemon import WorkerDaemon
 from tests.fakes import manager
 from tests.fakes.control import HOST

@@ -21,7 +21,7 @@ from primad.network.messages import (
 )
 from primad.settings.timings import Timings, WorkerTimings
 from primad.trust.identity import new_identity
-from primad.worker import stages as parts
+from primad.worker import participations as parts
 from primad.worker.participations import MAX_LOADED_STAGES
 from tests.fakes.load import a_load
 from tests.shell.test_worker_daemon import lab
