@@ -14,7 +14,7 @@ from tools import synth
 
 pytestmark = pytest.mark.slow
 
-PROMPT = "The replica of the lighthouse wrote in his book:"
+PROMPT = "The keeper of the lighthouse wrote in his book:"
 TOKENS = 24
 BASE = 20_000.0
 SCALE = 0.02
@@ -30,7 +30,7 @@ def test_a_ring_with_an_adapter_and_other_angles_answers_as_llama_cpp_does(smoll
         if name.endswith(("attn_q.weight", "attn_v.weight", "ffn_down.weight", "token_embd.weight", "output.weight"))
     }
     lora = write_adapter(tmp_path / "lora.gguf", changed)
-    plain = Plain(model, adapters=[(lora, SCALE)], rope_freq_base=BASE)
+    plain = Plain(model, adapters=[(lora, SCALE)], rope_freq_base=BASE, flash=False)
     prompt = plain.tokenize(PROMPT)
     expected = plain.continue_(prompt, TOKENS).tokens
     plain.release()
