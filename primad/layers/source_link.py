@@ -21,7 +21,7 @@ from primad.network.layer_messages import (
     TransferRequest,
     decode_transfer,
 )
-from primad.network.sockets import bound_socket, endpoint, open_socket
+from primad.network.sockets import bound_socket, endpoint, monitored, open_socket
 from primad.system.wire import encode
 from primad.trust.identity import Identity
 
@@ -48,7 +48,7 @@ class SourceLink:
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._socket = open_socket(context, zmq.DEALER, identity=identity, server=source.key)
         bound_socket(self._socket, MAX_REPLY_BYTES, RECEIVE_LIMIT)
-        self._monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(sum(_LOST))
+        self._monitor: zmq.asyncio.Socket = monitored(self._socket, sum(_LOST))
         self._watching = asyncio.create_task(self._watch())
         try:
             self._socket.connect(place)

@@ -30,7 +30,7 @@ from primad.network.messages import (
     decode_from_worker,
 )
 from primad.network.scopes import Scopes
-from primad.network.sockets import endpoint, listen, open_socket, wait_refused
+from primad.network.sockets import endpoint, listen, monitored, open_socket, wait_refused
 from primad.settings.timings import NetworkTimings
 from primad.system.complaints import Complaints
 from primad.system.wire import encode
@@ -187,7 +187,7 @@ class HeadEnd:
     async def _ends(self) -> AsyncIterator[int]:
         watched = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED
         assert self._monitor is None, "one waits at a time"
-        monitor = self._monitor = self._socket.get_monitor_socket(watched)
+        monitor = self._monitor = monitored(self._socket, watched)
         while True:
             message = recv_monitor_message(monitor)
             yield int((await message)["event"])

@@ -11,6 +11,7 @@ off: a peer that asks for the id of another one that is connected is ignored, an
 from __future__ import annotations
 
 import sys
+from itertools import count
 from typing import Final
 
 import zmq
@@ -31,6 +32,7 @@ RECONNECT_MAX_MS: Final = 1000
 ZAP_DOMAIN: Final = b"primad"
 MAX_DESCRIPTORS: Final = 65_536
 """What is asked for at most: enough for three seconds of a flood of silent connections."""
+_MONITORS: Final = count()
 _KEEPALIVE_S: Final = ((zmq.TCP_KEEPALIVE_IDLE, 30), (zmq.TCP_KEEPALIVE_INTVL, 10), (zmq.TCP_KEEPALIVE_CNT, 3))
 
 
@@ -109,9 +111,17 @@ def bind(socket: zmq.asyncio.Socket, host: str, port: int | None) -> int:
     return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
 
+def monitored(socket: zmq.asyncio.Socket, events: int) -> zmq.asyncio.Socket:
+    """A socket that receives ``events`` of ``socket``, which has no other monitor.
+
+    Each has an address of its own: libzmq gives back that of an earlier one some time after it was closed.
+    """
+    return socket.get_monitor_socket(events, f"inproc://monitor-{next(_MONITORS)}")
+
+
 async def wait_refused(socket: zmq.asyncio.Socket) -> None:
     """Wait until the server that ``socket`` connects to refuses its key; libzmq says it once, and does not try again."""
-    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+    monitor = monitored(socket, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
     try:
         await recv_monitor_message(monitor)
     finally:

@@ -23,7 +23,7 @@ from primad.errors import ClusterError
 from primad.network import control
 from primad.network.control import HeadEnd, WorkerEnd
 from primad.network.messages import MAX_MESSAGE_BYTES, USUAL_BYTES, Ping, Pong, Refused, Release
-from primad.network.sockets import endpoint, listen, open_socket
+from primad.network.sockets import endpoint, listen, monitored, open_socket
 from primad.system.wire import encode
 from primad.trust.identity import new_identity
 from tests.fakes.control import HEAD, HOST, gated, head_end
@@ -347,6 +347,21 @@ def test_a_default_port_that_is_taken_becomes_another():
             other = WorkerEnd(context, HOST, None, worker.port, identity=SECOND)
             assert other.port != worker.port
             other.close()
+
+    asyncio.run(once())
+
+
+def test_a_socket_may_have_a_monitor_right_after_another():
+    """Else nobody watches the end of a link while the monitor of its greeting is still closing."""
+
+    async def once() -> None:
+        async with gated() as context:
+            watched = context.socket(zmq.DEALER)
+            for _ in range(300):
+                monitor = monitored(watched, zmq.EVENT_CONNECTED)
+                watched.disable_monitor()
+                monitor.close(linger=0)
+            watched.close()
 
     asyncio.run(once())
 
