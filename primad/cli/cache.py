@@ -18,7 +18,7 @@ from primad.cli.options import Home
 from primad.cli.output import err, out, print_json
 from primad.errors import ConfigError
 from primad.settings.config import Config, load_config, usage_folder
-from primad.settings.quantities import parse_bytes, show_bytes
+from primad.settings.quantities import parse_bytes, show_bytes, show_count
 
 if TYPE_CHECKING:
     from primad.engine.streaming.expert_usage import StoredFile
@@ -216,9 +216,8 @@ def prune(
     kept = f" and {_blocks(cells)} of KV cells" if cells else ""
     out.print(f"{'would remove' if dry_run else 'removed'} {_count(chosen)}{kept}, {_size(freed)}")
     if counts:
-        out.print(
-            f"{'would remove' if dry_run else 'removed'} what was counted of the experts of {_layers(len(counts))}"
-        )
+        counted = show_count(len(counts), "layer")
+        out.print(f"{'would remove' if dry_run else 'removed'} what was counted of the experts of {counted}")
     if held:
         out.print(f"{_count(held)} in use stay{'s' if len(held) == 1 else ''}")
 
@@ -272,7 +271,7 @@ def _forget_cells(config: Config, cells: list[StoredBlock]) -> None:
 
 
 def _blocks(cells: list[StoredBlock]) -> str:
-    return f"{len(cells)} block{'' if len(cells) == 1 else 's'}"
+    return show_count(len(cells), "block")
 
 
 def _open(home: Path | None, kv_cache: str | None = None) -> tuple[Config, LayerCache]:
@@ -283,11 +282,7 @@ def _open(home: Path | None, kv_cache: str | None = None) -> tuple[Config, Layer
 
 
 def _count(layers: list[CachedLayer]) -> str:
-    return _layers(len(layers))
-
-
-def _layers(count: int) -> str:
-    return f"{count} layer" if count == 1 else f"{count} layers"
+    return show_count(len(layers), "layer")
 
 
 def _size(count: float) -> str:

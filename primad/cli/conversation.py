@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from primad.errors import ClusterError
+from primad.settings.quantities import show_count
 
 COMMANDS: Final = {
     "/system": "[TEXT] say how answers are to be; without text, show it",
@@ -131,7 +132,7 @@ class Received:
         took_s = self.last_s - self.first_s
         if not tokens:
             return ""
-        count = f"{tokens} token{'s' if tokens > 1 else ''}"
+        count = show_count(tokens, "token")
         return f"{count}, {(tokens - 1) / took_s:.3g} tokens/s" if tokens > 1 and took_s > 0 else count
 
 

@@ -13,7 +13,7 @@ from primad.cli.output import err, tables, write_json
 from primad.cli.progress import RichReporter
 from primad.cli.watched import Look, watched
 from primad.errors import ClusterError, printable
-from primad.settings.quantities import show_bytes, show_ms, show_speed
+from primad.settings.quantities import show_bytes, show_count, show_ms, show_speed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,7 +175,7 @@ def _title(status: StatusBody) -> str:
     if status.epoch is not None:
         words.append(f"epoch {status.epoch}")
     if status.rounds is not None:
-        words.append(f"{status.rounds} round{'s' if status.rounds != 1 else ''} a token")
+        words.append(f"{show_count(status.rounds, 'round')} a token")
     if status.sequences is not None and status.sequences > 1:
         words.append(f"{status.sequences} answers at once")
     if status.predicted is not None:

@@ -1,6 +1,6 @@
 """API keys and what each may ask a minute: pure, with the time passed in.
 
-A key is 256 bits of chance, so a plain hash of it is safe to keep: nobody drafts one. Only hashes are compared, each with
+A key is 256 bits of chance, so a plain hash of it is safe to keep: nobody guesses one. Only hashes are compared, each with
 every other and in constant time, so that how long it takes tells nothing.
 
 A limit is a bucket that holds a minute's worth and fills evenly. A request takes one from the bucket of requests, and needs
@@ -31,7 +31,7 @@ class ApiKey:
 
 
 def new_key() -> str:
-    """A key that nobody can draft."""
+    """A key that nobody can guess."""
     return f"primad-{secrets.token_urlsafe(32)}"
 
 

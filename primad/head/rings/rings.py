@@ -42,6 +42,7 @@ from primad.planning.default_context import too_small_for
 from primad.planning.draft_gain import no_room
 from primad.planning.forecast import Forecast
 from primad.ring.messages import Finished, GenerationEvent, KvForgotten, KvKept
+from primad.settings.quantities import show_count
 from primad.system.tasks import Tasks, mistake, to_its_end
 
 logger = logging.getLogger(__name__)
@@ -355,8 +356,7 @@ class Rings:
         self._kv.serve(ring, await ring.sources(), epoch, forecast, blocks)
         cells = GoOn(root=self._kv.root, blocks=blocks, max_rows=self._kv.max_rows(forecast))
         self._kv.went_on(*self._backend.rows_again(blocks))
-        count = len(ring.plan.devices)
-        detail = f"serving with {count} device{'s' if count > 1 else ''}"
+        detail = f"serving with {show_count(len(ring.plan.devices), 'device')}"
         served = await self._served(forecast)
         await self._backend.attach(served, epoch, ring.send, self._status_of(ring), detail, cells)
         if instead is not None:
