@@ -35,7 +35,7 @@ from primad.ring.grouping import Batching
 from primad.ring.head import Head, Notify
 from primad.ring.messages import Finished, Generate, Sampled, StepLimits
 from primad.ring.scheduler.scheduler import Scheduler
-from primad.ring.scheduler.state import SampledToken
+from primad.ring.scheduler.state import SampledToken, SchedulerState
 from tools.bench_solver import device_here, links_between
 from tools.lab.local_ring import LocalRing, even_windows, types_of
 from tools.lab.memory import LimitedGroup
@@ -265,11 +265,13 @@ def _asked(tokens: int) -> list[Generate]:
 
 def _scheduler(rows: int) -> Scheduler:
     return Scheduler(
-        context=4096,
-        chunking=Chunking(rows=512, minimum=64, begins=lambda _: False),
-        depth=4,
-        sequences=OVERHEAD_STREAMS,
-        batching=Batching(rows=rows, steps=2),
+        SchedulerState(
+            context=4096,
+            chunking=Chunking(rows=512, minimum=64, begins=lambda _: False),
+            depth=4,
+            sequences=OVERHEAD_STREAMS,
+            batching=Batching(rows=rows, steps=2),
+        )
     )
 
 

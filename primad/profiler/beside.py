@@ -61,6 +61,7 @@ def time_head(task: TimeHead) -> tuple[float, ...]:
     from primad.ring.head import Head, Notify
     from primad.ring.messages import Finished, Generate, StepLimits
     from primad.ring.scheduler.scheduler import Scheduler
+    from primad.ring.scheduler.state import SchedulerState
     from primad.system.children.channel import frame
 
     tail = _Nothing(task, np.ones(task.vocabulary, np.float32), np.ones(task.sweep_bytes // 8, np.uint64))
@@ -72,7 +73,9 @@ def time_head(task: TimeHead) -> tuple[float, ...]:
             ring=1, epoch=1, windows=frozenset((0,)), width=1, rows=1, context=task.tokens + 2, sequences=1
         ),
         scheduler=Scheduler(
-            context=task.tokens + 2, chunking=Chunking(rows=1, minimum=1, begins=lambda _: False), depth=1
+            SchedulerState(
+                context=task.tokens + 2, chunking=Chunking(rows=1, minimum=1, begins=lambda _: False), depth=1
+            )
         ),
         step_timeout_s=60.0,
         clock=time.perf_counter,

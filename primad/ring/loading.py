@@ -28,6 +28,7 @@ from primad.ring.gpu_room import load_what_fits
 from primad.ring.head import Head
 from primad.ring.messages import GpuLoaded, HeadPart, Open, StepLimits
 from primad.ring.scheduler.scheduler import Scheduler
+from primad.ring.scheduler.state import SchedulerState
 from primad.ring.speculation.lookup import PromptLookup
 from primad.ring.speculation.speculation import BeginsDrafter
 
@@ -172,15 +173,17 @@ def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple
         route=opening.route,
         limits=limits_of_open(opening),
         scheduler=Scheduler(
-            context=opening.options.context,
-            chunking=chunking,
-            depth=part.depth,
-            sequences=opening.options.sequences,
-            at_once=part.at_once,
-            batching=part.batching,
-            keep_rows=part.keep_rows if kv_writer is not None else None,
-            drafting=part.drafting,
-            drafter=drafter,
+            SchedulerState(
+                context=opening.options.context,
+                chunking=chunking,
+                depth=part.depth,
+                sequences=opening.options.sequences,
+                at_once=part.at_once,
+                batching=part.batching,
+                keep_rows=part.keep_rows if kv_writer is not None else None,
+                drafting=part.drafting,
+                drafter=drafter,
+            )
         ),
         step_timeout_s=opening.step_timeout_s,
         clock=time.monotonic,

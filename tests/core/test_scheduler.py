@@ -17,7 +17,7 @@ from primad.ring.messages import Cancel, Finished, KvCopy, KvRemove, PromptProgr
 from primad.ring.scheduler import state
 from primad.ring.scheduler.admission import MIN_TURN
 from primad.ring.scheduler.scheduler import Scheduler
-from primad.ring.scheduler.state import PlannedStep, SampledToken
+from primad.ring.scheduler.state import PlannedStep, SampledToken, SchedulerState
 from primad.ring.slots import COPIED_CELLS
 from tests.fakes.ring import chunks_of, generate
 
@@ -25,7 +25,7 @@ FORGET = [KvRemove(0, 0, -1)]
 
 
 def scheduler(*, context: int = 100, rows: int = 4, depth: int = 3, **options) -> Scheduler:
-    return Scheduler(context=context, chunking=chunks_of(rows), depth=depth, **options)
+    return Scheduler(SchedulerState(context=context, chunking=chunks_of(rows), depth=depth, **options))
 
 
 def with_prompt(prompt, *, tokens: int = 8, **options) -> Scheduler:
@@ -748,7 +748,7 @@ def test_what_an_earlier_epoch_sampled_is_fed_some_at_a_time_where_that_is_exact
 def in_pieces(short: int = 0) -> Scheduler:
     """One generation writes; another one has a prompt of 20 tokens in chunks of 9, which are cut beside the first."""
     chunking = replace(chunks_of(9), pieces=Pieces(multiple=2, rows=(2, 4), short=short))
-    made = Scheduler(context=100, chunking=chunking, depth=1, sequences=3)
+    made = Scheduler(SchedulerState(context=100, chunking=chunking, depth=1, sequences=3))
     made.submit(generate(1, [1]))
     commit(made, next_step(made).step, sampled_of(7), 0)
     made.submit(generate(2, range(20)))

@@ -19,7 +19,7 @@ from primad.ring.head import Send
 from primad.ring.messages import Cancel, Drained, KvRemove, Sampled
 from primad.ring.scheduler import admission
 from primad.ring.scheduler.scheduler import Scheduler
-from primad.ring.scheduler.state import PlannedStep, SampledToken
+from primad.ring.scheduler.state import PlannedStep, SampledToken, SchedulerState
 from primad.ring.speculation.drafter import Drafting, DraftToken
 from primad.ring.speculation.pace import BEGINS_AFTER
 from primad.ring.speculation.speculation import BeginsDrafter
@@ -263,7 +263,9 @@ class Counting(Nothing):
 def begun(*prompts: Sequence[int], drafting: Drafting = ROOM_3, depth: int = 2, **options) -> Scheduler:
     """A generation for each prompt that has sampled 10 to 13, after which drafts begin, and waits for its next row."""
     settled = {"sequences": 2, "drafter": Counting}
-    made = Scheduler(context=100, chunking=chunks_of(64), depth=depth, drafting=drafting, **(settled | options))
+    made = Scheduler(
+        SchedulerState(context=100, chunking=chunks_of(64), depth=depth, drafting=drafting, **(settled | options))
+    )
     for request, text in enumerate(prompts, 1):
         made.submit(generate(request, text, tokens=40))
     for token in range(10, 10 + BEGINS_AFTER):
@@ -352,7 +354,9 @@ def test_no_draft_goes_beside_a_prompt():
 
 
 def test_a_generation_that_does_not_speculate_has_no_drafts():
-    made = Scheduler(context=100, chunking=chunks_of(64), depth=2, drafting=Drafting(room=3), drafter=Counting)
+    made = Scheduler(
+        SchedulerState(context=100, chunking=chunks_of(64), depth=2, drafting=Drafting(room=3), drafter=Counting)
+    )
     made.submit(msgspec.structs.replace(generate(1, [1, 2], tokens=40), speculates=False))
     for token in range(10, 20):
         step = next_step(made)
@@ -387,7 +391,9 @@ def test_a_step_has_as_many_drafts_as_pay_and_are_exact(drafting, batching, rows
 
 
 def test_of_an_answer_that_another_ring_began_drafts_come_behind_what_is_known():
-    made = Scheduler(context=100, chunking=chunks_of(64), depth=9, drafting=Drafting(room=3), drafter=Counting)
+    made = Scheduler(
+        SchedulerState(context=100, chunking=chunks_of(64), depth=9, drafting=Drafting(room=3), drafter=Counting)
+    )
     made.submit(generate(1, [1, 2], sampled=[7, 8, 9], tokens=40))
     steps = [next_step(made) for _ in range(4)]
     assert [rows_of(step) for step in steps[1:]] == [[(7, 2)], [(8, 3)], [(9, 4)]]
@@ -402,13 +408,15 @@ def test_of_an_answer_that_another_ring_began_drafts_come_behind_what_is_known()
 def test_over_the_drafts_of_another_one_no_row_of_nobody_is_put():
     batching = Batching(rows=3, steps=1, pads=True)
     made = Scheduler(
-        context=100,
-        chunking=chunks_of(64),
-        depth=4,
-        sequences=3,
-        batching=batching,
-        drafting=Drafting(room=6),
-        drafter=Counting,
+        SchedulerState(
+            context=100,
+            chunking=chunks_of(64),
+            depth=4,
+            sequences=3,
+            batching=batching,
+            drafting=Drafting(room=6),
+            drafter=Counting,
+        )
     )
     for request in (1, 2, 3):
         made.submit(generate(request, [request], tokens=40))

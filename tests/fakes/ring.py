@@ -21,6 +21,7 @@ from primad.ring.grouping import Batching
 from primad.ring.head import MASKS_LOOK_S, Head, HeadEvent, Notify, Send
 from primad.ring.messages import Cancel, Finished, Generate, Sampled, Skip, Step, StepLimits, decode_route
 from primad.ring.scheduler.scheduler import Scheduler
+from primad.ring.scheduler.state import SchedulerState
 from primad.ring.speculation.drafter import Drafting
 from primad.ring.speculation.lookup import PromptLookup
 from primad.ring.speculation.speculation import BeginsDrafter
@@ -143,14 +144,16 @@ class FakeRing:
             rows=rows, minimum=minimum or rows, begins=begins_message if minimum else never, pieces=pieces
         )
         self.scheduler = Scheduler(
-            context=context,
-            chunking=chunking,
-            depth=depth,
-            sequences=sequences,
-            batching=batching,
-            keep_rows=keep_rows,
-            drafting=drafting,
-            drafter=drafter,
+            SchedulerState(
+                context=context,
+                chunking=chunking,
+                depth=depth,
+                sequences=sequences,
+                batching=batching,
+                keep_rows=keep_rows,
+                drafting=drafting,
+                drafter=drafter,
+            )
         )
         self.chunking, self.keep_rows = chunking, keep_rows
         self.shelves = [*shelves, *(FakeKvWriter() for _ in held)][: len(held)]

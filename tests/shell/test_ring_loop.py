@@ -48,6 +48,7 @@ from primad.ring.messages import (
 )
 from primad.ring.process import _serve
 from primad.ring.scheduler.scheduler import Scheduler
+from primad.ring.scheduler.state import SchedulerState
 from primad.ring.worker import Worker
 from primad.settings.timings import RingTimings
 from primad.system.children.channel import LENGTH, RingChannel, frame, frame_bytes
@@ -426,7 +427,7 @@ def head_windows(monkeypatch, model) -> None:
             tail=model.whole() if alone else model.tail(ROUTE - 1),
             route=opening.route,
             limits=msgspec.structs.replace(limits_of_open(opening), windows=frozenset({opening.route - 1})),
-            scheduler=Scheduler(context=128, chunking=chunks_of(8), depth=2),
+            scheduler=Scheduler(SchedulerState(context=128, chunking=chunks_of(8), depth=2)),
             step_timeout_s=opening.step_timeout_s,
             clock=time.monotonic,
         )

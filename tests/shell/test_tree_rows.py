@@ -16,6 +16,7 @@ from primad.engine.vocabulary import LlamaVocabulary
 from primad.ring.head import Head, Notify
 from primad.ring.messages import Sampled, StepLimits
 from primad.ring.scheduler.scheduler import Scheduler
+from primad.ring.scheduler.state import SchedulerState
 from primad.ring.speculation.drafter import Drafting, DraftToken
 from tests.fakes.drafter import Nothing
 from tests.fakes.ring import chunks_of, generate
@@ -116,7 +117,9 @@ def answer(path: Path, known: Sequence[int] | None) -> tuple[list[int], int, int
         ring=1, epoch=1, windows=frozenset(), width=576, rows=64, context=CONTEXT, sequences=1 + BRANCHES
     )
     scheduler = Scheduler(
-        context=CONTEXT, chunking=chunks_of(64), depth=1, drafting=drafting, drafter=lambda _: Known(known or ())
+        SchedulerState(
+            context=CONTEXT, chunking=chunks_of(64), depth=1, drafting=drafting, drafter=lambda _: Known(known or ())
+        )
     )
     taken: list[int] = []
     copy = model.kv_copy

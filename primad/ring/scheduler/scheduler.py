@@ -7,8 +7,6 @@ from itertools import pairwise
 
 from primad.engine.protocol import LogitsRow
 from primad.errors import RingError
-from primad.ring.chunks import Chunking
-from primad.ring.grouping import Batching
 from primad.ring.messages import (
     Cancel,
     Finished,
@@ -24,44 +22,15 @@ from primad.ring.scheduler.decode import decode_step, may_decode, step_without_r
 from primad.ring.scheduler.drafts import draft_step, resolve, waits_for_drafts
 from primad.ring.scheduler.prefill import chunk_step, replay_step
 from primad.ring.scheduler.state import PlannedStep, SampledToken, SchedulerState
-from primad.ring.speculation.drafter import Drafting
-from primad.ring.speculation.lookup import PromptLookup
 from primad.ring.speculation.pace import Tally
-from primad.ring.speculation.speculation import BeginsDrafter
 from primad.ring.speculation.tree import TreeNode
 
 
 class Scheduler:
-    """The queue of generations and those that run. ``context`` is that of each of the ring's ``sequences``.
+    """The queue of generations and those that run, which ``state`` holds."""
 
-    Of prompts, and of every ``keep_rows`` rows of an answer, the cells are kept (``keeping.py``); None: of nothing.
-    ``drafting`` says how drafts are computed, which a ``drafter`` makes; None: there are none.
-    """
-
-    def __init__(
-        self,
-        *,
-        context: int,
-        chunking: Chunking,
-        depth: int,
-        sequences: int = 1,
-        at_once: int | None = None,
-        batching: Batching | None = None,
-        keep_rows: int | None = None,
-        drafting: Drafting | None = None,
-        drafter: BeginsDrafter = PromptLookup,
-    ) -> None:
-        self._state = SchedulerState(
-            context=context,
-            chunking=chunking,
-            depth=depth,
-            sequences=sequences,
-            at_once=at_once,
-            batching=batching,
-            keep_rows=keep_rows,
-            drafting=drafting,
-            drafter=drafter,
-        )
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
 
     @property
     def tally(self) -> Tally:

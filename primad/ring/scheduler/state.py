@@ -79,7 +79,12 @@ class StepInFlight:
 
 
 class SchedulerState:
-    """The state of one ``Scheduler``, whose parts read and change it."""
+    """The state of one ``Scheduler``, whose parts read and change it.
+
+    ``context`` is that of each of the ring's ``sequences``. Of prompts, and of every ``keep_rows`` rows of an answer, the
+    cells are kept (``keeping.py``); None: of nothing. ``drafting`` says how drafts are computed, which a ``drafter`` makes;
+    None: there are none.
+    """
 
     def __init__(
         self,
