@@ -1,6 +1,6 @@
 """The licences of everything that primad needs to run: made from what the installed packages say of themselves.
 
-    packaging/licences.py             writes docs/licences.md
+    packaging/licences.py             writes docs/reference/licences.md
     packaging/licences.py --check     says what is missing there, or too much; writes nothing
     packaging/licences.py --copy DIR  copies their metadata there, so that packaging/sbom sees them alone
 
@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT: Final = Path(__file__).parents[1]
-PAGE: Final = ROOT / "docs" / "licences.md"
+PAGE: Final = ROOT / "docs" / "reference" / "licences.md"
 EXTRAS: Final = ("hub", "plot")
 """What users may choose; the packages of the extra ``dev`` reach nobody."""
 SAID_ELSEWHERE: Final[dict[str, str]] = {}
@@ -33,7 +33,7 @@ _ROW: Final = re.compile(r"^\| \[([\w.-]+)\]", re.MULTILINE)
 """The names in the table."""
 _HEAD: Final = """# Licences
 
-primad has the [MIT licence](../LICENSE). It depends on these packages and copies none of their code; the `.deb` and the
+primad has the [MIT licence](../../LICENSE). It depends on these packages and copies none of their code; the `.deb` and the
 container include them with their licence files. `packaging/licences.py` writes this page, `packaging/sbom` a CycloneDX
 list with versions.
 
@@ -152,7 +152,7 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--check"]:
         wrong = stale(PAGE.read_text(encoding="utf-8"), found)
         for line in wrong:
-            print(f"docs/licences.md: {line}; run .venv/bin/python packaging/licences.py")
+            print(f"docs/reference/licences.md: {line}; run .venv/bin/python packaging/licences.py")
         return 1 if wrong else 0
     if arguments[:1] == ["--copy"] and len(arguments) == 2:
         copy_metadata(found, Path(arguments[1]))

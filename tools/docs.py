@@ -32,7 +32,7 @@ _FIRST_CONTEXT = 8192
 def pages() -> dict[Path, dict[str, str]]:
     """What belongs into which page, by the name of the place."""
     return {
-        ROOT / "docs" / "models.md": {"": _architectures()},
+        ROOT / "docs" / "reference" / "architectures.md": {"": _architectures()},
         ROOT / "docs" / "first-models.md": {"": _published()},
         ROOT / "docs" / "protocol.md": {"versions": _versions()},
         ROOT / "docs" / "reference" / "messages.md": _all_messages(),

@@ -215,7 +215,7 @@ def _why_silent(device: DeviceStatus) -> str:
 def _kept(kv: KvStatus) -> list[str]:
     """How the KV cells of answers are kept, and what came of it."""
     lines = [
-        f"{printable(copy.device)}: its KV cells are not kept twice, {printable(copy.why)}"
+        f"{printable(copy.device)}: its KV cache is not replicated, {printable(copy.why)}"
         for copy in kv.copies
         if copy.replica is None
     ]

@@ -306,7 +306,7 @@ def test_health_is_well_for_a_moment_without_a_ring_and_again_once_something_is_
             await attach(backend, epoch)
         now += 1
         assert health() == (False, True)
-        assert backend.health().detail == "no answer gets any further: serving 3"
+        assert backend.health().detail == "no request makes progress: serving 3"
         waiting = Reader(ask(backend, 7))
         backend.deliver(2, sampled(sent.request, 9))
         assert health() == (False, True), "what an older ring said late"
@@ -315,7 +315,7 @@ def test_health_is_well_for_a_moment_without_a_ring_and_again_once_something_is_
         await settled()
         backend.hold("forming the ring again: bo is gone")
         now += A_MOMENT_S + 1
-        assert backend.health().detail == "no answer gets any further: forming the ring again: bo is gone"
+        assert backend.health().detail == "no request makes progress: forming the ring again: bo is gone"
         await attach(backend, 4)
         assert health() == (False, True)
         for each in (reader, waiting):
@@ -350,7 +350,7 @@ def test_health_is_not_well_while_a_step_is_overdue_for_more_than_a_moment():
         now += A_MOMENT_S
         backend.overdue(1, 1.0 + A_MOMENT_S)
         assert not backend.health().serving
-        assert backend.health().detail == "no answer gets any further: serving 1"
+        assert backend.health().detail == "no request makes progress: serving 1"
         backend.deliver(1, sampled(sent.request, 9))
         assert backend.health().serving
         await reader.cancel()

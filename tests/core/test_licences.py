@@ -20,7 +20,7 @@ def test_every_package_that_is_asked_for_is_listed_with_its_licence() -> None:
         *project["dependencies"],
         *(each for extra in ("hub", "plot") for each in project["optional-dependencies"][extra]),
     ]
-    page = (ROOT / "docs" / "licences.md").read_text()
+    page = (ROOT / "docs" / "reference" / "licences.md").read_text()
     rows = re.findall(r"^\| \[([\w.-]+)\]\(https?://\S+\) \| (\S.*?) \|", page, re.MULTILINE)
     listed = {re.sub(r"[-_.]+", "-", name).lower() for name, _ in rows}
     asked = {re.sub(r"[-_.]+", "-", re.split(r"[\[<>=]", each)[0]).lower() for each in wanted}

@@ -345,7 +345,7 @@ def test_named_device_that_is_not_there(tiny, new_home, cluster, temporary):
     home, port = new_home("home"), free_port()
     arguments = ("--cluster", cluster, "--port", free_port(), "--device", f"127.0.0.1:{port}")
     with primad("serve", "--model", tiny, "--home", home, *arguments, temporary=temporary) as head:
-        head.wait_for(f"^--device 127.0.0.1:{port}: .*; it is asked again and again. Start 'primad join' there; ")
+        head.wait_for(f"^--device 127.0.0.1:{port}: .*; retrying. Start 'primad join' there; ")
         head.wait_for("^waiting for 1 of 1 devices: ")
         assert head.stop() == 0
     assert_clean(home)

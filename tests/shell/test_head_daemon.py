@@ -505,7 +505,7 @@ def test_a_named_device_whose_name_leads_nowhere_is_told_so(lab):
         await here.serves()
         (line,) = [each for each in here.said if each.startswith("--device")]
         assert line.startswith("--device no.such.host.invalid:7770: ")
-        assert line.endswith("; it is asked again and again. Check that name, or give its IP address")
+        assert line.endswith("; retrying. Check that name, or give its IP address")
 
     run(lab, test)
 

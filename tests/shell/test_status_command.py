@@ -148,7 +148,7 @@ def test_the_model_for_embeddings_has_a_line(command, endpoint):
 def test_it_says_what_is_kept_of_answers_and_what_came_of_it(command, endpoint):
     endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring() | {"kv": msgspec.to_builtins(KV)}))
     _, out, _ = command("status", "--url", endpoint.url)
-    assert "nas: its KV cells are not kept twice, no link of it carries them" in out
+    assert "nas: its KV cache is not replicated, no link of it carries them" in out
     assert "KV cells kept twice: lap's by desk; 46.0 MB now, 12 tokens behind" in out
     assert "3 times a ring went on with answers of another one: 2000 tokens were there within 0.4 s, 31 were" in out
 

@@ -176,17 +176,17 @@ class Devices:
         except OSError as exc:  # a slip in its name, or no network yet
             why = exc.strerror or exc
             self._notify_once(
-                "", f"--device {address}: {why}; it is asked again and again. Check that name, or give its IP address"
+                "", f"--device {address}: {why}; retrying. Check that name, or give its IP address"
             )
             return False
         self._look()
         if not self.labels:
-            self._notify_once("", f"--device {address}: no device is paired yet; it is asked again and again. {_CURE}")
+            self._notify_once("", f"--device {address}: no device is paired yet; retrying. {_CURE}")
             return False
         try:
             worker = await greet_named(self._caller, address, self.labels, self._core.post)
         except ClusterError as exc:
-            self._notify_once("", f"{exc}; it is asked again and again. {_CURE}")
+            self._notify_once("", f"{exc}; retrying. {_CURE}")
             return False
         self._named.add(worker.key)
         self._met[worker.key] = split_address(address)

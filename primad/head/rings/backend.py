@@ -213,7 +213,7 @@ class RingBackend:
         stood_s = 0.0 if self._stands_since_s is None else self._clock() - self._stands_since_s
         if not taken or stood_s <= A_MOMENT_S:
             return Health(serving=taken, taken=taken, detail=self._detail)
-        return Health(serving=False, taken=True, detail=f"no answer gets any further: {self._detail}")
+        return Health(serving=False, taken=True, detail=f"no request makes progress: {self._detail}")
 
     def model(self) -> ServedModel | None:
         return self._served

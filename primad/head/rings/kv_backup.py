@@ -325,7 +325,7 @@ class KvBackup:
         copies = []
         for kept in self._replicas(ring, forecast):
             if kept.replica is None:
-                self._report_once(f"the KV cells of {kept.device} are not kept twice: {kept.why}")
+                self._report_once(f"the KV cache of {kept.device} is not replicated: {kept.why}")
             contacts = self._sources.get(kept.replica or "", [])
             source = [contact for contact in contacts if contact.device == kept.device]
             copies.append(_Copy(kept=kept, layers=self._layers[kept.device], source=source))
