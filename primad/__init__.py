@@ -1,3 +1,3 @@
-"""primad: the machines you own run one large language model together."""
+"""primad: one large language model across the machines you own."""
 
 __version__ = "0.1.0"

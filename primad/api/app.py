@@ -1,9 +1,9 @@
 """The HTTP API of the head: one application, several dialects of it.
 
-``create_app`` makes the ASGI application; the daemon runs it under uvicorn in its own loop. It keeps no state of its own
-but what it counts (``api/http/metrics.py``): a dialect makes a ``Job`` (core) of a request, the backend writes its
-choices one after another, and the dialect shapes what was written. Every refusal has the dialect's shape; an
-unexpected exception, which is our mistake, is answered with 500 and logged with its traceback by the server (uvicorn).
+``create_app`` makes the ASGI application; the daemon runs it under uvicorn in its own loop. Its only state are counters
+(``api/http/metrics.py``): a dialect makes a ``Job`` (core) of a request, the backend generates its choices one after
+another, and the dialect shapes the result. Every refusal has the dialect's shape; an unexpected exception, which is our
+mistake, is a 500 and logged with its traceback by the server (uvicorn).
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def create_app(
     owner_key: str | None = None,
     admin_api: AdminApi | None = None,
 ) -> Api:
-    """The API over ``backend``, whose model is also called by ``names``.
+    """The API over ``backend``, whose model also has the names ``names``.
 
-    ``hosts`` are names, besides localhost and IP addresses, by which clients may reach it; web pages of ``origins`` may
-    ask it. ``door`` lets clients in. ``embeddings`` is a model beside that one, if there is one.
-    Who says ``owner_key`` may change things at ``admin_api`` by way of the page.
-    Its ``state.close()`` ends what would stay open, when the server ends.
+    ``hosts`` are names, besides localhost and IP addresses, by which clients may reach it; web pages of ``origins`` are
+    admitted. ``door`` admits clients. ``embeddings`` is a second model, if there is one. Holders of ``owner_key`` may
+    change things at ``admin_api`` through the page. Its ``state.close()`` ends everything that is open when the server
+    ends.
     """
     metrics = Metrics()
     endpoint = Endpoint(backend, metrics, timings, names, embeddings)
@@ -83,7 +83,7 @@ def create_app(
     routes = [*server.routes(), *page.routes(), *dialects]
     metrics.know(route.path for route in routes)
     app = Api(routes)
-    app.add_middleware(BodyGuard, max_bytes=MAX_BODIES_BYTES)  # the middleware that is added last sees a request first
+    app.add_middleware(BodyGuard, max_bytes=MAX_BODIES_BYTES)  # the middleware added last sees a request first
     app.add_middleware(KeyGuard, door=door, refuse=_refuse)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",))
@@ -96,7 +96,7 @@ def create_app(
 
 
 class _Server:
-    """The routes that are of no dialect."""
+    """The routes outside all dialects."""
 
     def __init__(self, endpoint: Endpoint, metrics: Metrics) -> None:
         self._endpoint, self._backend, self._metrics = endpoint, endpoint.backend, metrics
@@ -113,7 +113,7 @@ class _Server:
         )
 
     async def about(self, request: Request) -> Response:
-        """The page for browsers, for others what this is."""
+        """The page for browsers, a short description for others."""
         if files.wants_page(request):
             return files.answer(request, files.INDEX)
         return json_response({"name": "primad", "version": __version__, "api": "OpenAI-compatible, under /v1"})
@@ -129,11 +129,11 @@ class _Server:
         return json_response(body, status=200 if health.serving else 503)
 
     async def status(self, request: Request) -> Response:
-        """Who computes which layers, and what every device did and holds."""
+        """Windows, state and memory of every device."""
         return json_response(with_old_keys(msgspec.to_builtins(await self.look())))
 
     async def metrics(self, request: Request) -> Response:
-        """Requests, tokens, times, and what every device did and holds, for Prometheus."""
+        """Requests, tokens, times, and the state of every device, for Prometheus."""
         status = await self.look()
         return Response(self._metrics.render(status), media_type=MEDIA_TYPE)
 
@@ -146,7 +146,7 @@ class _Server:
 
 
 class Api(Starlette):
-    """``routes``, and the document about those that say what they answer."""
+    """``routes``, documented by their response types."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._documented = [route for route in routes if route.answers is not None]
@@ -159,7 +159,7 @@ class Api(Starlette):
         return json_response(await asyncio.to_thread(self.openapi))
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document, which FastAPI writes; that takes some hundred milliseconds, most of them to load it."""
+        """The OpenAPI document, written by FastAPI; that takes some hundred milliseconds, mostly for loading it."""
         if self._written is not None:
             return self._written
         from fastapi import FastAPI
@@ -232,7 +232,7 @@ def _handle_errors(app: Starlette) -> None:
 
 
 def _asks(route: Route) -> dict[str, Any]:
-    """What a path and a body may have in them, as the OpenAPI document says it."""
+    """The parameters and body of a path, as in the OpenAPI document."""
     names = re.findall(r"{(\w+)", route.path)
     parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
     said: dict[str, Any] = {"parameters": parameters} if parameters else {}
@@ -257,7 +257,7 @@ def _answers(route: Route) -> dict[int | str, dict[str, Any]] | None:
 
 
 def _item(route: Route) -> dict[str, Any]:
-    """One message of a stream: of server-sent events it is the data, the last of which may be a mark."""
+    """One message of a stream: the data of a server-sent event, the last of which may be a mark."""
     message = {"anyOf": [{"$ref": COMPONENT.format(name)} for name in route.streamed]}
     if route.stream_type != EVENT_STREAM:
         return message

@@ -1,1 +1,1 @@
-"""The commands: one file a command. They read flags, say what is wrong with them, and start what does the work."""
+"""The commands: one file a command. They check options, report errors and start the work."""

@@ -1,4 +1,4 @@
-"""Who may ask a head's HTTP server: the options of ``primad serve`` that say so, and what they must say together."""
+"""Access to a head's HTTP server: the options of ``primad serve`` for it, and their rules."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ class AskingOptions:
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="Clients need this key. It is seen in the list of processes, unless it comes in the variable.",
+            help="Clients need this key. The process list shows it; the variable hides it.",
             envvar="PRIMAD_API_KEY",
             show_default=False,
         ),
     ] = None
     api_key_file: Annotated[
         Path | None,
-        typer.Option(help="Clients need a key of this file, which 'primad key add' writes.", show_default=False),
+        typer.Option(help="Clients need a key from this file, written by 'primad key add'.", show_default=False),
     ] = None
-    no_auth: Annotated[bool, typer.Option("--no-auth", help="Everybody may ask who reaches the address of --host.")] = (
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="Serve everybody who can reach the address of --host.")] = (
         False
     )
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="A name by which clients reach this server, as in desk.lan or *.local; repeat it for more.",
+            help="A name that clients use for this server, such as desk.lan or *.local; repeatable.",
             show_default=False,
         ),
     ] = None
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(
-            help="Web pages of this origin may ask, as in http://desk.lan:3000; repeat it for more.",
+            help="Allow web pages of this origin, such as http://desk.lan:3000; repeatable.",
             show_default=False,
         ),
     ] = None
 
 
 def check_asking(options: AskingOptions, host: str) -> None:
-    """Raise ``ConfigError`` unless the owner said who may ask a server at ``host``, in a way that can be meant."""
+    """Raise ``ConfigError`` unless the owner has chosen consistently who may use a server at ``host``."""
     has_keys = options.api_key is not None or options.api_key_file is not None
     if has_keys and options.no_auth:
         raise ConfigError("--no-auth: contradicts --api-key and --api-key-file; leave one of them out")
@@ -68,8 +68,8 @@ def check_asking(options: AskingOptions, host: str) -> None:
         )
     if not has_keys and not options.no_auth and not is_loopback(host):
         raise ConfigError(
-            f"--host {host}: everybody who reaches this address could ask; give --api-key KEY or --api-key-file FILE "
-            "('primad key add' writes one), or say --no-auth"
+            f"--host {host}: everybody who reaches this address could use it; give --api-key KEY or --api-key-file "
+            "FILE ('primad key add' writes one), or --no-auth"
         )
 
 
@@ -80,29 +80,29 @@ def warning(options: AskingOptions, host: str) -> str | None:
     if options.no_auth:
         return (
             f"--host {host}: the HTTP endpoint has no password and no encryption; everyone who reaches this address "
-            "can use it and read along"
+            "can use it and read the traffic"
         )
-    return f"--host {host}: the HTTP endpoint has no encryption; who sees the network can read along, keys too"
+    return f"--host {host}: the HTTP endpoint is not encrypted; anyone on the network can read the traffic and keys"
 
 
 def allowed_hosts(options: AskingOptions) -> tuple[str, ...]:
-    """The names of ``--allow-host``. Raises ``ConfigError`` for what is none."""
+    """The names of ``--allow-host``. Raises ``ConfigError`` for an invalid one."""
     hosts = tuple(host.lower().removesuffix(".") for host in options.allow_host or ())
     for host in hosts:
         if not _HOST.fullmatch(host):
             raise ConfigError(
-                f"--allow-host {printable(host)}: give a name without port or path, as in desk.lan or *.local"
+                f"--allow-host {printable(host)}: give a name without port or path, such as desk.lan or *.local"
             )
     return hosts
 
 
 def cors_origins(options: AskingOptions) -> tuple[str, ...]:
-    """The origins of ``--cors-origin``. Raises ``ConfigError`` for what is none."""
+    """The origins of ``--cors-origin``. Raises ``ConfigError`` for an invalid one."""
     origins = tuple(origin.lower().removesuffix("/") for origin in options.cors_origin or ())
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
             raise ConfigError(
-                f"--cors-origin {printable(origin)}: give scheme, name and port, as in http://desk.lan:3000; "
+                f"--cors-origin {printable(origin)}: give scheme, name and port, such as http://desk.lan:3000; "
                 "all origins at once are not allowed"
             )
     return origins

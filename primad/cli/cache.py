@@ -1,6 +1,6 @@
-"""``primad cache``: what layers this device keeps on disk, whether they are whole, and which of them may go.
+"""``primad cache``: list, verify and prune the layers that this device keeps on disk.
 
-KV cells of prompts are listed and pruned as well where a folder is kept for them (``--kv-cache``).
+The KV cache of prompts is listed and pruned too, if there is a folder for it (``--kv-cache``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DAY_S = 86_400.0
 IN_USE_S = 600.0
-"""KV cells that were used so lately may be in use still."""
+"""KV cache that was used this recently may still be in use."""
 
 
 cache_app = CommandGroup(no_args_is_help=True, help="The layers that this device keeps on disk.")
@@ -38,7 +38,7 @@ CellsFolder = Annotated[
     str | None,
     typer.Option(
         "--kv-cache",
-        help="The folder with KV cells of prompts to look at as well [default: as configured].",
+        help="Also this folder with the KV cache of prompts [default: as configured].",
         metavar="DIR",
         show_default=False,
     ),
@@ -47,7 +47,7 @@ CellsFolder = Annotated[
 
 @cache_app.command("list")
 def list_layers(home: Home = None, kv_cache: CellsFolder = None, json: Json = False) -> None:
-    """List the layers on disk, least recently used first, and say how many KV cells are kept.
+    """List the layers on disk, least recently used first, and the size of the KV cache.
 
     Examples:
 
@@ -89,11 +89,11 @@ def list_layers(home: Home = None, kv_cache: CellsFolder = None, json: Json = Fa
     maximum = "" if limit is None else f" of at most {_size(limit)}"
     out.print(f"{_count(layers)}, {_size(total)}{maximum}, in {config.layers}")
     if partial_bytes:
-        out.print(f"{_size(partial_bytes)} besides of layers that are not complete yet")
+        out.print(f"{_size(partial_bytes)} of incomplete layers")
     if config.kv_cache is not None:
         oldest = f", used since {_when(cells[0].used_s)}" if cells else ""
         out.print(
-            f"{_blocks(cells)} of KV cells, {_size(sum(block.size_bytes for block in cells))} of at most "
+            f"{_blocks(cells)} of KV cache, {_size(sum(block.size_bytes for block in cells))} of at most "
             f"{_size(config.kv_cache_limit_bytes)}{oldest}, in {config.kv_cache}"
         )
 
@@ -117,11 +117,11 @@ def _when(used_s: float) -> str:
 def verify(
     home: Home = None,
     fix: Annotated[
-        bool, typer.Option("--fix", help="Remove what is damaged; it is fetched again when needed.")
+        bool, typer.Option("--fix", help="Remove damaged layers; they are fetched again when needed.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Hash every layer on disk; exit code 1 when one is damaged.
+    """Hash every layer on disk; the exit code is 1 if one is damaged.
 
     Examples:
 
@@ -156,21 +156,20 @@ def verify(
 def prune(
     home: Home = None,
     to: Annotated[
-        str | None, typer.Option(help="Keep at most so many bytes, as in 20GB.", metavar="SIZE", show_default=False)
+        str | None, typer.Option(help="Keep at most this size, such as 20GB.", metavar="SIZE", show_default=False)
     ] = None,
     older: Annotated[
         float | None,
-        typer.Option(help="Remove what was not used for so many days.", metavar="DAYS", min=0, show_default=False),
+        typer.Option(help="Remove what was not used for this many days.", metavar="DAYS", min=0, show_default=False),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove all layers and KV cells.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all layers and KV cache.")] = False,
     kv_cache: CellsFolder = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
     json: Json = False,
 ) -> None:
-    """Remove layers from disk, least recently used first; never those that a running primad uses.
+    """Remove layers from disk, least recently used first; except those that a running primad uses.
 
-    With --older and --all also KV cells of prompts, but for those of the last minutes, and what was counted of the use of
-    experts, which is small and bounded anyway.
+    --older and --all also remove the KV cache of prompts, except that of the last minutes, and usage counts of experts.
 
     Examples:
 
@@ -181,7 +180,7 @@ def prune(
         primad cache prune --all
     """
     if to is None and older is None and not everything:
-        raise ConfigError("primad cache prune: nothing says what may go; give --to SIZE, --older DAYS or --all")
+        raise ConfigError("primad cache prune: give --to SIZE, --older DAYS or --all")
     from primad.engine.streaming import expert_usage
 
     size = None if to is None else parse_bytes(to, "--to")
@@ -213,11 +212,11 @@ def prune(
             }
         )
         return
-    kept = f" and {_blocks(cells)} of KV cells" if cells else ""
+    kept = f" and {_blocks(cells)} of KV cache" if cells else ""
     out.print(f"{'would remove' if dry_run else 'removed'} {_count(chosen)}{kept}, {_size(freed)}")
     if counts:
         counted = show_count(len(counts), "layer")
-        out.print(f"{'would remove' if dry_run else 'removed'} what was counted of the experts of {counted}")
+        out.print(f"{'would remove' if dry_run else 'removed'} usage counts of the experts of {counted}")
     if held:
         out.print(f"{_count(held)} in use stay{'s' if len(held) == 1 else ''}")
 
@@ -249,14 +248,14 @@ def _chosen(
 
 
 def _cells(config: Config) -> list[StoredBlock]:
-    """The KV cells in the cache, least recently used first."""
+    """The KV blocks in the cache, least recently used first."""
     from primad.kv.store import KvStore
 
     return [] if config.kv_cache is None else KvStore(config.kv_cache).list()
 
 
 def _old_cells(cells: list[StoredBlock], older_days: float | None, *, everything: bool) -> list[StoredBlock]:
-    """Those that may go. A running primad may be at those of the last minutes."""
+    """The blocks that may be removed. A running primad may use those of the last minutes."""
     if not everything and older_days is None:
         return []
     before_s = time.time() - max(IN_USE_S, 0.0 if everything or older_days is None else older_days * DAY_S)

@@ -44,13 +44,13 @@ def chat(
     api_key: Key = None,
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     temperature: Annotated[float | None, typer.Option(help="0 to 2.", min=0, max=2, show_default=False)] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes an answer repeatable.", min=0, show_default=False)] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.", min=1, show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes responses repeatable.", min=0, show_default=False)] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest response.", min=1, show_default=False)] = None,
 ) -> None:
     """Talk to a running endpoint: the head that runs on this device, or the one at --url.
 
-    Ctrl-C ends an answer, Ctrl-D the conversation; Alt-Enter, or a backslash before Enter, begins another line. /help shows
-    the commands: /system, /regenerate, /clear, /save.
+    Ctrl-C ends a response, Ctrl-D the conversation; Alt-Enter, or a backslash before Enter, starts another line. /help
+    shows the commands: /system, /regenerate, /clear, /save.
 
     Examples:
 
@@ -77,7 +77,7 @@ _OK: Final = 200
 
 
 class Talk:
-    """Asks the endpoint ``there`` and draws what it answers."""
+    """Sends requests to the endpoint ``there`` and draws the responses."""
 
     def __init__(
         self, runner: asyncio.Runner, there: Reached, conversation: Conversation, options: dict[str, Any]
@@ -88,7 +88,8 @@ class Talk:
         self.received, self._dim, self._open = Received(), False, False
 
     def ask(self, question: str) -> None:
-        """Ask and draw the answer. Raises ``ClusterError``, or ``KeyboardInterrupt`` when ended; what came counts."""
+        """Ask and draw the response. Raises ``ClusterError``, or ``KeyboardInterrupt``; the partial response is
+        kept."""
         self.received, self._dim, self._open = Received(), False, False
         messages = [
             {key: _text(value) for key, value in message.items()} for message in self.conversation.asking(question)
@@ -110,7 +111,7 @@ class Talk:
             body["return_progress"] = True
         try:
             with contextlib.ExitStack() as waiting:
-                show = waiting.enter_context(RichReporter(err).waiting("waiting for the answer"))
+                show = waiting.enter_context(RichReporter(err).waiting("waiting for the response"))
                 async with client, client.stream("POST", "/v1/chat/completions", json=body) as response:
                     if response.status_code != 200:
                         await response.aread()
@@ -118,7 +119,7 @@ class Talk:
                     async for line in response.aiter_lines():
                         drawing.add(self._taken(line, waiting, show))
             if not self.received.is_whole:
-                raise ClusterError("the answer broke off")
+                raise ClusterError("the response was cut off")
         except ClusterError as exc:
             raise ClusterError(f"{self._there.url}: {printable(str(exc), 1000)}") from exc
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as exc:
@@ -127,7 +128,7 @@ class Talk:
             drawing.finish()
 
     def _taken(self, line: str, waiting: contextlib.ExitStack, show: Callable[[str], None]) -> list[Piece]:
-        """What ``line`` brings. What shows that the answer is waited for ends with its first piece."""
+        """Handle ``line`` of the stream. The first piece ends the waiting display."""
         pieces = self.received.take(line, time.monotonic())
         if pieces:
             waiting.close()
@@ -137,7 +138,7 @@ class Talk:
 
     def _draw(self, piece: Piece) -> None:
         if piece.is_thought and not out.is_terminal:
-            return  # a file or another program gets the answer
+            return  # a file or another program gets the response
         if self._dim and not piece.is_thought:
             out.print("\n")
         self._dim, self._open = piece.is_thought, True
@@ -145,7 +146,7 @@ class Talk:
 
 
 def _text(typed: str) -> str:
-    """What was typed in a locale that has no UTF-8: its bytes were kept, and mostly are UTF-8."""
+    """The input of a locale without UTF-8: its bytes were kept, and are mostly UTF-8."""
     return typed.encode(errors="surrogateescape").decode(errors="replace")
 
 
@@ -159,7 +160,7 @@ def _error(response: httpx.Response) -> str:
 
 
 def _greeting(there: Reached) -> str:
-    """Which model answers. Raises ``ClusterError`` where nothing would answer: before anything is typed."""
+    """The served model. Raises ``ClusterError`` if there is none, before anything is typed."""
     with connected(there, _GREETING_S) as client:
         models = client.get("/v1/models")
         check_let_in(there.url, models.status_code)
@@ -173,7 +174,7 @@ def _greeting(there: Reached) -> str:
 
 
 def _converse(talk: Talk) -> None:
-    """Question after question, until the end of the input or a signal that ends programs."""
+    """Read questions until the end of the input or a signal."""
     is_ending = False
 
     def end(number: int, frame: Any) -> None:
@@ -198,7 +199,7 @@ def _converse(talk: Talk) -> None:
 
 
 def _obey(talk: Talk, line: str) -> bool:
-    """Do what ``line`` asks for; False when it is the end."""
+    """Run the command or question ``line``; False at the end."""
     found = split_command(line)
     if found is None:
         _ask(talk, line.strip())
@@ -219,13 +220,13 @@ def _obey(talk: Talk, line: str) -> bool:
         case "/regenerate":
             question = conversation.again()
             if question is None:
-                err.print("nothing was asked yet", style="dim")
+                err.print("no question yet", style="dim")
             else:
                 _ask(talk, question)
         case _:
             if command != "/help":
                 err.print(
-                    f"{printable(command)}: no command; a question that begins with a slash needs a space before it"
+                    f"{printable(command)}: no such command; put a space before a question that starts with a slash"
                 )
             for name, what in COMMANDS.items():
                 err.print(f"{name} {what}", style="dim")

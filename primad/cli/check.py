@@ -1,4 +1,4 @@
-"""``primad check``: whether windows of a model equal the whole bit for bit, tried on a tiny one like it."""
+"""``primad check``: certify that windows of a model equal the whole bit for bit, on a tiny model like it."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _MAX_SHOWN = 12
 
 def check(
     model: Annotated[
-        Path, typer.Argument(help="The GGUF file, whose header is enough, or hf:owner/repo.", metavar="MODEL")
+        Path, typer.Argument(help="A GGUF file (its header is enough), or hf:owner/repo.", metavar="MODEL")
     ],
     home: Home = None,
     cuts: Annotated[
         str | None,
         typer.Option(
-            help="Layers at which windows begin besides the first, as in 8,16,24 [default: everywhere].",
+            help="Layers at which windows after the first begin, such as 8,16,24 [default: everywhere].",
             show_default=False,
         ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Cut it in two in every place, not in eight of them.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Try every cut in two, not only eight of them.")] = False,
     time_limit: Annotated[float, typer.Option(help="Seconds.", min=1, max=86_400)] = 120.0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Try whether windows of a model give what the whole gives, bit for bit.
+    """Test whether windows of a model equal the whole, bit for bit.
 
-    On a tiny model with the same layers and random weights, in processes of its own; what is found is kept, and named by
-    'primad plan' and 'primad status'. Ends with code 1 where the model is not certified.
+    Uses a tiny model with the same layers and random weights, in child processes. The verdict is kept, and shown by
+    'primad plan' and 'primad status'. The exit code is 1 if the model is not certified.
 
     Examples:
 
@@ -67,7 +67,7 @@ def check(
     try:
         save_verdict(config.home, header, verdict)
     except OSError as exc:
-        err.print(f"{config.home}: the verdict cannot be kept: {exc.strerror or exc}")
+        err.print(f"{config.home}: cannot save the verdict: {exc.strerror or exc}")
     if json:
         print_json(verdict)
     else:
@@ -84,7 +84,7 @@ def _lines(verdict: CheckVerdict) -> Iterator[str]:
         where = f"at every layer that is a multiple of {verdict.cut_multiple}{more}"
     yield f"{printable(verdict.model)} ({verdict.architecture}, {verdict.layers} layers), {verdict.library}"
     if verdict.cut_multiple >= verdict.layers:
-        where = "nowhere but at the first layer: it runs whole"
+        where = "only at the first layer: it runs on one device"
     yield f"windows may begin {where}; compared in {verdict.seconds:g} s on a tiny model of the same layers"
     for kv_type, outcome, why, routes in _together(verdict.routes):
         said = {"equal": "exact", "not opened": "not opened"}.get(outcome, f"NOT EXACT ({outcome})")
@@ -94,12 +94,12 @@ def _lines(verdict: CheckVerdict) -> Iterator[str]:
     for each in verdict.forbidden:
         yield f"  no window may begin at layer {' and '.join(map(str, each.layers))}: {each.why}"
     if verdict.left:
-        yield f"time ran out before these were tried: {', '.join(verdict.left)}; give more with --time-limit"
+        yield f"not tested for lack of time: {', '.join(verdict.left)}; give more with --time-limit"
     yield f"{verdict.result}: {verdict.why}" if verdict.why else verdict.result
 
 
 def _together(routes: tuple[TriedRoute, ...]) -> Iterator[tuple[str, str, str, list[TriedRoute]]]:
-    """Routes that went the same way."""
+    """Routes with the same outcome."""
     found: dict[tuple[str, str, str], list[TriedRoute]] = {}
     for each in routes:
         found.setdefault((each.kv_type, each.outcome, each.why), []).append(each)

@@ -1,8 +1,8 @@
-"""The commands of ``primad`` as Typer has them, with help in which every word is of use.
+"""The commands of ``primad`` for Typer, with shorter help.
 
-Typer shows a type behind each option, and behind a flag ``<bool>``, which nobody can type there. Of commands with dozens of
-options ``--help`` shows the few that a home needs, and ``--help-all`` every one in its section; all can be typed and
-completed, and those of ``serve`` and ``plan`` can stand in a table of the configuration file (``settings/tables.py``).
+Typer shows a type after each option, and ``<bool>`` after a flag, which nobody can type. For commands with dozens of
+options ``--help`` shows the few that a home needs, and ``--help-all`` all of them in sections. Options of ``serve`` and
+``plan`` may also be in a table of the configuration file (``settings/tables.py``).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ HelpAll = Annotated[
 
 class _Command(TyperCommand):
     shown: frozenset[str] = frozenset()
-    """Parameters that ``--help`` shows; none: all."""
+    """Parameters that ``--help`` shows; if empty, all."""
     table: frozenset[str] = frozenset()
-    """Parameters that may stand in the command's table of the configuration file."""
+    """Parameters allowed in the command's table of the configuration file."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params = _flags_without_type(super().get_params(ctx))
@@ -56,7 +56,7 @@ class _Command(TyperCommand):
 
 
 def _from_file(command: _Command, context: Any, args: list[str]) -> dict[str, Any]:
-    """What the table of ``command`` in the configuration file says. Raises ``ConfigError``, as if it was typed wrongly."""
+    """The values in the configuration file's table of ``command``. Raises ``ConfigError``, as for the command line."""
     from primad.settings.tables import option_table
 
     table = option_table(command.name or "", command.table, _typed(args, "--home"))
@@ -89,7 +89,7 @@ class _Group(TyperGroup):
 
 
 def _flags_without_type(params: Iterable[Any]) -> list[Any]:
-    """All of ``params``, among them those that Typer adds: ``--help`` and the two of completion."""
+    """All of ``params``, including those that Typer adds: ``--help`` and the two of completion."""
     params = list(params)
     for param in params:
         if getattr(param, "is_flag", False):
@@ -106,6 +106,7 @@ class CommandGroup(typer.Typer):
     def command(
         self, name: str | None = None, *, shown: Iterable[str] = (), table: Iterable[str] = (), **how: Any
     ) -> Callable[[Any], Any]:
-        """As Typer's own. ``--help`` shows the parameters ``shown`` (none: all); those of ``table`` may stand in a file."""
+        """Like Typer's own. ``--help`` shows the parameters ``shown`` (if empty, all); those of ``table`` may be in a
+        file."""
         cls = type("_Command", (_Command,), {"shown": frozenset(shown), "table": frozenset(table)})
         return super().command(name, cls=cls, **how)

@@ -1,6 +1,6 @@
-"""What the shell offers for a value when its user types Tab. Nothing is asked of the network.
+"""Values that the shell offers on Tab. It does not use the network.
 
-Names are those that this device knows already. Where nothing can be read nothing is offered: Tab shows no errors.
+Names are those that this device already knows. If nothing can be read nothing is offered: Tab shows no errors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def one_of(*words: str) -> Callable[[str], list[str]]:
 
 
 def objectives(incomplete: str) -> list[str]:
-    """What a plan can be for."""
+    """Objectives of a plan."""
     from halda import OBJECTIVES
 
     return _begun(OBJECTIVES, incomplete)
@@ -39,7 +39,7 @@ def fleets(incomplete: str) -> list[str]:
 
 
 def shapes(incomplete: str) -> list[str]:
-    """The built-in models, those that begin so as every quantisation too."""
+    """The built-in models; matching ones also with each quantisation."""
     from primad.gguf.shapes import SUFFIXES, shape_names
 
     names = shape_names()
@@ -48,12 +48,12 @@ def shapes(incomplete: str) -> list[str]:
 
 
 def device_names(context: typer.Context, incomplete: str) -> list[str]:
-    """The devices of the fleet that the command line names so far; else those that this device trusts, and itself."""
+    """The devices of the fleet on the command line; else this device and those that it trusts."""
     return _begun(_devices(context), incomplete)
 
 
 def device_limits(context: typer.Context, incomplete: str) -> list[str]:
-    """``device_names`` as a limit begins with one: NAME=."""
+    """``device_names`` as the start of a limit: NAME=."""
     return _begun((f"{name}=" for name in _devices(context)), incomplete)
 
 

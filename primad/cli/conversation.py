@@ -1,4 +1,4 @@
-"""A conversation without terminal or network: what was said, what a line asks for, what a stream brings and how fast."""
+"""A conversation without terminal or network: its turns, commands, and the pieces and rate of a stream."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from primad.errors import ClusterError
 from primad.settings.quantities import show_count
 
 COMMANDS: Final = {
-    "/system": "[TEXT] say how answers are to be; without text, show it",
-    "/regenerate": "answer the last question again",
-    "/clear": "forget what was said, and keep the system message",
-    "/save": "FILE write the conversation there (as JSON where it ends in .json)",
+    "/system": "[TEXT] set the system message; without text, show it",
+    "/regenerate": "regenerate the last response",
+    "/clear": "clear the conversation, except the system message",
+    "/save": "FILE save the conversation (as JSON if the name ends in .json)",
     "/help": "show these commands",
     "/quit": "end, as Ctrl-D does",
 }
@@ -22,32 +22,32 @@ COMMANDS: Final = {
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said: ``turns`` are questions with their answers. ``unanswered`` is a question that got none."""
+    """The conversation: ``turns`` are questions with their answers. ``unanswered`` is a question without an answer."""
 
     system: str = ""
     turns: list[tuple[str, str]] = field(default_factory=list)
     unanswered: str | None = None
 
     def asking(self, question: str) -> list[dict[str, str]]:
-        """The messages that ask ``question`` after all that was said; it counts as unanswered until it is."""
+        """The messages that ask ``question`` after all earlier turns; it counts as unanswered until it is."""
         self.unanswered = question
         return [*self.messages(), {"role": "user", "content": question}]
 
     def messages(self) -> list[dict[str, str]]:
-        """What was said and answered, as the API has it."""
+        """The turns as the API's messages."""
         said = [{"role": "system", "content": self.system}] if self.system else []
         for question, answer in self.turns:
             said += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         return said
 
     def answered(self, answer: str) -> None:
-        """The question was answered, perhaps in part; by nothing at all it was not."""
+        """Record the answer, perhaps a partial one; an empty text is no answer."""
         if self.unanswered is not None and answer:
             self.turns.append((self.unanswered, answer))
             self.unanswered = None
 
     def again(self) -> str | None:
-        """The last question, whose answer is forgotten; None before the first."""
+        """Remove and return the last question; None before the first."""
         if self.unanswered is not None:
             return self.unanswered
         return self.turns.pop()[0] if self.turns else None
@@ -65,7 +65,7 @@ class Conversation:
 
 
 def split_command(line: str) -> tuple[str, str] | None:
-    """The command in ``line`` and what follows it; None for a question. A space before a slash makes it a question."""
+    """The command in ``line`` and its argument; None for a question. A space before a slash makes it a question."""
     if not line.startswith("/"):
         return None
     command, _, rest = line.partition(" ")
@@ -74,7 +74,7 @@ def split_command(line: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that came, a thought or a part of the answer."""
+    """A piece of text: a thought or a part of the answer."""
 
     text: str
     is_thought: bool = False
@@ -82,7 +82,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Received:
-    """What has come of an answer, and when: seconds on any scale."""
+    """The received part of a response, with times in seconds on any scale."""
 
     text: str = ""
     pieces: int = 0
@@ -90,11 +90,11 @@ class Received:
     first_s: float = 0.0
     last_s: float = 0.0
     read: str = ""
-    """How far the prompt is read, for people; "" where the endpoint has not said it."""
+    """Prompt progress, for people; "" if the endpoint has not reported it."""
     is_whole: bool = False
 
     def take(self, line: str, now: float) -> list[Piece]:
-        """What one line of the stream brings. Raises ``ClusterError`` for an error of the server or a line that is none."""
+        """Parse one line of the stream. Raises ``ClusterError`` for an error of the server or an invalid line."""
         data = line.removeprefix("data: ")
         if not line.startswith("data: "):
             return []
@@ -104,13 +104,13 @@ class Received:
         try:
             return self._take(json.loads(data), now)
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as exc:
-            raise ClusterError("it answers, but not as an OpenAI endpoint does") from exc
+            raise ClusterError("it responds, but not like an OpenAI endpoint") from exc
 
     def _take(self, chunk: Mapping[str, Any], now: float) -> list[Piece]:
         if "error" in chunk:
-            raise ClusterError(str(chunk["error"].get("message") or "the answer broke off"))
+            raise ClusterError(str(chunk["error"].get("message") or "the response was cut off"))
         if progress := chunk.get("prompt_progress"):
-            self.read = f"reading the prompt: {int(progress['processed'])} of {int(progress['total'])} tokens"
+            self.read = f"processing the prompt: {int(progress['processed'])} of {int(progress['total'])} tokens"
         usage = chunk.get("usage")
         if usage:
             self.tokens = int(usage["completion_tokens"])
@@ -127,7 +127,7 @@ class Received:
         return found
 
     def pace(self) -> str:
-        """How many tokens came, and how many a second after the first; "" before the first."""
+        """The number of tokens, and their rate after the first; "" before the first."""
         tokens = self.pieces if self.tokens is None else self.tokens
         took_s = self.last_s - self.first_s
         if not tokens:
@@ -137,5 +137,5 @@ class Received:
 
 
 def shown(text: str) -> str:
-    """``text`` without characters that would steer the terminal."""
+    """``text`` without characters that control the terminal."""
     return "".join(char for char in text if char in "\n\t" or not (ord(char) < 32 or 127 <= ord(char) < 160))

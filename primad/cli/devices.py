@@ -1,4 +1,4 @@
-"""``primad devices``: who is in sight or trusted, and what this device thinks of each."""
+"""``primad devices``: the devices in sight and the trusted ones, with their states."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ devices_app = CommandGroup(invoke_without_command=True)
 class Row:
     """One device, in sight or only trusted (then it has no addresses, port 0 and empty texts).
 
-    ``device`` is the name under which it is trusted here, or what a stranger calls itself; ``calls_itself`` is the other
-    name of one that was renamed since, else empty. Whom a head introduced to the daemon that runs here is trusted for as
-    long as that head is here. It listens at ``places`` (``host:port``): a worker for heads, a head for HTTP.
-    ``key`` is the public key in hexadecimal digits, ``fingerprint`` the same for people to compare; both are empty for a
-    device too old to have one. ``state`` is what the daemon that runs here says of it, or what can be seen.
+    ``device`` is the name under which it is trusted here, or the announced name of a stranger; ``calls_itself`` is the
+    new name of a renamed one, else empty. Devices that a head introduced to the daemon here are trusted while that head
+    is connected. It listens at ``places`` (``host:port``): a worker for heads, a head for HTTP. ``key`` is the public
+    key in hexadecimal digits, ``fingerprint`` the same for people to compare; both are empty for a device too old to
+    have one. ``state`` comes from the daemon that runs here, or from discovery.
     """
 
     device: str
@@ -101,18 +101,18 @@ def devices(
 
 
 def _nothing_before(context: typer.Context, command: str) -> None:
-    """An option before ``command`` would be the listing's, and do nothing. Raises ``ConfigError``."""
+    """Reject an option before ``command``: it would belong to the listing and do nothing. Raises ``ConfigError``."""
     for name in context.params:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise ConfigError(
-                f"--{name}: goes behind '{command}', if {command} has it: primad devices {command} --help"
+                f"--{name}: belongs after '{command}', if {command} has it: primad devices {command} --help"
             )
 
 
 def rows(peers: Sequence[Peer], trust: TrustStore, report: DaemonReport, own: str) -> list[Row]:
-    """The devices in sight of this one, ``own``, then those that are trusted and not in sight. A key has one row, also while
-    a former announcement of its device is still about."""
+    """The devices in sight, without ``own``, then trusted devices that are not in sight. A key has one row, even while
+    an old announcement of its device is still cached."""
     from primad.trust.identity import fingerprint, key_hex
     from primad.trust.labels import Labels
 
@@ -173,7 +173,7 @@ def rows(peers: Sequence[Peer], trust: TrustStore, report: DaemonReport, own: st
 
 
 def _looks(peer: Peer) -> str:
-    """What can be seen of a device."""
+    """The state of a device as discovery shows it."""
     if peer.is_measuring:
         return "measuring"
     return "shows a code" if peer.pairing is not None else "in sight"
@@ -185,7 +185,7 @@ def _is_hidden(row: Row) -> bool:
 
 
 def _table(found: Sequence[Row]) -> Table:
-    """Everything in full, on as many lines as it takes: an address that is cut is none."""
+    """All values in full, on several lines if needed: a truncated address is useless."""
     from rich.box import SIMPLE_HEAD
     from rich.text import Text
 

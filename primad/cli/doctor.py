@@ -38,9 +38,9 @@ def doctor(
     http_port: Annotated[int, typer.Option(help="Port of the HTTP server.", min=1, max=65_535)] = DEFAULT_HTTP_PORT,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Look for what could keep this device from serving; each finding says what to type next. Takes a few seconds.
+    """Find what could keep this device from serving, and what to type next. Takes a few seconds.
 
-    The exit code is 1 when there is an error, 0 otherwise.
+    The exit code is 1 if there is an error, else 0.
 
     Examples:
 
@@ -54,7 +54,7 @@ def doctor(
     from primad.network.addresses import chosen_interfaces, read_interfaces, resolved_host
 
     config = load_config({"home": home, "host": host, "interface": interface, "cluster": cluster, "port": port})
-    chosen_interfaces(read_interfaces(), config.interface)  # a slip of the pen is an error here, and no finding
+    chosen_interfaces(read_interfaces(), config.interface)  # a typing error is an error here, not a finding
     own_key, trust = _trust(config.home)
     subject = Subject(
         home=config.home,
@@ -68,7 +68,7 @@ def doctor(
         own_key=own_key,
         trust=trust,
     )
-    with RichReporter(err).waiting("looking at this device and those in sight"):
+    with RichReporter(err).waiting("checking this device and those in sight"):
         findings = asyncio.run(examine(subject))
     if json:
         print_json(findings)
@@ -79,7 +79,7 @@ def doctor(
 
 
 def lines(findings: Sequence[Finding]) -> list[Text]:
-    """The report: a line a finding under the name of its check, and below each problem the next command."""
+    """The report: one line per finding, grouped by check, with the next command below each problem."""
     found = []
     for check, group in groupby(findings, key=lambda finding: finding.check):
         found.append(Text(check, style="bold"))
@@ -98,9 +98,9 @@ def _count(number: int, what: str) -> str:
 
 
 def _trust(home: Path) -> tuple[str, KnownTrust]:
-    """This device's public key and what is known of trust; "" and the daemons of this user before it has a key of its own.
+    """This device's public key and its trust; before it has a key, "" and the daemons of this user.
 
-    An identity that others can read is left alone: it is a finding, and loading it would mend it unseen.
+    An identity that others can read is not loaded: it is a finding, and loading it would silently repair it.
     """
     from primad.cli.sight import report
     from primad.doctor.peers import KnownTrust

@@ -1,4 +1,4 @@
-"""An answer is drawn as it comes, at most 15 times a second: a screen costs time of a core that the ring computes on."""
+"""Draws a response as it arrives, at most 15 times a second: drawing takes CPU time from the ring."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BETWEEN_S: Final = 1 / 15
 
 
 class Drawing:
-    """Gives ``draw`` the pieces that came; adjacent ones of a kind become one."""
+    """Passes pieces to ``draw``; adjacent ones of a kind are merged."""
 
     def __init__(self, draw: Callable[[Piece], None], between_s: float = BETWEEN_S) -> None:
         self._draw, self._between_s = draw, between_s
@@ -20,7 +20,7 @@ class Drawing:
         self._next: asyncio.TimerHandle | None = None
 
     def add(self, pieces: list[Piece]) -> None:
-        """Draw ``pieces`` now, or with those that come until the next time."""
+        """Draw ``pieces`` now, or together with the next ones."""
         self._waiting += pieces
         if self._waiting and self._next is None:
             self._tick()
@@ -32,7 +32,7 @@ class Drawing:
             self._next = asyncio.get_running_loop().call_later(self._between_s, self._tick)
 
     def finish(self) -> None:
-        """Draw what is left."""
+        """Draw the rest."""
         if self._next is not None:
             self._next.cancel()
             self._next = None

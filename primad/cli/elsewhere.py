@@ -1,4 +1,4 @@
-"""The endpoint of a head on another machine, by what ``primad devices`` shows of it."""
+"""The endpoint of a head on another machine, by its name or address in ``primad devices``."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _AT: Final = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[\w.-]+)?\]|[\w.-]+):[0-9]{1,5}",
 
 
 def head_elsewhere(config: Config, wanted: str, here: Sequence[LocalHead]) -> str:
-    """The URL of the head ``wanted``, an address with a port, or a name that is looked for; ``here`` run on this machine.
+    """The URL of the head ``wanted``, an address with a port, or a name to look up; heads ``here`` run on this machine.
 
-    Raises ``ClusterError`` that says what can be chosen, or why it cannot be reached.
+    Raises ``ClusterError`` with the choices, or the reason why it cannot be reached.
     """
     from primad.cli.sight import called
 
@@ -47,10 +47,10 @@ def head_elsewhere(config: Config, wanted: str, here: Sequence[LocalHead]) -> st
 
 
 def _url(peer: Peer, wanted: str) -> str:
-    """Where ``peer`` answers. It is said, since the name is what the network says of itself."""
+    """The URL of ``peer``. It is printed, since the name is unverified."""
     if peer.is_hidden:
         raise ClusterError(
-            f"--head {wanted}: it answers programs of its own device alone; start it there with --host 0.0.0.0 and "
+            f"--head {wanted}: it serves only programs of its own device; start it there with --host 0.0.0.0 and "
             "--api-key KEY"
         )
     for place in peer.listens_at:

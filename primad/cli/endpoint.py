@@ -38,26 +38,26 @@ Key = Annotated[
     str | None,
     typer.Option(
         "--api-key",
-        help="The key that a head elsewhere asks for; that of this device lets its own user in.",
+        help="The key of a head elsewhere; a head of this device admits its own user.",
         envvar="PRIMAD_API_KEY",
         show_default=False,
     ),
 ]
 C = TypeVar("C", "httpx.Client", "httpx.AsyncClient")
 DEFAULT_URL: Final = f"http://{LOOPBACK}:{DEFAULT_HTTP_PORT}"
-ASKS_FOR_KEY: Final = "asks for an API key; give --api-key KEY, or set PRIMAD_API_KEY"
+ASKS_FOR_KEY: Final = "requires an API key; give --api-key KEY, or set PRIMAD_API_KEY"
 CONNECT_TIMEOUT_S: Final = 5.0
 _PROXIES: Final = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 _CERTIFICATES: Final = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 
 
 class KeyRefusedError(ClusterError):
-    """The endpoint wants a key, or another one."""
+    """The endpoint requires a key, or another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """Where to ask, and the key to say there. No proxy leads to a head of this device (``is_own``)."""
+    """The endpoint's URL and key. A head of this device (``is_own``) is reached without a proxy."""
 
     url: str
     key: str | None = None
@@ -65,22 +65,22 @@ class Reached:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What goes with every request."""
+        """Headers of every request."""
         return {} if not self.key else {"authorization": f"Bearer {self.key}"}
 
 
 def reached(url: str | None, head: str | None, key: str | None) -> Reached:
-    """``url``, or the endpoint of the head that is called ``head``, here or in sight; the usual one where none is named.
+    """``url``, or the endpoint of the head named ``head``, here or in sight; by default the usual one.
 
-    A head of this device left a key for its user's commands, which is said there; ``key`` is for others. Without ``head``
-    that of the home folder that ``PRIMAD_HOME`` names counts before all others.
+    A head of this device leaves a key for its user's commands, which is used; ``key`` is for others. Without ``head``
+    the one of the home folder in ``PRIMAD_HOME`` has precedence.
 
     Raises ``ClusterError`` with the names to choose from, ``ConfigError`` when both are given.
     """
     if url is not None:
         if head is not None:
             raise ConfigError("--head: contradicts --url; leave one of them out")
-        there = url.rstrip("/").removesuffix("/v1")  # as serve prints it for clients, too
+        there = url.rstrip("/").removesuffix("/v1")  # as serve also prints it for clients
         return Reached(url=there, key=_sound(key), is_own=_is_this_device(there))
     from primad.network.local_heads import chosen_head, home_note, is_called, local_heads, read_head
 
@@ -108,19 +108,19 @@ def _is_this_device(url: str) -> bool:
 
 def _sound(key: str | None) -> str | None:
     if key is not None and not (key.isascii() and key.isprintable()):
-        raise ConfigError("--api-key: is no key; give it as 'primad key add' printed it")
+        raise ConfigError("--api-key: not a key; give it as 'primad key add' printed it")
     return key
 
 
 def check_let_in(url: str, status: int) -> None:
-    """Raise ``KeyRefusedError`` where the endpoint answers that it wants a key, or another one."""
+    """Raise ``KeyRefusedError`` if the endpoint requires a key, or another one."""
     if status == 401:
         raise KeyRefusedError(f"{url}: {ASKS_FOR_KEY}")
 
 
 @contextmanager
 def connected(there: Reached, timeout_s: float | None) -> Iterator[httpx.Client]:
-    """A client of the endpoint. What fails in talking to it is a ``ClusterError``."""
+    """A client of the endpoint. Failures are raised as ``ClusterError``."""
     import httpx
 
     with opened(httpx.Client, there, timeout_s) as client:
@@ -131,8 +131,8 @@ def connected(there: Reached, timeout_s: float | None) -> Iterator[httpx.Client]
 
 
 def opened(kind: type[C], there: Reached, timeout_s: float | None) -> C:
-    """A client of the HTTP library's ``kind`` for the endpoint. Raises ``ClusterError`` for what is no address of one, and
-    for a variable of the environment that is no proxy's or no certificates'."""
+    """A client of the HTTP library's ``kind`` for the endpoint. Raises ``ClusterError`` for an invalid address, and for
+    an invalid proxy or certificate variable of the environment."""
     import httpx
 
     timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
@@ -144,7 +144,7 @@ def opened(kind: type[C], there: Reached, timeout_s: float | None) -> C:
         return kind(base_url=there.url, headers=there.headers, timeout=timeout, trust_env=not there.is_own)
     except OSError as exc:
         raise _broken(there, _CERTIFICATES, exc) from exc
-    except (ImportError, httpx.InvalidURL, ValueError) as exc:  # SOCKS needs a package of its own
+    except (ImportError, httpx.InvalidURL, ValueError) as exc:  # SOCKS needs an extra package
         raise _broken(there, _PROXIES, exc) from exc
 
 
@@ -162,21 +162,21 @@ def _set_of(names: tuple[str, ...]) -> str:
 
 
 def in_our_words(there: Reached, failure: Exception) -> ClusterError:
-    """What happened when the HTTP library failed so in talking to the endpoint ``there``."""
+    """The cause of this failure of the HTTP library, for the endpoint ``there``."""
     import httpx
 
     url = there.url
     match failure:
         case httpx.InvalidURL() | httpx.UnsupportedProtocol() | ValueError():
-            return ClusterError(f"--url {url}: is no address of an endpoint; try {DEFAULT_URL}")
+            return ClusterError(f"--url {url}: not an address of an endpoint; try {DEFAULT_URL}")
         case httpx.ConnectError() | httpx.ConnectTimeout():
             from urllib.request import getproxies
 
             proxy = "" if there.is_own or not getproxies() else f" ({_set_of(_PROXIES)} may lead elsewhere)"
-            return ClusterError(f"{url}: nobody answers there; is 'primad serve' running?{proxy}")
+            return ClusterError(f"{url}: no response; is 'primad serve' running?{proxy}")
         case httpx.TimeoutException():
-            return ClusterError(f"{url}: gave no answer in time; look at the terminal of 'primad serve'")
+            return ClusterError(f"{url}: timed out; look at the terminal of 'primad serve'")
         case httpx.RemoteProtocolError() | httpx.NetworkError():
-            return ClusterError(f"{url}: the head went away before its answer ended; start 'primad serve' again")
+            return ClusterError(f"{url}: the head ended during the response; start 'primad serve' again")
         case _:
             return ClusterError(f"{url}: {failure or type(failure).__name__}; is 'primad serve' running there?")

@@ -1,4 +1,4 @@
-"""``primad fit``: its options, what it calls and the table it shows."""
+"""``primad fit``: its options and table."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _QUANTISATIONS: Final = ("q4k", "q4_k_m", "q8", "f16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelsOptions:
-    """Which models are looked at, and what for."""
+    """The models to plan for."""
 
     PANEL: ClassVar[str] = "Models"
 
     quant: Annotated[
         list[str] | None,
         typer.Option(
-            help="q4k, q4_k_m, q8 or f16; may be repeated [default: q4k].",
+            help="q4k, q4_k_m, q8 or f16; repeatable [default: q4k].",
             show_default=False,
             autocompletion=one_of(*_QUANTISATIONS),
         ),
     ] = None
     only: Annotated[
-        str | None, typer.Option(help="Models with this in their name, as in qwen3.", show_default=False)
+        str | None, typer.Option(help="Models with this in their name, such as qwen3.", show_default=False)
     ] = None
     context: Context = None
     kv_type: KvCacheType = "f16"
-    time_limit: Annotated[float, typer.Option(help="Seconds for the solver, a model.", min=0.05, max=60)] = 0.5
+    time_limit: Annotated[float, typer.Option(help="Seconds for the solver per model.", min=0.05, max=60)] = 0.5
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 
 
@@ -56,9 +56,9 @@ def fit(
     live: LiveOptions,
     files: ProfileFiles = None,
 ) -> None:
-    """Say which well-known models these devices can run, and how fast.
+    """Show which well-known models these devices can run, and how fast.
 
-    Without --devices and --fleet, for this device and those in sight. The largest that write at least 5 tokens/s are marked.
+    By default for this device and those in sight. The largest models with at least 5 tokens/s are marked.
 
     Examples:
 
@@ -93,7 +93,7 @@ def _questions(
     names = [name for name in popular_shapes() if (models.only or "").lower() in name]
     if not names:
         raise ConfigError(
-            f"--only {models.only}: no model has that in its name; without --only 'primad fit' names them all"
+            f"--only {models.only}: no model has that in its name; without --only 'primad fit' lists them all"
         )
     found = found_devices(fleet, files, live)
     run = RunConfig(objective="latency", kv_type=parse_choice(models.kv_type, KV_TYPES, "--kv-type"))
@@ -115,10 +115,10 @@ def _show(answer: FitResult) -> None:
 
     widen(tables)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for column in ("", "model", "size", "runs", "a second", "first token", "context", "devices", "held up by"):
+    for column in ("", "model", "size", "runs", "a second", "first token", "context", "devices", "bottleneck"):
         numbers = column in ("size", "a second", "first token", "context", "devices")
         table.add_column(column, justify="right" if numbers else "left", overflow="fold")
-    for each in reversed(answer.models):  # the best stand where the eye is when it is done
+    for each in reversed(answer.models):  # the best ones come last, next to the prompt
         table.add_row(*_cells(each))
     tables.print(table)
     if answer.help:
@@ -129,16 +129,17 @@ def _show(answer: FitResult) -> None:
 
 
 def what_is_marked(answer: FitResult) -> str:
-    """What the star says; where no row has one, that none is fast enough, and what else may be the reason."""
+    """The meaning of the star; without any, that no model is fast enough, and a possible reason."""
     names = "each name is a --model-shape of primad plan"
     if any(each.is_best for each in answer.models):
-        return f"* the largest that write at least 5 tokens/s; {names}"
-    slow = "none of them writes 5 tokens/s here; if a device was busy when it was measured: primad profile --remeasure"
+        return f"* the largest with at least 5 tokens/s; {names}"
+    slow = "none reaches 5 tokens/s here; if a device was busy when it was measured: primad profile --remeasure"
     return f"{slow}; {names}"
 
 
 def next_commands(answer: FitResult) -> list[str]:
-    """What to type for the best, and for the best that can be fetched; where none is fast enough, for the first that run."""
+    """The commands for the best models, and for the best downloadable ones; if none is fast enough, for the first that
+    run."""
     from primad.planning.fit import BEST
 
     runs = [each for each in answer.models if each.runs != "no"]
@@ -150,7 +151,7 @@ def next_commands(answer: FitResult) -> list[str]:
         f"  primad serve --model {each.hub}" if each.hub else f"  primad plan --model-shape {each.name}"
         for each in (*fetched, *reversed(best))
     ]
-    return ["Type next, for one of them:", *commands]
+    return ["Next, for one of them:", *commands]
 
 
 def _cells(each: Fit) -> list[str]:

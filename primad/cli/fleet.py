@@ -26,13 +26,13 @@ ProfileFiles = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """The devices to plan for, and what may be used of them."""
+    """The devices to plan for, and their limits."""
 
     PANEL: ClassVar[str] = "Devices"
 
     devices: Annotated[
         list[Path] | None,
-        typer.Option(help="A profile file or a folder of them; may be repeated.", show_default=False),
+        typer.Option(help="A profile file or a folder of them; repeatable.", show_default=False),
     ] = None
     fleet: Annotated[
         str | None, typer.Option(help="A built-in fleet, or a fleet's file.", show_default=False, autocompletion=fleets)
@@ -40,7 +40,7 @@ class FleetOptions:
     head: Annotated[
         str | None,
         typer.Option(
-            help="The head [default: the best; this device for live ones].",
+            help="The head [default: the best one; this device for live ones].",
             show_default=False,
             autocompletion=device_names,
         ),
@@ -48,43 +48,41 @@ class FleetOptions:
     link: Annotated[
         list[str] | None,
         typer.Option(
-            help="Links that nothing measured [default: 100MB/s,2ms]: rate and round trip; a third "
-            "figure is how late one message of twenty is. A:B=300Mbit/s,4ms sets that between two devices; may be repeated.",
+            help="Unmeasured links [default: 100MB/s,2ms]: rate and round trip; a third "
+            "figure is the delay of one message in twenty. A:B=300Mbit/s,4ms is between two devices; repeatable.",
             show_default=False,
         ),
     ] = None
     max_ram: Annotated[
         list[str] | None,
-        typer.Option(
-            help="At most so much RAM: NAME=16GiB; may be repeated.", show_default=False, autocompletion=device_limits
-        ),
+        typer.Option(help="RAM limit: NAME=16GiB; repeatable.", show_default=False, autocompletion=device_limits),
     ] = None
     max_vram: Annotated[
         list[str] | None,
-        typer.Option(help="At most so much VRAM: NAME=8GiB.", show_default=False, autocompletion=device_limits),
+        typer.Option(help="VRAM limit: NAME=8GiB; repeatable.", show_default=False, autocompletion=device_limits),
     ] = None
     max_disk: Annotated[
         list[str] | None,
         typer.Option(
-            help="At most so much disk for layers: NAME=50GB.", show_default=False, autocompletion=device_limits
+            help="Disk limit for layers: NAME=50GB; repeatable.", show_default=False, autocompletion=device_limits
         ),
     ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveOptions(DeviceOptions):
-    """How to look for the devices, where no others are named."""
+    """How to find live devices, if no others are named."""
 
     PANEL: ClassVar[str] = "Live devices"
 
     device: NamedDevices = None
     interface: OnInterface = None
-    seconds: Annotated[float, typer.Option(help="Live: how long to look for devices.", min=0, max=600)] = 2.0
+    seconds: Annotated[float, typer.Option(help="How long to look for live devices.", min=0, max=600)] = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundDevices:
-    """Devices and the links that are known. Of those in sight, which of them is this one, and its home."""
+    """Devices and known links; for live devices also this device and its home folder."""
 
     devices: Sequence[DeviceProfile]
     links: Sequence[LinkProfile]
@@ -93,7 +91,7 @@ class FoundDevices:
 
 
 def found_devices(fleet: FleetOptions, files: list[Path] | None, live: LiveOptions) -> FoundDevices:
-    """The devices of profile files and of a fleet; where neither is named, this one and those in sight.
+    """The devices of profile files and of a fleet; by default this one and those in sight.
 
     Raises ``ConfigError``.
     """
@@ -121,7 +119,7 @@ def found_devices(fleet: FleetOptions, files: list[Path] | None, live: LiveOptio
 
 
 def wishes_of(fleet: FleetOptions) -> dict[str, Any]:
-    """What of ``Wishes`` is about devices."""
+    """The part of ``Wishes`` about devices."""
     return {
         "head": fleet.head,
         "links": tuple(fleet.link or ()),

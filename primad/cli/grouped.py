@@ -1,8 +1,8 @@
 """A command's options in groups: a parameter that is a dataclass of options stands for the options in it.
 
-Typer reads the options of a command off its signature, one parameter an option. A group keeps together what belongs together
-(a class with a ``PANEL``, the title that ``--help`` shows over its options), so that several commands share it and a
-command's signature stays short. A field's name is the option's name.
+Typer reads the options of a command off its signature, one parameter an option. A group (a class with a ``PANEL``, the
+title that ``--help`` shows) is shared by several commands and keeps signatures short. A field's name is the option's
+name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typer.models import OptionInfo
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` as Typer wants it: each option a parameter; the groups are made when it is called."""
+    """``command`` for Typer, with each option as a parameter; the groups are built when it is called."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, type] = {}
     parameters: list[inspect.Parameter] = []

@@ -1,4 +1,4 @@
-"""Models by name on the command line: where they lie, and fetched where they are not here."""
+"""Models by name on the command line: found in the home folder, or fetched."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def model_path(given: Path, load: Callable[[], Config], *, fetches: bool = True, otherwise: str = "") -> Path:
-    """The file that ``--model`` means: a path, or a model by name, which is fetched unless it is here.
+    """The file of ``--model``: a path, or a model by name, which is fetched if missing.
 
-    Where it lies the configuration says, which is loaded for a name alone. Raises ``ConfigError``, also for a model that is
-    not here where nothing ``fetches``, with what could be done ``otherwise``; ``DiskError``, ``ModelError``.
+    The configuration, loaded only for a name, says where. Raises ``ConfigError``, also for a missing model if not
+    ``fetches``, with the alternative ``otherwise``; ``DiskError``, ``ModelError``.
     """
     from primad.gguf.hub import hub_name, kept, kept_header
 
@@ -35,14 +35,14 @@ def model_path(given: Path, load: Callable[[], Config], *, fetches: bool = True,
     if found is None and not fetches and (header := kept_header(name, models_folder(config.home))) is not None:
         return header.parts[0]
     if found is None and not fetches:
-        raise ConfigError(f"{name}: is not here; primad pull {name} fetches it{otherwise}")
+        raise ConfigError(f"{name}: not downloaded; primad pull {name} fetches it{otherwise}")
     return (found or fetched(name, config)).files[0]
 
 
 def check_path(given: Path) -> None:
-    """Say what ``--model`` would take, where ``given`` is no file but a model's name of another program or site.
+    """Suggest a value of ``--model`` if ``given`` is not a file but another program's or site's name of a model.
 
-    Raises ``ConfigError``. A file that is not there is whoever's business opens it.
+    Raises ``ConfigError``. A missing file is reported when it is opened.
     """
     from primad.gguf.hub import PREFIX, repository_in
     from primad.gguf.published import meant
@@ -51,26 +51,24 @@ def check_path(given: Path) -> None:
     if given.suffix.lower() == ".gguf" or given.exists():
         return
     if (repository := repository_in(text)) is not None:
-        raise ConfigError(
-            f"{text}: no such file; a model of the hub is named with {PREFIX}, as in {PREFIX}{repository}"
-        )
+        raise ConfigError(f"{text}: no such file; prefix a model of the hub with {PREFIX}: {PREFIX}{repository}")
     models = meant(text)
     if models:
         names = ", ".join(f"{model.hub} ({show_bytes(model.file_bytes)})" for model in models)
         raise ConfigError(f"{text}: no such file; by name, as --model takes it, this is {names}")
     if ":" in text:
         raise ConfigError(
-            f"{text}: no such file, and no name that --model takes; give a GGUF file, or a model of Hugging Face's hub "
-            "as in hf:Qwen/Qwen3-8B-GGUF:Q4_K_M"
+            f"{text}: no such file, and not a valid name; give a GGUF file, or a model of Hugging Face's hub "
+            "such as hf:Qwen/Qwen3-8B-GGUF:Q4_K_M"
         )
 
 
 def served_model(given: Path, config: Config, *, whole: bool, several: bool) -> Path | RangedModel:
-    """What ``--model`` has ``serve`` serve: a file, or of a model by name that is not here its header alone.
+    """The file that ``serve`` uses: a file, or only the header of a model by name that is not downloaded.
 
-    Each device then fetches its own layers. The whole file is fetched where one device serves it all (``whole``), where the
-    hub gives no byte ranges, and where the model cannot be cut, or is not certified, for which its header is enough. Raises
-    as ``model_path``, and ``NotCutError`` for the latter where ``several`` devices were asked for.
+    Each device then fetches its own layers. The whole file is fetched if one device serves it (``whole``), if the hub
+    has no byte ranges, or if the model cannot be cut or is not certified. Raises as ``model_path``, and ``NotCutError``
+    for the latter if ``several`` devices were requested.
     """
     from primad.gguf.architectures.table import NotCutError
     from primad.gguf.hub import header_of, hub_name, kept
@@ -89,14 +87,14 @@ def served_model(given: Path, config: Config, *, whole: bool, several: bool) -> 
                 raise
             why = exc.reason
         else:
-            _report_line(f"{name}: its header is here; each device fetches its own layers")
+            _report_line(f"{name}: has its header; each device fetches its own layers")
             return found
         _report_line(f"{name}: {why}; the whole file is fetched")
     return model_path(given, lambda: config)
 
 
 def _check_cut(header: Header, config: Config) -> None:
-    """Raises ``NotCutError`` where one device has to have the whole model, ``ModelError`` for an incomplete one."""
+    """Raises ``NotCutError`` if one device needs the whole model, ``ModelError`` for an incomplete one."""
     from primad.certify.first import certified
     from primad.gguf.architectures.cuts import cuttable
     from primad.gguf.architectures.table import ADVICE, NotCutError
@@ -130,7 +128,7 @@ def fetched(name: HubName, config: Config) -> KeptModel:
 
 
 def _quiet() -> None:
-    """Have the hub's library, which reads this where it is imported, say nothing of its own."""
+    """Silence the hub's library, which reads this when it is imported."""
     if not err.is_terminal:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

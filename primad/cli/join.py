@@ -1,4 +1,4 @@
-"""``primad join``: its options, judged before anything is measured, loaded or heard."""
+"""``primad join``: its options, checked before anything is measured, loaded or received."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from primad.settings.config import check_address, load_config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairingOptions:
-    """How this device gets to know the head."""
+    """Pairing with a head."""
 
     PANEL: ClassVar[str] = "The first time"
 
@@ -28,7 +28,7 @@ class PairingOptions:
     device: Annotated[
         str | None,
         typer.Option(
-            help="With --code: host:port that the head shows beside it, where multicast is blocked.",
+            help="With --code, if multicast is blocked: the host:port that the head shows next to it.",
             show_default=False,
         ),
     ] = None
@@ -36,7 +36,7 @@ class PairingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenOptions:
-    """Where a worker hears heads."""
+    """Where a worker listens for heads."""
 
     PANEL: ClassVar[str] = "Network"
 
@@ -51,7 +51,7 @@ class ListenOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LenderOptions(OwnerOptions):
-    """What of a worker may be used, and when."""
+    """Limits of a worker."""
 
     pause_on_battery: Annotated[
         bool | None,
@@ -76,9 +76,9 @@ def join(
     owner: LenderOptions,
     help_all: HelpAll = False,
 ) -> None:
-    """Lend this device to a head: announce it, wait for work, serve until stopped.
+    """Let a head use this device: announce it, wait for work, compute until stopped.
 
-    The first time with the code that 'primad serve' or 'primad pair' shows on the head; from then on they know each other.
+    The first time use the code that 'primad serve' or 'primad pair' shows on the head; later none is needed.
 
     Examples:
 
@@ -100,7 +100,7 @@ def join(
 
 
 def _check_pairing(pairing: PairingOptions) -> str | None:
-    """Where to pair, if that was said. Raises ``ConfigError``."""
+    """The address to pair at, if given. Raises ``ConfigError``."""
     if pairing.code is not None:
         from primad.trust.words import parse_code
 
@@ -108,5 +108,5 @@ def _check_pairing(pairing: PairingOptions) -> str | None:
     if pairing.device is None:
         return None
     if pairing.code is None:
-        raise ConfigError(f"--device {pairing.device}: says where to pair; give the head's --code too, or leave it out")
+        raise ConfigError(f"--device {pairing.device}: needs the head's --code too; give it, or leave --device out")
     return check_address(pairing.device, "--device")

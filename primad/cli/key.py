@@ -1,4 +1,4 @@
-"""``primad key``: the keys with which clients may ask a server that listens beyond this device."""
+"""``primad key``: API keys for a server that listens beyond this device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ File = Annotated[
     Path | None,
     typer.Option("--file", help="The file of the keys [default: api-keys in the home folder].", show_default=False),
 ]
-KeyName = Annotated[str, typer.Argument(help="What to call the key: who has it.")]
+KeyName = Annotated[str, typer.Argument(help="A name for the key, such as its owner.")]
 
 
 @key_app.command("add")
@@ -28,16 +28,14 @@ def add(
     file: File = None,
     home: Home = None,
     requests: Annotated[
-        int | None, typer.Option(help="At most so many requests a minute.", min=1, max=10**9, show_default=False)
+        int | None, typer.Option(help="Requests per minute.", min=1, max=10**9, show_default=False)
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(
-            help="At most so many tokens a minute, of prompts and answers.", min=1, max=10**9, show_default=False
-        ),
+        typer.Option(help="Tokens per minute, of prompts and responses.", min=1, max=10**9, show_default=False),
     ] = None,
 ) -> None:
-    """Make a key and print it: it is kept hashed, and cannot be shown again. A server that runs takes it at once.
+    """Make a key and print it. It is stored hashed and cannot be shown again. A running server accepts it at once.
 
     Examples:
 
@@ -50,12 +48,12 @@ def add(
 
     if not KEY_NAME.fullmatch(name):
         raise ConfigError(
-            f"{printable(name, 70)!r} is no name of a key; use up to 62 letters, digits, '.', '_' and '-'"
+            f"{printable(name, 70)!r} not a valid name of a key; use up to 62 letters, digits, '.', '_' and '-'"
         )
     path, key = _file(file, home), new_key()
     add_key(path, ApiKey(name=name, digest=digest_of(key), requests_per_min=requests, tokens_per_min=tokens))
     out.print(key)
-    err.print(f"the key {name}; give it to its client now. It counts where: primad serve --api-key-file {path}")
+    err.print(f"the key {name}; give it to its client now. It works with: primad serve --api-key-file {path}")
 
 
 @key_app.command("list")
@@ -71,16 +69,16 @@ def show(file: File = None, home: Home = None) -> None:
     path = _file(file, home)
     keys = read_keys(path)
     if not keys:
-        out.print(f"there are no keys in {path}; make one with 'primad key add NAME'")
+        out.print(f"no keys in {path}; make one with 'primad key add NAME'")
     for key in keys or ():
         limits = ((key.requests_per_min, "requests"), (key.tokens_per_min, "tokens"))
-        told = ", ".join(f"{maximum} {what} a minute" for maximum, what in limits if maximum is not None)
+        told = ", ".join(f"{maximum} {what} per minute" for maximum, what in limits if maximum is not None)
         out.print(f"{key.name}: {told or 'no limits'}")
 
 
 @key_app.command("remove")
 def remove(name: KeyName, file: File = None, home: Home = None) -> None:
-    """Let nobody in with a key any more. A server that runs obeys at once.
+    """Remove a key. A running server refuses it at once.
 
     Examples:
 
@@ -90,7 +88,7 @@ def remove(name: KeyName, file: File = None, home: Home = None) -> None:
 
     path = _file(file, home)
     remove_key(path, name)
-    out.print(f"{name} is no key any more")
+    out.print(f"removed key {name}")
 
 
 def _file(file: Path | None, home: Path | None) -> Path:

@@ -1,4 +1,4 @@
-"""Lines that somebody types: edited and remembered on a terminal, plain elsewhere."""
+"""Input lines: with editing and history on a terminal, plain elsewhere."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PROMPT = "> "
 
 
 def is_typed() -> bool:
-    """Whether somebody sits at a terminal."""
+    """Whether input and output are a terminal."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def line_reader(home: Path) -> Callable[[], str]:
-    """Reads the next input, which may have several lines; its history is kept in ``home`` where that folder is there.
+    """Reads the next input, which may have several lines; its history is kept in ``home`` if that folder exists.
 
     Raises ``EOFError`` at the end and ``KeyboardInterrupt`` for Ctrl-C.
     """
@@ -48,7 +48,7 @@ def _history(home: Path) -> History:
 
 
 def _keys() -> KeyBindings:
-    """Enter sends; Alt-Enter, or Enter after a backslash, begins another line."""
+    """Enter sends; Alt-Enter, or Enter after a backslash, starts another line."""
     from prompt_toolkit.key_binding import KeyBindings
 
     keys = KeyBindings()

@@ -43,7 +43,7 @@ from primad.system.terminal import start_logging
 
 app = CommandGroup(
     name="primad",
-    help="The machines you own run one large language model together.",
+    help="Run one large language model across the machines you own.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -53,7 +53,7 @@ UsageError: Any = typer.BadParameter.__bases__[0]
 
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EIO)
 _INTERRUPTED = 130
-"""What typer answers when a KeyboardInterrupt ended a command, and what a shell expects of a command that Ctrl-C ended."""
+"""Typer's exit code after a KeyboardInterrupt, and the one that a shell expects after Ctrl-C."""
 
 
 def _version(wanted: bool) -> None:
@@ -67,9 +67,9 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what goes on, for finding faults.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log details, for debugging.")] = False,
 ) -> None:
-    """The machines you own run one large language model together.
+    """Run one large language model across the machines you own.
 
     Start `primad serve --model FILE.gguf` on the device that has the model; it shows a code. Then start
     `primad join --code CODE` on each other device, and from then on plain `primad join`.
@@ -77,16 +77,14 @@ def _options(
     del version
     level = (os.environ.get("PRIMAD_LOG") or ("DEBUG" if verbose else "WARNING")).upper()
     if level not in logging.getLevelNamesMapping():
-        raise ConfigError(f"PRIMAD_LOG: {level!r} is no log level; use DEBUG, INFO, WARNING or ERROR")
+        raise ConfigError(f"PRIMAD_LOG: {level!r} not a log level; use DEBUG, INFO, WARNING or ERROR")
     start_logging(level, "%(levelname)s %(name)s: %(message)s")
     os.environ["PRIMAD_LOG"] = level  # for the ring process
     try:
         Path.home()
     except RuntimeError as exc:
-        raise ConfigError(
-            "HOME: is not set, and this user has no home folder; set it to a folder of this user"
-        ) from exc
-    hide_gpus()  # a head loads the vocabulary with llama.cpp; whatever a driver does is its children's risk
+        raise ConfigError("HOME: not set, and this user has no home folder; set it to a folder of this user") from exc
+    hide_gpus()  # a head loads the vocabulary with llama.cpp; only its child processes touch GPU drivers
 
 
 app.command(shown=JOIN_SHOWN)(join)
@@ -100,13 +98,13 @@ def profile(
     threads: Threads = None,
     gpu: Gpu = None,
     remeasure: Annotated[
-        bool, typer.Option("--remeasure", help="Measure anew, and forget what answers have taught.")
+        bool, typer.Option("--remeasure", help="Measure again, and reset what was learned from requests.")
     ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="In 8 seconds at most, and less exactly.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the profile as it is stored.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Take at most 8 seconds, less exactly.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the stored profile.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write it to this file.", show_default=False)] = None,
 ) -> None:
-    """Measure this device: processor, GPU, memory and disk. Takes half a minute at most, once.
+    """Measure this device: processor, GPU, memory and disk. Takes at most half a minute, once.
 
     Examples:
 
@@ -150,7 +148,7 @@ for command in (status, page, pair, leave, pause, resume, doctor, chat, check, p
 
 
 def _fail(message: str, *, for_good: bool = False) -> NoReturn:
-    """``for_good``: started again in the same way it would fail again, which a service manager wants to know."""
+    """``for_good``: another start would fail in the same way, which a service manager wants to know."""
     line = " ".join(message.split())
     err.print(f"primad: error: {line}")
     notify(f"STATUS=it failed: {line[:MAX_STATUS_CHARS]}")
@@ -160,16 +158,16 @@ def _fail(message: str, *, for_good: bool = False) -> NoReturn:
 
 def main() -> None:
     """Entry point of the ``primad`` command."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends every command as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends every command like Ctrl-C
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # answers have letters that not every terminal or pipe takes
+        sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal or pipe has all letters
     try:
         code = app(standalone_mode=False) or 0
         if code == _INTERRUPTED:
             raise KeyboardInterrupt
         sys.stdout.flush()
         sys.exit(code)
-    except Stopped:  # a daemon has no other end
+    except Stopped:  # a daemon ends in no other way
         err.print("stopped")
         sys.exit(0)
     except KeyboardInterrupt:
@@ -178,13 +176,13 @@ def main() -> None:
     except PrimadError as exc:
         _fail(str(exc), for_good=isinstance(exc, ConfigError) and not isinstance(exc, NotNowError))
     except UsageError as exc:
-        if not exc.format_message():  # a command group alone: its help is printed already
+        if not exc.format_message():  # a command group alone: its help has been printed
             sys.exit(2)
         command = "primad" if exc.ctx is None else exc.ctx.command_path
         _fail(f"{exc.format_message().rstrip('.')}; see '{command} --help'", for_good=True)
     except OSError as exc:
         if exc.errno not in _NO_ROOM or exc.filename is not None:
             raise
-        with Path(os.devnull).open("wb") as nothing:  # else Python tries once more as it ends
+        with Path(os.devnull).open("wb") as nothing:  # else Python tries again at exit
             os.dup2(nothing.fileno(), 1)
-        _fail(f"standard output: {exc.strerror}; make room where it goes")
+        _fail(f"standard output: {exc.strerror}; free some space there")

@@ -1,4 +1,4 @@
-"""``primad pull``, ``models`` and ``rm``: models by name, out of Hugging Face's hub, in this device's home folder."""
+"""``primad pull``, ``models`` and ``rm``: models by name from Hugging Face's hub, in this device's home folder."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ModelName = Annotated[
 
 
 def pull(name: ModelName, home: Home = None) -> None:
-    """Fetch a model by name, as 'serve --model hf:owner/repo' does where it is not here.
+    """Download a model by name, as 'serve --model hf:owner/repo' does.
 
-    Goes on where it was interrupted. HF_TOKEN is sent where it is set.
+    An interrupted download resumes. HF_TOKEN is sent if it is set.
 
     Examples:
 
@@ -36,7 +36,7 @@ def pull(name: ModelName, home: Home = None) -> None:
 
 
 def models(home: Home = None, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """List the models that were fetched by name."""
+    """List the downloaded models."""
     from primad.gguf.hub import kept_models
 
     found = kept_models(models_folder(load_config({"home": home}).home))
@@ -54,23 +54,23 @@ def models(home: Home = None, json: Annotated[bool, typer.Option("--json", help=
         )
         return
     if not found:
-        err.print("no model was fetched yet; primad pull hf:owner/repo fetches one")
+        err.print("no models yet; primad pull hf:owner/repo downloads one")
         return
     table = Table("name", "size", "file", box=None, pad_edge=False)
     for each in found:
-        file = str(each.files[0]) if each.whole else "the header; its layers are where they are computed"
+        file = str(each.files[0]) if each.whole else "only the header; its layers are on the devices"
         table.add_row(str(each.name), show_bytes(each.size_bytes), file)
     out.print(table)
 
 
 def rm(name: ModelName, home: Home = None) -> None:
-    """Remove a model that was fetched by name; without a quantisation all of its repository."""
+    """Remove a downloaded model; without a quantisation, all of its repository."""
     from primad.gguf.hub import remove
 
     asked = _named(name)
     removed = remove(asked, models_folder(load_config({"home": home}).home))
     if not removed:
-        raise ConfigError(f"{asked}: is not here; primad models lists what is")
+        raise ConfigError(f"{asked}: not downloaded; primad models lists those that are")
     for each in removed:
         out.print(f"{each.name}: removed, {show_bytes(each.size_bytes)}")
 
@@ -80,5 +80,5 @@ def _named(text: str) -> HubName:
 
     name = hub_name(text)
     if name is None:
-        raise ConfigError(f"{text}: is no model of the hub; give one as in hf:owner/repo or hf:owner/repo:Q4_K_M")
+        raise ConfigError(f"{text}: not a model of the hub; give one such as hf:owner/repo or hf:owner/repo:Q4_K_M")
     return name

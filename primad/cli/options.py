@@ -21,9 +21,7 @@ Home = Annotated[
     typer.Option(help="Folder for configuration, profile and layer cache.", envvar="PRIMAD_HOME", show_default=False),
 ]
 Name = Annotated[str | None, typer.Option(help="This device's name [default: host name].", show_default=False)]
-Cluster = Annotated[
-    str | None, typer.Option(help="Devices of one cluster find each other [default: home].", show_default=False)
-]
+Cluster = Annotated[str | None, typer.Option(help="Devices ignore other clusters [default: home].", show_default=False)]
 OnInterface = Annotated[
     str | None,
     typer.Option(help="Use this network only: an interface such as eth0, or its address.", show_default=False),
@@ -33,20 +31,20 @@ Threads = Annotated[
 ]
 Nice = Annotated[
     int | None,
-    typer.Option(help="Stand back for other programs, 0 (not at all) to 19 [default: 0].", show_default=False),
+    typer.Option(help="Yield the CPU to other programs, 0 (not at all) to 19 [default: 0].", show_default=False),
 ]
 Lock = Annotated[
     bool | None,
     typer.Option(
         "--lock/--no-lock",
-        help="Pin the weights that stay in memory, so that they are never read again.",
+        help="Pin resident weights in memory, so that they are never read again.",
         show_default=False,
     ),
 ]
 Context = Annotated[
     int | None,
     typer.Option(
-        help="Context in tokens [default: 16384 if that costs little, else 4096; more where it costs next to nothing].",
+        help="Context in tokens [default: 16384 if that costs little, else 4096; more if it is nearly free].",
         min=16,
         max=1 << 24,
         show_default=False,
@@ -55,8 +53,7 @@ Context = Annotated[
 Experts = Annotated[
     str,
     typer.Option(
-        help="Where a mixture's experts are of layers on a GPU: cpu (in RAM, computed by the processor), gpu, or auto: "
-        "where the plan has them.",
+        help="Place of the experts of GPU layers: cpu (in RAM, computed by the CPU), gpu, or auto: as planned.",
         autocompletion=one_of("auto", "cpu", "gpu"),
     ),
 ]
@@ -64,46 +61,42 @@ KvCacheType = Annotated[
     str,
     typer.Option(
         "--kv-type",
-        help="What the KV cache holds its values in: f16, q8_0 (about half as large) or q4_0 (a quarter).",
+        help="Type of the KV cache: f16, q8_0 (about half the size) or q4_0 (a quarter).",
         autocompletion=one_of("f16", "q8_0", "q4_0"),
     ),
 ]
 MaxRam = Annotated[
     str | None,
-    typer.Option(
-        help="Use at most so much memory: 8GB, 8GiB or 50% of all [default: what is free].", show_default=False
-    ),
+    typer.Option(help="Memory limit: 8GB, 8GiB or 50% of all [default: free memory].", show_default=False),
 ]
 MaxVram = Annotated[
     str | None,
-    typer.Option(help="Use at most so much of the GPU's memory: 6GB or 50%; 0B leaves it alone.", show_default=False),
+    typer.Option(help="GPU memory limit: 6GB or 50%; 0B uses no GPU.", show_default=False),
 ]
 Gpu = Annotated[
     str | None,
     typer.Option(
-        help="The GPU to use where there are several, by its name or llama.cpp's (CUDA1); off: none [default: the fastest].",
+        help="The GPU to use, by its name or llama.cpp's (CUDA1); off: none [default: the fastest].",
         show_default=False,
     ),
 ]
-MaxDisk = Annotated[
-    str | None, typer.Option(help="Keep layers of at most so many bytes on disk: 40GB.", show_default=False)
-]
+MaxDisk = Annotated[str | None, typer.Option(help="Size limit of the layer cache on disk: 40GB.", show_default=False)]
 KvCacheFolder = Annotated[
     str | None,
     typer.Option(
-        help="Keep KV cells of prompts in this folder, so that they are found again, or off [default: off: what people "
-        "write goes when nobody needs it].",
+        help="Keep the KV cache of prompts in this folder for later requests, or off [default: off, since it encodes "
+        "what people write].",
         metavar="DIR|off",
         show_default=False,
     ),
 ]
 KvCacheLimit = Annotated[
     str | None,
-    typer.Option(help="Keep at most so many bytes of them there [default: 4GB].", metavar="SIZE", show_default=False),
+    typer.Option(help="Size limit of that folder [default: 4GB].", metavar="SIZE", show_default=False),
 ]
 NamedDevices = Annotated[
     list[str] | None,
-    typer.Option("--device", help="Address host:port of a device; may be repeated.", show_default=False),
+    typer.Option("--device", help="Address host:port of a device; repeatable.", show_default=False),
 ]
 
 
@@ -111,8 +104,7 @@ Lora = Annotated[
     list[str] | None,
     typer.Option(
         "--lora",
-        help="A LoRA adapter for the model, a GGUF file, and how much of it is added (1 where nothing is said); may be "
-        "repeated.",
+        help="A LoRA adapter for the model, a GGUF file, and its scale (default 1); repeated.",
         metavar="FILE[=SCALE]",
         show_default=False,
     ),
@@ -121,9 +113,9 @@ Lora = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeOptions:
-    """How positions become angles, as llama.cpp's options of these names say it."""
+    """RoPE options, the same as llama.cpp's options of these names."""
 
-    PANEL: ClassVar[str] = "RoPE, where it is to be otherwise than the model says"
+    PANEL: ClassVar[str] = "RoPE, to override the model's"
 
     rope_scaling: Annotated[
         str | None,
@@ -138,18 +130,16 @@ class RopeOptions:
         float | None, typer.Option(help="Stretch the context by this factor.", show_default=False)
     ] = None
     rope_freq_base: Annotated[float | None, typer.Option(help="Base frequency.", show_default=False)] = None
-    rope_freq_scale: Annotated[
-        float | None, typer.Option(help="The same as --rope-scale, as 1/factor.", show_default=False)
-    ] = None
+    rope_freq_scale: Annotated[float | None, typer.Option(help="1 / --rope-scale.", show_default=False)] = None
     yarn_orig_ctx: Annotated[
         int | None,
-        typer.Option(help="YaRN: the context before it was stretched.", min=1, max=1 << 26, show_default=False),
+        typer.Option(help="YaRN: original context of the model.", min=1, max=1 << 26, show_default=False),
     ] = None
     yarn_ext_factor: Annotated[
-        float | None, typer.Option(help="YaRN: share of extrapolation, 0 for none.", show_default=False)
+        float | None, typer.Option(help="YaRN: extrapolation mix, 0 for none.", show_default=False)
     ] = None
     yarn_attn_factor: Annotated[
-        float | None, typer.Option(help="YaRN: factor of the magnitude of attention.", show_default=False)
+        float | None, typer.Option(help="YaRN: attention magnitude factor.", show_default=False)
     ] = None
     yarn_beta_slow: Annotated[
         float | None, typer.Option(help="YaRN: high correction dimension.", show_default=False)
@@ -160,12 +150,12 @@ class RopeOptions:
 
 
 def rope_of(options: RopeOptions) -> Rope:
-    """What ``options`` say. Raises ``ConfigError`` naming the one that makes no sense."""
+    """The value of ``options``. Raises ``ConfigError`` naming an invalid one."""
     from primad.engine.rope import ROPE_SCALINGS, Rope
 
     scale, freq_scale = options.rope_scale, options.rope_freq_scale
     if scale is not None and freq_scale is not None:
-        raise ConfigError("--rope-scale and --rope-freq-scale: say the same; leave one of them out")
+        raise ConfigError("--rope-scale and --rope-freq-scale: mean the same; leave one of them out")
     if scale is not None:
         freq_scale = 1 / _within(scale, "--rope-scale", above=0.0)
     yarn = {
@@ -187,7 +177,7 @@ def rope_of(options: RopeOptions) -> Rope:
 
 
 def _within(number: float, flag: str, *, above: float | None = None, minimum: float | None = None) -> float:
-    """``number``, which is finite. Raises ``ConfigError`` naming ``flag``."""
+    """``number``, if it is valid. Raises ``ConfigError`` naming ``flag``."""
     too_small = (above is not None and number <= above) or (minimum is not None and number < minimum)
     if too_small or not number <= 1e12:
         wanted = f"more than {above:g}" if above is not None else f"at least {minimum:g}"
@@ -197,7 +187,7 @@ def _within(number: float, flag: str, *, above: float | None = None, minimum: fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
-    """Which device this is, and where it keeps its things."""
+    """This device's name, cluster and home folder."""
 
     PANEL: ClassVar[str] = "This device"
 
@@ -208,9 +198,9 @@ class DeviceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerOptions:
-    """What of this device may be used."""
+    """Limits of this device."""
 
-    PANEL: ClassVar[str] = "What its owner lends"
+    PANEL: ClassVar[str] = "Limits of this device"
 
     threads: Threads = None
     nice: Nice = None
@@ -224,7 +214,7 @@ class OwnerOptions:
 
 
 def check_interface(config: Config) -> None:
-    """This machine has it, said before anything is measured or loaded."""
+    """Check that this machine has it, before anything is measured or loaded."""
     from primad.network.addresses import chosen_interfaces, read_interfaces
 
     chosen_interfaces(read_interfaces(), config.interface)

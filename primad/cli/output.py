@@ -1,4 +1,4 @@
-"""Where commands print: lines and tables for people, JSON for programs, and on standard error what is neither.
+"""Printing: lines and tables for people, JSON for programs, and everything else on standard error.
 
 Nothing else in primad prints (``tools/laws.py``), so that no text of a file or a device reaches the terminal as it is.
 """
@@ -18,7 +18,7 @@ from primad.system.terminal import safe, safe_json
 
 
 class _SafeConsole(Console):
-    """Of what is drawn on it only rich's own codes steer the terminal."""
+    """Only rich's own codes control the terminal."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
@@ -27,7 +27,7 @@ class _SafeConsole(Console):
 
 out = _SafeConsole(highlight=False, soft_wrap=True, markup=False, emoji=False)
 tables = _SafeConsole(highlight=False, markup=False, emoji=False)
-"""For what is as wide as the terminal."""
+"""For output as wide as the terminal."""
 err = _SafeConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
@@ -37,13 +37,13 @@ def print_json(answer: object) -> None:
 
 
 def write_json(text: str) -> None:
-    """Write ``text``, which is JSON, as a program reads it and no terminal obeys it."""
+    """Write the JSON ``text`` so that programs can read it and no terminal obeys it."""
     sys.stdout.write(safe_json(text))
 
 
 @contextlib.contextmanager
 def daemon_command() -> Iterator[None]:
-    """A command that runs a daemon: Ctrl-C is the end that its owner meant, also before the daemon's own loop runs."""
+    """A command that runs a daemon: Ctrl-C ends it normally, even before the daemon's loop runs."""
     try:
         yield
     except KeyboardInterrupt as exc:

@@ -18,11 +18,11 @@ def page(
     url: Url = None,
     head: HeadName = None,
     api_key: Key = None,
-    show: Annotated[bool, typer.Option("--print", help="Print the address, and open no browser.")] = False,
+    show: Annotated[bool, typer.Option("--print", help="Print the address instead of opening a browser.")] = False,
 ) -> None:
     """Open the page of a running head in the browser, with the rights of its owner.
 
-    The address that is printed is good once, for a minute. Without it the page changes nothing.
+    The printed address works once, within a minute. Without it the page cannot change anything.
 
     Examples:
 
@@ -36,11 +36,11 @@ def page(
         check_let_in(there.url, response.status_code)
         if response.status_code == 403:
             address = there.url
-            out.print("only who runs the head changes things by its page; this is the page for all others")
+            out.print("only the head's owner can change things on its page; this is the page for others")
         elif response.status_code == 200:
             address = f"{there.url}/#ticket={response.json()['ticket']}"
         else:
-            raise ClusterError(f"{there.url}: answered {response.status_code}; is it a head of this version?")
+            raise ClusterError(f"{there.url}: returned {response.status_code}; is it a head of this version?")
     out.print(address, soft_wrap=True)
     if not show and not webbrowser.open(address):
-        out.print("no browser could be opened here; open the address in one")
+        out.print("cannot open a browser here; open the address in one")

@@ -1,4 +1,4 @@
-"""``primad pair``, ``leave``, ``pause`` and ``resume``: what the daemon of this home folder is asked to do."""
+"""``primad pair``, ``leave``, ``pause`` and ``resume``: requests to the daemon of this home folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from primad.network.admin import AdminReply, AdminRequest
 
 LEAVE_S = 60.0
-"""Handing over may mean that others load layers first."""
+"""Before a hand-over others may have to load layers."""
 BRING_S = 60.0
 """A daemon looks for the device that shows a code five times."""
 
@@ -32,16 +32,16 @@ def pair(
     device: Annotated[
         str | None,
         typer.Option(
-            help="With --code: host:port that the other device shows beside it, where multicast is blocked.",
+            help="With --code, if multicast is blocked: the host:port that the other device shows next to it.",
             show_default=False,
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the code as JSON.")] = False,
 ) -> None:
-    """Show a code by which another device pairs with this one for good, or bring the code that another one shows.
+    """Show a code for another device to pair with this one, or enter the code that another device shows.
 
-    Asks the 'primad serve' or 'primad join' that runs here; a code is brought also where none runs. Each code is good for
-    one device and a few minutes.
+    Uses the 'primad serve' or 'primad join' that runs here; entering a code works without one too. Each code is good
+    for one device and ten minutes.
 
     Examples:
 
@@ -53,11 +53,11 @@ def pair(
     """
     if code is not None:
         if json:
-            raise ConfigError("--json: prints the code that is shown here; leave it or --code out")
+            raise ConfigError("--json: prints this device's code; leave it or --code out")
         _bring(home, code, device)
         return
     if device is not None:
-        raise ConfigError(f"--device {device}: says where to pair; give the other device's --code too, or leave it out")
+        raise ConfigError(f"--device {device}: needs the other device's --code too; give it, or leave --device out")
     from primad.network.admin import OpenPairing, PairingCode
 
     answer = _ask(home, OpenPairing())
@@ -69,15 +69,15 @@ def pair(
         return
     _report_line(f"code {answer.code}, good for {_minutes(answer.expires_s)}; on the other device type:")
     _report_line(f"  primad join --code {answer.code}")
-    _report_line("or, where primad runs there already:")
+    _report_line("or, if primad runs there already:")
     _report_line(f"  primad pair --code {answer.code}")
-    _report_line("where multicast is blocked add the address of this device:")
+    _report_line("if multicast is blocked, add the address of this device:")
     for place in answer.addresses or [f"ADDRESS:{answer.port}"]:
         _report_line(f"  primad join --code {answer.code} --device {place}")
 
 
 def _bring(home: Path | None, code: str, device: str | None) -> None:
-    """Have the daemon of ``home`` pair with the device that shows ``code``, or do it here where none runs."""
+    """Have the daemon of ``home`` pair with the device that shows ``code``, or pair here if none runs."""
     from primad.network.admin import BringCode, is_running
     from primad.trust.words import parse_code
 
@@ -110,7 +110,7 @@ def _pair_here(config: Config, code: str, device: str | None) -> None:
 
 
 def _check_owner(folder: Path) -> None:
-    """What root wrote into the folder of a service, the service could not read."""
+    """Refuse files that a service could not read because root wrote them."""
     if not hasattr(os, "geteuid") or not folder.is_dir():
         return
     owner = folder.stat().st_uid
@@ -121,7 +121,7 @@ def _check_owner(folder: Path) -> None:
 
 
 def leave(home: Home = None) -> None:
-    """Hand over what this device computes, then end its 'primad join'. Ctrl-C there does the same.
+    """Hand over this device's layers, then end its 'primad join'. Ctrl-C there does the same.
 
     Examples:
 
@@ -135,7 +135,7 @@ def leave(home: Home = None) -> None:
 
 
 def pause(home: Home = None) -> None:
-    """Let this device compute nothing until 'primad resume', also after a restart. The others go on without it.
+    """Compute nothing on this device until 'primad resume', even after a restart. The others continue without it.
 
     Examples:
 
@@ -153,7 +153,7 @@ def pause(home: Home = None) -> None:
 
 
 def resume(home: Home = None) -> None:
-    """Let this device compute again after 'primad pause'.
+    """Compute again after 'primad pause'.
 
     Examples:
 
@@ -187,7 +187,7 @@ def _do(home: Path | None, request: AdminRequest, timeout_s: float | None = None
 
 
 def _ask(home: Path | None, request: AdminRequest, timeout_s: float | None = None) -> AdminReply:
-    """The daemon's answer. Raises ``ClusterError`` when none runs or it refuses."""
+    """The daemon's reply. Raises ``ClusterError`` if none runs or it refuses."""
     from primad.network.admin import ASK_S, Refusal, ask
 
     folder = load_config({"home": home}).home
@@ -199,7 +199,7 @@ def _ask(home: Path | None, request: AdminRequest, timeout_s: float | None = Non
 
 
 def _unexpected(answer: AdminReply) -> NoReturn:
-    raise ClusterError(f"the primad that runs here answered {type(answer).__name__}; start it again with this version")
+    raise ClusterError(f"the running primad sent {type(answer).__name__}; restart it with this version")
 
 
 def _report_line(line: str) -> None:

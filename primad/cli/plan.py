@@ -1,4 +1,4 @@
-"""``primad plan``: its options, and what it calls."""
+"""``primad plan``: its options."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ Checked = Callable[[Iterable[int]], str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """What is to be served."""
+    """The model to serve."""
 
     PANEL: ClassVar[str] = "Model"
 
-    model: Annotated[Path | None, typer.Option(help="The GGUF file; its header is enough.", show_default=False)] = None
+    model: Annotated[Path | None, typer.Option(help="A GGUF file; its header is enough.", show_default=False)] = None
     model_shape: Annotated[
         str | None,
-        typer.Option(help="A built-in model, as in llama3-70b-q4k.", show_default=False, autocompletion=shapes),
+        typer.Option(help="A built-in model, such as llama3-70b-q4k.", show_default=False, autocompletion=shapes),
     ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolveOptions:
-    """How the plan is looked for, and shown."""
+    """Solver and output."""
 
     PANEL: ClassVar[str] = "Answer"
 
@@ -57,11 +57,11 @@ class SolveOptions:
         list[str] | None,
         typer.Option(
             help="add=FILE, drop=NAME, ram:NAME=16GiB, vram:NAME=12GiB, disk:NAME=3GB/s, link=1Gbit/s,2ms or "
-            "link:NAME:NAME=300Mbit/s; may be repeated. Shows what it changes.",
+            "link:NAME:NAME=300Mbit/s; repeatable. Shows before and after.",
             show_default=False,
         ),
     ] = None
-    json: Annotated[bool, typer.Option("--json", help="Print JSON (docs/plan.md says what).")] = False
+    json: Annotated[bool, typer.Option("--json", help="Print JSON (see docs/plan.md).")] = False
     plot: Annotated[
         Path | None, typer.Option(help="Draw a picture to this file (.png, .svg, .pdf).", show_default=False)
     ] = None
@@ -71,11 +71,11 @@ PLAN_SHOWN: Final = (
     *("files", "model", "model_shape", "draft", "devices", "fleet", "head", "link"),
     *("objective", "context", "sequences", "what_if", "json"),
 )
-"""What ``--help`` shows."""
+"""Options that ``--help`` shows."""
 PLAN_TABLE: Final = {"lora", "seconds"} | names_of(
     ModelOptions, FleetOptions, RunOptions, DraftOptions, RopeOptions, SolveOptions
 )
-"""Options that may stand in the configuration file beside the keys of the device."""
+"""Options allowed in the configuration file, in addition to the keys of the device."""
 
 
 @grouped
@@ -91,9 +91,9 @@ def plan(
     lora: Lora = None,
     help_all: HelpAll = False,
 ) -> None:
-    """Say who would compute what and how fast, before any device does anything.
+    """Show which device would compute which layers and how fast, before any device does anything.
 
-    Without --devices and --fleet, for this device and those in sight. No weights are needed.
+    By default for this device and those in sight. No weights are needed.
 
     Examples:
 
@@ -131,7 +131,7 @@ def _ask(
     files: list[Path] | None,
     live: LiveOptions,
 ) -> tuple[Question, Checked]:
-    """What is asked, and what tells whether windows of the model are exact."""
+    """The question, and the check whether windows of the model are exact."""
     from primad.certify.verdict import load_verdict, windows_line, with_verdict
     from primad.gguf.architectures.cuts import why_whole
     from primad.gguf.model import open_model
@@ -149,11 +149,11 @@ def _ask(
 
     path = model.model
     if path is None and draft is not None:
-        raise ConfigError(f"--draft {draft}: goes with --model, whose tokens it must have; give that as well")
+        raise ConfigError(f"--draft {draft}: needs --model, since it must have the same tokens")
     if path is None and lora:
-        raise ConfigError(f"--lora {lora[0]}: goes with --model, whose weights it changes; give that as well")
+        raise ConfigError(f"--lora {lora[0]}: needs --model, since it changes its weights")
     if path is not None:
-        otherwise = ", and --model-shape plans without"
+        otherwise = ", and --model-shape plans without it"
         path = model_path(path, lambda: load_config({"home": live.home}), fetches=False, otherwise=otherwise)
     read = read_model(path, model.model_shape)
     profile = with_rope(read, None if path is None else open_model(path, header_only=True), rope)
@@ -180,7 +180,7 @@ def _ask(
 
 
 def _draft(given: Path | None, header: Header, home: Path) -> PlannedDraft | None:
-    """The draft model. Raises ``ConfigError`` for one that cannot."""
+    """The draft model. Raises ``ConfigError`` for an unsuitable one."""
     from primad.gguf.architectures.cuts import why_whole
     from primad.planning.draft_model import AUTO, MAX_CONTEXT, choose_draft, draft_profile, memory_of, models_here
     from primad.planning.question import PlannedDraft
@@ -201,7 +201,7 @@ def _draft(given: Path | None, header: Header, home: Path) -> PlannedDraft | Non
 
 
 def _unknown(_: Iterable[int]) -> None:
-    """Of a shape nothing is known."""
+    """A shape has no such facts."""
 
 
 def _answer(asked: Question, wanted: SolveOptions, checked: Checked) -> None:

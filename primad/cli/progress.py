@@ -32,7 +32,7 @@ class _Share(ProgressColumn):
 
 
 class _Time(TimeRemainingColumn):
-    """What is left, or, of what nobody knows the end of, how long it has taken."""
+    """Remaining time, or elapsed time if the total is unknown."""
 
     def render(self, task: Task) -> Text:
         return super().render(task) if task.total is not None else Text(str(timedelta(seconds=int(task.elapsed or 0))))
@@ -53,7 +53,7 @@ class RichReporter:
         self._console.print(line, markup=False)
 
     def progress(self, device: str, phase: str, done: int, total: int) -> None:
-        """A bar a device and phase on a terminal; one line at each end of a phase elsewhere."""
+        """On a terminal a bar per device and phase; elsewhere a line at each end of a phase."""
         words = _WORDS.get(phase, phase)
         key = (device, phase)
         if not self._console.is_terminal:
@@ -69,7 +69,8 @@ class RichReporter:
 
     @contextlib.contextmanager
     def waiting(self, words: str) -> Iterator[Callable[[str], None]]:
-        """While inside, a terminal shows ``words``, or later ones, and for how long. Nothing is shown elsewhere."""
+        """Inside this context a terminal shows ``words``, which may change, and the elapsed time. Elsewhere nothing is
+        shown."""
         if not self._console.is_terminal:
             yield lambda words: None
             return
@@ -90,7 +91,7 @@ class RichReporter:
         return self._progress
 
     def wait(self, words: str) -> None:
-        """``waiting``, until other words come or the bars are taken away."""
+        """Show ``words`` until others follow or the bars are removed."""
         if not self._console.is_terminal:
             return
         bars = self._bars()
@@ -99,7 +100,7 @@ class RichReporter:
         self._waited = bars.add_task(words, total=None)
 
     def resolve(self) -> None:
-        """Take the bars away."""
+        """Remove the bars."""
         if self._progress is not None:
             self._progress.stop()
         self._progress = self._waited = None

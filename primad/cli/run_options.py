@@ -1,4 +1,4 @@
-"""How a model is to be run: options that ``serve`` and ``plan`` have alike, so that a plan is of what is served."""
+"""Options for running a model, shared by ``serve`` and ``plan``, so that a plan matches what is served."""
 
 from __future__ import annotations
 
@@ -19,42 +19,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What the plan is for, or the plan itself."""
+    """The plan's objective, or the plan itself."""
 
     PANEL: ClassVar[str] = "Plan"
 
     objective: Annotated[
         str,
         typer.Option(
-            help="What the plan makes small: latency, ttft, throughput (of all sequences) or balanced.",
+            help="Objective to minimise: latency, ttft, throughput (of all sequences) or balanced.",
             autocompletion=objectives,
         ),
     ] = "balanced"
     experts: Experts = "auto"
     use_all: Annotated[
         bool,
-        typer.Option("--use-all", help="Every device found gets layers, even where fewer devices would be faster."),
+        typer.Option("--use-all", help="Give every device layers, even if fewer devices would be faster."),
     ] = False
     context: Context = None
     sequences: Annotated[
         str,
         typer.Option(
-            help="Answers at once, each with its own KV cache of --context tokens. auto: 1, 2 or 4, as memory is left.",
+            help="Concurrent requests, each with its own KV cache of --context tokens. auto: 1, 2 or 4, as memory "
+            "allows.",
             autocompletion=one_of("auto", "1", "2", "4", "8"),
         ),
     ] = "auto"
     batching: Annotated[
         str,
         typer.Option(
-            help="What several answers compute together: exact (each is what it is alone), fast (as many tokens a second as "
-            "can be), or auto: exact where that keeps nine tenths of them.",
+            help="Batching of concurrent requests: exact (output is identical to running alone), fast (highest "
+            "throughput), or auto: exact if that keeps nine tenths of the throughput.",
             autocompletion=one_of("auto", "exact", "fast"),
         ),
     ] = "auto"
     prompt: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of a typical prompt, for which the plan is made [default: 512].",
+            help="Tokens of a typical prompt [default: 512].",
             min=1,
             max=1 << 24,
             show_default=False,
@@ -62,24 +63,24 @@ class RunOptions:
     ] = None
     answer: Annotated[
         int | None,
-        typer.Option(help="Tokens of a typical answer [default: 256].", min=1, max=1 << 24, show_default=False),
+        typer.Option(help="Tokens of a typical response [default: 256].", min=1, max=1 << 24, show_default=False),
     ] = None
     kv_type: KvCacheType = "f16"
     windows: Annotated[
         str | None,
         typer.Option(
-            help="Set the plan by hand: layers a round for this device and each other one, as in 10,12,7. "
-            "This device also computes the layers that are left at the end.",
+            help="Set the plan by hand: layers per round of this device and each other one, such as 10,12,7. "
+            "This device also computes the remaining layers.",
             show_default=False,
         ),
     ] = None
     rounds: Annotated[
-        int | None, typer.Option(help="Rounds a token makes, with --windows.", min=1, max=1000, show_default=False)
+        int | None, typer.Option(help="Rounds per token, with --windows.", min=1, max=1000, show_default=False)
     ] = None
     extra_buffers: Annotated[
         str,
         typer.Option(
-            help="Repacked or AMX copies of weights: auto (try and time them), on or off.",
+            help="Repacked or AMX copies of weights: auto (if the profile shows a gain), on or off.",
             autocompletion=one_of("auto", "on", "off"),
         ),
     ] = "auto"
@@ -87,23 +88,22 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOptions:
-    """Which next tokens are drafted, and by what."""
+    """Speculative decoding."""
 
-    PANEL: ClassVar[str] = "Tokens that are drafted"
+    PANEL: ClassVar[str] = "Speculative decoding"
 
     speculate: Annotated[
         str,
         typer.Option(
-            help="Draft the next tokens from prompt and answer, and compute them ahead where the ring is idle: auto (if it "
-            "has room for that), lookup (anyway), draft (with --draft, anyway) or off.",
+            help="Compute draft tokens when the ring is idle: auto (if it has idle time), "
+            "lookup (always, from prompt and response), draft (always, with --draft) or off.",
             autocompletion=one_of("auto", "lookup", "draft", "off"),
         ),
     ] = "auto"
     draft: Annotated[
         Path | None,
         typer.Option(
-            help="A small GGUF file of the same family, or one by name, that drafts the next tokens. "
-            "auto: one of those that are here.",
+            help="A draft model: a small GGUF file of the same family, or one by name. auto: a downloaded one.",
             metavar="FILE|auto",
             show_default=False,
         ),
@@ -111,7 +111,7 @@ class DraftOptions:
     draft_on: Annotated[
         str,
         typer.Option(
-            help="The device on which the model of --draft drafts; auto: where it wins most.",
+            help="The device that runs the draft model; auto: the best one.",
             metavar="NAME|auto",
             autocompletion=device_names,
         ),
@@ -119,14 +119,14 @@ class DraftOptions:
 
 
 def run_config(run: RunOptions, draft: DraftOptions) -> RunConfig:
-    """What ``run`` and ``draft`` mean. Raises ``ConfigError`` naming the option that is wrong."""
+    """Parse ``run`` and ``draft``. Raises ``ConfigError`` naming the wrong option."""
     from halda import EXPERT_PLACES, KV_TYPES, OBJECTIVES
     from primad.planning.batching import BATCHING_MODES
     from primad.planning.drafting import SPECULATE_MODES
     from primad.planning.run_config import EXTRA_BUFFERS, MAX_SEQUENCES, RunConfig
 
     if run.rounds is not None and run.windows is None:
-        raise ConfigError(f"--rounds {run.rounds}: goes with --windows; give both or neither")
+        raise ConfigError(f"--rounds {run.rounds}: needs --windows; give both or neither")
     if run.use_all and run.windows is not None:
         raise ConfigError("--use-all: contradicts --alone and --windows; leave one of them out")
     return RunConfig(
@@ -151,7 +151,7 @@ def _windows(text: str) -> tuple[int, ...]:
     try:
         windows = tuple(int(part) for part in text.split(","))
     except ValueError as exc:
-        raise ConfigError(f"--windows {text}: give whole numbers with commas between, as in 10,12,7") from exc
+        raise ConfigError(f"--windows {text}: give whole numbers separated by commas, such as 10,12,7") from exc
     if not 1 <= len(windows) <= 1000 or min(windows) < 1:
         raise ConfigError(f"--windows {text}: every window needs at least one layer")
     return windows

@@ -1,4 +1,4 @@
-"""``primad serve``: its options, judged before anything is measured, loaded or heard."""
+"""``primad serve``: its options, checked before anything is measured, loaded or received."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from primad.head.model.options import ServeOptions
 
 MAX_NAME_CHARS: Final = 512
-"""The longest name of a model that a client may say."""
+"""The longest model name that a client may send."""
 MAX_BACKUP_ROWS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointOptions:
-    """Where clients ask."""
+    """The HTTP server."""
 
     PANEL: ClassVar[str] = "HTTP server"
 
@@ -48,19 +48,17 @@ class EndpointOptions:
     port: Annotated[int, typer.Option(help="Port of the HTTP server.", min=0, max=65_535)] = DEFAULT_HTTP_PORT
     alias: Annotated[
         str | None,
-        typer.Option(help="Other names that clients may call the model by, as in A,B.", show_default=False),
+        typer.Option(help="More names of the model for clients, such as A,B.", show_default=False),
     ] = None
-    any_model: Annotated[
-        bool, typer.Option("--any-model", help="Answer with this model, whatever name a client says.")
-    ] = False
+    any_model: Annotated[bool, typer.Option("--any-model", help="Serve this model under any name.")] = False
     chat_template: Annotated[
         Path | None,
-        typer.Option(help="A file with the Jinja template to use in place of the model file's.", show_default=False),
+        typer.Option(help="A file with a Jinja template that replaces the model's.", show_default=False),
     ] = None
     tool_parser: Annotated[
         str,
         typer.Option(
-            help="How the model writes calls of tools, where its chat template shows it wrongly: hermes, qwen3-coder, "
+            help="Format of tool calls, if the chat template does not show it: hermes, qwen3-coder, "
             "llama3-json, llama3-pythonic, mistral, gpt-oss, glm, deepseek, deepseek-dsml, gemma, minimax, "
             "minimax-m3, minicpm5, muse, kimi, kimi-k3, phi-4-mini, granite, command-r, nemotron-v2, tool-calls, "
             "apertus, solar, firefunction, gigachat, gigachat3, functionary, functionary-v3-2 or json."
@@ -68,14 +66,12 @@ class EndpointOptions:
     ] = "auto"
     context_shift: Annotated[
         bool,
-        typer.Option(
-            "--context-shift", help="Leave out the oldest messages of a conversation that is too long for the context."
-        ),
+        typer.Option("--context-shift", help="Drop the oldest messages of a conversation that exceeds the context."),
     ] = False
     max_wait: Annotated[
         float | None,
         typer.Option(
-            help="Refuse a request that waited so many seconds for others [default: it waits as long as its client].",
+            help="Refuse a request that waited this many seconds for others [default: no limit].",
             min=0.1,
             max=86_400,
             show_default=False,
@@ -84,7 +80,7 @@ class EndpointOptions:
     embedding: Annotated[
         Path | None,
         typer.Option(
-            help="A second GGUF file, for embeddings; this device holds all of it.",
+            help="A second GGUF file, for embeddings, loaded on this device.",
             show_default=False,
         ),
     ] = None
@@ -92,23 +88,23 @@ class EndpointOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherDevicesOptions:
-    """Where a head looks for other devices, and for how long."""
+    """How a head finds other devices."""
 
     PANEL: ClassVar[str] = "Other devices"
 
     listen: Annotated[
         str | None,
-        typer.Option(help="Address to hear the other devices on [default: all of this machine].", show_default=False),
+        typer.Option(help="Address for other devices [default: all of this machine].", show_default=False),
     ] = None
     interface: OnInterface = None
     device: NamedDevices = None
-    wait: Annotated[
-        int | None, typer.Option(help="Wait for this many devices besides this one.", min=0, show_default=False)
-    ] = None
+    wait: Annotated[int | None, typer.Option(help="Wait for this many other devices.", min=0, show_default=False)] = (
+        None
+    )
     wait_timeout: Annotated[
         float | None,
         typer.Option(
-            help="Give up after so many seconds, for scripts [default: wait on].",
+            help="Give up waiting after this many seconds, for scripts [default: never].",
             min=0.1,
             max=86_400,
             show_default=False,
@@ -119,29 +115,27 @@ class OtherDevicesOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptOptions:
-    """What is kept of answers, so that they go on where a device does not."""
+    """Recovery of requests when a device is lost."""
 
-    PANEL: ClassVar[str] = "Answers that outlive a device"
+    PANEL: ClassVar[str] = "Recovery"
 
     kv_backup: Annotated[
         str,
         typer.Option(
-            help="Keep the KV cells of answers on a second device, so many rows at a time, or off. auto: 16 rows, where the "
-            "link carries it beside the answer.",
+            help="Replicate the KV cache of requests on a second device, in blocks of this many tokens, or off. auto: "
+            "16, if the link has capacity.",
             metavar="auto|off|ROWS",
         ),
     ] = "auto"
     share_prefixes: Annotated[
         bool,
-        typer.Option(
-            "--share-prefixes", help="With --kv-cache: find the beginnings of prompts of other API keys as well."
-        ),
+        typer.Option("--share-prefixes", help="With --kv-cache: share prefixes between API keys."),
     ] = False
     exact_replay_s: Annotated[
         float,
         typer.Option(
-            help="Compute what was lost of an answer row by row, so that it goes on word for word, where that takes at most "
-            "so many seconds; else in chunks, which is quicker and may change how it goes on. --batching exact insists.",
+            help="Recompute lost tokens one by one, so that the text is identical, if that takes at most this many "
+            "seconds; else in chunks, which is faster but may change the text. --batching exact always does.",
             min=0,
             max=86_400,
         ),
@@ -150,12 +144,12 @@ class KeptOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingOptions:
-    """When a ring is given up."""
+    """Timeouts of a ring."""
 
     PANEL: ClassVar[str] = "Ring"
 
     step_timeout: Annotated[
-        float, typer.Option(help="Seconds after which a step that is not back breaks the ring.", min=1, max=86_400)
+        float, typer.Option(help="Seconds after which a late step breaks the ring.", min=1, max=86_400)
     ] = 120.0
 
 
@@ -167,7 +161,7 @@ SERVE_SHOWN: Final = (
 SERVE_TABLE: Final = {"model", "lora", "wait", "wait_timeout", "alone"} | names_of(
     EndpointOptions, AskingOptions, RunOptions, DraftOptions, RingOptions, RopeOptions, KeptOptions
 )
-"""Options that may stand in the configuration file beside the keys of the device."""
+"""Options allowed in the configuration file, in addition to the keys of the device."""
 
 
 @grouped
@@ -176,7 +170,7 @@ def serve(
     model: Annotated[
         Path,
         typer.Option(
-            help="The GGUF file, the first part of a split one, or a model by name as in hf:owner/repo:Q4_K_M.",
+            help="A GGUF file, the first part of a split one, or a model by name such as hf:owner/repo:Q4_K_M.",
             show_default=False,
         ),
     ],
@@ -193,9 +187,9 @@ def serve(
     lora: Lora = None,
     help_all: HelpAll = False,
 ) -> None:
-    """Serve a model with all paired devices in sight; any OpenAI client talks to it.
+    """Serve a model with all paired devices in sight, to any OpenAI client.
 
-    Shows a code; 'primad join --code' with it on another device pairs the two for good.
+    Shows a code; 'primad join --code CODE' on another device pairs the two.
 
     Examples:
 
@@ -238,7 +232,7 @@ def serve(
     try:
         run_serve(config, source, options, endpoint.host, reporter)
     finally:
-        reporter.resolve()  # a terminal keeps its cursor, whatever ended it
+        reporter.resolve()  # restore the terminal's cursor in any case
 
 
 def _check_together(others: OtherDevicesOptions, run: RunOptions) -> None:
@@ -253,7 +247,7 @@ def _warn(endpoint: EndpointOptions, asking: AskingOptions, config: Config) -> N
     if said is not None:
         err.print(f"warning: {said}")
     if config.pause_on_battery:
-        err.print("pause_on_battery: means nothing to the head, without which nothing is served")
+        err.print("pause_on_battery: has no effect on the head, without which nothing is served")
 
 
 def _serve_options(
@@ -300,7 +294,7 @@ def _serve_options(
 
 
 def _backup(text: str) -> int | None:
-    """Rows, 0 for off and None for auto."""
+    """Tokens per block, 0 for off and None for auto."""
     return 0 if text == "off" else parse_count(text, MAX_BACKUP_ROWS, "--kv-backup")
 
 
@@ -308,6 +302,6 @@ def _aliases(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     if not all(names) or max(map(len, names)) > MAX_NAME_CHARS:
         raise ConfigError(
-            f"--alias {printable(text)}: give names of 1 to {MAX_NAME_CHARS} characters with commas between"
+            f"--alias {printable(text)}: give names of 1 to {MAX_NAME_CHARS} characters separated by commas"
         )
     return tuple(dict.fromkeys(names))

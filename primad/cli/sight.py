@@ -1,4 +1,4 @@
-"""What commands find out about other devices: who is in sight, by which name, and what the daemon that runs here says."""
+"""Facts about other devices for commands: devices in sight, their names, and the local daemon's view of them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 _LOOK_S: Final = 2.0
 """How long to look for a device by its name."""
 _DESCRIBE_S: Final = 2.0
-"""How long to wait for what the daemon that runs here knows besides."""
+"""How long to wait for the local daemon."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonReport:
-    """What the daemon that runs here says: how devices stand, by name, the keys of those that its head introduced, of heads
-    that revoked it, and of devices that do not work for it, with the reason."""
+    """The local daemon's view: states of devices by name, keys that its head introduced, heads that revoked it, and
+    devices that do not work for it, with the reason."""
 
     states: Mapping[str, str] = field(default_factory=dict)
     introduced: frozenset[str] = frozenset()
@@ -34,7 +34,7 @@ class DaemonReport:
 
 
 def report(home: Path) -> DaemonReport:
-    """What the daemon of ``home`` says of other devices; nothing when none runs or answers."""
+    """The view of the daemon of ``home``; empty if none runs or replies."""
     from primad.network.admin import Describe, Described, ask, is_running
 
     if not is_running(home):
@@ -62,14 +62,14 @@ def _texts(said: object) -> dict[str, str]:
 
 
 def newest_of(peers: Sequence[Peer]) -> dict[str, Peer]:
-    """The latest announcement of each device, by key. One that was renamed may be about under both names for a while."""
+    """The latest announcement of each device, by key. A renamed device may appear under both names for a while."""
     return {peer.key: peer for peer in sorted(peers, key=lambda peer: peer.revision)}
 
 
 def called(config: Config, name: str) -> list[Peer]:
-    """The devices in sight that 'primad devices' shows as ``name``, or that call themselves so; each may be behind a port.
+    """The devices in sight that 'primad devices' shows as ``name``, or that announce that name; each may have a port.
 
-    Anyone can announce any name: whoever acts on it says which device was found.
+    Anyone can announce any name, so callers must show which device was found.
     """
     from primad.trust.identity import load_identity
     from primad.trust.trust import TrustStore
@@ -84,7 +84,7 @@ def called(config: Config, name: str) -> list[Peer]:
 
 
 def peers_in_sight(config: Config, seconds: float) -> list[Peer]:
-    """All that announce themselves while it is looked for them. Raises ``ClusterError`` when there is no way to look."""
+    """All devices that announce themselves meanwhile. Raises ``ClusterError`` if discovery does not work."""
     from primad.network.discovery import look
 
     with RichReporter(err).waiting("looking for devices"):

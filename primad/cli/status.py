@@ -1,4 +1,4 @@
-"""``primad status``: what a running head and its devices do and hold, beside what the plan predicted."""
+"""``primad status``: the state of a running head and its devices, next to the plan's predictions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ANSWER_TIMEOUT_S: Final = 15.0
 """The head gives its devices five seconds."""
 EVERY_S: Final = 1.0
 _PLAIN_WIDTH: Final = 160
-"""Columns where no terminal says how many there are."""
+"""Columns if there is no terminal."""
 _UNKNOWN: Final = "?"
 
 
@@ -44,13 +44,13 @@ def status(
     url: Url = None,
     head: HeadName = None,
     api_key: Key = None,
-    json: Annotated[bool, typer.Option("--json", help="Print what the endpoint says, as JSON.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the endpoint's JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second, until Ctrl-C.")] = False,
 ) -> None:
-    """Show what a running head and its devices do and hold: layers, memory, reading, pressure.
+    """Show the state of a running head and its devices: layers, memory, disk reads, memory pressure.
 
-    Bytes read and stalls are means of a token since the status before; below each device stands what the plan predicted.
-    With --watch it also says how quick the ring is now, what each hop takes, and what happened, as the page does.
+    Bytes read and stalls are means per token; the plan's predictions are below each device. --watch adds the ring's
+    speed, hops and events, like the page.
 
     Examples:
 
@@ -86,7 +86,7 @@ def _print_json(client: httpx.Client, url: str, *, watch: bool) -> None:
 
 
 def _watch(first: StatusBody, ask: Callable[[], StatusBody]) -> None:
-    """In place on a terminal, one after the other elsewhere. A head that goes away is asked until it is there again."""
+    """In place on a terminal, one after the other elsewhere. A head that goes away is retried until it returns."""
     from rich.live import Live
 
     shown = _Watched(Look(first, _now_s()))
@@ -103,7 +103,7 @@ def _watch(first: StatusBody, ask: Callable[[], StatusBody]) -> None:
 
 
 class _Watched:
-    """What is shown of a head: ``drawn``, or why nothing new is known."""
+    """The display of a head: ``drawn``, or why it is not updated."""
 
     def __init__(self, first: Look) -> None:
         self._before: Look | None = None
@@ -111,7 +111,7 @@ class _Watched:
         self._draw(first)
 
     def ask(self, ask: Callable[[], StatusBody]) -> None:
-        """Ask again. Raises ``ClusterError`` only where waiting is of no use: the endpoint wants another key."""
+        """Update. Raises ``ClusterError`` only if waiting is useless: the endpoint requires another key."""
         from rich.text import Text
 
         try:
@@ -119,7 +119,7 @@ class _Watched:
         except KeyRefusedError:
             raise
         except ClusterError as exc:
-            self.drawn = Text(f"{exc} (asked again every second, until Ctrl-C)")
+            self.drawn = Text(f"{exc} (retrying every second, until Ctrl-C)")
 
     def _draw(self, now: Look) -> None:
         from rich.console import Group
@@ -138,7 +138,7 @@ def _now_s() -> float:
 
 
 def _ask(client: httpx.Client, url: str) -> tuple[str, StatusBody]:
-    """What the endpoint says, as it says it and as it is understood. Raises ``ClusterError`` when no head answers."""
+    """The endpoint's status, raw and parsed. Raises ``ClusterError`` if no head responds."""
     import msgspec
 
     from primad.api.http.status import decoder
@@ -147,13 +147,11 @@ def _ask(client: httpx.Client, url: str) -> tuple[str, StatusBody]:
     response = client.get("/status")
     check_let_in(url, response.status_code)
     if response.status_code != 200:
-        raise ClusterError(f"{url}: answered {response.status_code}; is it a head, 'primad serve'?")
+        raise ClusterError(f"{url}: returned {response.status_code}; is it a head, 'primad serve'?")
     try:
         return response.text, decoder.decode(with_new_keys(response.content))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise ClusterError(
-            f"{url}: answers, but not as a head of this version of primad does: {printable(exc)}"
-        ) from exc
+        raise ClusterError(f"{url}: responds, but not like a head of this version of primad: {printable(exc)}") from exc
 
 
 def render(status: StatusBody) -> RenderableType:
@@ -175,16 +173,16 @@ def _title(status: StatusBody) -> str:
     if status.epoch is not None:
         words.append(f"epoch {status.epoch}")
     if status.rounds is not None:
-        words.append(f"{show_count(status.rounds, 'round')} a token")
+        words.append(f"{show_count(status.rounds, 'round')} per token")
     if status.sequences is not None and status.sequences > 1:
-        words.append(f"{status.sequences} answers at once")
+        words.append(f"{status.sequences} concurrent requests")
     if status.predicted is not None:
-        words.append(f"predicted {show_speed(status.predicted.tokens_per_s)}")
+        words.append(f"forecast: {show_speed(status.predicted.tokens_per_s)}")
     return ", ".join(words)
 
 
 def _notes(status: StatusBody) -> list[str]:
-    """What the table does not say: who did not answer, who is not in the ring, and where the plan is wrong."""
+    """Notes below the table: silent devices, devices outside the ring, and errors of the forecast."""
     from primad.api.http.status import wrong_line
 
     silent = [f"{printable(device.name)}: {_why_silent(device)}" for device in status.devices if device.ring is None]
@@ -205,15 +203,11 @@ def _notes(status: StatusBody) -> list[str]:
 
 
 def _why_silent(device: DeviceStatus) -> str:
-    return (
-        "computes a long step, as of a prompt; its figures come after it"
-        if device.computes
-        else "did not answer in time"
-    )
+    return "computes a long step, such as a prompt; its figures follow" if device.computes else "timed out"
 
 
 def _kept(kv: KvStatus) -> list[str]:
-    """How the KV cells of answers are kept, and what came of it."""
+    """Replication and recovery of the KV cache."""
     lines = [
         f"{printable(copy.device)}: its KV cache is not replicated, {printable(copy.why)}"
         for copy in kv.copies
@@ -222,22 +216,22 @@ def _kept(kv: KvStatus) -> list[str]:
     where = ", ".join(f"{printable(copy.device)}'s by {printable(copy.replica)}" for copy in kv.copies if copy.replica)
     if where:
         lines.append(
-            f"KV cells kept twice: {where}; {show_bytes(kv.replicated_bytes)} now, {kv.lag_tokens} tokens behind"
+            f"KV cache replicated: {where}; {show_bytes(kv.replicated_bytes)} now, {kv.lag_tokens} tokens behind"
         )
     if kv.restores:
         lines.append(
-            f"{kv.restores} times a ring went on with answers of another one: {kv.restored_tokens} tokens were there "
-            f"within {kv.restore_s:.1f} s, {kv.computed_again_tokens} were computed again"
+            f"{kv.restores} times a ring resumed requests of another one: {kv.restored_tokens} tokens were restored "
+            f"within {kv.restore_s:.1f} s, {kv.computed_again_tokens} recomputed"
         )
     return lines
 
 
 def _drafts(drafts: DraftFigures) -> str:
-    """What became of tokens that were drafted."""
+    """Outcome of draft tokens."""
     return (
-        f"{drafts.drafted} tokens computed ahead: {drafts.accepted / drafts.drafted:.0%} were right, "
-        f"{drafts.skipped / drafts.drafted:.0%} were skipped; {drafts.tokens_per_pass:.2f} tokens of an answer a lap"
-        + (f"; a model drafts on {printable(drafts.model_on)}" if drafts.model_on is not None else "")
+        f"{drafts.drafted} draft tokens: {drafts.accepted / drafts.drafted:.0%} accepted, "
+        f"{drafts.skipped / drafts.drafted:.0%} skipped; {drafts.tokens_per_pass:.2f} tokens per ring pass"
+        + (f"; draft model on {printable(drafts.model_on)}" if drafts.model_on is not None else "")
     )
 
 
@@ -245,13 +239,13 @@ def _embedding(embedding: EmbeddingStatus) -> str:
     held = "" if embedding.rss_bytes is None else f", {show_bytes(embedding.rss_bytes)}"
     errors = "" if not embedding.errors else f", {embedding.errors} of them with errors"
     return (
-        f"{printable(embedding.model)} for embeddings: {'alive' if embedding.alive else 'not there'}{held}, "
+        f"{printable(embedding.model)} for embeddings: {'alive' if embedding.alive else 'not running'}{held}, "
         f"{embedding.requests} requests{errors}, {embedding.tokens} tokens in {embedding.compute_s:.1f} s"
     )
 
 
 def _table(status: StatusBody) -> Table:
-    """Two rows a device: what is, and what was planned."""
+    """Two rows per device: measured and planned."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -278,7 +272,7 @@ def _table(status: StatusBody) -> Table:
 
 def _is(device: DeviceStatus) -> list[str]:
     memory, ring = device.memory, device.ring
-    unwatched = _UNKNOWN if ring is None else "-"  # where nothing can be given back, nobody looks
+    unwatched = _UNKNOWN if ring is None else "-"  # without anything to free, pressure is not watched
     pressure = unwatched if memory.pressure is None else printable(memory.pressure, 12)
     rss = _UNKNOWN if ring is None else show_bytes(ring.rss_bytes)
     return [printable(device.name), str(device.layers), *_figures(memory, bool(memory.streams_output)), pressure, rss]
@@ -291,7 +285,7 @@ def _planned(device: DeviceStatus) -> list[str]:
 
 
 def _figures(figures: MemoryFigures | PlannedFigures, streams_output: bool = False) -> list[str]:
-    """The columns that both rows have: resident, streamed, read ahead, read, stall."""
+    """The columns of both rows: resident, streamed, read-ahead, read, stall."""
     streamed = _UNKNOWN if figures.streamed is None else f"{figures.streamed}{' + output' * streams_output}"
     read_ahead, read, stall = figures.read_ahead_bytes, figures.bytes_read_per_token, figures.stall_ms_per_token
     return [

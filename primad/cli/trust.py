@@ -1,4 +1,4 @@
-"""``primad devices trust`` and ``revoke``: trust given by hand, and taken back. A daemon that runs here notices at once."""
+"""``primad devices trust`` and ``revoke``: trust given by hand, and revoked. A running daemon notices at once."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def trust(
-    name: Annotated[str, typer.Argument(help="What to call the device.")],
-    key: Annotated[str, typer.Option(help="Its key, as 'primad devices' shows it there: 64 digits.")],
+    name: Annotated[str, typer.Argument(help="A name for the device.")],
+    key: Annotated[str, typer.Option(help="Its key, from 'primad devices' there: 64 digits.")],
     head: Annotated[
-        bool, typer.Option("--head", help="It may give this device work and introduce other devices to it.")
+        bool, typer.Option("--head", help="Trust it as a head: it may give this device work and introduce others.")
     ] = False,
     home: Home = None,
 ) -> None:
-    """Trust a device by its key, without a code. Do the same there with the key of this one.
+    """Trust a device by its key, without a code. Do the same there with this device's key.
 
     Examples:
 
@@ -39,18 +39,18 @@ def trust(
 
     store, own = _store(home)
     device = store.add(trusted_now(name, parse_key(key), BY_HAND, HEAD if head else WORKER))
-    out.print(f"{device.device} is trusted here as a {device.role} now; its fingerprint is {fingerprint(device.key)}")
+    out.print(f"{device.device} is trusted here as a {device.role}; its fingerprint is {fingerprint(device.key)}")
     there = f"primad devices trust {own.device} --key {key_hex(own.key)}{'' if head else ' --head'}"
-    out.print(f"on {device.device} type, if you have not: {there}")
+    out.print(f"if you have not yet, type on {device.device}: {there}")
 
 
 def revoke(
     device: Annotated[
-        str, typer.Argument(help="Its name as 'primad devices' shows it, or its key.", autocompletion=trusted_names)
+        str, typer.Argument(help="Its name or key, from 'primad devices'.", autocompletion=trusted_names)
     ],
     home: Home = None,
 ) -> None:
-    """Trust a device no longer, whoever introduces it, until you pair with it again.
+    """Stop trusting a device, even if a head introduces it, until you pair with it again.
 
     Examples:
 
@@ -62,15 +62,15 @@ def revoke(
     with contextlib.suppress(ConfigError):  # a name, then
         device = parse_key(device)
     for each in store.revoke(device if store.is_known(device) else _key_of(device, store, home)):
-        out.print(f"{each.device} is not trusted here any more ({fingerprint(each.key)})")
-    out.print("a head tells it and its other devices; a device that was paired with it directly still trusts it")
+        out.print(f"{each.device} is no longer trusted here ({fingerprint(each.key)})")
+    out.print("a head notifies it and its other devices; devices that were paired with it directly still trust it")
 
 
 def _key_of(name: str, store: TrustStore, home: Path | None) -> str:
-    """The key of the trusted device in sight that calls itself ``name`` by now; ``name`` where there is none, or several."""
+    """The key of the trusted device in sight that now announces ``name``; ``name`` if there is none, or several."""
     from primad.cli.sight import called
 
-    with contextlib.suppress(ClusterError):  # no network: nobody is in sight
+    with contextlib.suppress(ClusterError):  # no network: no device is in sight
         found = {peer.key for peer in called(load_config({"home": home}), name) if store.trusts(peer.key)}
         if len(found) == 1:
             return found.pop()
@@ -78,7 +78,7 @@ def _key_of(name: str, store: TrustStore, home: Path | None) -> str:
 
 
 def _store(home: Path | None) -> tuple[TrustStore, TrustedDevice]:
-    """The trust of ``home``, and this device as others would trust it."""
+    """The trust of ``home``, and this device as others see it."""
     from primad.trust.identity import load_identity
     from primad.trust.trust import BY_HAND, TrustStore, trusted_now
 

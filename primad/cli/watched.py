@@ -1,4 +1,4 @@
-"""What ``primad status --watch`` shows besides the status: how quick the ring is, its hops, events, as the page does."""
+"""The additions of ``primad status --watch``: the ring's speed, hops and events, like the page."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _UNKNOWN: Final = "?"
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A status, and when it was seen, in seconds of a clock that does not go back."""
+    """A status and its time, in seconds of a monotonic clock."""
 
     status: StatusBody
     at_s: float
 
 
 def watched(now: Look, before: Look | None) -> list[RenderableType]:
-    """What is between two looks, and the ring as it goes round."""
+    """The change between two statuses."""
     from rich.text import Text
 
     parts: list[RenderableType] = [Text(_speeds(now, before), style="bold")]
@@ -44,15 +44,15 @@ def _speeds(now: Look, before: Look | None) -> str:
     written = _rate(now, before, _written)
     words.append("? tokens/s now" if written is None else f"{show_speed(written)} now")
     if status.tokens is not None:
-        words.append(f"{status.tokens.answers_open} answers open, {status.tokens.completion} tokens written")
+        words.append(f"{status.tokens.answers_open} open requests, {status.tokens.completion} tokens generated")
     if status.measured is not None:
         took, planned = status.measured.tpot_ms, status.measured.predicted_tpot_ms
-        words.append(f"a token took {show_ms(took)}, {show_ms(planned)} were planned")
+        words.append(f"{show_ms(took)} per token, {show_ms(planned)} planned")
     return "; ".join(words)
 
 
 def _ring(now: Look, before: Look | None) -> Table:
-    """A row a device, in ring order: what it computes, what that takes, and the way to the next one."""
+    """A row per device, in ring order: its layers, its time per token, and the hop to the next one."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -101,7 +101,7 @@ def _find(status: StatusBody, name: str) -> int | None:
 
 
 def _rate(now: Look, before: Look | None, read: Callable[[StatusBody], int | None]) -> float | None:
-    """How much came in a second of something that only grows; None where that is not known."""
+    """The rate of a counter per second; None if unknown."""
     if before is None or now.at_s <= before.at_s:
         return None
     later, earlier = read(now.status), read(before.status)

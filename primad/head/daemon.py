@@ -1,8 +1,8 @@
-"""``primad serve``: the shell around the membership core. It tells the core what happens and does what the core decides.
+"""``primad serve``: the shell around the membership core. It passes events to the core and carries out its decisions.
 
 Devices are found and greeted (``head/members/devices.py``), plans are solved (``head/rings/planner.py``), rings are
-formed beside each other and handed over (``head/rings/rings.py``); the HTTP endpoint stays up throughout. Before it
-serves for the first time, what cannot be cured ends the program with one clear line.
+formed side by side and handed over (``head/rings/rings.py``); the HTTP endpoint stays up throughout. Before the first
+ring serves, an incurable error ends the program with one clear line.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from primad.system.tasks import Tasks
 from primad.trust.trust import WORKER
 
 HOLD_S: Final = 900.0
-"""Open answers wait at most this long for a ring that is on its way: layers may have to cross a slow network first."""
+"""The longest that open requests wait for a ring in preparation: layers may have to cross a slow network first."""
 _MAX_EVENTS: Final = 10_000
 NEWS_KEPT: Final = 100
 PAUSED: Final = "paused by the owner of this head"
@@ -158,9 +158,9 @@ class HeadDaemon:
         )
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises ``PrimadError`` when it cannot serve in the first place."""
+        """Serve until cancelled. Raises ``PrimadError`` if it cannot start."""
         async with AsyncExitStack() as stack:
-            stack.callback(self._context.destroy, linger=0)  # also what was not begun yet when the end came
+            stack.callback(self._context.destroy, linger=0)  # also what had not begun at the end
             await stack.enter_async_context(Gate(self._context, self._node.trust.trusts))
             stack.callback(self._devices.close)
             stack.push_async_callback(self._tasks.close)
@@ -204,15 +204,15 @@ class HeadDaemon:
                 finally:
                     for service in services:
                         service.cancel()
-                    # Beside each other: to say goodbye takes a while, and so does the end of a ring process.
+                    # Concurrently: to say goodbye takes a while, and so does the end of a ring process.
                     await asyncio.gather(self._devices.farewell(), sight.aclose(), self._rings.close())
                     await self._cells.clear()
 
     async def _drive(self) -> None:
-        """Ask the core about everything that happens, and do what it says."""
+        """Pass every event to the core, and carry out its decisions."""
         loop = asyncio.get_running_loop()
         state = types.State(settings=self._settings(), started_s=loop.time())
-        # Named devices said welcome already: they are known before it is asked whether all are there.
+        # Named devices have been welcomed already: they are known before the core checks whether all are there.
         event: types.Event = types.Tick() if self._events.empty() else self._events.get_nowait()
         while True:
             now = loop.time()
@@ -224,7 +224,7 @@ class HeadDaemon:
             for effect in effects:
                 self._do(effect)
             self._report_who_is_awaited(now)
-            wake = wake_at(state, now)  # what came due since is over at once
+            wake = wake_at(state, now)  # overdue timers have fired by now
             event = types.Tick()
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(wake):
@@ -244,7 +244,7 @@ class HeadDaemon:
         wait_s = 0.0 if config.devices else self._node.timings.head.look_s
         if options.wait:
             wait_s = math.inf if options.wait_timeout_s is None else options.wait_timeout_s
-        elif options.wait is None and self._missing:  # who is named is waited for
+        elif options.wait is None and self._missing:  # named devices are waited for
             wanted, wait_s = len(config.devices), math.inf
         return types.Settings(
             head=config.name,
@@ -260,7 +260,7 @@ class HeadDaemon:
         )
 
     async def _refine(self) -> None:
-        """Measure this device better when it is idle; plans from then on know."""
+        """Measure this device better when it is idle; later plans use it."""
         if await self._profile.refine():
             self._planner.forget()
             self.post(types.DevicesCorrected(frozenset({self._config.name})))
@@ -271,7 +271,7 @@ class HeadDaemon:
         self.post(types.DeviceMemoryRecovered(self._config.name))
 
     def post(self, event: types.Event) -> None:
-        """Something happened: the core is asked about it in turn."""
+        """Post an event, which the core handles in turn."""
         self._events.put_nowait(event)
 
     def _do(self, effect: types.Effect) -> None:
@@ -297,13 +297,13 @@ class HeadDaemon:
                 raise ClusterError(reason)
 
     def describe(self, what: str) -> None:
-        """What the health check and the owner are told goes on, while nothing is served."""
+        """The line about the current state for health check and owner, while nothing is served."""
         if not self._backend.health().taken:
             self._backend.describe(what)
             self._reporter.wait(what)
 
     def _around(self) -> dict[str, Any]:
-        """What the status says whether or not a ring serves."""
+        """The part of the status that does not depend on a ring."""
         return {"cluster": self._cluster(), "events": list(self._news)}
 
     def _cluster(self) -> list[dict[str, Any]]:

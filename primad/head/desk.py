@@ -1,4 +1,4 @@
-"""The head's desk: what its owner sees and does by way of the page."""
+"""The head's admin API: what its owner sees and does through the page."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MAX_IMAGINED: Final = 8
 
 
 class HeadAdminApi:
-    """The desk of one head. ``offered_forecast`` is what the ring that serves promises."""
+    """The admin API of one head. ``offered_forecast`` is the serving ring's forecast."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class HeadAdminApi:
         labels = self._devices.labels  # which a head that serves alone does not look for
         known = {labels.get(each.key, each.device) for each in self._node.trust.entries()}
         if device_limit.device not in known or device_limit.device == self._node.config.name:
-            raise ClusterError(f"{printable(device_limit.device, 70)}: is no other device that is trusted here")
+            raise ClusterError(f"{printable(device_limit.device, 70)}: not another device that is trusted here")
         is_less = await asyncio.to_thread(self._device_limits.put, device_limit)
         self._planner.forget()
         self._core.post(
@@ -117,11 +117,11 @@ class HeadAdminApi:
 
     async def what_if(self, asked: OtherCluster) -> Imagined:
         if self._imagining:
-            raise RequestError("another plan is being tried; ask again in a moment", status=429, code="busy")
+            raise RequestError("another what-if is being planned; try again in a moment", status=429, code="busy")
         for name in asked.without:
             if name not in self._devices.workers:
                 known = ", ".join(sorted(self._devices.workers)) or "none"
-                raise ClusterError(f"{printable(name, 70)}: is no device to leave out; there are: {known}")
+                raise ClusterError(f"{printable(name, 70)}: not a device to leave out; there are: {known}")
         self._imagining = True
         try:
             more = await asyncio.to_thread(_profiles, asked.profiles, {self._node.config.name, *self._devices.workers})
@@ -144,14 +144,14 @@ def _folder() -> Path:
 
 
 def _profiles(names: Sequence[str], taken: set[str]) -> list[DeviceProfile]:
-    """The profiles of ``names`` that come with primad, each under a name that no device has. Raises ``ClusterError``."""
+    """The built-in profiles ``names``, each under a name that no device has. Raises ``ClusterError``."""
     if len(names) > MAX_IMAGINED:
-        raise ClusterError(f"{len(names)} more devices are too many to try; give {MAX_IMAGINED} at most")
+        raise ClusterError(f"{len(names)} more devices are too many; give {MAX_IMAGINED} at most")
     found = []
     for name in names:
         path = _folder() / f"{name}.json"
         if not NAME.fullmatch(name) or not path.is_file():
-            raise ClusterError(f"{printable(name, 70)}: is no profile that comes with primad")
+            raise ClusterError(f"{printable(name, 70)}: not a built-in profile")
         free = next(each for each in chain([name], (f"{name}-{i}" for i in count(2))) if each not in taken)
         taken.add(free)
         found.append(replace(load_profile(path).device, device=free, host=free))
@@ -160,7 +160,7 @@ def _profiles(names: Sequence[str], taken: set[str]) -> list[DeviceProfile]:
 
 def _imagined(forecast: Forecast, now: Forecast | None) -> Imagined:
     prediction, before = forecast.prediction, None if now is None else now.prediction
-    assert prediction is not None, "a plan that was solved promises something"
+    assert prediction is not None, "a solved plan has a forecast"
     return Imagined(
         tokens_per_s=1 / prediction.tpot_s,
         ttft_ms=prediction.ttft_s * 1e3,
@@ -182,7 +182,7 @@ def _imagined(forecast: Forecast, now: Forecast | None) -> Imagined:
 def known_devices(
     trust: TrustStore, labels: Mapping[str, str], peers: Iterable[Peer], device_limits: DeviceLimits
 ) -> list[KnownDevice]:
-    """Those that are trusted, with their ``labels`` by key, those that were, and those in sight; each by name."""
+    """The trusted devices, with their ``labels`` by key, formerly trusted ones, and those in sight; each by name."""
     in_sight = {peer.key: peer.device for peer in peers}
     trusted = {each.key: each for each in trust.entries()}
     revoked = {each.key: each for each in trust.lost()}

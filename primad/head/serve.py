@@ -1,4 +1,4 @@
-"""Start and stop a head: what can be judged first, then its HTTP server and its daemon in one task group."""
+"""Starts and stops a head: checks options first, then runs its HTTP server and its daemon in one task group."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ from primad.system.processors import usable_cores
 
 HTTP_GRACE_S: Final = 1
 EMBEDDING_NICE: Final = 10
-"""An answer's next token goes before embeddings."""
+"""A request's next token precedes embeddings."""
 OWN_COMMANDS: Final = "--own-commands"
-"""The name of the key with which this user's commands ask; none of a file begins so."""
+"""The name of the key of this user's commands; no name in a key file starts like that."""
 NO_TEMPLATE: Final = (
-    "the model file has no chat template, so the model may not be made for chat; messages go to it as ChatML, "
-    "or as --chat-template FILE has them"
+    "the model file has no chat template, so the model may not be made for chat; messages are formatted as ChatML, "
+    "or with --chat-template FILE"
 )
 
 
 def template_of(given: str | None, header: Header, reporter: Reporter) -> str | None:
-    """The chat template: the ``given`` one, the file's, or None, which is ChatML. The owner is told of that: a model that
-    does not know it answers in its marks, which would look like a fault of the server."""
+    """The chat template: the ``given`` one, the file's, or None, which is ChatML. The owner is warned of that: a model
+    that does not know it emits its own marks, which would look like a fault of the server."""
     template = given or chat_template_of(header)
     if template is None:
         reporter.report_line(NO_TEMPLATE)
@@ -74,7 +74,8 @@ def template_of(given: str | None, header: Header, reporter: Reporter) -> str | 
 
 
 def check_options(options: ServeOptions, config: Config, header: Header, model: ModelProfile) -> None:
-    """Judge all that can be judged before the network is touched. Raises ``ConfigError``, ``PlanError``, ``ModelError``."""
+    """Check everything that can be checked without the network. Raises ``ConfigError``, ``PlanError``,
+    ``ModelError``."""
     check_run(options.run, model, options.draft)
     if is_for_several(options, config):
         cuttable(header)
@@ -83,9 +84,9 @@ def check_options(options: ServeOptions, config: Config, header: Header, model: 
 def as_it_can_be(
     options: ServeOptions, config: Config, header: Header, reporter: Reporter, why_not: str = ""
 ) -> ServeOptions:
-    """``options``, with this device alone for a model that cannot be cut, where no other devices were asked for.
+    """``options``, with this device alone for a model that cannot be cut, if no other devices were requested.
 
-    ``why_not`` says of one that is not certified why not. Raises ``NotCutError`` for that where others were asked for.
+    ``why_not`` is the reason why a model is not certified. Raises ``NotCutError`` if other devices were requested.
     """
     is_asked = is_for_several(options, config)
     if why_not and is_asked:
@@ -101,9 +102,9 @@ def as_it_can_be(
 def draft_of(
     options: ServeOptions, config: Config, header: Header, reporter: Reporter, free_bytes: int
 ) -> tuple[DraftModel | None, bool]:
-    """The draft model, if there is one, and whether it fits ``free_bytes``, so much memory as is free here.
+    """The draft model, if there is one, and whether it fits ``free_bytes`` of free memory here.
 
-    Raises ``ConfigError`` where it cannot draft, or must here and has no room.
+    Raises ``ConfigError`` if it cannot draft, or must run here and has no room.
     """
     path, is_here = options.draft, options.single_device or options.run.draft_on == config.name
     if path == AUTO:
@@ -120,12 +121,12 @@ def draft_of(
     if not has_room:
         if is_here or why_whole(open_model(path)):
             raise ConfigError(f"{no_room_here(model, free_bytes)}; choose a smaller model")
-        reporter.report_line(f"{no_room_here(model, free_bytes)}: it drafts on a device that has room")
+        reporter.report_line(f"{no_room_here(model, free_bytes)}: it runs on a device that has room")
     return model, has_room
 
 
 def check_embedding(path: Path) -> None:
-    """Raises ``ModelError`` where ``path`` is no model, ``ConfigError`` where this device has no room for it."""
+    """Raises ``ModelError`` if ``path`` is not a model, ``ConfigError`` if this device has no room for it."""
     needed, free = facts_of(open_model(path)).size_bytes or 0, memory().available_bytes
     if needed > free:
         raise ConfigError(
@@ -137,7 +138,7 @@ def check_embedding(path: Path) -> None:
 def serve(
     config: Config, source: Path | RangedModel, options: ServeOptions, http_host: str, reporter: Reporter
 ) -> None:
-    """Run the head until it is stopped. Everything that can be judged without the network is judged first."""
+    """Run the head until it is stopped. Everything that needs no network is checked first."""
     ranged = source if isinstance(source, RangedModel) else None
     header = open_model(source) if isinstance(source, Path) else source.header
     adapters = open_adapters(options.lora, header)
@@ -168,7 +169,7 @@ def serve(
         async def main() -> None:
             service = service_of(node, header, model, options, ranged, draft, adapters, head_has_room=has_room)
             texts = TextService(str(service.model.file), template)
-            # A state cannot be cut back to what two prompts have in common.
+            # A state cannot be cut back to a common prefix of two prompts.
             backend = RingBackend(texts=texts, max_wait_s=options.max_wait_s, reuses=not model.is_recurrent)
             embedding = _embedding_of(options, config)
             head = HeadDaemon(
@@ -187,7 +188,7 @@ def serve(
                 try:
                     await asyncio.wait([heading])
                 finally:
-                    # Open answers end with an error now, and the server need not wait for them.
+                    # Open requests end with an error now, and the server need not wait for them.
                     backend.fail("primad is stopping")
                     http.should_exit = True
                     heading.cancel()
@@ -212,13 +213,13 @@ def _embedding_of(options: ServeOptions, config: Config) -> EmbeddingService | N
 
 
 async def _run(head: HeadDaemon, embedding: EmbeddingService | None, reporter: Reporter) -> None:
-    """Run the head behind ``embedding``, whose memory its plan then sees, and end both."""
+    """Run the head after ``embedding`` has started, so that its plan sees the used memory, and end both."""
     try:
         if embedding is not None:
             ready = await embedding.start()
             reporter.report_line(
-                f"{embedding.name} is loaded for embeddings: {ready.width} numbers each, texts of at most "
-                f"{ready.max_text_tokens} tokens; its process holds {show_bytes(ready.bytes)}"
+                f"{embedding.name} serves embeddings of {ready.width} numbers for texts of at most "
+                f"{ready.max_text_tokens} tokens; its process uses {show_bytes(ready.bytes)}"
             )
         await head.run()
     finally:
@@ -227,7 +228,7 @@ async def _run(head: HeadDaemon, embedding: EmbeddingService | None, reporter: R
 
 
 def local_url(host: str, port: int) -> str:
-    """The endpoint that listens at ``host``, as programs on this device reach it."""
+    """The URL of the endpoint that listens at ``host``, for programs on this device."""
     reached = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
     return f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
 
@@ -240,7 +241,7 @@ class _HttpServer(uvicorn.Server):
         self._close = close
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End; pages that listen are let go first."""
+        """End; listening pages are disconnected first."""
         self._close()
         await super().shutdown(sockets)
 
@@ -250,8 +251,8 @@ class _HttpServer(uvicorn.Server):
 
 
 def door_of(options: ServeOptions, own_key: str) -> Door:
-    """Who is let in where no keys were asked for: everybody who reaches the server (``--no-auth``), or else programs of this
-    machine; with keys who has one, or ``own_key``. Raises ``ConfigError``."""
+    """The access rule: without keys everybody who reaches the server (``--no-auth``), or programs of this machine; with
+    keys their holders, or ``own_key``. Raises ``ConfigError``."""
     if options.api_key is None and options.api_key_file is None:
         return OPEN if options.no_auth else OF_THIS_MACHINE
     given = {OWN_COMMANDS: own_key} | ({} if options.api_key is None else {"--api-key": options.api_key})
@@ -292,7 +293,7 @@ def _http_server(
         lifespan="off",
         http=Patience(timings.request_timeout_s, timings.send_timeout_s, maximum=maximum).protocol,  # type: ignore[arg-type]
         ws="none",
-        log_level="error",  # its warnings are one a request that is none, as many as somebody likes to send
+        log_level="error",  # it warns once per invalid request, as many as anybody likes to send
         access_log=False,
         timeout_graceful_shutdown=HTTP_GRACE_S,
     )

@@ -1,1 +1,1 @@
-"""Who belongs to the ring: a pure core that is told events and returns what to do."""
+"""Which devices belong to the ring: a pure core that takes events and returns actions."""

@@ -1,14 +1,13 @@
-"""Who is left out when a ring broke between devices that say of each other that they did it: values in, values out.
+"""Which device is left out after a ring broke between devices that accuse each other: values in, values out.
 
-Of two neighbours one says that the other sent what is no step, or nothing. One of them is at fault, or the connection
-between them, and the head cannot see which: a device that lies may say it of each neighbour in turn. What no liar can help
-is to be party to every break of its own making. So each break is a doubt about all its parties, whoever accused whom, and
-the party with the most doubts is left out: after the first honest neighbour it is the liar. Two that only ever accuse each
-other are left out in turn. The head is trusted and never a party: a break between it and its neighbour
-is the neighbour's alone.
+One of two neighbours says that the other sent an invalid step, or nothing. One of them is at fault, or the connection
+between them, and the head cannot see which: a liar may accuse each neighbour in turn. But a liar is party to every
+break that it causes. So each break raises doubt about all its parties, whichever accused which, and the party with the
+most doubts is left out: after the first honest neighbour it is the liar. Two that only ever accuse each other are left
+out in turn. The head is trusted and never a party: a break between it and its neighbour is the neighbour's alone.
 
-A connection may be interrupted once, as by a router that starts anew. So nobody is left out for the first break of a ring
-that served, if none of its parties was in doubt.
+A connection may be interrupted once, for example by a restarting router. So no device is left out for the first break
+of a ring that served, if none of its parties was in doubt.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from typing import Final
 from primad.membership.types import Device, RingFailed, State
 
 DOUBT_S: Final = 1800.0
-"""A device that was party to no break for so long is beyond doubt."""
+"""A device that was party to no break for this long is beyond doubt."""
 
 
 def doubt(state: State, event: RingFailed, now: float) -> State:
-    """Each of the parties to ``event`` is in doubt once more."""
+    """Raise the doubt about each party to ``event``."""
     doubted = {name: _doubted(state.devices[name], now) for name in event.parties if name in state.devices}
     return replace(state, devices={**state.devices, **doubted})
 
@@ -34,9 +33,10 @@ def _doubted(device: Device, now: float) -> Device:
 
 
 def culprit(state: State, event: RingFailed, *, served: bool) -> str | None:
-    """Who is left out for ``event``, whose parties are in doubt already; ``served``: the ring had served.
+    """The device to leave out for ``event``, whose parties are in doubt already; ``served``: the ring had served.
 
-    ``event.device`` failed by its own account, or by the head's: another party must be in more doubt to be left out instead.
+    ``event.device`` failed by its own account, or by the head's: another party is left out instead only if it is in
+    more doubt.
     """
     parties = [name for name in event.parties if name in state.devices]
     if not parties:
@@ -46,6 +46,6 @@ def culprit(state: State, event: RingFailed, *, served: bool) -> str | None:
         device = state.devices[name]
         return device.doubts, name == event.device, -device.failures
 
-    worst = max(parties, key=weight)  # of equals the first, who is accused
+    worst = max(parties, key=weight)  # of equals the first, the accused
     is_first = event.device is None and state.devices[worst].doubts == 1
     return None if served and is_first else worst

@@ -1,4 +1,4 @@
-"""What is due in the membership core, whatever the event was: silence, greetings, measuring, and whether to try a ring."""
+"""What is due in the membership core after any event: silence, greetings, measuring, and whether to try another ring."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from primad.membership.types import (
 )
 
 RELIEVE_S: Final = 60.0
-"""Between two looks for a plan that asks less of devices which are short of memory."""
+"""Between two searches for a plan that uses less of devices which are short of memory."""
 LOAD_STALL_S: Final = 300.0
-"""A device that loads and gets no further for so long is not waited for."""
+"""A device that loads without progress for this long is not waited for."""
 LOAD_PARTS: Final = 16
-"""Further is so much of all that it lacks, or of its windows: who needs more than 80 minutes is not waited for either."""
+"""Progress is this share of all missing bytes, or of its windows: so a device that needs more than 80 minutes is not
+waited for either."""
 REGAIN_S: Final = 60.0
-"""Between two looks for a better plan since devices have room again."""
+"""Between two searches for a better plan since devices have room again."""
 _ON_THEIR_WAY: Final = (DevicePhase.PAIRED, DevicePhase.PROFILED, DevicePhase.SUSPECTED)
 
 
 def settled_s(state: State, serving: ServingRing) -> float:
-    """When ``serving`` has served for so long that another ring may be looked for."""
+    """When ``serving`` has served long enough to look for another ring."""
     return serving.since_s + state.settings.timings.settle_s
 
 
@@ -52,9 +53,9 @@ def pursue(state: State, now: float, effects: list[Effect]) -> State:
 
 
 def wake_at(state: State, now: float) -> float | None:
-    """When a ``Tick`` is due if nothing else happens, None when time alone changes nothing.
+    """When a ``Tick`` is due if nothing else happens, None if time alone changes nothing.
 
-    ``state`` is what a step at ``now`` returned, at that very time: what came due between two times would be due for nobody.
+    ``state`` is the result of a step at ``now``: otherwise something that came due in between would be missed.
     """
     settings, timings = state.settings, state.settings.timings
     if state.ended:
@@ -111,7 +112,7 @@ def _greet(state: State, now: float, effects: list[Effect]) -> State:
 
 
 def _swap(state: State, now: float, effects: list[Effect]) -> State:
-    """A ring that is formed serves, unless it waits for a suspected device to be gone."""
+    """A formed ring serves, unless it waits for a suspected device to be gone."""
     attempt, serving = state.attempt, state.serving
     if attempt is None or not attempt.formed or attempt.members is None:
         return state
@@ -147,7 +148,7 @@ def _swap(state: State, now: float, effects: list[Effect]) -> State:
 
 
 def _may_be_measured(state: State, device: Device, now: float) -> bool:
-    """Whether its links are not known, and all may wait for them."""
+    """Whether its links are unknown, and may be waited for."""
     return device.phase is DevicePhase.PROFILED and (state.last_resort or device.measure_at_s <= now)
 
 
@@ -157,7 +158,7 @@ def _measure_is_due(state: State, now: float) -> bool:
 
 
 def _measure(state: State, now: float, effects: list[Effect]) -> State:
-    """Measure new devices, but not beside an attempt: it would slow both, and spoil what is measured."""
+    """Measure new devices, but not during an attempt: it would slow both, and distort the measurements."""
     if state.attempt is not None or state.measuring:
         return state
     again = _measure_again_is_due(state, now)
@@ -177,7 +178,7 @@ def _measure(state: State, now: float, effects: list[Effect]) -> State:
 
 
 def _measure_again_is_due(state: State, now: float) -> bool:
-    """Whether to look if links that did not work do now: at leisure, as each of them may take seconds to say no."""
+    """Whether to check if failed links work now: rarely, as each may take seconds to fail."""
     serving, at_s = state.serving, state.again_at_s
     return serving is not None and at_s is not None and max(settled_s(state, serving), at_s) <= now
 
@@ -199,12 +200,12 @@ def _attempt(state: State, now: float, effects: list[Effect]) -> State:
         assert state.serving is not None
         why_less = {
             "other programs need the memory": state.memory_low - state.newly_limited,
-            "the owner lends less of it": state.memory_low & state.newly_limited,
+            "the owner lowered its limit": state.memory_low & state.newly_limited,
         }
         for reason, devices in why_less.items():
             if devices:
                 names = ", ".join(sorted(devices))
-                effects.append(OwnerLine(f"{names}: {reason}; looking for a plan that asks less of it"))
+                effects.append(OwnerLine(f"{names}: {reason}; looking for a plan that uses less of it"))
         instead, state = state.serving.epoch, replace(state, recover_at_s=now + RELIEVE_S)
     attempt = Attempt(epoch=epoch, why=why, candidates=candidates)
     if why is Purpose.GAIN and (state.memory_recovered or state.corrected):
@@ -227,7 +228,7 @@ def _why_any(state: State, candidates: frozenset[str], now: float) -> Purpose | 
 
 
 def _why_another(state: State, candidates: frozenset[str], now: float) -> Purpose | None:
-    """Why to try a ring beside the one that serves. What was tried in vain is not tried again with the same devices."""
+    """Why to try a ring besides the serving one. A failed attempt is not repeated with the same devices."""
     serving = state.serving
     assert serving is not None
     if any(state.devices[name].leaving for name in serving.members):
@@ -254,7 +255,7 @@ def _gathered(state: State, now: float) -> bool:
 
 
 def _too_few(state: State, now: float) -> str | None:
-    """What to tell the owner when the workers that the first ring was to wait for did not come."""
+    """The line for the owner if the workers for the first ring did not come."""
     settings = state.settings
     if state.has_served or settings.solo or settings.wanted is None or not _looked(state, now):
         return None
@@ -270,12 +271,12 @@ def _too_few(state: State, now: float) -> str | None:
 
 
 def _found(state: State, now: float) -> int:
-    """How many workers there are; one that is barred was found."""
+    """The number of workers; a barred one was found."""
     return len(usable(replace(state, last_resort=True), now))
 
 
 def _looked(state: State, now: float) -> bool:
-    """Whether the time to look for devices is over, and nothing under way may soon bring one more."""
+    """Whether the time to look for devices is over, and nothing in progress may soon bring one more."""
     look_s = state.started_s + state.settings.look_s
     greeting = any(device.greeting for device in state.devices.values())
     suspected = any(device.phase is DevicePhase.SUSPECTED for device in state.devices.values())
@@ -298,9 +299,9 @@ def _end_hold(state: State, now: float, effects: list[Effect]) -> State:
 
 
 def waiting_line(state: State, measuring: Collection[str], measuring_s: float, now: float) -> str | None:
-    """For whom ``--wait`` waits; None when it does not.
+    """The line that ``--wait`` waits, with the missing devices; None if it does not.
 
-    ``measuring`` are the trusted devices that measure themselves, which takes about ``measuring_s`` seconds.
+    ``measuring`` are the trusted devices that are measuring themselves, which takes about ``measuring_s`` seconds.
     """
     settings = state.settings
     if state.has_served or state.ended or state.attempt is not None or settings.solo or not settings.wanted:
@@ -313,7 +314,7 @@ def waiting_line(state: State, measuring: Collection[str], measuring_s: float, n
         for name, device in sorted(state.devices.items())
         if device.phase is not DevicePhase.READY and name not in measuring
     ]
-    known += [f"{name} is paired and measures itself, about {measuring_s:.0f} s more" for name in sorted(measuring)]
+    known += [f"{name} is paired and is measuring itself, about {measuring_s:.0f} s more" for name in sorted(measuring)]
     on_their_way = {name for name, device in state.devices.items() if device.phase in _ON_THEIR_WAY}
     if left > len(on_their_way | set(measuring)):
         known.append("start 'primad join' on the others")
@@ -325,10 +326,10 @@ def _standing(name: str, device: Device) -> str:
         case DevicePhase.DISCOVERED:
             return f"{name} is in sight, but not paired ('primad pair' shows a code for it)"
         case DevicePhase.PROFILED | DevicePhase.SUSPECTED:
-            return f"{name} is here, and the links to it are measured"
+            return f"{name} is here, and its links are being measured"
         case DevicePhase.GONE:
             return f"{name} is gone" + (f" ({device.reason})" if device.reason else "")
         case _:
             return f"{name} is paired" + (
-                f", but {device.reason}" if device.reason else ", and is asked what it measured"
+                f", but {device.reason}" if device.reason else ", and is being asked for its profile"
             )

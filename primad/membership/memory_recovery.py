@@ -1,12 +1,13 @@
-"""When plans may use more memory of a device that was low on it: values in, values out.
+"""Decides when plans may use more memory of a device that was low on it: values in, values out.
 
-Plans use less of a device once it has reported that memory is low (``MemoryLow``). It should compute more again when the
-owner's other programs have ended, but not when they only pause: every change of plan costs seconds, or minutes where layers
-must be fetched. So room counts only if it was there without a break for a while, the wait, and only if it makes a
-difference: what was missing, and no less than a share of all memory. When memory is low again soon after a recovery, the
-wait doubles, up to half an hour. When that happens much later, the wait begins anew.
+Plans use less of a device once it has reported that memory is low (``MemoryLow``). It should compute more again when
+the owner's other programs have ended, but not when they only pause: every change of plan costs seconds, or minutes
+where layers must be fetched. So room counts only if it was there without a break for a while, the wait, and only if it
+makes a difference: what was missing, and no less than a share of all memory. When memory is low again soon after a
+recovery, the wait doubles, up to half an hour. When that happens much later, the wait begins anew.
 
-Memory may come back in steps, as programs end one after the other, until what a plan had before the lack is there again.
+Memory may come back in steps, as programs end one after the other, until what a plan had before the lack is there
+again.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 WAIT_S: Final = 60.0
-"""Room must have been there for so long, at least."""
+"""The shortest time that room must have been there."""
 MAX_WAIT_S: Final = 1800.0
 RELAPSE_WAITS: Final = 10
-"""A lack within so many times the wait after recovery is put down to it."""
+"""A shortage within this many times the wait after recovery is attributed to it."""
 WORTH_SHARE: Final = 0.03
 """Less than this share of all memory is no reason for another plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """All that the policy remembers. Times are on the scale of ``now``; None for what was not yet.
+    """The policy's state. Times are on the scale of ``now``; None for what has not happened.
 
-    Plans have ``told_bytes`` of this device. After a lack they had ``goal_bytes`` before it (None without one), and are to
-    have more once ``enough_bytes`` are available. Since ``since_s`` that was so, and ``lowest_bytes`` could be used.
+    Plans use ``told_bytes`` of this device. Before a shortage they used ``goal_bytes`` (None without one), and may use
+    more once ``enough_bytes`` are available. That has been so since ``since_s``, with at least ``lowest_bytes``.
     """
 
     told_bytes: int
@@ -46,7 +47,7 @@ class Recovery:
 
 
 def begin(told_bytes: int, before: Recovery | None = None) -> Recovery:
-    """Plans have ``told_bytes``, as measured just now. A lack that was there ``before`` may still last."""
+    """Plans use ``told_bytes``, as measured just now. A shortage from ``before`` may still last."""
     if before is None:
         return Recovery(told_bytes=told_bytes)
     if before.goal_bytes is not None and told_bytes < before.goal_bytes:
@@ -55,15 +56,15 @@ def begin(told_bytes: int, before: Recovery | None = None) -> Recovery:
 
 
 def lowered(told_bytes: int, *, available_bytes: int, needed_bytes: int) -> int:
-    """What plans have of a device that lacks ``needed_bytes`` of ``told_bytes`` while so much is available."""
+    """What plans may use of a device that lacks ``needed_bytes`` of ``told_bytes`` while this much is available."""
     return min(max(0, told_bytes - needed_bytes), available_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes that are available, those of them that the owner lets plans use, and those beside what serves now.
+    """Available bytes, those of them that the owner allows plans to use, and those besides the serving ring.
 
-    The first two count what primad's own processes would give back. The next ring is loaded before they do: where memory is
+    The first two include what primad's own processes would free. The next ring is loaded before they do: if memory is
     short there must be room for both.
     """
 
@@ -73,7 +74,7 @@ class Room:
 
 
 def report_memory_low(recovery: Recovery, room: Room, *, needed_bytes: int, now: float) -> Recovery:
-    """The device lacks ``needed_bytes`` while there is ``room``, which may not be what it seems."""
+    """The device lacks ``needed_bytes`` while there is ``room``, which may be misleading."""
     wait_s, recovered_s = recovery.wait_s, recovery.recovered_s
     if recovered_s is not None:
         relapsed = now - recovered_s < RELAPSE_WAITS * wait_s
@@ -87,7 +88,7 @@ def report_memory_low(recovery: Recovery, room: Room, *, needed_bytes: int, now:
 
 
 def look(recovery: Recovery, room: Room, *, total_bytes: int, now: float) -> tuple[Recovery, int | None]:
-    """What becomes of ``recovery`` when there is ``room`` at ``now``; what plans may have from now on, if that changed."""
+    """The next state of ``recovery`` with ``room`` at ``now``; and what plans may use from now on, if that changed."""
     if recovery.goal_bytes is None:
         return recovery, None
     worth = int(WORTH_SHARE * total_bytes)

@@ -1,4 +1,4 @@
-"""What happened in a step of the membership core, as people are told it: pure, out of the states before and after it."""
+"""Events of a step of the membership core for people: pure, from the states before and after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from primad.membership.types import Effect, Fail, GiveUp, OwnerLine, Purpose, Se
 
 
 class NewsKind(StrEnum):
-    """What sort of news it is."""
+    """The kind of news."""
 
     JOINED = "joined"
     GONE = "gone"
@@ -55,7 +55,7 @@ def _members(state: State) -> str:
 
 
 def _why(before: State) -> str:
-    """What the ring was formed for, where that is no news of its own."""
+    """The reason of the ring, unless it is news itself."""
     attempt = before.attempt
     if attempt is None or attempt.why is Purpose.FIRST:
         return ""

@@ -1,6 +1,7 @@
-"""Who belongs to the cluster and which ring serves, as one pure function: ``step(state, event, now) -> state, effects``.
+"""Which devices belong to the cluster and which ring serves, as one pure function: ``step(state, event, now) -> state,
+effects``.
 
-Each rule stands in one place: here, in ``due.py`` (what is due) or in ``transitions.py`` (what both need):
+Each rule is in one place: here, in ``due.py`` (what is due) or in ``transitions.py`` (what both need):
 
 * A device that is silent is suspected, then gone; one whose link breaks is gone at once. While a device of the serving ring
   is suspected, a ring without it is formed in the shadow: it serves the moment the device is gone, and is forgotten when the
@@ -85,20 +86,20 @@ from primad.membership.types import (
 __all__ = ["phase_of", "step", "usable", "wake_at"]
 
 FIRST_FAILURES: Final = 3
-"""After so many attempts at the first ring that one device broke there will be none."""
+"""After this many attempts at the first ring that one device broke, give up."""
 MAX_BREAKS: Final = 4
-"""After so many rings in a row broke within ``settle_s`` open answers end: it may be they that break them."""
+"""After this many rings in a row broke within ``settle_s`` open requests end: they may be the cause."""
 MAX_STRANGERS: Final = 64
-"""Announcements of devices that are not trusted are forgotten beyond so many: anyone can make them."""
+"""The number of untrusted announcements that are remembered: anyone can make them."""
 _MAX_GREET_S: Final = 10.0
 _MEASURE_AGAIN_S: Final = 2.0
 MAX_AGAIN_S: Final = 3600.0
-"""The longest pause until a link that did not work is measured again."""
+"""The longest pause until a failed link is measured again."""
 _MAX_PAUSE_S: Final = 30.0
 
 
 def step(state: State, event: Event, now: float) -> tuple[State, tuple[Effect, ...]]:
-    """What becomes of ``state`` by ``event`` at ``now`` (seconds on any scale), and what is to be done for it, in order."""
+    """The next ``state`` after ``event`` at ``now`` (seconds on any scale), and the effects, in order."""
     effects: list[Effect] = []
     if not state.ended:
         state = _take(state, event, now, effects)
@@ -110,7 +111,7 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Effect, .
 
 
 def phase_of(state: State, name: str) -> DevicePhase:
-    """The phase of the known device ``name`` as people are shown it: its part in a ring counts more than being ready."""
+    """The phase of the known device ``name`` for people: its part in a ring takes precedence over being ready."""
     phase = state.devices[name].phase
     if phase is DevicePhase.READY and state.serving is not None and name in state.serving.members:
         return DevicePhase.SERVING
@@ -179,7 +180,7 @@ def _vanished(state: State, name: str, now: float) -> State:
         return state
     if not is_spoken_to(known) and not known.greeting:
         return without(state, name, now)
-    return put(state, name, replace(known, in_sight=False))  # its link tells whether it is there
+    return put(state, name, replace(known, in_sight=False))  # its link shows whether it is there
 
 
 def _welcomed(state: State, name: str, now: float, effects: list[Effect]) -> State:
@@ -231,7 +232,7 @@ def _measured(state: State, event: Measured, now: float) -> State:
         state = replace(state, again_at_s=at_s if state.again_at_s is None else min(at_s, state.again_at_s))
     if state.serving is None or not event.reached:
         return state
-    # They may be of use now: they are new candidates for a better plan than the one that serves.
+    # They may be useful now: they are new candidates for a better plan than the serving one.
     serving = replace(state.serving, candidates=state.serving.candidates - event.reached)
     tried = dict(state.tried)
     tried.pop(Purpose.GAIN, None)
@@ -248,7 +249,7 @@ def _heard(state: State, name: str, now: float, effects: list[Effect]) -> State:
     state = put(state, name, replace(device, phase=device.before, heard_s=now))
     attempt = state.attempt
     if attempt is not None and attempt.why is Purpose.SUSPICION and suspects(state) <= (attempt.members or frozenset()):
-        return abandon(state, effects)  # it is without no device that is suspected still
+        return abandon(state, effects)  # it excludes no device that is still suspected
     return state
 
 
@@ -264,7 +265,7 @@ def _leaving(state: State, name: str, reason: str, effects: list[Effect]) -> Sta
         return state
     effects.append(OwnerLine(f"{name} leaves ({reason}); handing its layers over"))
     if state.attempt is not None and state.attempt.why is Purpose.SUSPICION and name not in state.attempt.candidates:
-        return replace(state, attempt=replace(state.attempt, why=Purpose.LEAVING))  # it goes anyhow: no need to wait
+        return replace(state, attempt=replace(state.attempt, why=Purpose.LEAVING))  # it leaves anyway: no need to wait
     return state
 
 
@@ -285,7 +286,7 @@ def _memory_recovered(state: State, name: str, by_owner: bool) -> State:
 
 
 def _corrected(state: State, names: frozenset[str]) -> State:
-    """A head that is alone has nothing to plan anew with."""
+    """A head that is alone has nothing to plan again with."""
     if state.serving is None or not state.serving.candidates:
         return state
     return replace(state, corrected=state.corrected | (names & (state.devices.keys() | {state.settings.head})))
@@ -318,7 +319,7 @@ def _solved(state: State, event: Solved, now: float, effects: list[Effect]) -> S
 
 
 def _granted(attempt: Attempt) -> Attempt:
-    """What it was tried for is no reason any more."""
+    """The reason of the attempt is gone."""
     return replace(attempt, memory_recovered=frozenset(), corrected=frozenset())
 
 
@@ -346,7 +347,7 @@ def _no_plan(state: State, epoch: int, reason: str, now: float, effects: list[Ef
 
 
 def _progressed(state: State, event: Progressed, now: float) -> State:
-    """A device gets further where it does so by enough; what it said of an earlier stage is over."""
+    """A device makes progress only by a sufficient amount; its reports about an earlier stage are void."""
     attempt = state.attempt
     before = attempt.loading.get(event.device) if attempt is not None and attempt.epoch == event.epoch else None
     if attempt is None or before is None:
@@ -360,7 +361,7 @@ def _progressed(state: State, event: Progressed, now: float) -> State:
 
 
 def _judge_loading(state: State, now: float, effects: list[Effect]) -> State:
-    """An attempt ends by the device that has not got any further for the longest, if that is too long."""
+    """An attempt ends because of the device with the longest time without progress, if that is too long."""
     attempt = state.attempt
     if attempt is None or not attempt.loading:
         return state
@@ -417,7 +418,8 @@ def _attempt_broke(state: State, attempt: Attempt, event: RingFailed, now: float
 
 
 def _is_hopeless(state: State, attempt: Attempt, name: str | None, failures: int) -> bool:
-    """Whether the first ring was tried often enough: it is done without a device that breaks it while there are others."""
+    """Whether the first ring was tried often enough: it is formed without a device that breaks it while there are
+    others."""
     device = state.devices.get(name) if name is not None else None
     if device is not None and not state.last_resort:
         return False
@@ -450,7 +452,8 @@ def _in_vain(state: State, attempt: Attempt) -> State:
 
 
 def _not_handed_over(state: State, attempt: Attempt, reason: str, effects: list[Effect]) -> State:
-    """Let the devices go that asked to leave, if this attempt was to hand over their layers: no others can take them."""
+    """Release the devices that asked to leave, if this attempt was to hand over their layers: no others can take
+    them."""
     if state.serving is not None and attempt.why is Purpose.LEAVING:
         effects.append(OwnerLine(f"the other devices cannot take over: {reason}"))
         effects += dismissals(state)

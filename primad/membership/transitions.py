@@ -1,4 +1,4 @@
-"""The transitions that more than one rule of the membership core makes: from a state to a state, with effects.
+"""Transitions of the membership core that several rules share: from a state to a state, with effects.
 
 A step fills the list ``effects`` in the order in which they are to be carried out.
 """
@@ -26,16 +26,16 @@ from primad.membership.types import (
 )
 
 GREET_S: Final = 0.5
-"""So long after a device was lost it is greeted again, if it is in sight."""
+"""How long after its loss a device in sight is greeted again."""
 BAR_S: Final = 5.0
 LASTING_BAR_S: Final = 600.0
 MAX_BAR_S: Final = 300.0
 FORGIVEN_S: Final = 300.0
-"""A device that did no harm for so long after its bar starts anew."""
+"""A device without fault for this long after its bar starts afresh."""
 
 
 def usable(state: State, now: float) -> frozenset[str]:
-    """The workers that a plan may use now. While no ring serves all wait for each of them, and none must be unproven."""
+    """The workers that a plan may use now. While no ring serves all wait for each of them, so none may be unproven."""
 
     def is_trusted_with_it(device: Device) -> bool:
         return device.barred_until_s <= now and not (device.unproven and state.serving is None)
@@ -66,12 +66,12 @@ def suspects(state: State) -> frozenset[str]:
 
 
 def unproven(state: State) -> frozenset[str]:
-    """The devices for which nobody waits while no ring serves."""
+    """The devices that nobody waits for while no ring serves."""
     return frozenset(name for name, device in state.devices.items() if device.unproven)
 
 
 def dismissals(state: State) -> Iterable[Effect]:
-    """Leave to go for every device that asked to."""
+    """Permission to leave for every device that asked."""
     return [LetGo(name) for name, device in state.devices.items() if device.leaving]
 
 
@@ -81,7 +81,7 @@ def put(state: State, name: str, device: Device) -> State:
 
 
 def without(state: State, name: str, now: float) -> State:
-    """The state without the device ``name``, which is not there; but what it did is remembered until it is forgiven."""
+    """The state without the device ``name``, which is not there; its faults are remembered until they expire."""
     device = state.devices[name]
     is_remembered = device.failures or device.unproven
     if is_remembered and now <= max(device.barred_until_s, device.heard_s) + FORGIVEN_S:
@@ -90,7 +90,7 @@ def without(state: State, name: str, now: float) -> State:
 
 
 def abandon(state: State, effects: list[Effect]) -> State:
-    """Forget the attempt that is under way."""
+    """Drop the running attempt."""
     assert state.attempt is not None
     effects.append(Abandon(state.attempt.epoch))
     return replace(
@@ -102,7 +102,7 @@ def abandon(state: State, effects: list[Effect]) -> State:
 
 
 def holds_up(state: State, name: str) -> State:
-    """The state after a ring that was formed came to nothing by the device ``name``, if it did."""
+    """The state after a formed ring failed because of the device ``name``, if it did."""
     attempt, device = state.attempt, state.devices.get(name)
     if attempt is None or device is None or name not in (attempt.members or ()):
         return state
@@ -116,9 +116,9 @@ def give_up(state: State, reason: str, effects: list[Effect]) -> State:
 
 
 def close(state: State, reason: str, now: float, effects: list[Effect]) -> State:
-    """Close the ring that serves; open answers wait for the next one.
+    """Close the serving ring; open requests wait for the next one.
 
-    An attempt under way is for that from now on. A device that asked to leave has nothing to hand over any more.
+    A running attempt now serves that purpose. A device that asked to leave has nothing to hand over any more.
     """
     assert state.serving is not None
     effects.append(Close(state.serving.epoch, reason))
@@ -135,7 +135,7 @@ def close(state: State, reason: str, now: float, effects: list[Effect]) -> State
 
 
 def bar(state: State, name: str | None, reason: str, now: float, *, lasting: bool) -> State:
-    """The device ``name``, if it is known, gets no part for a while, longer each time; a lasting ``reason`` is shown."""
+    """Bar the device ``name``, if it is known, for a while, longer each time; a lasting ``reason`` is shown."""
     device = state.devices.get(name) if name is not None else None
     if name is None or device is None:
         return state
@@ -147,14 +147,14 @@ def bar(state: State, name: str | None, reason: str, now: float, *, lasting: boo
 
 
 def bar_s(failures: int) -> float:
-    """How long a device is barred after so many ``failures``."""
+    """How long a device is barred after this many ``failures``."""
     return min(BAR_S * 2.0 ** min(failures - 1, 10), MAX_BAR_S)
 
 
 def lose(state: State, name: str, reason: str, now: float, effects: list[Effect]) -> State:
-    """The device ``name`` is gone: no attempt and no ring goes on with it.
+    """The device ``name`` is gone: no attempt and no ring continues with it.
 
-    One that the others wait for when it goes, in their ring or while links are measured, gets no part for a while.
+    One that others waited for, in their ring or while links were measured, is barred for a while.
     """
     device = state.devices.get(name)
     if device is None or not is_spoken_to(device):

@@ -1,6 +1,6 @@
-"""What the membership core speaks of: the devices of a cluster, what happens to them, and what is to be done.
+"""The vocabulary of the membership core: the devices of a cluster, events and effects.
 
-Values only. ``step.py`` decides with them; the head's daemon tells it events and carries out its effects.
+Values only. ``step.py`` decides with them; the head's daemon passes events and carries out effects.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from primad.settings.timings import MembershipTimings
 
 
 class DevicePhase(StrEnum):
-    """Where a device stands."""
+    """The phase of a device."""
 
     DISCOVERED = "discovered"
     """Announces itself; its key is not trusted."""
     PAIRED = "paired"
-    """Trusted, not spoken to yet."""
+    """Trusted, not contacted yet."""
     PROFILED = "profiled"
-    """Said welcome and gave its profile; links to it are not measured."""
+    """Welcomed, with its profile; its links are not measured."""
     READY = "ready"
     """May take part in a plan."""
     LOADING = "loading"
     """Has a part in the ring that is being formed."""
     SERVING = "serving"
-    """Has a part in the ring that serves."""
+    """Has a part in the serving ring."""
     SUSPECTED = "suspected"
     """Silent for a while."""
     GONE = "gone"
@@ -35,18 +35,18 @@ class DevicePhase(StrEnum):
 
 
 PRESENT: Final = (DevicePhase.PROFILED, DevicePhase.READY)
-"""Phases of a device's own, apart from rings, in which it is spoken to."""
+"""A device's own phases, apart from rings, in which it is connected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the owner decided.
+    """The owner's settings.
 
-    Without a sign of life for ``suspect_after_s`` a device is suspected, after ``gone_after_s`` gone. A better plan is taken
-    when it gains at least the share ``gain``; with ``use_all`` any plan is that has layers for one more device. ``wanted``
-    is the number of workers to wait for at the start, for ``look_s`` (infinity: until they are there), None to take who is
-    there then. ``hold_s`` is how long
-    open answers wait for a new ring. ``solo``: no worker is awaited. ``timings`` are the same in every home.
+    Without a sign of life for ``suspect_after_s`` a device is suspected, after ``gone_after_s`` gone. A better plan is
+    taken when it gains at least the share ``gain``; with ``use_all`` any plan is that has layers for one more device.
+    ``wanted`` is the number of workers to wait for at the start, for ``look_s`` (infinity: until they are there), None
+    to take who is there then. ``hold_s`` is how long open answers wait for a new ring. ``solo``: no worker is awaited.
+    ``timings`` are the same in every home.
     """
 
     head: str
@@ -91,7 +91,7 @@ class Device:
 
 
 class Purpose(StrEnum):
-    """What a ring is formed for."""
+    """The purpose of a ring."""
 
     FIRST = "the first ring"
     RECOVERY = "a ring that broke"
@@ -102,7 +102,7 @@ class Purpose(StrEnum):
 
 
 class LoadStage(IntEnum):
-    """How far a device of a ring on its way is."""
+    """The progress of a device of a ring in preparation."""
 
     FETCH = 1
     """It fetches layers."""
@@ -123,10 +123,12 @@ class LoadPace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A ring on its way: of the workers ``candidates``, of ``members`` once it is solved; ``formed`` when it could serve.
+    """A ring in preparation: of the workers ``candidates``, of ``members`` once it is solved; ``formed`` when it could
+    serve.
 
-    While it is formed, ``loading`` are the members that are not ready. ``memory_recovered`` are the devices that it is tried
-    for since they have room again, ``corrected`` those whose figures are others than the serving ring was planned with.
+    While it is formed, ``loading`` are the members that are not ready. ``memory_recovered`` are the devices that it is
+    tried for since they have room again, ``corrected`` those whose figures are others than the serving ring was planned
+    with.
     """
 
     epoch: int
@@ -142,7 +144,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingRing:
-    """The ring that serves: its workers, those it was solved from, and its objective (less is better)."""
+    """The serving ring: its workers, its candidates, and its objective (less is better)."""
 
     epoch: int
     members: frozenset[str]
@@ -153,18 +155,19 @@ class ServingRing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """All that the core knows.
+    """The state of the core.
 
-    ``holding_s`` is since when open answers wait for a ring, None when none waits. ``measuring``: the devices whose links
-    are being measured; from ``measure_at_s`` on the next may be. From ``again_at_s`` on those that did not work are measured
-    again, which they were ``agains`` times since a device came; None when all work. ``tried``: the candidates that were
-    tried last in vain, for what. ``last_resort``: there is no plan without devices that are barred, so they may take part.
-    Until ``retry_at_s`` the candidates that were tried are not tried again; ``failures`` is the number of attempts in a row
-    that broke, ``breaks`` that of rings in a row that broke soon after they began to serve. ``memory_low``: devices of the
-    serving ring that are short of memory; from ``recover_at_s`` on another plan may be looked for. ``newly_limited``:
-    those of which the owner lends less, for what is said of it.
-    ``memory_recovered``: devices that were and have room again, ``corrected``: those of which other figures are known than
-    the serving ring was planned with; from ``regain_at_s`` on a better plan may be looked for. ``ended``: the core gave up.
+    ``holding_s`` is since when open answers wait for a ring, None when none waits. ``measuring``: the devices whose
+    links are being measured; from ``measure_at_s`` on the next may be. From ``again_at_s`` on those that did not work
+    are measured again, which they were ``agains`` times since a device came; None when all work. ``tried``: the
+    candidates that were tried last in vain, for what. ``last_resort``: there is no plan without devices that are
+    barred, so they may take part. Until ``retry_at_s`` the candidates that were tried are not tried again; ``failures``
+    is the number of attempts in a row that broke, ``breaks`` that of rings in a row that broke soon after they began to
+    serve. ``memory_low``: devices of the serving ring that are short of memory; from ``recover_at_s`` on another plan
+    may be looked for. ``newly_limited``: those of which the owner lends less, for what is said of it.
+    ``memory_recovered``: devices that were and have room again, ``corrected``: those of which other figures are known
+    than the serving ring was planned with; from ``regain_at_s`` on a better plan may be looked for. ``ended``: the core
+    gave up.
     """
 
     settings: Settings
@@ -228,10 +231,10 @@ class DeviceRefused:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The links of ``devices`` are known. Of those that were to be measured, the others could not be.
+    """The links of ``devices`` are known. Others that were to be measured could not be.
 
-    ``unreached``: some of the links do not work; a device that was busy may be why. Links of ``reached`` that did not work
-    when they were measured before do now; plans from now on know.
+    ``unreached``: some of the links do not work; a device that was busy may be why. Links of ``reached`` that did not
+    work when they were measured before do now; plans from now on know.
     """
 
     devices: frozenset[str]
@@ -256,7 +259,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLeaving:
-    """It asks to go once its work was handed over."""
+    """It asks to leave once its work was handed over."""
 
     device: str
     reason: str
@@ -264,9 +267,9 @@ class DeviceLeaving:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemoryLow:
-    """A worker or the head itself is short of memory for its part in the serving ring; plans from now on respect it.
+    """A worker or the head itself is short of memory for its part in the serving ring; later plans respect it.
 
-    ``by_owner``: it is the head's owner who lends less of it, and waits for that.
+    ``by_owner``: the head's owner lowered its limit, and waits for that.
     """
 
     device: str
@@ -275,9 +278,9 @@ class DeviceMemoryLow:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemoryRecovered:
-    """A worker or the head itself that was short of memory has room again; plans from now on know.
+    """A worker or the head itself that was short of memory has room again; later plans use it.
 
-    ``by_owner``: the head's owner lends more of it, and waits for that.
+    ``by_owner``: the head's owner raised its limit, and waits for that.
     """
 
     device: str
@@ -286,7 +289,7 @@ class DeviceMemoryRecovered:
 
 @dataclass(frozen=True, slots=True)
 class DevicesCorrected:
-    """Other figures of workers or of the head itself are known than plans had; those from now on have them."""
+    """Corrected figures of workers or of the head itself are known; later plans use them."""
 
     devices: frozenset[str]
 
@@ -314,14 +317,14 @@ class NoPlan:
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """Every device of ring ``epoch`` has loaded its windows and a lap went round."""
+    """Every device of ring ``epoch`` has loaded its windows and a warm-up pass returned."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """A member of attempt ``epoch`` says that ``share`` (0 to 1) of ``stage`` is done."""
+    """A member of attempt ``epoch`` reports that ``share`` (0 to 1) of ``stage`` is done."""
 
     epoch: int
     device: str
@@ -376,7 +379,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Greet:
-    """Say hello to the device; answer with ``Welcomed`` or ``DeviceRefused``."""
+    """Greet the device; the reply is ``Welcomed`` or ``DeviceRefused``."""
 
     device: str
 
@@ -390,9 +393,9 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Measure what is missing of the links between the head and ``devices``; answer with ``Measured``.
+    """Measure the missing links between the head and ``devices``; the reply is ``Measured``.
 
-    ``again``: those that did not work too.
+    ``again``: also failed ones.
     """
 
     devices: frozenset[str]
@@ -401,9 +404,9 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Solve:
-    """Plan for the head and ``candidates``; answer with ``Solved`` or ``NoPlan``.
+    """Plan for the head and ``candidates``; the reply is ``Solved`` or ``NoPlan``.
 
-    A plan is kept until ``Form`` or ``Abandon`` of its epoch. One with the windows of ring ``instead`` is none.
+    A plan is kept until ``Form`` or ``Abandon`` of its epoch. One with the windows of ring ``instead`` does not count.
     """
 
     epoch: int
@@ -413,21 +416,22 @@ class Solve:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Form the ring that was solved for ``epoch``; answer with ``Formed`` or ``RingFailed``."""
+    """Form the ring planned as ``epoch``; the reply is ``Formed`` or ``RingFailed``."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Forget attempt ``epoch`` and its plan: stop solving or forming, let its devices go. It may have ended by itself."""
+    """Drop attempt ``epoch`` and its plan: stop solving or forming, release its devices. It may have ended by
+    itself."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Ring ``epoch`` serves from now on; the steps of ``instead`` end first, and its answers go on here."""
+    """Ring ``epoch`` serves from now on; the steps of ``instead`` end first, and its requests resume here."""
 
     epoch: int
     instead: int | None
@@ -435,7 +439,7 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Ring ``epoch`` is broken: close it; open answers wait."""
+    """Ring ``epoch`` is broken: close it; open requests wait."""
 
     epoch: int
     reason: str
@@ -443,14 +447,14 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """End all open answers with ``reason``; there is no ring to wait for."""
+    """End all open requests with ``reason``; there is no ring to wait for."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class LetGo:
-    """Tell a device that asked to leave that it may. It may be told again."""
+    """Tell a device that asked to leave that it may. This may be repeated."""
 
     device: str
 

@@ -1,1 +1,1 @@
-"""Devices find each other and talk: mDNS, control messages, encrypted sockets, measured links."""
+"""Devices find each other and communicate: mDNS, control messages, encrypted sockets, measured links."""

@@ -1,9 +1,9 @@
-"""Which of this machine's addresses others could reach, and which of theirs to try first. Pure, but for
+"""Which of this machine's addresses others could reach, and which of theirs to try first. Pure, except
 ``read_interfaces`` and ``resolved_host``.
 
-A home machine has more addresses than it seems: bridges of containers and virtual machines (the same 172.17.0.1 on every
-Docker host), VPNs, dead interfaces, and IPv6 addresses that mean nothing without the interface they belong to. All that
-could work are announced and all are tried; the order decides which is tried first.
+A home machine has many addresses: bridges of containers and virtual machines (the same 172.17.0.1 on every Docker
+host), VPNs, dead interfaces, and IPv6 addresses that are meaningless without their interface. All that could work are
+announced and tried; the order decides which is tried first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from primad.errors import ClusterError
 from primad.settings.config import LOOPBACK
 
 MAX_ANNOUNCED: Final = 16
-"""Addresses of one device that are announced; a packet of mDNS holds no great number."""
+"""The most addresses of one device that are announced; an mDNS packet has little room."""
 _BRIDGE: Final = re.compile(
     r"(docker|podman|br-|veth|virbr|vnet|lxcbr|lxdbr|cni|flannel|cali|vmnet|vboxnet|vEthernet)|bridge\d{3}$"
 )
@@ -34,7 +34,7 @@ Subnet = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interface:
-    """A network interface: its addresses with their prefixes (no scope); ``index`` is 0 where the system tells none."""
+    """A network interface: its addresses with their prefixes (no scope); ``index`` is 0 if the system has none."""
 
     name: str
     index: int
@@ -43,7 +43,7 @@ class Interface:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it leads nowhere but to this machine."""
+        """Whether it reaches only this machine."""
         return bool(self.addresses) and all(address.ip.is_loopback for address in self.addresses)
 
     @property
@@ -55,7 +55,7 @@ class Interface:
 
 
 def read_interfaces() -> tuple[Interface, ...]:
-    """The interfaces of this machine as they are now."""
+    """The current interfaces of this machine."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     return tuple(
         Interface(
@@ -74,19 +74,19 @@ def read_interfaces() -> tuple[Interface, ...]:
 
 
 def resolved_host(host: str) -> str:
-    """``host`` (a name or an address to listen on) as an address; IPv4 where it has both. Raises ``ClusterError``."""
+    """``host`` (a name or an address to listen on) as an address; IPv4 if it has both. Raises ``ClusterError``."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as exc:
-        raise ClusterError(f"--host {host}: this is no address that could be announced; use another one") from exc
+        raise ClusterError(f"--host {host}: this address cannot be announced; use another one") from exc
     return str(sorted(found, key=lambda entry: entry[0] == socket.AF_INET6)[0][4][0])
 
 
 def usable_addresses(interfaces: Sequence[Interface], host: str, interface: str | None = None) -> list[str]:
     """The addresses to announce for a daemon that listens on the address ``host``, the likeliest first, without scopes.
 
-    0.0.0.0 stands for every IPv4 address, :: for every address of both kinds; loopback only if it is all there is.
-    ``interface`` (a name or an address of this machine) leaves only its own. Empty when nothing is left. Raises
+    0.0.0.0 stands for every IPv4 address, :: for every address of both kinds; loopback only if there is nothing else.
+    ``interface`` (a name or an address of this machine) selects its own. Empty if nothing remains. Raises
     ``ClusterError`` for an ``interface`` that this machine does not have, or that does not have ``host``.
     """
     wanted = ipaddress.ip_address(host.partition("%")[0])
@@ -94,7 +94,7 @@ def usable_addresses(interfaces: Sequence[Interface], host: str, interface: str 
     only = _bare(interface) if interface else None
     if not wanted.is_unspecified:
         if interface and not any(wanted == address.ip for found in chosen for address in found.addresses):
-            raise ClusterError(f"--interface {interface}: {host} is no address of it; leave out one of the two")
+            raise ClusterError(f"--interface {interface}: {host} is not an address of it; leave out one of the two")
         return [str(wanted)]
     found = [
         address.ip
@@ -110,7 +110,7 @@ def usable_addresses(interfaces: Sequence[Interface], host: str, interface: str 
 
 
 def chosen_interfaces(interfaces: Sequence[Interface], interface: str | None) -> list[Interface]:
-    """Those that ``interface``, a name or an address, means; all without it. Raises ``ClusterError`` when there is none."""
+    """Those of ``interface``, a name or an address; all without it. Raises ``ClusterError`` if there is none."""
     if interface is None:
         return list(interfaces)
     address = _bare(interface)
@@ -126,10 +126,10 @@ def chosen_interfaces(interfaces: Sequence[Interface], interface: str | None) ->
 
 
 def multicast_addresses(interfaces: Sequence[Interface], host: str, interface: str | None = None) -> list[str]:
-    """The own addresses through which to speak mDNS: every IPv4 address, and one IPv6 address an interface.
+    """This machine's addresses for mDNS: every IPv4 address, and one IPv6 address per interface.
 
-    One that stays on this machine (``host`` is loopback) speaks through 127.0.0.1 even where it announces ::1: the loopback
-    interface of Linux has no IPv6 multicast. Raises ``ClusterError`` as ``usable_addresses``.
+    A daemon on loopback uses 127.0.0.1 even if it announces ::1: the loopback interface of Linux has no IPv6 multicast.
+    Raises ``ClusterError`` like ``usable_addresses``.
     """
     wanted = ipaddress.ip_address(host.partition("%")[0])
     if wanted.is_loopback:
@@ -147,12 +147,12 @@ def multicast_addresses(interfaces: Sequence[Interface], host: str, interface: s
 
 
 def order_by_likelihood(addresses: Iterable[str], own: Sequence[Interface]) -> list[str]:
-    """``addresses`` of a peer (IPv6 link-local ones with ``%scope``) as they are worth trying, the likeliest first.
+    """``addresses`` of a peer (IPv6 link-local ones with ``%scope``) in the order to try them, the likeliest first.
 
     First those in a subnet of an ordinary interface of ours, then those behind a router, then those in the subnet of a
-    VPN, last those in that of a bridge of containers or virtual machines, which every machine may have for itself. What
-    nobody can reach is left out: unspecified and multicast addresses, link-local ones of IPv6 without a scope, and
-    loopback ones unless there are no others.
+    VPN, last those of a bridge of containers or virtual machines, which every machine may have for itself. Unreachable
+    ones are omitted: unspecified and multicast addresses, link-local ones of IPv6 without a scope, and loopback ones
+    unless there are no others.
     """
     ranked: dict[str, tuple[int, int]] = {}
     for text in addresses:
@@ -167,7 +167,7 @@ def order_by_likelihood(addresses: Iterable[str], own: Sequence[Interface]) -> l
 
 
 def is_virtual(address: str, own: Sequence[Interface]) -> bool:
-    """Whether ``address`` lies on a VPN or a bridge of containers or virtual machines of this machine."""
+    """Whether ``address`` is on a VPN or a bridge of containers or virtual machines of this machine."""
     found = _address(address)
     return any(place.rank > 0 and any(found == subnet.ip for subnet in place.addresses) for place in own)
 
@@ -190,12 +190,12 @@ def _rank(text: str, address: Address, own: Sequence[Interface]) -> int:
 
 
 def _kind(address: Address) -> int:
-    """IPv4 first: it is what a home's devices listen on most; link-local IPv6 last."""
+    """IPv4 first: most home devices listen on it; link-local IPv6 last."""
     return 0 if address.version == 4 else 2 if address.is_link_local else 1
 
 
 def _from_link(address: Address) -> bool:
-    """Sorts link-local addresses first: mDNS over IPv6 is spoken from one."""
+    """Sorts link-local addresses first: mDNS over IPv6 uses one."""
     return not address.is_link_local
 
 
@@ -219,7 +219,7 @@ def _address(text: str) -> Address | None:
 
 
 def _subnet(address: str, netmask: str | None) -> Subnet | None:
-    """One address as the system gives it: its scope cut off, its mask (None on some systems) made a prefix."""
+    """One address from the system: its scope removed, its mask (None on some systems) as a prefix."""
     bare = address.partition("%")[0]
     try:
         prefix = "" if not netmask else f"/{bin(int(ipaddress.ip_address(netmask))).count('1')}"

@@ -1,8 +1,8 @@
-"""The local admin channel: the command line asks the daemon that runs with this home folder.
+"""The local admin channel: the command line sends requests to the daemon of this home folder.
 
-The daemon listens on a port of loopback that it writes to ``run/admin.json``. It lets in nothing but the key of its own
-identity: a client that proves this key can read ``identity.json``, and only the owner can. The channel has a ZeroMQ context
-of its own, since a context has one gate, and the daemon's other servers let in more keys than this one.
+The daemon listens on a loopback port that it writes to ``run/admin.json``. It admits only the key of its own identity:
+a client that proves this key can read ``identity.json``, which only the owner can. The channel has its own ZeroMQ
+context, since a context has one gate, and the daemon's other servers admit more keys than this one.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from primad.trust.identity import Identity, load_identity
 logger = logging.getLogger(__name__)
 
 ASK_S: Final = 5.0
-"""How long the command line waits for a daemon's answer."""
+"""How long the command line waits for a daemon's reply."""
 HANDLE_S: Final = 60.0
-"""How long a daemon may take over one request."""
+"""The most time a daemon may take for one request."""
 LAST_WORD_MS: Final = 300
-"""How long a daemon that ends tries to get its last answer out."""
+"""How long a daemon that ends tries to send its last reply."""
 
 
 class OpenPairing(msgspec.Struct, tag=True, frozen=True):
-    """Show a code by which another device can pair; the one that is open, if one is."""
+    """Show a code for another device to pair; the open one, if there is one."""
 
 
 class BringCode(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Pair with the device that shows ``code``, at ``at`` (host:port), or looked for by mDNS."""
+    """Pair with the device that shows ``code``, at ``at`` (host:port), or found by mDNS."""
 
     code: str
     at: str | None
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):
-    """Hand over what this device computes, then end the daemon."""
+    """Hand over this device's layers, then end the daemon."""
 
 
 class Pause(msgspec.Struct, tag=True, frozen=True):
-    """Compute nothing until ``Resume``, also after a restart."""
+    """Compute nothing until ``Resume``, even after a restart."""
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
@@ -62,30 +62,30 @@ class Resume(msgspec.Struct, tag=True, frozen=True):
 
 
 class Describe(msgspec.Struct, tag=True, frozen=True):
-    """Say how things stand."""
+    """Report the state."""
 
 
 class Done(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """It was done; ``text`` is one line about it."""
+    """The request succeeded; ``text`` is one line about it."""
 
     text: str
 
 
 class Refusal(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """It was not done; ``reason`` is one line."""
+    """The request failed; ``reason`` is one line."""
 
     reason: str
 
 
 class Described(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """How things stand, as JSON could carry it."""
+    """The state, as JSON-like data."""
 
     status: dict[str, Any]
 
 
 class PairingCode(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """An open pairing code: seconds that it is good for, the port to bring it to where multicast is blocked, and the
-    addresses that lead there, as ``host:port``."""
+    """An open pairing code: its remaining seconds, the port for pairing without multicast, and this device's addresses,
+    as ``host:port``."""
 
     code: str
     expires_s: float
@@ -96,14 +96,14 @@ class PairingCode(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 AdminRequest = OpenPairing | BringCode | Leave | Pause | Resume | Describe
 AdminReply = Done | Refusal | Described | PairingCode
 Handler = Callable[[AdminRequest], Awaitable[AdminReply]]
-"""What the daemon does about a request. A ``PrimadError`` becomes a ``Refusal``."""
+"""Handles a request. A ``PrimadError`` becomes a ``Refusal``."""
 
 _requests: Final[msgspec.msgpack.Decoder[AdminRequest]] = msgspec.msgpack.Decoder(AdminRequest)
 _answers: Final[msgspec.msgpack.Decoder[AdminReply]] = msgspec.msgpack.Decoder(AdminReply)
 
 
 class _Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of ``admin.json``: the daemon's port, its process, and when that was started (``start_of``)."""
+    """The content of ``admin.json``: the daemon's port, its process, and that one's start (``start_of``)."""
 
     port: int
     pid: int
@@ -112,9 +112,9 @@ class _Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class AdminServer:
-    """The daemon's end. One request at a time; a caller that does not wait for its answer costs nothing.
+    """The daemon's side. One request at a time; a caller that does not wait for its reply costs nothing.
 
-    An answer leaves when ``handler`` returns: one that ends the daemon arranges for that and returns first.
+    A reply is sent when ``handler`` returns: one that ends the daemon schedules that and returns first.
     """
 
     def __init__(self, identity: Identity, home: Path, handler: Handler, *, timeout_s: float = HANDLE_S) -> None:
@@ -124,7 +124,7 @@ class AdminServer:
         self._handler = handler
 
     async def run(self) -> None:
-        """Answer until cancelled. Raises ``ClusterError`` or ``ConfigError`` when it cannot listen or leave its note."""
+        """Reply until cancelled. Raises ``ClusterError`` or ``ConfigError`` if it cannot listen or write its note."""
         context = zmq.asyncio.Context()
         try:
             async with Gate(context, self._is_own):
@@ -147,13 +147,13 @@ class AdminServer:
             async with asyncio.timeout(self._timeout_s):
                 return await self._handler(request)
         except TimeoutError:
-            return Refusal(reason=f"that was not done within {self._timeout_s:g} s; look at the daemon's terminal")
+            return Refusal(reason=f"timed out after {self._timeout_s:g} s; look at the daemon's terminal")
         except PrimadError as exc:
             return Refusal(reason=str(exc))
 
     @contextlib.contextmanager
     def _noted(self, port: int) -> Iterator[None]:
-        """Leave word where to ask, for as long as we answer."""
+        """Write the note about this port, for as long as we reply."""
         started, since_boot = start_of(os.getpid())
         note = _Note(port=port, pid=os.getpid(), started=started, since_boot=since_boot)
         write_private(self._path, msgspec.json.encode(note))
@@ -165,14 +165,14 @@ class AdminServer:
 
 
 def note_path(home: Path) -> Path:
-    """Where the daemon of ``home`` leaves word where to ask."""
+    """The note of the daemon of ``home``."""
     return home / "run" / "admin.json"
 
 
 def ask(home: Path, request: AdminRequest, timeout_s: float = ASK_S) -> AdminReply:
-    """What the daemon of ``home`` answers.
+    """The reply of the daemon of ``home``.
 
-    Raises ``ClusterError`` when no daemon runs with that folder or none answers in ``timeout_s``, ``ConfigError`` for a
+    Raises ``ClusterError`` if no daemon runs with that folder or none replies in ``timeout_s``, ``ConfigError`` for a
     damaged file in it.
     """
     port = _running(home)
@@ -186,7 +186,7 @@ def ask(home: Path, request: AdminRequest, timeout_s: float = ASK_S) -> AdminRep
 
 
 def is_running(home: Path) -> bool:
-    """Whether a daemon runs with ``home`` and can be asked."""
+    """Whether a daemon runs with ``home`` and accepts requests."""
     return _running(home) is not None
 
 
@@ -202,11 +202,11 @@ async def _ask(identity: Identity, port: int, request: AdminRequest, timeout_s: 
     except TimeoutError as exc:
         raise ClusterError(
             f"--home {home}: the primad that runs with this folder has not answered for {timeout_s:g} s; "
-            "look at its terminal, or stop it and start it again"
+            "look at its terminal, or restart it"
         ) from exc
     except msgspec.MsgspecError as exc:
         raise ClusterError(
-            f"--home {home}: the primad that runs with this folder is of another version; start it again"
+            f"--home {home}: the primad that runs with this folder is of another version; restart it"
         ) from exc
     finally:
         context.destroy(linger=0)
@@ -219,12 +219,12 @@ def _decode_request(frames: list[bytes]) -> AdminRequest:
         return _requests.decode(frames[0])
     except msgspec.MsgspecError as exc:
         raise ProtocolError(
-            f"the daemon is primad {__version__} and does not know this request; start it again with your version"
+            f"the daemon is primad {__version__} and does not know this request; restart it with your version"
         ) from exc
 
 
 def _running(home: Path) -> int | None:
-    """The port of the daemon of ``home``; None when its note is gone, damaged or that of a process that has ended."""
+    """The port of the daemon of ``home``; None if its note is gone, damaged or that of a process that has ended."""
     try:
         data = read_private(note_path(home))
         note = None if data is None else msgspec.json.decode(data, type=_Note)

@@ -1,4 +1,4 @@
-"""Where a device is found, as one device tells another."""
+"""A device's address, as one device describes it to another."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def is_address(text: str) -> bool:
 
 
 def check_contact(contact: Contact) -> None:
-    """Judge what came from another device beyond its shape. Raises ``ProtocolError`` naming what is wrong."""
+    """Check another device's data beyond its shape. Raises ``ProtocolError`` naming the error."""
     if not is_key(contact.key):
-        raise ProtocolError(f"{printable(contact.key, 50)!r} of {contact.device} is no public key")
+        raise ProtocolError(f"{printable(contact.key, 50)!r} of {contact.device} is not a public key")
     for address in contact.addresses:
         if not is_address(address):
-            raise ProtocolError(f"{contact.device} at {printable(address, 50)!r}, which is no address")
+            raise ProtocolError(f"{contact.device} at {printable(address, 50)!r}, which is not an address")

@@ -1,7 +1,7 @@
-"""The control link: the worker listens, the head connects. It carries the messages of ``messages.py`` and nothing else.
+"""The control link: the worker listens, the head connects. It carries only the messages of ``messages.py``.
 
-A message that cannot be read is refused with a log line; the link and the process live on. The log takes one such line a
-second at most, so that nobody fills a disk with them.
+An unreadable message is refused with a log line; the link and the process survive. There is at most one such line a
+second, so that nobody fills a disk with them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from primad.trust.identity import Identity
 logger = logging.getLogger(__name__)
 
 MAX_UNREAD: Final = 32
-"""Messages of a worker that wait in the head's memory; what comes behind them waits on the way."""
+"""Messages of a worker that wait in the head's memory; later ones wait in the network."""
 _REFUSED_AFTER: Final = 2
-"""Connections refused in a row until a process counts as ended: the first attempt may meet one that just restarts."""
+"""Connections refused in a row until a process counts as ended: the first attempt may meet one that just restarted."""
 
 
 @functools.cache
@@ -51,10 +51,11 @@ def _echoed(size: int) -> bytes:
 
 
 class WorkerEnd:
-    """Where a worker hears heads, and other devices that measure their link to it; all of them passed the gate.
+    """Where a worker receives messages of heads, and of other devices that measure their link to it; all of them passed
+    the gate.
 
-    Each connection is known by the ``peer`` bytes that its messages come with, each device by its public key. ``scopes`` are
-    told where every one was met. Only messages of heads, whose key ``leads``, are read where they are large.
+    Each connection is known by the ``peer`` bytes of its messages, each device by its public key. ``scopes`` are
+    notified of the address of each. Large messages are read only from heads, whose key ``leads``.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class WorkerEnd:
     async def receive(self) -> tuple[bytes, str, HeadMessage]:
         """The next message of any device: connection, public key, message."""
         while True:
-            await asyncio.sleep(0)  # what is there already is received without a pause: who says much would hold up all
+            await asyncio.sleep(0)  # a ready message is received without a pause: a sender of many would hold up all
             peer, *frames = await self._socket.recv_multipart(copy=False)
             try:
                 if len(frames) != 1:
@@ -89,12 +90,12 @@ class WorkerEnd:
                 self._complaints.add("refused a message on the control link", exc)
 
     async def send(self, peer: bytes, message: WorkerMessage) -> None:
-        """Answer on the connection ``peer``; nothing happens when it is gone or takes nothing."""
+        """Reply on the connection ``peer``; does nothing if it is gone or accepts nothing."""
         with contextlib.suppress(zmq.Again):
             await self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
 
     async def echo(self, peer: bytes, size: int) -> None:
-        """Answer an ``Echo`` for ``size`` bytes; all answers of a size that wait for their peers are one and the same."""
+        """Reply to an ``Echo`` for ``size`` bytes; waiting replies of one size share their memory."""
         with contextlib.suppress(zmq.Again):
             await self._socket.send_multipart([peer, _echoed(size)], zmq.NOBLOCK, copy=False)
 
@@ -104,9 +105,9 @@ class WorkerEnd:
 
 
 class HeadEnd:
-    """The head's link to the worker at ``host:port`` that owns the public key ``key``; no other can answer on it.
+    """The head's link to the worker at ``host:port`` that owns the public key ``key``; no other can reply on it.
 
-    Raises ``ClusterError`` for what is no address.
+    Raises ``ClusterError`` for an invalid address.
     """
 
     def __init__(
@@ -125,15 +126,15 @@ class HeadEnd:
             self._socket = open_socket(context, zmq.DEALER, identity=identity, server=key)
             self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_STATES_BYTES)
             self._socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
-        except zmq.ZMQError as exc:  # as where no more sockets can be had
-            raise ClusterError(f"no connection to {self.address} can be made: {exc.strerror}") from exc
+        except zmq.ZMQError as exc:  # e.g. if no more sockets are available
+            raise ClusterError(f"cannot connect to {self.address}: {exc.strerror}") from exc
         self._monitor: zmq.asyncio.Socket | None = None
         self._complaints = Complaints(logger)
         try:
             self._socket.connect(endpoint(host, port))
         except zmq.ZMQError as exc:
             self._socket.close()
-            raise ClusterError(f"{host} is no address to connect to: {exc.strerror}") from exc
+            raise ClusterError(f"{host} not an address to connect to: {exc.strerror}") from exc
 
     @property
     def address(self) -> str:
@@ -141,17 +142,18 @@ class HeadEnd:
         return f"{self.host}:{self.port}"
 
     async def send(self, message: HeadMessage) -> None:
-        """Tell the worker something. Raises ``ClusterError`` when nothing leaves in time, or it is closed."""
+        """Send the worker a message. Raises ``ClusterError`` if nothing is sent in time, or it is closed."""
         if self._socket.closed:
             raise ClusterError(f"the link to {self.address} is closed")
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._socket.send(encode(message))
         except TimeoutError as exc:
-            raise ClusterError(f"the device at {self.address} takes no messages") from exc
+            raise ClusterError(f"the device at {self.address} accepts no messages") from exc
 
     async def receive(self, timeout_s: float | None = NetworkTimings().answer_timeout_s) -> WorkerMessage:
-        """The worker's next message. Raises ``ClusterError`` when there is none within ``timeout_s`` (None: waits on)."""
+        """The worker's next message. Raises ``ClusterError`` if there is none within ``timeout_s`` (None:
+        unlimited)."""
         while True:
             await asyncio.sleep(0)  # as above
             try:
@@ -167,9 +169,9 @@ class HeadEnd:
                 self._complaints.add(f"refused a message of the device at {self.address}", exc)
 
     async def wait_ended(self) -> None:
-        """Wait until the other side's process has ended: its system refuses connections where it listened.
+        """Wait until the other side's process has ended: its system refuses connections to its port.
 
-        A link that only went silent never shows here; that is what signs of life are for.
+        A link that only went silent never shows here; signs of life are for that.
         """
         refused = 0
         async for event in self._ends():
@@ -181,7 +183,7 @@ class HeadEnd:
                 return
 
     async def wait_refused(self) -> None:
-        """Wait until the other side says that it does not let this device in."""
+        """Wait until the other side refuses this device."""
         await wait_refused(self._socket)
 
     async def _ends(self) -> AsyncIterator[int]:

@@ -1,14 +1,15 @@
-"""Announce this device and see others by mDNS (``_primad._tcp.local.``), on loopback or on the LAN, over IPv4 and IPv6.
+"""Announces this device and discovers others by mDNS (``_primad._tcp.local.``), on loopback or the LAN, over IPv4 and
+IPv6.
 
-Nothing secret is announced: the device's name, its cluster, its role, the protocol, the version, its public key, and while a
-pairing code is open, where to bring it. Whatever others announce is hearsay until a connection proves it.
+Nothing secret is announced: the device's name, its cluster, its role, the protocol, the version, its public key, and
+while a pairing code is open, the pairing port. Announcements of others are unverified until a connection proves them.
 
-Nothing tells a process, on every system alike, that an interface came or went, so the addresses are looked at every
-``look_every_s``: a laptop that comes back to its Wi-Fi is announced there within that time. Multicast gets lost, and a
-device speaks of itself only when it comes: every ``ask_every_s`` all are asked anew who is there.
+No system-independent event reports that an interface came or went, so the addresses are checked every ``look_every_s``:
+a laptop that comes back to its Wi-Fi is announced there within that time. Multicast gets lost, and a device announces
+itself only when it starts: every ``ask_every_s`` all are queried again.
 
-Answers are asked for by multicast (QM), never to the asker alone (QU): where several programs of a machine speak mDNS, all
-have its port, and an answer to one address reaches only one of them.
+Queries ask for multicast replies (QM), never for unicast (QU): several programs of a machine may use the mDNS port, and
+a unicast reply reaches only one of them.
 """
 
 from __future__ import annotations
@@ -53,27 +54,28 @@ __all__ = ["SERVICE", "Discovery", "MulticastError", "Peer", "look", "peer_of"]
 logger = logging.getLogger(__name__)
 
 MAX_PEERS: Final = 512
-"""More devices than this are not looked at, but for trusted ones: announcing costs nothing, and memory does."""
+"""More devices than this are ignored, except trusted ones: announcing costs nothing, and memory does."""
 TRIES: Final = 9
-"""Names that are asked for in mDNS. Who answers that it has them all is no device, and is not asked any more."""
+"""The most names that are queried by mDNS. A host that claims to have them all is not a device, and is not queried any
+more."""
 
 FAILURES: Final = (ZeroconfError, OSError, RuntimeError)
-"""What zeroconf raises when it fails."""
+"""What zeroconf raises if it fails."""
 
 Changed = Callable[[dict[str, Peer]], None]
-"""Gets all devices in sight, by the names that mDNS knows them under."""
+"""Receives all devices in sight, by their mDNS names."""
 
 
 class MulticastError(ClusterError):
-    """mDNS does not work; a device can do without."""
+    """mDNS does not work; a device can do without it."""
 
 
 class Discovery:
-    """This device's place in mDNS. Make one, ``announce`` and ``browse``, ``close`` it.
+    """This device's mDNS. Create one, ``announce`` and ``browse``, ``close`` it.
 
-    ``host`` is the address that the daemon listens on, ``interface`` (a name or an address) leaves only one interface.
-    ``service`` is what all of them announce. For devices with a key that ``trusts`` believes there is always room. Needs a
-    running event loop. Raises ``ClusterError`` when there is no way to speak mDNS.
+    ``host`` is the address that the daemon listens on, ``interface`` (a name or an address) selects one interface.
+    ``service`` is the announced type. Devices with a key that ``trusts`` accepts always have room. Needs a running
+    event loop. Raises ``ClusterError`` if mDNS is impossible.
     """
 
     def __init__(
@@ -109,14 +111,14 @@ class Discovery:
         self._port = 0
         self._info: AsyncServiceInfo | None = None
         self._announcing: asyncio.Future[None] | None = None
-        """An announcement is said several times; those of one that is not true any more must not come behind the next."""
+        """An announcement is repeated several times; repeats of an outdated one must not follow the next one."""
         self._peers: dict[str, Peer] = {}
         self._resolving: dict[str, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses that are announced now."""
+        """The currently announced addresses."""
         return tuple(self._addresses)
 
     async def announce(
@@ -131,11 +133,11 @@ class Discovery:
         is_measuring: bool = False,
         http: str = "",
     ) -> str:
-        """Announce this device; its name, with a number behind it when another device had the name first.
+        """Announce this device; returns its name, with a number if another device has the name.
 
         ``port`` is where it listens, ``key`` its public key (40 characters); ``is_measuring`` until ``end_measuring``.
-        ``http`` is the address on which a head's HTTP server has that port.
-        Raises ``MulticastError`` when mDNS does not work.
+        ``http`` is the address on which a head's HTTP server has that port. Raises ``MulticastError`` when mDNS does
+        not work.
         """
         await self._started()
         self._port = port
@@ -163,7 +165,7 @@ class Discovery:
             self._info = info
             self._watch()
             return device
-        raise AssertionError("nobody is asked about the last name")
+        raise AssertionError("the last name is free")
 
     async def end_measuring(self) -> None:
         """Announce that this device is measured."""
@@ -171,7 +173,7 @@ class Discovery:
         await self._announce_again()
 
     async def set_pairing(self, channel: int, port: int | None) -> None:
-        """Announce that a code of ``channel`` can be brought to ``port``; None: that it cannot any more."""
+        """Announce that a code of ``channel`` is open at ``port``; None: that it is not any more."""
         self._announced.pop("pair", None)
         if port is not None:
             self._announced["pair"] = f"{channel}:{port}"
@@ -188,7 +190,8 @@ class Discovery:
         self._watch()
 
     async def leads_here(self, name: str) -> bool:
-        """Whether others find this machine by ``name`` (as in desk.local): only a service for that answers, not primad."""
+        """Whether others find this machine by ``name`` (such as desk.local): only a system service answers for it, not
+        primad."""
         asked = AddressResolver(f"{name}.")
         try:
             await asked.async_request(self._zeroconf.zeroconf, 1000 * self._timings.own_name_s, DNSQuestionType.QM)
@@ -198,23 +201,23 @@ class Discovery:
         return bool(found) and found <= {str(address.ip) for each in self._own for address in each.addresses}
 
     async def refresh(self) -> None:
-        """Look at this machine's addresses now; speak through those that are new, and announce what changed."""
+        """Check this machine's addresses; use new ones, and announce changes."""
         addresses, places = self._addresses, self._places
         self._own = read_interfaces()
         try:
             self._addresses = usable_addresses(self._own, self._host, self._interface)
             self._places = _places(self._own, self._host, self._interface)
         except ClusterError as exc:
-            logger.debug("%s", exc)  # the interface that was asked for is away, as an unplugged adapter
+            logger.debug("%s", exc)  # the requested interface is away, like an unplugged adapter
             self._places = []
         if addresses != self._addresses and self._addresses:
-            await self._announce_again()  # before new interfaces are taken up, which repeats the announcement on them
+            await self._announce_again()  # before new interfaces are added, which repeats the announcement on them
         try:
             await self._zeroconf.async_update_interfaces(self._places)
         except FAILURES as exc:
             logger.debug(
                 "mDNS on %s: %s", self._places, _why(exc)
-            )  # an interface went while it was taken up: next time
+            )  # an interface went away while it was added: next time
         if set(self._places) - set(places):
             await self._ask_again()
         self._look_again_at_peers()
@@ -232,9 +235,9 @@ class Discovery:
                 logger.debug("mDNS goodbye: %s", _why(exc))
 
     async def _started(self) -> None:
-        """Wait until mDNS can be spoken. Raises ``MulticastError`` when that does not come.
+        """Wait until mDNS works. Raises ``MulticastError`` if it does not.
 
-        zeroconf's own wait cannot be asked twice: once its time is over, nothing that comes later counts as a start.
+        zeroconf's own wait works only once: after its timeout, nothing counts as a start.
         """
         for _ in range(self._timings.looks_for_start):
             if self._zeroconf.zeroconf.started:
@@ -248,19 +251,19 @@ class Discovery:
 
     async def _say_goodbye(self) -> None:
         if self._info is not None:
-            await (await self._zeroconf.async_unregister_service(self._info))  # the second waits until it is said
+            await (await self._zeroconf.async_unregister_service(self._info))  # the second one waits until it is sent
 
     def _report_soon(self, announcement: Awaitable[None]) -> asyncio.Future[None]:
-        """An announcement is on its way; one that fails is as one that got lost."""
+        """Send an announcement; a failed one is like a lost one."""
         said = self._announcing = asyncio.ensure_future(announcement)
         said.add_done_callback(_heard_out)
         return said
 
     def _to_announce(self) -> AsyncServiceInfo:
-        """The records of now, with a revision that none had before.
+        """The current records, with a new revision.
 
-        Those who listen keep the former records for a while, and see no change in one that they have; so whatever is
-        announced differs from all before, and its addresses are those of a host name of its own.
+        Receivers keep earlier records for a while, and see no change in one that they have; so every announcement
+        differs from all earlier ones, and its addresses are those of a new host name.
         """
         device = self._announced["device"]
         revision = time.time_ns() // 1_000_000
@@ -299,13 +302,13 @@ class Discovery:
                 if time.monotonic() - asked_s >= self._timings.ask_every_s:
                     await self._ask_again()
                     asked_s = time.monotonic()
-            except Exception:  # whatever it was once: who looks no more finds nobody any more
-                logger.exception("looking for devices failed; it is tried again")
+            except Exception:  # whatever failed: without browsing nobody is found any more
+                logger.exception("looking for devices failed; retrying")
 
     async def _ask_again(self) -> None:
-        """Ask who is there: a new browser asks at once, this one would when its answers are old.
+        """Query all devices: a new browser queries at once, this one only when its records are old.
 
-        It also tells of all that were seen, those among them that did not answer when they were asked for their address.
+        It also reports all known devices, including those that did not reply with an address.
         """
         if self._browser is not None:
             await self._browser.async_cancel()
@@ -329,7 +332,8 @@ class Discovery:
             self._resolve_soon(name)
 
     def _make_room(self, name: str) -> bool:
-        """Whether ``name`` is announced with a trusted key; then another is forgotten for it, of that key if it has many."""
+        """Whether ``name`` is announced with a trusted key; then another is forgotten for it, of that key if it has
+        many."""
         info = AsyncServiceInfo(self._service, name)
         peer = peer_of(info, self._own) if info.load_from_cache(self._zeroconf.zeroconf) else None
         if peer is None or not self._trusts(peer.key):
@@ -348,7 +352,7 @@ class Discovery:
         task.add_done_callback(lambda task: self._resolving.pop(name) if self._resolving.get(name) is task else None)
 
     async def _resolve(self, name: str) -> None:
-        """Ask for what ``name`` announces; one that does not answer is gone."""
+        """Query what ``name`` announces; one that does not reply is gone."""
         timeout_ms, peer = 1000 * self._timings.resolve_timeout_s, None
         try:
             info = AsyncServiceInfo(self._service, name)
@@ -363,10 +367,10 @@ class Discovery:
             self._notify()
 
     def _look_again_at_peers(self) -> None:
-        """Ask again for devices of which something ran out or changed without a word.
+        """Query devices again whose records expired or changed silently.
 
-        One that died said no goodbye, and does not answer; the scope of a link-local address may be learnt late; and the
-        order of addresses hangs on our own.
+        A device that died said no goodbye, and does not reply; the scope of a link-local address may be learnt late;
+        and the order of addresses depends on our own.
         """
         for name, peer in self._peers.items():
             info = AsyncServiceInfo(self._service, name)
@@ -386,7 +390,7 @@ class Discovery:
 async def look(host: str, seconds: float, interface: str | None = None) -> list[Peer]:
     """The devices in sight within ``seconds`` of looking from an address like ``host``, by name.
 
-    Raises ``ClusterError`` when there is no way to look.
+    Raises ``ClusterError`` if discovery is impossible.
     """
     discovery = Discovery(host, interface)
     peers: dict[str, Peer] = {}
@@ -404,10 +408,10 @@ async def look(host: str, seconds: float, interface: str | None = None) -> list[
 
 
 def _places(own: Sequence[Interface], host: str, interface: str | None) -> list[str]:
-    """The addresses through which mDNS can be spoken. Raises ``ClusterError`` as ``multicast_addresses``.
+    """The addresses for mDNS. Raises ``ClusterError`` like ``multicast_addresses``.
 
-    Link-local ones of IPv6 are of no use in their first second, while their network is asked who has them. Where there are
-    no others, loopback takes their place until the next look.
+    Link-local ones of IPv6 are unusable in their first second, during duplicate detection. If there are no others,
+    loopback is used until the next check.
     """
     wanted = multicast_addresses(own, host, interface)
     usable = [place for place in wanted if can_multicast(place, own)]
@@ -423,7 +427,7 @@ def _heard_out(said: asyncio.Future[None]) -> None:
 
 
 def _why(error: BaseException) -> str:
-    """What a library says of ``error``: many of zeroconf's have no words."""
+    """The description of ``error``: many of zeroconf's have no text."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
@@ -436,7 +440,7 @@ def _on(interface: str | None) -> str:
 
 
 def _quiet() -> None:
-    """An interface that comes and goes is no news to the owner: zeroconf warns of each with a trace."""
+    """An interface that comes and goes is no news to the owner: zeroconf warns about each with a trace."""
     noisy = logging.getLogger("zeroconf")
     if noisy.level == logging.NOTSET and not logger.isEnabledFor(logging.DEBUG):
         noisy.setLevel(logging.ERROR)

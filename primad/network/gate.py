@@ -1,8 +1,8 @@
-"""Who may talk to the servers of a ZeroMQ context: asked once a connection, before a byte of a message is read.
+"""Access to the servers of a ZeroMQ context: checked once per connection, before a byte of a message is read.
 
-libzmq proves that a client holds the secret of its public key and then asks us (its protocol for that is ZAP, RFC 27). The
-answer travels with every message of the connection, so that a receiver knows who sent it. A connection that was let in stays
-when its key is revoked: whoever receives must ask again, with ``sender_key``.
+libzmq proves that a client holds the secret of its public key and then asks us (ZAP, RFC 27). The decision is attached
+to every message of the connection, so that a receiver knows its sender. An admitted connection stays when its key is
+revoked: receivers must check again, with ``sender_key``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from primad.trust.identity import fingerprint
 logger = logging.getLogger(__name__)
 
 Allows = Callable[[str], bool]
-"""Whether a device may come in, by its public key in Z85."""
+"""Whether a device is admitted, by its public key in Z85."""
 
 _ADDRESS_FRAME: Final = 3
 
 
 class Gate:
-    """Lets clients into the servers of ``context`` that ``allows`` believes; use it as an asynchronous context manager.
+    """Admits clients to the servers of ``context`` that ``allows`` accepts; use it as an asynchronous context manager.
 
-    One gate a context. Without it, and after it, nobody comes in.
+    One gate per context. Without it, and after it, nobody is admitted.
     """
 
     def __init__(self, context: zmq.asyncio.Context, allows: Allows) -> None:
@@ -60,10 +60,11 @@ class Gate:
         finally:
             self._authenticator.stop()
         if not self._task.cancelled():
-            self._task.result()  # it never ends by itself: what ended it is our own mistake
+            self._task.result()  # it never ends by itself: its end is our own mistake
 
     async def _answer(self) -> None:
-        """Answer libzmq's questions one by one. We await the task ourselves, which pyzmq's own loop does not offer."""
+        """Reply to libzmq's questions one by one. We await the task ourselves, which pyzmq's own loop does not
+        offer."""
         socket = self._authenticator.zap_socket
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -75,7 +76,7 @@ class Gate:
                 await self._authenticator.handle_zap_message(question)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """What the authenticator asks: whether ``key`` (Z85) may come in. Doubt is a no."""
+        """The authenticator's question: whether ``key`` (Z85) is admitted. In doubt, no."""
         del domain
         text, why = key.decode("ascii"), "it is not trusted here"
         try:
@@ -88,10 +89,10 @@ class Gate:
 
 
 def sender_key(frame: zmq.Frame) -> str:
-    """The proven public key (Z85) of who sent ``frame``, of ``recv_multipart(copy=False)`` on a *server* socket.
+    """The proven public key (Z85) of the sender of ``frame``, from ``recv_multipart(copy=False)`` on a *server* socket.
 
-    On a client's socket there is nothing to ask: what arrives there is of the device whose key the socket pins.
-    Raises ``ProtocolError`` for a frame that came through no gate.
+    A client's socket pins its peer's key, so there is no need. Raises ``ProtocolError`` for a frame that came through
+    no gate.
     """
     try:
         return str(frame.get("User-Id"))
@@ -100,7 +101,7 @@ def sender_key(frame: zmq.Frame) -> str:
 
 
 def sender_address(frame: zmq.Frame) -> str:
-    """The address, with its scope if it has one, from which ``frame`` came; empty where the system does not say."""
+    """The address, with its scope if it has one, from which ``frame`` came; empty if the system does not tell."""
     try:
         return str(frame.get("Peer-Address"))
     except zmq.ZMQError:

@@ -1,8 +1,8 @@
-"""What devices say to each other about layers: who has which, the digests of a layer's chunks, the chunks themselves.
+"""Messages about layers: which device has which, the digests of a layer's chunks, the chunks themselves.
 
-They ask for KV cells in the same way, and wait in the same line.
+KV blocks are requested in the same way, and wait in the same queue.
 
-One msgpack frame a message; the bytes of a chunk are a second frame. Every message is an answer or asks for one.
+One msgpack frame per message; the bytes of a chunk are a second frame. Every message is a request or a reply.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from primad.kv.cells import MAX_LAYERS, is_key
 
 MAX_ASKED: Final = 4096
 MAX_CELLS_ASKED: Final = 64
-"""Blocks of KV cells that are asked for at a time."""
+"""KV blocks per request."""
 CELLS_BYTES: Final = 1 << 20
-"""Of KV cells at a time: who gives them away may be short of memory, for just that reason."""
+"""KV cache per request: the sender may be short of memory, for that very reason."""
 MAX_REQUEST_BYTES: Final = 1 << 20
 """A request is at most ``MAX_ASKED`` digests."""
 MAX_REPLY_BYTES: Final = 16 << 20
@@ -34,26 +34,26 @@ class AskPresent(msgspec.Struct, frozen=True, kw_only=True, tag="ask-holds"):
 
 
 class Present(msgspec.Struct, frozen=True, kw_only=True, tag="holds"):
-    """Whether each layer that was asked for is here, in the order of the question."""
+    """Whether each requested layer is here, in the order of the request."""
 
     held: Annotated[list[bool], Meta(max_length=MAX_ASKED)]
 
 
 class FetchDigests(msgspec.Struct, frozen=True, kw_only=True, tag="fetch-digests"):
-    """Ask for the tree of layer ``digest``."""
+    """Request the tree of layer ``digest``."""
 
     digest: str
 
 
 class Digests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
-    """The tree of layer ``digest``: the digests of its chunks, one behind the other (``gguf/layers.py``)."""
+    """The tree of layer ``digest``: the concatenated digests of its chunks (``gguf/layers.py``)."""
 
     digest: str
     tree: bytes
 
 
 class FetchChunk(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
-    """Ask for ``size`` bytes of the weights of layer ``digest`` from ``offset``."""
+    """Request ``size`` bytes of the weights of layer ``digest`` from ``offset``."""
 
     digest: str
     offset: Annotated[int, Meta(ge=0)]
@@ -61,14 +61,15 @@ class FetchChunk(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):
-    """The answer; the bytes are the frame behind it."""
+    """The reply; the bytes are the next frame."""
 
     digest: str
     offset: int
 
 
 class NoChunk(msgspec.Struct, frozen=True, kw_only=True, tag="no-chunk"):
-    """The asked device cannot give it; ``reason`` is one line. Without ``offset`` it is the tree that it cannot give."""
+    """The device cannot provide it; ``reason`` is one line. Without ``offset`` it is the tree that it cannot
+    provide."""
 
     digest: str
     offset: int | None
@@ -76,7 +77,7 @@ class NoChunk(msgspec.Struct, frozen=True, kw_only=True, tag="no-chunk"):
 
 
 class FetchCells(msgspec.Struct, frozen=True, kw_only=True, tag="fetch-cells"):
-    """Ask for layers ``first <= layer < last`` of blocks of KV cells, of the first one from byte ``offset`` on."""
+    """Request layers ``first <= layer < last`` of KV blocks, from byte ``offset`` of the first one."""
 
     keys: Annotated[list[str], Meta(min_length=1, max_length=MAX_CELLS_ASKED)]
     first: Annotated[int, Meta(ge=0, lt=MAX_LAYERS)]
@@ -85,10 +86,9 @@ class FetchCells(msgspec.Struct, frozen=True, kw_only=True, tag="fetch-cells"):
 
 
 class Cells(msgspec.Struct, frozen=True, kw_only=True, tag="cells"):
-    """The answer: bytes of the parts of the leading blocks that were asked for, 0 for one that is not here.
+    """The reply: bytes of the parts of the leading requested blocks, 0 for a missing one.
 
-    The parts (``kv.store.part``) are the frame behind it, one behind the other, up to ``CELLS_BYTES``: the last may be cut
-    there.
+    The concatenated parts (``kv.store.part``) are the next frame, up to ``CELLS_BYTES``: the last may be cut there.
     """
 
     sizes: Annotated[list[int], Meta(min_length=1, max_length=MAX_CELLS_ASKED)]
@@ -102,13 +102,13 @@ _decoder: Final = msgspec.msgpack.Decoder(TransferMessage)
 
 
 def decode_transfer(data: bytes | memoryview) -> TransferMessage:
-    """A message about layers, its texts fit to be shown. Raises ``ProtocolError``."""
+    """A message about layers, its texts made printable. Raises ``ProtocolError``."""
     try:
         message: TransferMessage = _decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
         raise ProtocolError(f"not a message about layers: {printable(exc)}") from exc
     if isinstance(message, FetchCells) and not (message.first < message.last and all(map(is_key, message.keys))):
-        raise ProtocolError("a request for KV cells that are none")
+        raise ProtocolError("a request for invalid KV blocks")
     if isinstance(message, NoChunk):
         return NoChunk(digest=message.digest, offset=message.offset, reason=printable(message.reason))
     return message

@@ -1,13 +1,13 @@
-"""Measure the links between devices: empty messages there and back for the round trip, and messages of the sizes that a ring
-sends, one way after the other.
+"""Measures the links between devices: empty messages for the round trip, and messages of a ring's sizes in each
+direction.
 
-The device that measures sends ``Echo`` to the control port of the other, which answers with as many bytes as it was asked
-for; so one device measures both directions. Every address of the other is tried, the fastest that works is kept.
+The measuring device sends ``Echo`` to the control port of the other, which replies with the requested number of bytes;
+so one device measures both directions. Every address of the other is tried, and the fastest that works is kept.
 
-Hidden states of one row are messages of some kB, and a token waits for each, so they are sent one by one, often enough for a
-95th percentile. A chunk of a prompt is a message of some MB that comes after a silence: TCP begins it slowly, with some
-packets a round trip, and passes the rest at the rate of the link. So the first large message of a connection is timed, and
-then several that follow each other.
+Hidden states of one token are messages of some kB, and each token waits for them, so they are sent one by one, often
+enough for a 95th percentile. A prompt chunk is a message of some MB after a silence: TCP starts it slowly, with some
+packets per round trip, and sends the rest at the link's rate. So the first large message of a connection is timed, and
+then several in a row.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ from primad.system.wire import encode
 from primad.trust.identity import Identity
 
 UNREACHABLE_S: Final = 60.0
-"""Round trip that a link is given which does not work, and by which an older device says so."""
+"""The round trip of a link that does not work, also in an older device's report."""
 MAX_S: Final = 45.0
-"""A device is measured for no longer, whatever it keeps waiting. A link of 100 kB/s takes half of that."""
+"""The longest time of measuring a device, whatever its delays. A link of 100 kB/s takes half of that."""
 CONNECT_S: Final = 1.0
 MAX_ADDRESSES: Final = 3
-"""So many of a device's addresses are measured, of those that answer first."""
+"""The number of a device's addresses that are measured, the first to respond."""
 _EMPTY_MESSAGES: Final = 15
 _ROW_BYTES: Final = 8 << 10
-"""A row of hidden states of a model of 2,048 channels."""
+"""Hidden states of one token of a model of 2,048 channels."""
 _WIDE_ROW_BYTES: Final = 32 << 10
 """A row of 8,192 channels."""
 _LARGE_BYTES: Final = 256 << 10
-"""TCP is as quick as it gets when it has passed so many."""
+"""TCP is at its full rate after this many bytes."""
 _ROWS: Final = 100
 _WIDE_ROWS: Final = 15
 _LARGE_MESSAGES: Final = 3
 _ROWS_S: Final = 0.25
-"""After so long no more messages of a size are sent, ``_FEWEST`` aside."""
+"""After this time no more messages of a size are sent, except ``_FEWEST``."""
 _FEWEST: Final = 3
 _LATE: Final = 0.95
 _SLOW_START_ROUND_TRIPS: Final = 4
-"""TCP sends 10 packets at first and twice as many each round trip: four pass before 256 kB are on their way."""
+"""TCP sends 10 packets at first and twice as many each round trip: after four, 256 kB are on their way."""
 _BULK_MESSAGES: Final = 4
 _FAST_S: Final = 0.02
-"""A link that carries ``_LARGE_BYTES`` in less is worth larger messages for a figure that holds."""
+"""A link that carries ``_LARGE_BYTES`` in less needs larger messages for a reliable figure."""
 
 _SLOW_S: Final = 0.5
 """A link that takes longer for ``_LARGE_BYTES`` gets no more of them at once: its device would seem to be silent."""
@@ -78,7 +78,7 @@ class _Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """A link there and back, by one address."""
+    """A link in both directions, by one address."""
 
     round_trip_s: float
     there: _Way
@@ -86,14 +86,14 @@ class _Measured:
 
     @property
     def both_s(self) -> float:
-        """Seconds of a megabyte each way when both are late: what addresses are compared by."""
+        """Seconds per megabyte each way with both delays: the measure for comparing addresses."""
         ways = (self.there, self.back)
         return self.round_trip_s + sum(way.late_s + MAX_ECHO_BYTES / way.bytes_per_s for way in ways)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLinks:
-    """Both directions of links that work and of those that do not, and why not, a device each."""
+    """Both directions of links, working and failed, with the reasons, one device each."""
 
     links: list[LinkProfile]
     unreached: list[Unreached]
@@ -108,10 +108,10 @@ class _NotReachedError(ClusterError):
 
 
 _WHYS: Final = (UNTRUSTED, SLOW, CLOSED, SILENT)
-"""What was found at one of several addresses says more than what was not found at another."""
+"""How informative a failure is: a response at one of several addresses says more than silence at another."""
 
 Exchange = Callable[[int, int, int], Awaitable[float]]
-"""Seconds until so many messages, of so many bytes there and back, sent at once, are answered."""
+"""Seconds until ``count`` messages, of these sizes there and back, sent at once, are answered."""
 
 
 async def measure_links(
@@ -125,8 +125,8 @@ async def measure_links(
 ) -> MeasuredLinks:
     """Both directions of the links from this device, ``source``, to each of ``targets``, one after the other.
 
-    The links of a target that no address reaches do not work; nor do those of one that lets a lot of echoes wait for longer
-    than ``timeout_s``. What is not measured of a target within ``max_s`` is not waited for.
+    The links of a target that no address reaches do not work; nor do those of one that delays many echoes beyond
+    ``timeout_s``. Measuring a target ends after ``max_s``.
     """
     measured = MeasuredLinks(links=[], unreached=[])
     for target in targets:
@@ -161,9 +161,9 @@ def cut_link(source: str, target: str) -> LinkProfile:
 
 
 async def _quickest(target: Contact) -> list[str]:
-    """The addresses of ``target`` where somebody listens, the first to answer first; all of them when nobody was so quick.
+    """The addresses of ``target`` with a listener, the first to respond first; all of them if none was quick enough.
 
-    A device announces every address it has: bridges of containers and dead networks among them.
+    A device announces every address it has, including bridges of containers and dead networks.
     """
     if len(target.addresses) == 1:
         return target.addresses
@@ -195,10 +195,10 @@ def _profile(source: str, target: str, address: str, round_trip_s: float, way: _
 async def _measure(
     context: zmq.asyncio.Context, identity: Identity, host: str, target: Contact, timeout_s: float
 ) -> _Measured:
-    """The link to ``host``. Raises ``_NotReachedError`` when it does not answer in time."""
+    """The link to ``host``. Raises ``_NotReachedError`` if it does not respond in time."""
     try:
         socket = open_socket(context, zmq.DEALER, identity=identity, server=target.key)
-    except zmq.ZMQError as exc:  # as where no more sockets can be had
+    except zmq.ZMQError as exc:  # e.g. if no more sockets are available
         raise _NotReachedError(SILENT) from exc
     bound_socket(socket, USUAL_BYTES, 2 * _BULK_MESSAGES)
 
@@ -216,7 +216,7 @@ async def _measure(
 
 
 async def _way(exchange: Exchange, round_trip_s: float, *, there: bool) -> _Way:
-    """One direction: what is sent the other way is empty, so it takes what it does in ``round_trip_s``."""
+    """One direction: the other way is empty, so it takes ``round_trip_s``."""
 
     async def times(size: int, maximum: int) -> list[float]:
         found, end = list[float](), time.perf_counter() + _ROWS_S
@@ -231,7 +231,7 @@ async def _way(exchange: Exchange, round_trip_s: float, *, there: bool) -> _Way:
     size = MAX_ECHO_BYTES if usual < _FAST_S else _LARGE_BYTES
     count = _BULK_MESSAGES if usual < _SLOW_S else 1
     bulk_s = usual if count == 1 else await exchange(count, *_directed(size, there=there))
-    # What a slow start does not explain was something else, such as a machine that was busy.
+    # Beyond a slow start it was something else, such as a busy machine.
     large_s = min(first, usual + _SLOW_START_ROUND_TRIPS * round_trip_s)
     return _Way(
         bytes_per_s=count * size / max(1e-6, bulk_s - round_trip_s, bulk_s / 2),
@@ -244,18 +244,18 @@ async def _way(exchange: Exchange, round_trip_s: float, *, there: bool) -> _Way:
 
 
 def late_one_way_s(there_and_back_s: Sequence[float]) -> float:
-    """How much later than the median the 95th percentile comes, of one way.
+    """How much later than the median the 95th percentile arrives, one way.
 
-    Half of what it is there and back: the delays of both ways add up, and so do their means, for which this figure is used.
+    Half of the value for both ways: the delays add up, and so do their means, which this figure is used for.
     """
     ordered = sorted(there_and_back_s)
     return (ordered[math.ceil(_LATE * len(ordered)) - 1] - statistics.median(ordered)) / 2
 
 
 def beyond_empty(round_trip_s: float, times: Mapping[int, float]) -> tuple[MessageTime, ...]:
-    """What messages take beyond an empty one, of the seconds by size until they are answered by an empty one.
+    """The time of messages beyond an empty one, from the seconds by size until an empty reply.
 
-    A larger message takes at least as long as a smaller one; where it was measured otherwise, chance had a part in it.
+    A larger message takes at least as long as a smaller one; other measurements are due to chance.
     """
     found, min_s = list[MessageTime](), 0.0
     for size, seconds in sorted(times.items()):
@@ -265,11 +265,11 @@ def beyond_empty(round_trip_s: float, times: Mapping[int, float]) -> tuple[Messa
 
 
 async def _meet(socket: zmq.asyncio.Socket, host: str, port: int, exchange: Exchange) -> None:
-    """Connect, and wait for the first answer. Raises ``_NotReachedError`` with what keeps it from coming."""
+    """Connect, and wait for the first reply. Raises ``_NotReachedError`` with the reason for its absence."""
     refused = asyncio.ensure_future(wait_refused(socket))
     try:
         socket.connect(endpoint(host, port))
-    except zmq.ZMQError as exc:  # as the address of a network that this device does not have
+    except zmq.ZMQError as exc:  # e.g. an address of a network that this device does not have
         refused.cancel()
         raise _NotReachedError(SILENT) from exc
     answered = asyncio.ensure_future(exchange(1, 0, 0))
@@ -287,7 +287,7 @@ async def _meet(socket: zmq.asyncio.Socket, host: str, port: int, exchange: Exch
 
 
 async def _port_says(host: str, port: int) -> str:
-    """Why no answer came from a port: nobody is there, nobody listens, or who listens says nothing."""
+    """Why a port did not respond: no host, no listener, or a silent listener."""
     try:
         async with asyncio.timeout(CONNECT_S):
             _, writer = await asyncio.open_connection(host, port)

@@ -1,7 +1,7 @@
-"""The heads that run on this device leave word where their clients are to ask.
+"""Notes of the heads that run on this device, for their clients.
 
-Each writes one note twice: into its home folder (``run/head.json``), where whoever names the home finds it, and into a
-folder that all daemons of this user share, where it is found without that. A note is good for as long as its process lives.
+Each head writes its note twice: into its home folder (``run/head.json``), and into a folder that all daemons of this
+user share, where it is found without knowing the home folder. A note is valid while its process lives.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _MAX_NOTES: Final = 256
 
 
 class LocalHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A head of this device: its name, endpoint and process; ``created`` and ``since_boot`` are its start (``start_of``).
+    """A head of this device: its name, endpoint and process; ``created`` and ``since_boot`` are its start
+    (``start_of``).
 
-    ``key`` lets this user's commands in where the endpoint asks for one: nobody else can read the note.
+    ``key`` admits this user's commands if the endpoint needs one: nobody else can read the note.
     """
 
     device: str
@@ -42,18 +43,18 @@ class LocalHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def home_note(home: Path) -> Path:
-    """Where the head of ``home`` leaves its note."""
+    """The note of the head of ``home``."""
     return home / "run" / "head.json"
 
 
 def shared_folder() -> Path:
-    """Where all heads of this user on this device leave their notes."""
+    """The folder of the notes of all heads of this user on this device."""
     return default_folder() / "heads"
 
 
 @contextlib.contextmanager
 def announced_head(home: Path, device: str, url: str, port: int, key: str = "") -> Iterator[None]:
-    """Leave word of the head ``device`` while inside. Where it cannot be written is a log line and nothing else."""
+    """Keep a note of the head ``device`` inside this context. A failure is only logged."""
     pid = os.getpid()
     created, since_boot = start_of(pid)
     note = LocalHead(device=device, url=url, port=port, pid=pid, created=created, since_boot=since_boot, key=key)
@@ -64,7 +65,7 @@ def announced_head(home: Path, device: str, url: str, port: int, key: str = "") 
             path.parent.mkdir(mode=0o700, exist_ok=True)
             write_private(path, msgspec.json.encode(note) + b"\n")
         except (OSError, ConfigError) as exc:
-            logger.warning("commands do not find this head by themselves: %s", exc)
+            logger.warning("commands cannot find this head: %s", exc)
     try:
         yield
     finally:
@@ -75,7 +76,7 @@ def announced_head(home: Path, device: str, url: str, port: int, key: str = "") 
 
 
 def read_head(path: Path) -> LocalHead | None:
-    """The head that left its note at ``path``; None when it has ended, or the note is none of ours."""
+    """The head of the note at ``path``; None if it has ended, or the note is not ours."""
     try:
         if not is_ours(path):
             return None
@@ -97,7 +98,7 @@ def local_heads(home: Path) -> list[LocalHead]:
 
 
 def chosen_head(heads: Iterable[LocalHead], wanted: str | None) -> LocalHead | None:
-    """The head ``wanted`` (name, port or name:port) of ``heads``; without that the only one, None where there is none.
+    """The head ``wanted`` (name, port or name:port) of ``heads``; by default the only one, None if there is none.
 
     Raises ``ClusterError`` with the names to choose from.
     """
@@ -123,6 +124,6 @@ def is_called(head: LocalHead, wanted: str) -> bool:
 
 
 def names(heads: Sequence[LocalHead]) -> list[str]:
-    """What to call each of ``heads``: two of one name are told apart by their ports."""
+    """Unique names for ``heads``: heads with the same name get their ports."""
     called = [head.device for head in heads]
     return [head.device if called.count(head.device) == 1 else f"{head.device}:{head.port}" for head in heads]

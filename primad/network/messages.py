@@ -1,23 +1,23 @@
-"""What head and worker say to each other on the control link; what a device asks of others is in ``layer_messages``.
+"""Messages between head and worker on the control link; requests between devices are in ``layer_messages``.
 
-One msgpack frame a message. The head opens with ``Probe``, which anyone who is let in may say: it tells versions apart and
-which address works. ``Hello`` then makes the worker this head's; it answers ``Welcome`` or ``Refused``. From then on a
-``Ping`` and its ``Pong`` pass several times a second, so that either side notices the other's end.
+One msgpack frame per message. The head starts with ``Probe``, which every admitted device may send: it finds the
+version and the address that works. ``Hello`` then makes the worker this head's; it replies ``Welcome`` or ``Refused``.
+From then on a ``Ping`` and its ``Pong`` pass several times a second, so that either side notices the other's end.
 
-A TCP connection that is reset, as by a router that starts anew, is made again in silence, and takes with it what was on its
-way. So what becomes of a worker's stages is state, not news: ``StageStates`` says how all of them stand,
-and each change gives it a new ``revision``. The worker sends it when something changes. A ``Ping`` carries the revision that
-the head has, and a worker that has a newer one says the states again before its ``Pong``. So the head knows how the worker
-stood when it answered, and asks again for what did not arrive. ``Pong`` also says whether links are being measured: where
-they are not, and no ``LinksMeasured`` came, the head asks for them again. ``KvHold`` is answered or not: a head that hears
-nothing does without, or asks anew. What a model drafts may be lost as well: an answer goes on without it.
+A TCP connection that is reset, for example by a restarting router, reconnects silently, and loses the messages in
+flight. So a worker's stages are state, not events: ``StageStates`` has the state of all of them, and each change gives
+it a new ``revision``. The worker sends it after each change. A ``Ping`` carries the revision that the head has, and a
+worker with a newer one sends the states again before its ``Pong``. So the head knows the worker's state at its reply,
+and repeats requests that did not arrive. ``Pong`` also says whether links are being measured: if they are not, and no
+``LinksMeasured`` came, the head asks for them again. ``KvHold`` may stay unanswered: the head then does without, or
+asks again. Drafts may be lost as well: generation continues without them.
 
-Versions. A device speaks ``PROTOCOL`` and the one before it, down to ``OLDEST``; both sides use the newer one that both
-speak. A field that is added has a default, and a field that is not known is skipped, so that neighbours understand each
-other. A message that is not known is refused with a log line, so that one which may go unheard can be added. A change
-that cannot be made so takes two versions. Protocol 1 was not encrypted, protocol 2 told each fact twice, and a worker of
-protocol 4 does not read in a window's metadata where its graph is fed and left, and protocol 5 had other names for the
-same messages; none of them is spoken any more.
+Versions. A device speaks ``PROTOCOL`` and older ones down to ``OLDEST``; both sides use the newest common one. An added
+field has a default, and an unknown field is skipped, so that neighbours understand each other. An unknown message is
+refused with a log line, so that a message that may be ignored can be added. Any other change takes two versions.
+Protocol 1 was not encrypted, protocol 2 sent each fact twice, a worker of protocol 4 does not read the inputs and
+outputs of a window's graph in its metadata, and protocol 5 had other names for the same messages; none of them is
+spoken any more.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ MAX_REVISION: Final = 1 << 62
 MAX_DEVICES: Final = 1024
 MAX_ECHO_BYTES: Final = 1 << 20
 ECHO_BYTES: Final = (0, 8 << 10, 32 << 10, 256 << 10, MAX_ECHO_BYTES)
-"""The answers to ``Echo`` that there are, so that they can lie ready and a flood of questions takes no memory."""
+"""The sizes of replies to ``Echo``, so that they can be prepared and a flood of requests uses no memory."""
 MAX_CONTACTS: Final = 1024
 MAX_MESSAGE_TIMES: Final = 16
-"""Sizes of messages that a link is said to have been measured with."""
+"""The most message sizes in a link's measurements."""
 MAX_ROUND_TRIP_S: Final = 3600.0
 MAX_LINK_BYTES_PER_S: Final = 1e13
 MAX_MEMORY_BYTES: Final = 1 << 50
@@ -69,13 +69,13 @@ MAX_BLOCKS: Final = 16_384
 MAX_HOLD_S: Final = 600.0
 MAX_TREE_BYTES: Final = 1 << 20
 MAX_STEP_BYTES: Final = 1 << 30
-"""Of the hidden states of a step."""
+"""Hidden states of a step."""
 MAX_CELLS: Final = 1 << 27
-"""Of the KV caches of all sequences, in a layer."""
+"""KV cache of all sequences, in a layer."""
 USUAL_BYTES: Final = MAX_ECHO_BYTES + (4 << 10)
-"""An echo of the largest size. What is skipped of a message costs up to 40 ns a byte."""
+"""An echo of the largest size. Skipped bytes cost up to 40 ns each."""
 MAX_STATES_BYTES: Final = 2 << 20
-"""With the trees of layers of 250 GB."""
+"""Includes the trees of layers of 250 GB."""
 LARGE_BYTES: Final = {
     "load": MAX_MESSAGE_BYTES,
     "load_draft": MAX_MESSAGE_BYTES,
@@ -84,7 +84,7 @@ LARGE_BYTES: Final = {
     "kv-hold": 6 << 20,
     "stages": MAX_STATES_BYTES,
 }
-"""What a message may have of bytes, if it is more than usual: what it costs to read is in proportion to that."""
+"""The size limit of a kind of message, if it is larger than usual: the cost of reading it is proportional."""
 
 Revision = Annotated[int, Meta(ge=0, le=MAX_REVISION)]
 MemoryBytes = Annotated[int, Meta(ge=0, le=MAX_MEMORY_BYTES)]
@@ -93,7 +93,7 @@ Layer = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True, tag="probe"):
-    """Who is there? Answered by ``Probed``; nothing else follows from it."""
+    """Asks for the device's identity. The reply is ``Probed``; nothing else follows from it."""
 
     protocol: int
     oldest: int
@@ -104,7 +104,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, tag="probe"):
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """The head introduces itself; ``session`` tells its restarts apart, ``build`` names its llama.cpp.
 
-    The worker may take it for gone when it is silent for ``gone_after_s``.
+    The worker may consider it gone after a silence of ``gone_after_s``.
     """
 
     protocol: int
@@ -123,8 +123,8 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
-    """The devices that this head trusts, so that they do for each other what a ring needs; the latest list stands for all
-    before. Nobody is introduced whose key is among the ``revoked``, which it does not trust any more.
+    """The devices that this head trusts, so that they do for each other what a ring needs; the latest list replaces
+    earlier ones. Keys among the ``revoked`` are no longer trusted, and not introduced.
     """
 
     devices: Annotated[list[Introduction], Meta(max_length=MAX_DEVICES)]
@@ -132,19 +132,20 @@ class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
 
 
 class Revoked(msgspec.Struct, frozen=True, tag="revoked"):
-    """This head gives the worker no more work: its owner revoked it. An older worker does not know this and waits for it."""
+    """This head gives the worker no more work: its owner revoked it. An older worker does not know this and waits for
+    it."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """Take part in ring ``ring``, epoch ``epoch``: fetch the missing layers from ``sources``, load the windows, listen.
 
-    ``place`` tells devices of this ring that share a machine apart (see ``ring.spawn.environment``). A worker may have parts
-    in several epochs at a time: the next ring is loaded while the last one serves. ``assignments[i]`` says what of
-    ``windows[i]`` is on the GPU, whether that helps with the rest and how much stays in memory, ``extra_buffers[i]`` whether
-    llama.cpp may keep copies of its weights; of what streams ``read_ahead_bytes`` are read ahead. ``kv_type`` is that
-    of the KV cache, ``flash`` whether attention is flash attention, ``rope`` what angles positions have. It ``keeps``
-    what the step log says of KV cells. Layers of ``origins`` may be fetched from the hub that has ``files``, or asked
-    of the head, which is the first of ``sources``, by the names of their origins.
+    ``place`` tells devices of this ring that share a machine apart (see ``ring.spawn.environment``). A worker may have
+    stages in several epochs at a time: the next ring is loaded while the last one serves. ``assignments[i]`` says which
+    part of ``windows[i]`` is on the GPU, whether the GPU does prefill offload and how much stays in memory,
+    ``extra_buffers[i]`` whether llama.cpp may repack its weights; ``read_ahead_bytes`` of streamed layers are read
+    ahead. ``kv_type`` is the type of the KV cache, ``flash`` whether attention is flash attention, ``rope`` overrides
+    RoPE. With ``keeps`` it saves the KV blocks of the step log. Layers of ``origins`` may be fetched from the hub that
+    has ``files``, or from the head, the first of ``sources``, by the names of their origins.
     """
 
     ring: int
@@ -170,7 +171,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
-    """Send steps of ``epoch`` to the ring process at ``address``, whose key is ``key``; take them from ``sender`` only."""
+    """Send steps of ``epoch`` to the ring process at ``address``, whose key is ``key``; accept them from ``sender``
+    only."""
 
     epoch: int
     address: str
@@ -179,16 +181,16 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
-    """Give the windows of ``epoch`` back; the layer files stay."""
+    """Release the windows of ``epoch``; the layer files stay."""
 
     epoch: int
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Are you there? Also asks for a ``WorkerStatus`` when ``status`` is set. ``Pong`` gives ``number`` back.
+    """A sign of life. Also asks for a ``WorkerStatus`` if ``status`` is set. ``Pong`` repeats ``number``.
 
-    The head has the ``StageStates`` of ``revision``; 0 stands for none. ``why_idle`` is why the worker has no
-    layers, for its owner; empty where it has some, or where that is not known.
+    The head has the ``StageStates`` of ``revision``; 0 stands for none. ``why_idle`` is why the worker has no layers,
+    for its owner; empty if it has some, or if unknown.
     """
 
     status: bool
@@ -198,13 +200,13 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 
 
 class MeasureLinks(msgspec.Struct, frozen=True, kw_only=True, tag="measure-links"):
-    """Measure the links to ``targets``; answered by ``LinksMeasured``."""
+    """Measure the links to ``targets``; the reply is ``LinksMeasured``."""
 
     targets: Contacts
 
 
 class Echo(msgspec.Struct, frozen=True, kw_only=True, tag="echo"):
-    """Answer with ``answer_bytes`` bytes, one of ``ECHO_BYTES``. Any trusted device may ask."""
+    """Reply with ``answer_bytes`` bytes, one of ``ECHO_BYTES``. Any trusted device may send it."""
 
     payload: Annotated[bytes, Meta(max_length=MAX_ECHO_BYTES)]
     answer_bytes: int
@@ -215,10 +217,11 @@ class Dismiss(msgspec.Struct, frozen=True, tag="dismiss"):
 
 
 class KvHold(msgspec.Struct, frozen=True, kw_only=True, tag="kv-hold"):
-    """Hold ``layers`` (first, last + 1) of ``blocks`` of KV cells from now on, and ask ``sources`` for what is lacking.
+    """Hold ``layers`` (first, last + 1) of the KV blocks ``blocks`` from now on, and fetch missing ones from
+    ``sources``.
 
-    ``KvHeld`` with this ``number`` answers after ``timeout_s`` at the latest. With ``verify`` what is there is read as well,
-    since it may be damaged.
+    ``KvHeld`` with this ``number`` follows after ``timeout_s`` at the latest. With ``verify`` existing blocks are
+    checked as well, since they may be damaged.
     """
 
     number: int
@@ -230,18 +233,19 @@ class KvHold(msgspec.Struct, frozen=True, kw_only=True, tag="kv-hold"):
 
 
 class KvForget(msgspec.Struct, frozen=True, kw_only=True, tag="kv-forget"):
-    """Nobody needs the blocks ``keys`` any more. ``lasting``: they may be of use later, to a device that has a cache."""
+    """The blocks ``keys`` are not needed any more. ``lasting``: they may be of use later, to a device that has a
+    cache."""
 
     keys: Annotated[list[str], Meta(max_length=MAX_BLOCKS)]
     lasting: bool
 
 
 class LoadDraft(msgspec.Struct, frozen=True, kw_only=True, tag="load_draft"):
-    """Draft for ring ``epoch`` with the model ``window``, a whole one of so many tokens in its ``vocabulary``: fetch the
-    missing layers from ``sources`` and load it, for texts of at most ``context`` tokens, where ``memory_bytes`` are free.
-    ``maximum`` are drafted at once, the ``first`` ones of them before others in their place.
+    """Draft for ring ``epoch`` with the model ``window``, a whole one with this many tokens in its ``vocabulary``:
+    fetch the missing layers from ``sources`` and load it, for texts of at most ``context`` tokens, if ``memory_bytes``
+    are free. ``maximum`` tokens are drafted at once, the ``first`` ones of them before alternatives.
 
-    Said again until a ``DraftModelState`` comes. An older worker does not know it, and drafts nothing.
+    Repeated until a ``DraftModelState`` comes. An older worker does not know it, and does not draft.
     """
 
     epoch: int
@@ -255,14 +259,14 @@ class LoadDraft(msgspec.Struct, frozen=True, kw_only=True, tag="load_draft"):
 
 
 class DraftInput(msgspec.Struct, frozen=True, kw_only=True, tag="draft_input"):
-    """What the draft model for ring ``epoch`` is to know of the text; ``DraftsMade`` are its answers."""
+    """The text for the draft model of ring ``epoch``; the reply is ``DraftsMade``."""
 
     epoch: int
     task: TextTask
 
 
 class ReleaseDraft(msgspec.Struct, frozen=True, kw_only=True, tag="release_draft"):
-    """Nobody needs drafts for ring ``epoch`` any more."""
+    """Drafts for ring ``epoch`` are not needed any more."""
 
     epoch: int
 
@@ -288,7 +292,7 @@ HeadMessage = (
 
 
 class Probed(msgspec.Struct, frozen=True, kw_only=True, tag="probed"):
-    """This device, and the versions that it speaks."""
+    """This device, and its protocol versions."""
 
     protocol: int
     oldest: int
@@ -297,7 +301,7 @@ class Probed(msgspec.Struct, frozen=True, kw_only=True, tag="probed"):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """The worker is free and has this profile; it gives layers on TCP port ``layer_port``."""
+    """The worker is free and has this profile; it serves layers on TCP port ``layer_port``."""
 
     protocol: int
     version: str
@@ -313,7 +317,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """How far loading is: ``phase`` is fetch (bytes) or load (windows)."""
+    """Progress of loading: ``phase`` is fetch (bytes) or load (windows)."""
 
     epoch: int
     phase: Literal["fetch", "load"]
@@ -322,16 +326,16 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """The worker wants to go, or its owner paused it: please hand its work over and send ``Dismiss``."""
+    """The worker wants to leave, or its owner paused it: please hand its work over and send ``Dismiss``."""
 
     reason: str
 
 
 class MemoryLow(msgspec.Struct, frozen=True, kw_only=True, tag="memory_low"):
-    """The owner's programs need memory that the stage in ``epoch`` holds and cannot give back: plan for less here.
+    """The owner's programs need memory that the stage in ``epoch`` holds and cannot free: plan for less here.
 
-    It is short of ``needed_bytes``; a plan may use ``ram_available_bytes`` of this device beside that stage, which
-    goes on until the next one is loaded. An older head does not know this and leaves its plan as it is.
+    It lacks ``needed_bytes``; a plan may use ``ram_available_bytes`` of this device in addition to that stage, which
+    continues until the next one is loaded. An older head does not know this and keeps its plan.
     """
 
     epoch: int
@@ -340,27 +344,27 @@ class MemoryLow(msgspec.Struct, frozen=True, kw_only=True, tag="memory_low"):
 
 
 class MemoryRecovered(msgspec.Struct, frozen=True, tag="memory_ok"):
-    """After ``MemoryLow`` there is room again, for a while already: a plan may use ``ram_available_bytes`` of this device.
+    """After ``MemoryLow`` there has been room for a while: a plan may use ``ram_available_bytes`` of this device.
 
-    An older head does not know this and plans on with what it has.
+    An older head does not know this and plans with what it has.
     """
 
     ram_available_bytes: MemoryBytes
 
 
 class Remeasured(msgspec.Struct, frozen=True, tag="remeasured"):
-    """The device was measured better: plans from now on have the speeds of this profile, and what is free of its GPU.
+    """The device was measured better: later plans use the speeds and the free GPU memory of this profile.
 
-    What is free of its RAM and disk is told as ever.
+    Free RAM and disk are reported as usual.
 
-    An older head does not know this and has them from the next time that it meets the device.
+    An older head does not know this and gets it when it next connects to the device.
     """
 
     profile: DeviceProfile
 
 
 class DownloadedLayer(msgspec.Struct, frozen=True, array_like=True):
-    """The layer of origin ``name`` has this tree, as it was fetched."""
+    """The fetched layer of origin ``name`` has this tree."""
 
     name: str
     tree: Annotated[bytes, Meta(max_length=MAX_TREE_BYTES)]
@@ -369,7 +373,7 @@ class DownloadedLayer(msgspec.Struct, frozen=True, array_like=True):
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     """All windows are loaded; steps are received on TCP port ``port`` by a ring process with key ``key``.
 
-    It ``keeps`` the KV cells that the step log names. ``downloaded`` are the layers that had no digest before.
+    It ``keeps`` the KV blocks that the step log names. ``downloaded`` are the layers that had no digest before.
     """
 
     port: TcpPort
@@ -381,10 +385,10 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 class Broken(msgspec.Struct, frozen=True, kw_only=True):
     """The stage ended; ``error`` is one line.
 
-    ``fault`` is what it was doing: fetch, disk, load, ring, or next where the device behind it in the ring takes no steps.
-    If ``again``, nothing is wrong: the device is to load once more, since it has other room than it loaded for. An older
-    head leaves it out for a while instead; so it does where the fault is that of the ``sender``, the device before it, which
-    sent what is no step, or not all steps, or no numbers.
+    ``fault`` is its activity: fetch, disk, load, ring, or next if the next device in the ring accepts no steps. If
+    ``again``, nothing is wrong: the device has to load again, since it has more or less room than it loaded for. An
+    older head leaves it out for a while instead; it does the same if the fault is that of the ``sender``, the device
+    before it, which sent an invalid step, not all steps, or NaN.
     """
 
     error: str
@@ -394,7 +398,7 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageState(msgspec.Struct, frozen=True, kw_only=True):
-    """How the worker's stage in ``epoch`` stands; ``linked`` when its steps go where ``Link`` said."""
+    """The state of the worker's stage in ``epoch``; ``linked`` if its steps go to the target of ``Link``."""
 
     epoch: int
     loaded: Loaded | None
@@ -403,16 +407,16 @@ class StageState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageStates(msgspec.Struct, frozen=True, kw_only=True, tag="stages"):
-    """How all stages of the worker stand since change ``revision``; before the first one there were none."""
+    """The state of all stages of the worker since change ``revision``; before the first one there were none."""
 
     revision: Revision
     states: Annotated[list[StageState], Meta(max_length=MAX_STAGES)]
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    """Here, and the stages stood as in ``revision`` when ping ``number`` came.
+    """The reply to a ping; the stages stood as in ``revision`` when ping ``number`` came.
 
-    ``measuring``: whether it measured links then; None where that is not said.
+    ``measuring``: whether it measured links then; None if not reported.
     """
 
     number: int = 0
@@ -421,7 +425,7 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
-    """What the worker's ring process did and holds; ``daemon_rss_bytes`` is the memory of the daemon beside it."""
+    """State and counters of the worker's ring process; ``daemon_rss_bytes`` is the memory of the daemon."""
 
     epoch: int
     status: Status
@@ -429,21 +433,21 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
 
 
 class LinksMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="links"):
-    """Both directions of the links that were asked for, and why some do not work."""
+    """Both directions of the requested links, and why some do not work."""
 
     links: Annotated[list[LinkProfile], Meta(max_length=MAX_CONTACTS)]
     unreached: Annotated[list[Unreached], Meta(max_length=MAX_CONTACTS)] = []
 
 
 class KvHeld(msgspec.Struct, frozen=True, kw_only=True, tag="kv-held"):
-    """Which blocks of ``KvHold`` ``number`` are here, with all the layers that were asked for."""
+    """Which blocks of ``KvHold`` ``number`` are here, with all requested layers."""
 
     number: int
     held: Annotated[list[bool], Meta(max_length=MAX_BLOCKS)]
 
 
 class DraftModelState(msgspec.Struct, frozen=True, kw_only=True, tag="draft_model_state"):
-    """The draft model for ring ``epoch`` is ``ready``, or on its way; with an ``error``, one line, it is gone."""
+    """The draft model for ring ``epoch`` is ``ready``, or loading; with an ``error``, one line, it is gone."""
 
     epoch: int
     ready: bool
@@ -451,14 +455,14 @@ class DraftModelState(msgspec.Struct, frozen=True, kw_only=True, tag="draft_mode
 
 
 class DraftsMade(msgspec.Struct, frozen=True, kw_only=True, tag="drafts_made"):
-    """What the model drafts for ring ``epoch``. The latest ones stand for all before."""
+    """The model's drafts for ring ``epoch``. The latest ones replace all earlier ones."""
 
     epoch: int
     drafted: Drafted
 
 
 class Echoed(msgspec.Struct, frozen=True, tag="echoed"):
-    """The answer to ``Echo``."""
+    """The reply to ``Echo``."""
 
     payload: Annotated[bytes, Meta(max_length=MAX_ECHO_BYTES)]
 
@@ -487,7 +491,7 @@ _Message = TypeVar("_Message")
 
 
 class _Tag(msgspec.Struct):
-    """What kind a message is; the rest is skipped."""
+    """The kind of a message; the rest is skipped."""
 
     type: str
 
@@ -518,14 +522,14 @@ def decode_from_head(data: bytes) -> HeadMessage:
             _check_hold(message)
         case KvForget(keys=keys):
             if not all(map(is_block_key, keys)):
-                raise ProtocolError("a block of KV cells to forget that is none")
+                raise ProtocolError("an invalid KV block to drop")
         case Echo(answer_bytes=size) if size not in ECHO_BYTES:
-            raise ProtocolError(f"echo for {size} bytes; there are answers of {', '.join(map(str, ECHO_BYTES))}")
+            raise ProtocolError(f"echo for {size} bytes; there are replies of {', '.join(map(str, ECHO_BYTES))}")
     return message
 
 
 def decode_from_worker(data: bytes) -> WorkerMessage:
-    """A message of a worker, its texts fit to be shown. Raises ``ProtocolError``."""
+    """A message of a worker, its texts made printable. Raises ``ProtocolError``."""
     message: WorkerMessage = _decode(_worker_decoder, data)
     match message:
         case Welcome(profile=profile):
@@ -566,14 +570,14 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Message], data: bytes) -> _Message
 
 def _check_key(key: str) -> None:
     if not is_key(key):
-        raise ProtocolError(f"{printable(key, 50)!r} is no public key")
+        raise ProtocolError(f"{printable(key, 50)!r} is not a public key")
 
 
 def _check_load_draft(load: LoadDraft) -> None:
     for source in load.sources:
         check_contact(source)
     if load.window.first or not 0 < load.window.last < len(load.window.layers) or load.window.adapters:
-        raise ProtocolError("a model that drafts and is not whole")
+        raise ProtocolError("a draft model that is not whole")
     for ref in load.window.layers:
         check_ref(ref)
 
@@ -582,10 +586,10 @@ def _check_hold(hold: KvHold) -> None:
     for source in hold.sources:
         check_contact(source)
     if any(first >= last for first, last in hold.layers):
-        raise ProtocolError("KV cells of no layers")
+        raise ProtocolError("KV blocks of no layers")
     for block in hold.blocks:
         if not is_block(block) or block.start < 0 or block.end > MAX_POSITIONS:
-            raise ProtocolError(f"a block of KV cells that is none: {printable(str(block))}")
+            raise ProtocolError(f"an invalid KV block: {printable(str(block))}")
 
 
 def _checked_states(message: StageStates) -> StageStates:
@@ -607,7 +611,7 @@ def _check_links(links: list[LinkProfile]) -> None:
     for link in links:
         for name in (link.source, link.target):
             if not NAME.fullmatch(name):
-                raise ProtocolError(f"link of {printable(name, 70)!r}, which is no device name")
+                raise ProtocolError(f"link of {printable(name, 70)!r}, which is not a device name")
         if not 0 < link.round_trip_s < MAX_ROUND_TRIP_S or not 0 < link.bytes_per_s < MAX_LINK_BYTES_PER_S:
             raise ProtocolError(
                 f"link from {link.source} to {link.target} of {link.round_trip_s} s and {link.bytes_per_s} bytes/s"
@@ -615,11 +619,11 @@ def _check_links(links: list[LinkProfile]) -> None:
         if not 0 <= link.late_s < MAX_ROUND_TRIP_S or not _are_times(link.messages):
             raise ProtocolError(f"link from {link.source} to {link.target} with impossible times of messages")
         if link.address and not is_address(link.address):
-            raise ProtocolError(f"link to {link.target} at {printable(link.address, 50)!r}, which is no address")
+            raise ProtocolError(f"link to {link.target} at {printable(link.address, 50)!r}, which is not an address")
 
 
 def _are_times(messages: Sequence[MessageTime]) -> bool:
-    """Whether larger messages take at least as long, as the cost of a hop takes it."""
+    """Whether larger messages take at least as long, as the cost of a hop assumes."""
     sizes = [0, *(message.size_bytes for message in messages), MAX_MESSAGE_BYTES]
     times = [0.0, *(message.beyond_s for message in messages), MAX_ROUND_TRIP_S]
     grows = all(a < b for a, b in pairwise(sizes)) and all(a <= b for a, b in pairwise(times))
@@ -635,11 +639,11 @@ def _check_profile(profile: DeviceProfile) -> None:
 
 def _check_load(load: Load) -> None:
     if not len(load.assignments) == len(load.extra_buffers) == len(load.windows):
-        raise ProtocolError("plan with windows for this device of which it does not say all")
+        raise ProtocolError("plan with incomplete windows for this device")
     if load.rows * load.width * 4 > MAX_STEP_BYTES or load.context * load.sequences > MAX_CELLS:
         raise ProtocolError(
-            f"plan with steps of {load.rows} rows of {load.width}, or {load.sequences} sequences of {load.context} tokens, "
-            "for which no device has memory"
+            f"plan with steps of {load.rows} rows of {load.width}, or {load.sequences} sequences of {load.context} "
+            "tokens, for which no device has memory"
         )
     if len({spec.window for spec in load.windows}) != len(load.windows):
         raise ProtocolError("plan with two windows at one place of the route")

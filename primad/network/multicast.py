@@ -1,4 +1,4 @@
-"""Can this machine speak multicast through one of its addresses? Asked before mDNS is, and by ``primad doctor``.
+"""Checks whether this machine can send multicast through one of its addresses, before mDNS and by ``primad doctor``.
 
 One interface without multicast (a VPN, a bridge without carrier) must not cost the others theirs.
 """
@@ -34,9 +34,10 @@ def can_multicast(address: str, own: Sequence[Interface]) -> bool:
 
 
 async def wait_for_echo(address: str, own: Sequence[Interface], timeout_s: float) -> str:
-    """Ask for a name that nobody has, through ``address``, and wait until the question comes back to this machine.
+    """Query a name that nobody has, through ``address``, and wait until the query comes back to this machine.
 
-    It passes the firewall for what arrives on the way. Returns "" when it came back, or in a few words why it did not.
+    It passes the firewall for incoming packets on the way. Returns "" if it came back, or in a few words why it did
+    not.
     """
     name = f"doctor-{secrets.token_hex(8)}"
     question = _question(name)
@@ -58,7 +59,7 @@ async def wait_for_echo(address: str, own: Sequence[Interface], timeout_s: float
 
 @contextlib.contextmanager
 def _joined(address: str, own: Sequence[Interface], *, port: int) -> Iterator[socket.socket]:
-    """A UDP socket that sends to and hears the group of mDNS through ``address``; with ``port`` 0 it only could.
+    """A UDP socket that sends to and receives from the group of mDNS through ``address``; with ``port`` 0 only a test.
 
     Raises ``OSError``.
     """
@@ -97,6 +98,6 @@ def _question(name: str) -> bytes:
 
 
 def _index(address: str, own: Sequence[Interface]) -> int:
-    """The index of the interface that has ``address``; 0 where the system tells none, which means: choose one."""
+    """The index of the interface that has ``address``; 0 if the system has none, which means: choose one."""
     wanted = ipaddress.ip_address(address)
     return next((found.index for found in own if any(wanted == place.ip for place in found.addresses)), 0)

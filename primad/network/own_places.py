@@ -1,4 +1,4 @@
-"""Where people find this machine: its addresses as they may be typed elsewhere, and its names."""
+"""This machine's addresses as they may be typed elsewhere, and its names."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from primad.network.scopes import needs_scope
 
 
 def own_names() -> tuple[str, ...]:
-    """What this machine is called: its host name, whole and without a domain, and its name in mDNS."""
+    """The names of this machine: its host name, full and without a domain, and its name in mDNS."""
     name = socket.gethostname()
     return tuple(dict.fromkeys((name, name.partition(".")[0], local_name())))
 
 
 def local_name() -> str:
-    """This machine's name in mDNS, as in ``admin_api.local``; only where it runs a service for that does anybody find
-    it so."""
+    """This machine's name in mDNS, such as ``desk.local``; others find it only if it runs a service for that."""
     return f"{socket.gethostname().partition('.')[0]}.local"
 
 
@@ -28,8 +27,8 @@ def own_hosts(
 ) -> list[str]:
     """The addresses that lead to a server here that listens on ``host``, the likeliest first.
 
-    Those that mean nothing on another machine are left out where there are others: link-local ones of IPv6, and those of
-    bridges of containers and virtual machines. Raises ``ClusterError`` as ``usable_addresses``.
+    Those that are meaningless on another machine are omitted if there are others: link-local ones of IPv6, and those of
+    bridges of containers and virtual machines. Raises ``ClusterError`` like ``usable_addresses``.
     """
     own = interfaces()
     usable = usable_addresses(own, resolved_host(host), interface)

@@ -1,4 +1,4 @@
-"""What another device says about itself by mDNS, checked; hearsay until a connection proves it."""
+"""Another device's mDNS announcement, checked; unverified until a connection proves it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from primad.trust.identity import is_key
 
 SERVICE: Final = "_primad._tcp.local."
 MAX_ADDRESSES: Final = 32
-"""Addresses of a peer that are kept; nobody tries more."""
+"""The most addresses of a peer that are kept."""
 MAX_OF_ONE: Final = 8
 """Announcements of one key whose places are tried at a time: anyone can announce any key."""
 _NUMBER: Final = re.compile(r"[0-9]{1,9}")
@@ -29,10 +29,10 @@ _PAIR: Final = re.compile(r"([0-9]{1,4}):([0-9]{1,5})")
 class Peer:
     """A device that announces itself. ``role`` is worker or head; ``port`` is its control port (a head's HTTP port).
 
-    ``addresses`` are in the order in which to try them, link-local IPv6 ones with the scope that they have here. ``key`` is
-    the public key it claims. ``pairing`` is the channel of the code that is open and the port to bring it to. One that
-    ``is_measuring`` itself takes no head yet. ``http`` is the address that a head's HTTP server listens on; empty where an
-    older one does not say. Of two announcements of one device the one with the higher ``revision`` is newer.
+    ``addresses`` are in the order to try them, link-local IPv6 ones with their scope here. ``key`` is the public key it
+    claims. ``pairing`` is the channel of the open code and its pairing port. One that ``is_measuring`` itself accepts
+    no head yet. ``http`` is the address that a head's HTTP server listens on; empty if an older one does not say. Of
+    two announcements of one device the one with the higher ``revision`` is newer.
     """
 
     device: str
@@ -49,17 +49,17 @@ class Peer:
     revision: int = 0
 
     def is_worker_of(self, cluster: str) -> bool:
-        """Whether it lends itself to heads of ``cluster``."""
+        """Whether it works for heads of ``cluster``."""
         return self.cluster == cluster and self.role == "worker"
 
     @property
     def is_hidden(self) -> bool:
-        """Whether it is a head whose HTTP server listens to its own machine alone."""
+        """Whether it is a head whose HTTP server listens only to its own machine."""
         return bool(self.http) and is_loopback(self.http)
 
     @property
     def listens_at(self) -> tuple[str, ...]:
-        """Where it listens, as ``host:port``: a worker for heads, a head for HTTP. The likeliest to be reached first."""
+        """Its address, as ``host:port``: a worker's for heads, a head's for HTTP. The most reachable one first."""
         if self.http in ("", "::"):
             hosts = self.addresses
         elif self.http == "0.0.0.0":
@@ -70,7 +70,7 @@ class Peer:
 
 
 def peer_of(info: AsyncServiceInfo, own: Sequence[Interface] = ()) -> Peer | None:
-    """What a peer announces, or None when it is not what a primad device announces.
+    """The parsed announcement of a peer, or None if it is not a primad device's.
 
     ``own`` are this machine's interfaces, for the order of its addresses.
     """

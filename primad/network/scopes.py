@@ -1,8 +1,8 @@
-"""Scopes: a link-local IPv6 address leads nowhere without the name or number of an interface behind it.
+"""Scopes: a link-local IPv6 address is unusable without the name or number of an interface after it.
 
-A scope (``%4``, ``%eth0``) means something on one machine only. So no address that a device tells another carries one, and
-whoever is told a link-local address puts its own scope behind it: that of the interface where it met the address before, or
-else of each interface that it has, the likeliest first.
+A scope (``%4``, ``%eth0``) is meaningful on one machine only. So addresses are sent to other devices without it, and
+the receiver of a link-local address adds its own scope: that of the interface where it met the address before, or else
+of each of its interfaces, the likeliest first.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from primad.network.contacts import Contact
 from primad.network.sockets import endpoint
 
 MAX_KNOWN: Final = 256
-"""Link-local addresses whose interface is remembered."""
+"""The number of link-local addresses whose interface is remembered."""
 MAX_WAYS: Final = 8
 _TCP: Final = "tcp://"
 
 
 def bare(address: str) -> str:
-    """``address`` without a scope, as other machines may be told it."""
+    """``address`` without a scope, for other machines."""
     return address.partition("%")[0]
 
 
 def needs_scope(address: str) -> bool:
-    """Whether ``address`` leads nowhere without the scope of an interface, if it has one or not."""
+    """Whether ``address`` is unusable without a scope, with or without one."""
     try:
         found = ip_address(bare(address))
     except ValueError:
@@ -42,7 +42,7 @@ def needs_scope(address: str) -> bool:
 async def own_address(host: str, port: int) -> str:
     """The address of this device, without a scope, from which packets to ``host`` leave.
 
-    Raises ``OSError`` where no way leads there.
+    Raises ``OSError`` if it is not routable.
     """
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_DGRAM)
@@ -60,14 +60,14 @@ async def own_address(host: str, port: int) -> str:
 
 
 class Scopes:
-    """What this device knows of the interfaces behind link-local addresses. ``interfaces`` reads those of this machine."""
+    """This device's knowledge of the interfaces of link-local addresses. ``interfaces`` reads those of this machine."""
 
     def __init__(self, interfaces: Callable[[], Sequence[Interface]] = read_interfaces) -> None:
         self._interfaces = interfaces
         self._known: dict[str, str] = {}
 
     def saw(self, address: str) -> None:
-        """A device was met at ``address``, which has its scope; one without needs none."""
+        """A device was met at ``address``, with its scope; one without needs none."""
         if "%" not in address or not needs_scope(address):
             return
         self._known.pop(bare(address), None)
@@ -76,7 +76,7 @@ class Scopes:
             del self._known[next(iter(self._known))]
 
     def ways(self, address: str) -> list[str]:
-        """``address``, which another device told, as it may lead there from here, the likeliest way first."""
+        """The variants of ``address``, from another device, that may work from here, the likeliest first."""
         if not needs_scope(address):
             return [address]
         alone = bare(address)
@@ -85,7 +85,7 @@ class Scopes:
         return [f"{alone}%{scope}" for scope in scopes][:MAX_WAYS] or [alone]
 
     def endpoints(self, told: str) -> list[str]:
-        """The ZeroMQ endpoint ``told`` by another device, with every way to its address."""
+        """The ZeroMQ endpoint ``told`` by another device, with every variant of its address."""
         host, _, port = told.removeprefix(_TCP).rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
         if not told.startswith(_TCP) or not needs_scope(host):
@@ -93,7 +93,7 @@ class Scopes:
         return [endpoint(way, port) for way in self.ways(host)]
 
     def of_contacts(self, contacts: Sequence[Contact]) -> list[Contact]:
-        """``contacts`` with all ways to each."""
+        """``contacts`` with all variants of each address."""
         return [
             msgspec.structs.replace(contact, addresses=[way for told in contact.addresses for way in self.ways(told)])
             for contact in contacts

@@ -1,11 +1,11 @@
-"""ZeroMQ sockets between devices: encrypted, authenticated both ways, and with the limits that every one of them has.
+"""ZeroMQ sockets between devices: encrypted, authenticated both ways, with common limits.
 
-Each is one end of a CurveZMQ connection. A client names the public key of the one device that it wants to talk to and can
-talk to no other; a server is told by the gate of its context (``gate.py``) whom to let in. A server whose context
-has no gate lets nobody in: libzmq would let everybody in, were the domain not enforced.
+Each is one end of a CurveZMQ connection. A client names the public key of one device and can connect to no other; a
+server learns from the gate of its context (``gate.py``) which clients to admit. A server whose context has no gate
+admits nobody: without an enforced domain libzmq would admit everybody.
 
-Routing ids are those that a ROUTER gives by itself, new ones at each connection, so that no handover is needed. It stays
-off: a peer that asks for the id of another one that is connected is ignored, and takes nothing of it.
+Routing ids are those that a ROUTER assigns, new ones for each connection, so no handover is needed. It stays off: a
+peer that asks for the id of another connected one is ignored.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ HIGH_WATER: Final = 256
 HANDSHAKE_S: Final = 3.0
 """A connection that has not proven its key by then is closed."""
 BACKLOG: Final = 512
-"""Connections that wait to be accepted; the system may hold fewer."""
+"""The backlog of connections; the system may limit it further."""
 RECONNECT_MS: Final = 100
 RECONNECT_MAX_MS: Final = 1000
 ZAP_DOMAIN: Final = b"primad"
 MAX_DESCRIPTORS: Final = 65_536
-"""What is asked for at most: enough for three seconds of a flood of silent connections."""
+"""The most descriptors: enough for three seconds of a flood of silent connections."""
 _MONITORS: Final = count()
 _KEEPALIVE_S: Final = ((zmq.TCP_KEEPALIVE_IDLE, 30), (zmq.TCP_KEEPALIVE_INTVL, 10), (zmq.TCP_KEEPALIVE_CNT, 3))
 
@@ -41,7 +41,7 @@ def open_socket(
 ) -> zmq.asyncio.Socket:
     """A socket of ``kind``: a client of the device whose public key is ``server``, or with None a server.
 
-    It lingers for nothing, takes IPv6, bounds its queues, refuses oversized messages and drops connections that are half
+    It does not linger, accepts IPv6, bounds its queues, refuses oversized messages and drops connections that are half
     open or do not finish their handshake.
     """
     socket = context.socket(kind)
@@ -58,7 +58,7 @@ def open_socket(
 
 
 def bound_socket(socket: zmq.asyncio.Socket, max_bytes: int, high_water: int = HIGH_WATER) -> None:
-    """Give ``socket`` the limits of all of ours, messages of ``max_bytes`` and queues of ``high_water`` messages."""
+    """Set our common limits on ``socket``, with messages of ``max_bytes`` and queues of ``high_water`` messages."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.SNDHWM, high_water)
@@ -82,9 +82,9 @@ def listen(
     *,
     identity: Identity,
 ) -> tuple[zmq.asyncio.Socket, int]:
-    """A server that listens on ``host``: on ``port``, or on ``preferred`` when it is free, or on any; and its port.
+    """A server that listens on ``host``: on ``port``, or on ``preferred`` if it is free, or on any; and its port.
 
-    Raises ``ClusterError`` when ``port`` is taken.
+    Raises ``ClusterError`` if ``port`` is taken.
     """
     socket = open_socket(context, kind, identity=identity, server=None)
     try:
@@ -114,13 +114,13 @@ def bind(socket: zmq.asyncio.Socket, host: str, port: int | None) -> int:
 def monitored(socket: zmq.asyncio.Socket, events: int) -> zmq.asyncio.Socket:
     """A socket that receives ``events`` of ``socket``, which has no other monitor.
 
-    Each has an address of its own: libzmq gives back that of an earlier one some time after it was closed.
+    Each has its own address: libzmq releases that of an earlier one some time after it was closed.
     """
     return socket.get_monitor_socket(events, f"inproc://monitor-{next(_MONITORS)}")
 
 
 async def wait_refused(socket: zmq.asyncio.Socket) -> None:
-    """Wait until the server that ``socket`` connects to refuses its key; libzmq says it once, and does not try again."""
+    """Wait until the server of ``socket`` refuses its key; libzmq reports it once, and does not retry."""
     monitor = monitored(socket, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
     try:
         await recv_monitor_message(monitor)
@@ -136,10 +136,10 @@ def endpoint(host: str, port: int | str) -> str:
 
 
 def raise_descriptor_limit() -> int | None:
-    """Let this process open as many files as its user may, at most ``MAX_DESCRIPTORS``; returns the limit now in force.
+    """Let this process open as many files as its user may, at most ``MAX_DESCRIPTORS``; returns the limit.
 
-    Each connection takes a descriptor, one of a stranger too until its handshake's time is over. None where the system
-    knows no such limit (Windows).
+    Each connection takes a descriptor, a stranger's too until its handshake times out. None if the system has no such
+    limit (Windows).
     """
     if sys.platform == "win32":
         return None
@@ -151,6 +151,6 @@ def raise_descriptor_limit() -> int | None:
         return soft
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (ValueError, OSError):  # macOS: the kernel's own limit may be lower than the hard one says
+    except (ValueError, OSError):  # macOS: the kernel's own limit may be lower than the hard one
         return soft
     return wanted

@@ -1,4 +1,4 @@
-"""Why a device does not reach another one, as it says it to its head, and in words with the cure."""
+"""Why a device does not reach another one, as reported to its head, and as text with the cure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SLOW: Final = "slow"
 
 
 class Unreached(msgspec.Struct, frozen=True, kw_only=True):
-    """A device that was not reached, where it was looked for, and ``why``: silent (nothing answers there), closed (the port
-    is), untrusted (it lets the asker not in) or slow; another word counts as silent."""
+    """A device that was not reached, at which address, and ``why``: silent (no response), closed (the port is),
+    untrusted (it does not admit the caller) or slow; another word counts as silent."""
 
     device: DeviceName
     place: Annotated[str, msgspec.Meta(max_length=80)]
@@ -24,22 +24,22 @@ class Unreached(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def unreached_line(source: str, found: Unreached) -> str:
-    """That ``source`` does not reach a device, why, and what to do about it."""
+    """The line that ``source`` does not reach a device, why, and what to do about it."""
     target = found.device
     match found.why:
         case "untrusted":
             why = f"{target} does not let it in"
             cure = (
-                f"it was revoked there: 'primad devices trust {source} --key KEY' on {target} takes that back, with the key "
-                f"that 'primad devices' shows on {source}"
+                f"it was revoked there: 'primad devices trust {source} --key KEY' on {target} takes that back, with "
+                f"the key that 'primad devices' shows on {source}"
             )
         case "slow":
-            why = f"it answers too late at {found.place}"
-            cure = "bring the two nearer to each other in the network, or use a cable"
+            why = f"it replies too late at {found.place}"
+            cure = "bring the two closer in the network, or use a cable"
         case "closed":
-            why = f"{found.place} takes no connection"
+            why = f"{found.place} accepts no connection"
             cure = f"let the port through the firewall there; 'primad doctor' on {target} says how"
         case _:
-            why = f"no answer at {found.place}"
+            why = f"no response at {found.place}"
             cure = f"put both into one network, and look for a firewall with 'primad doctor' on {target}"
     return f"{source} does not reach {target} ({why}); {cure}"

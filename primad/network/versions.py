@@ -1,4 +1,4 @@
-"""The versions that a device runs and understands, and what to tell the owner when two devices differ in them."""
+"""The versions that a device runs and understands, and lines for the owner if those of two devices differ."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from primad.system.installed import Installer, installer, upgrade
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """What a device runs: its version of primad, the newest protocol that it speaks and the oldest."""
+    """A device's version of primad, its newest protocol and the oldest."""
 
     primad: str
     protocol: int
     oldest: int
 
     def agreed(self, protocol: int, oldest: int) -> int | None:
-        """The newest protocol that this device and one of ``oldest`` to ``protocol`` both speak, None without one."""
+        """The newest protocol that this device and one of ``oldest`` to ``protocol`` both speak, or None."""
         common = min(self.protocol, protocol)
         return common if common >= max(self.oldest, oldest) else None
 
@@ -30,9 +30,9 @@ OURS: Final = Versions(primad=__version__, protocol=PROTOCOL, oldest=OLDEST)
 def version_gap(
     ours: str, theirs: str, version: str, protocol: int, own: Versions = OURS, how: Installer | None = None
 ) -> str:
-    """What to tell the owner of two devices whose versions do not understand each other, and what to type on the older one.
+    """The line for the owner of two devices with incompatible versions, and what to type on the older one.
 
-    ``how`` is what installed primad here, found out when left out. Of the other device that is not known.
+    ``how`` is the installer of primad here, detected by default. The other device's is unknown.
     """
     here = how or installer()
     if protocol > own.protocol:
@@ -40,14 +40,14 @@ def version_gap(
     else:
         cure = f"on {theirs} install {own.primad}; installed as on {ours}, that is: {upgrade(own.primad, here)}"
     return (
-        f"{theirs} runs primad {version} (protocol {protocol}), {ours} runs {own.primad} (protocol {own.protocol}), and "
-        f"they do not understand each other; {cure}"
+        f"{theirs} runs primad {version} (protocol {protocol}), {ours} runs {own.primad} (protocol {own.protocol}), "
+        f"and they do not understand each other; {cure}"
     )
 
 
 def build_gap(ours: str, theirs: str, device: str) -> str:
-    """What to tell the owner of this device, whose llama.cpp is ``ours``, and of ``device``, whose is ``theirs``."""
+    """The line for the owner of this device, whose llama.cpp is ``ours``, and of ``device``, whose is ``theirs``."""
     return (
-        f"llama.cpp differs: {ours} here, {theirs} on {device}; answers may differ from those of one build in rare words; "
+        f"llama.cpp differs: {ours} here, {theirs} on {device}; output may differ in rare words; "
         "install the same version on both"
     )

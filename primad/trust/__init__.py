@@ -1,1 +1,1 @@
-"""Who may speak with this device: keys, pairing by a code, the lists of trusted devices."""
+"""Trust: keys, pairing by a code, the lists of trusted devices."""

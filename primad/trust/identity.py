@@ -1,7 +1,7 @@
-"""Who this device is: a CURVE key pair, made at first use and kept in the home folder.
+"""This device's identity: a CURVE key pair, made at first use and kept in the home folder.
 
-The public half is what other devices pin and what the gate asks about; the secret half never leaves ``identity.json``
-(mode 0600) and the memory of our own processes.
+Other devices pin the public half, and the gate asks about it; the secret half never leaves ``identity.json`` (mode
+0600) and the memory of our own processes.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def new_identity() -> Identity:
-    """A key pair that nobody had before and that is kept nowhere."""
+    """A new key pair that is not stored."""
     public, secret = zmq.curve_keypair()
     return Identity(public.decode(), secret.decode())
 
 
 def load_identity(home: Path) -> Identity:
-    """The identity of the device whose home folder this is; made at first use.
+    """The identity of the device with this home folder; made at first use.
 
     Raises ``ConfigError`` for a file that is damaged or cannot be read, and a folder that cannot be written to.
     """
@@ -68,7 +68,7 @@ def load_identity(home: Path) -> Identity:
 
 
 def _make(path: Path) -> bytes:
-    """Write a new identity, unless another process of ours has done so meanwhile; what stands there then."""
+    """Write a new identity, unless another process of ours has done so meanwhile; returns the stored one."""
     with alone_with(path):
         data = read_private(path)
         if data is None:
@@ -84,7 +84,7 @@ def is_key(text: str) -> bool:
         return False
     try:
         return len(z85.decode(text)) == 32
-    except (ValueError, struct.error):  # five characters that are more than four bytes hold
+    except (ValueError, struct.error):  # five characters that encode more than four bytes hold
         return False
 
 
@@ -94,12 +94,12 @@ def parse_key(text: str) -> str:
     if _HEX.fullmatch(text):
         return z85.encode(bytes.fromhex(text)).decode()
     if not is_key(text):
-        raise ConfigError("--key: is no device key; give the 64 digits that 'primad devices' shows on that device")
+        raise ConfigError("--key: not a device key; give the 64 digits that 'primad devices' shows on that device")
     return text
 
 
 def key_hex(key: str) -> str:
-    """``key`` (Z85) as 64 hexadecimal digits, which no shell takes for something else."""
+    """``key`` (Z85) as 64 hexadecimal digits, which need no quoting in shells."""
     return z85.decode(key).hex()
 
 

@@ -1,4 +1,4 @@
-"""What devices are called: a key has one name, and no other key has that one too."""
+"""Names of devices: one name per key, and no two keys with the same name."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from itertools import chain, count
 from typing import Final
 
 _ROOM: Final = 57
-"""Characters of a name of 62 that stay where a number is put behind it."""
+"""Characters of a name of 62 that stay if a number is appended."""
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """``name``, with a number behind it where it is taken."""
+    """``name``, with a number appended if it is taken."""
     numbered = (f"{name[:_ROOM]}-{number}" for number in count(2))
     return next(each for each in chain([name], numbered) if each not in taken)
 
 
 class Labels:
-    """What the device ``own`` calls those that it trusts: by the name that it trusts them under, whatever they say.
+    """The device ``own``'s names for trusted devices: those that it trusts them under, whatever they announce.
 
-    A label stays with its key while that is trusted under one name: nobody else gets it meanwhile.
+    A label stays with its key while that is trusted under one name: no other key gets it meanwhile.
     """
 
     def __init__(self, own: str) -> None:
@@ -27,11 +27,11 @@ class Labels:
         self._given: dict[str, str] = {}
 
     def forget(self, key: str) -> None:
-        """The owner calls the device with ``key`` otherwise now."""
+        """The owner renamed the device with ``key``."""
         self._given.pop(key, None)
 
     def of(self, trusted: Mapping[str, str]) -> dict[str, str]:
-        """The labels of those that are ``trusted`` now, by key; that has the names of all, by key, no two the same."""
+        """The labels of the ``trusted`` devices, by key, no two the same; ``trusted`` has their names, by key."""
         self._given = {key: label for key, label in self._given.items() if key in trusted}
         taken = {self._own, *self._given.values()}
         names = frozenset(trusted.values())

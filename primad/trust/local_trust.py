@@ -1,8 +1,8 @@
 """Daemons of one user on one machine know each other by files in a folder that only this user can write to.
 
-Each leaves its public key there for as long as it lives. Whoever can write such a file can read our secret key as well, so
-believing it gives nothing away. The folder is ``primad/local-devices`` in the user's state folder, or where the environment
-variable ``PRIMAD_LOCAL_TRUST`` says (for tests, and for several machines that share one home folder).
+Each leaves its public key there for as long as it lives. Any program that can write such a file can also read our
+secret key, so trusting it adds no risk. The folder is ``primad/local-devices`` in the user's state folder, or the one
+of the environment variable ``PRIMAD_LOCAL_TRUST`` (for tests, and for several machines that share one home folder).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 VARIABLE: Final = "PRIMAD_LOCAL_TRUST"
 BELIEVED_S: Final = 1.0
-"""A key that was found is not looked up again for this long."""
+"""A found key is not looked up again for this long."""
 _MAX_FILES: Final = 256
 
 
 class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A file's content. ``created`` and ``since_boot`` are the process's start, as ``start_of`` tells it."""
+    """A file's content. ``created`` and ``since_boot`` are the process's start, from ``start_of``."""
 
     device: str
     key: str
@@ -44,7 +44,7 @@ class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 def default_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the daemons of this user leave their keys."""
+    """The folder of the keys of this user's daemons."""
     chosen = environ.get(VARIABLE)
     return (
         Path(chosen).absolute()
@@ -72,7 +72,7 @@ class LocalTrust:
         return True
 
     def devices(self) -> list[tuple[str, str]]:
-        """The living ones by name, with their keys; what dead ones left is removed."""
+        """The living ones by name, with their keys; those of dead ones are removed."""
         if not is_ours(self.folder):
             return []
         notes = (self._read(path) for path in sorted(self.folder.glob("*.json"))[:_MAX_FILES])
@@ -80,7 +80,7 @@ class LocalTrust:
 
     @contextlib.contextmanager
     def announce(self, device: str, key: str) -> Iterator[None]:
-        """Leave ``key`` in the folder while inside. A folder that cannot be used costs a log line and nothing else."""
+        """Keep ``key`` in the folder inside this context. A failure is only logged."""
         path, (created, since_boot) = self._file(key), start_of(os.getpid())
         note = _Note(device=device, key=key, pid=os.getpid(), created=created, since_boot=since_boot)
         try:

@@ -1,4 +1,5 @@
-"""First contact: two devices prove to each other that their owner gave both the same short code (SPAKE2, RFC 9382's idea).
+"""First contact: two devices prove to each other that their owner gave both the same short code (SPAKE2, RFC 9382's
+idea).
 
 Bytes in, bytes out: no socket, no clock. A run has four messages:
 
@@ -7,13 +8,13 @@ Bytes in, bytes out: no socket, no clock. A run has four messages:
     joiner  -> inviter   Prove    who the joiner is, and a MAC of that and of the run so far under the key
     joiner  <- inviter   Accept   who the inviter is, and a MAC of that, of the joiner's words and of the run so far
 
-Somebody who does not know the code learns from a run whether one guess was right, and nothing else; so the inviter gives
-``MAX_TRIES`` runs a code, one a second, and counts a run when it answers the first message, whatever comes of it. The joiner
-proves first: a stranger never hears who the inviter is, but one that poses as the inviter has a guess with each proof. So a
-joiner gives ``MAX_TRIES`` proofs of a code (``proofs.py`` counts them), and begins again only if it was put off before its
-proof. A MAC and not authenticated encryption, because a MAC of SHA-256
-fits one key only, where a ciphertext can be made to fit many and to test as many codes at once. Each element is drawn anew,
-so that nothing that was recorded fits a later run.
+Somebody who does not know the code learns from a run whether one guess was right, and nothing else; so the inviter
+allows ``MAX_TRIES`` runs per code, one a second, and counts a run when it replies to the first message, whatever
+follows. The joiner proves first: a stranger never learns the inviter's identity, but an impostor of the inviter has a
+guess with each proof. So a joiner gives ``MAX_TRIES`` proofs of a code (``proofs.py`` counts them), and restarts only
+if it was put off before its proof. It is a MAC and not authenticated encryption, because a MAC of SHA-256 fits one key
+only, where a ciphertext can be made to fit many and to test as many codes at once. Each element is random, so that a
+recorded message fits no later run.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ MAX_TRIES: Final = 5
 BETWEEN_TRIES_S: Final = 1.0
 LIFETIME_S: Final = 600.0
 RUN_S: Final = 10.0
-"""What a run may take from the answer to the proof."""
+"""The timeout of a run from the reply to the proof."""
 MAX_BYTES: Final = 4096
 _JOINER: Final = b"primad joiner"
 _INVITER: Final = b"primad inviter"
@@ -53,7 +54,7 @@ _Version = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Who(msgspec.Struct, frozen=True, kw_only=True):
-    """What one side says of itself: name, public key in Z85, cluster, and the version of its primad."""
+    """One side's identity: name, public key in Z85, cluster, and the version of its primad."""
 
     device: str
     key: str
@@ -62,7 +63,7 @@ class Who(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
-    """The joiner begins a run. What later protocols add must leave these fields as they are."""
+    """The joiner starts a run. Later protocols must keep these fields."""
 
     protocol: int
     version: _Version
@@ -76,14 +77,14 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Prove(msgspec.Struct, frozen=True, tag="prove"):
-    """Who the joiner is (``Who`` in msgpack), and the proof."""
+    """The joiner's identity (``Who`` in msgpack), and the proof."""
 
     who: Annotated[bytes, msgspec.Meta(max_length=1024)]
     proof: _Proof
 
 
 class Accept(msgspec.Struct, frozen=True, tag="accept"):
-    """Who the inviter is, and the proof."""
+    """The inviter's identity, and the proof."""
 
     who: Annotated[bytes, msgspec.Meta(max_length=1024)]
     proof: _Proof
@@ -116,18 +117,18 @@ class CodeOutcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """The inviter takes no try now; begin a new run after ``BETWEEN_TRIES_S``, whatever it says."""
+    """The inviter accepts no try now; start a new run after ``BETWEEN_TRIES_S``, whatever it says."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What both sides share after the elements went to and fro: the ``key`` if their codes are the same."""
+    """The shared state after the exchange of elements: the ``key`` if their codes are the same."""
 
     key: bytes
     transcript: bytes
 
     def proof(self, side: bytes, *words: bytes) -> bytes:
-        """That ``side`` knows the key and said and heard ``words`` in this run."""
+        """The MAC that ``side`` knows the key and exchanged ``words`` in this run."""
         said = b"".join(hashlib.sha256(word).digest() for word in words)
         return hmac.digest(self.key, hashlib.sha256(side).digest() + self.transcript + said, "sha256")
 
@@ -135,7 +136,7 @@ class _Run:
 class Inviter:
     """The side that shows ``code``. Times are seconds of any clock that does not jump.
 
-    The code is good for one device; a run that proves it gives its try back.
+    The code is good for one device; a run that proves it does not count as a try.
     """
 
     def __init__(self, code: Code, who: Who, now: float, *, lifetime_s: float = LIFETIME_S) -> None:
@@ -157,13 +158,13 @@ class Inviter:
         return CodeOutcome.BURNT if self._tries == 0 and not self._runs else None
 
     def wake_at(self) -> float:
-        """When ``outcome`` may be another one though nothing was received."""
+        """When ``outcome`` may change without a message."""
         return min([self.ends_at, *(ends_at for _, ends_at in self._runs.values())])
 
     def receive(self, peer: Hashable, data: bytes, now: float) -> tuple[bytes, Who | None]:
-        """Take a message of ``peer``; returns the reply, and who has proven the code with it.
+        """Handle a message of ``peer``; returns the reply, and the device that has proven the code with it.
 
-        Raises ``ProtocolError`` for what is no message; it costs ``peer`` its run.
+        Raises ``ProtocolError`` for an invalid message; it costs ``peer`` its run.
         """
         if len(data) > MAX_BYTES:
             raise ProtocolError(f"pairing message of {len(data)} bytes; at most {MAX_BYTES} are allowed")
@@ -171,7 +172,7 @@ class Inviter:
         try:
             message = _to_inviter.decode(data)
         except msgspec.MsgspecError as exc:
-            raise ProtocolError(f"no pairing message: {printable(exc)}") from exc
+            raise ProtocolError(f"not a pairing message: {printable(exc)}") from exc
         match message, self.outcome(now):
             case Start(protocol=protocol), _ if protocol != PROTOCOL:
                 return encode(Refuse(why="version", detail=self._who.version, number=PROTOCOL)), None
@@ -187,7 +188,7 @@ class Inviter:
                 return encode(Refuse(why="over")), None
 
     def forget(self, peer: Hashable) -> None:
-        """``peer`` went away; its try stays counted."""
+        """``peer`` left; its try stays counted."""
         self._runs.pop(peer, None)
 
     def _start(self, peer: Hashable, message: Start, data: bytes, now: float) -> bytes:
@@ -238,14 +239,14 @@ class Joiner:
         return self._start
 
     def receive(self, data: bytes) -> bytes | Who | Later:
-        """Take the inviter's next message; returns the answer to it, or at the end who the inviter is.
+        """Handle the inviter's next message; returns the reply, or at the end the inviter's identity.
 
-        Raises ``ClusterError`` when the inviter refuses, or does not know the code itself.
+        Raises ``ClusterError`` if the inviter refuses, or does not know the code itself.
         """
         try:
             message = _to_joiner.decode(data)
         except msgspec.MsgspecError as exc:
-            raise ProtocolError(f"what answers there does not speak of pairing: {printable(exc)}") from exc
+            raise ProtocolError(f"that port does not serve pairing: {printable(exc)}") from exc
         match message:
             case Refuse(why="slow") if self._run is None:
                 return Later()
@@ -256,29 +257,29 @@ class Joiner:
             case Accept() if self._run is not None:
                 return self._accept(message, self._run)
             case _:
-                raise ProtocolError("what answers there does not keep to the order of pairing")
+                raise ProtocolError("that device breaks the order of pairing")
 
     def _answer(self, message: Answer, data: bytes) -> bytes:
         key = _finish(self._side, message.element)
         if key is None:
-            raise ProtocolError("what answers there sent no element of the curve")
+            raise ProtocolError("that device sent an invalid element of the curve")
         self._run = _Run(key, _transcript(self._start, data))
         own = encode(self._who)
         return encode(Prove(own, self._run.proof(_JOINER, own)))
 
     def _accept(self, message: Accept, run: _Run) -> Who:
         if not hmac.compare_digest(message.proof, run.proof(_INVITER, encode(self._who), message.who)):
-            raise ClusterError("what answers there does not know the code itself, so it is not trusted")
+            raise ClusterError("that device does not know the code itself, so it is not trusted")
         return _decode_who(message.who)
 
 
 def refuse_storage() -> bytes:
-    """The inviter's last message when it could not keep the key of who has proven the code."""
+    """The inviter's last message if it could not store the key of the proven device."""
     return encode(Refuse(why="storage"))
 
 
 def _finish(side: SPAKE2_A | SPAKE2_B, element: bytes) -> bytes | None:
-    """The key, or None for an element that is none."""
+    """The key, or None for an invalid element."""
     from spake2 import SPAKEError
     from spake2.ed25519_basic import NotOnCurve
 
@@ -298,9 +299,9 @@ def _decode_who(data: bytes) -> Who:
     try:
         who = _who.decode(data)
     except msgspec.MsgspecError as exc:
-        raise ProtocolError(f"pairing with a device that does not say who it is: {printable(exc)}") from exc
+        raise ProtocolError(f"pairing with a device without an identity: {printable(exc)}") from exc
     if not NAME.fullmatch(who.device) or not NAME.fullmatch(who.cluster) or not is_key(who.key):
-        raise ProtocolError(f"pairing with {printable(who.device, 70)!r}: its name, cluster or key cannot be")
+        raise ProtocolError(f"pairing with {printable(who.device, 70)!r}: its name, cluster or key is invalid")
     return who
 
 
@@ -308,9 +309,9 @@ def _reason(message: Refuse, own: Who) -> str:
     again = "ask for a new one there with 'primad pair'"
     match message.why:
         case "wrong":
-            return f"the code is not the one that is shown there ({message.number} tries are left); look at it again"
+            return f"wrong code ({message.number} tries are left); check it"
         case "burnt":
-            return f"too many wrong codes were tried, so the code is void; {again}"
+            return f"too many wrong codes were tried, so the code is invalid; {again}"
         case "version":
             theirs = f"{message.number} (primad {printable(message.detail, 64)})"
             return (
@@ -320,8 +321,8 @@ def _reason(message: Refuse, own: Who) -> str:
             theirs = printable(message.detail, 64)
             return f"that device is of cluster {theirs}, this one of {own.cluster}; use --cluster {theirs}"
         case "self":
-            return "that is this device itself, or one with a copy of its identity; give each its own --home"
+            return "that is this device, or one with a copy of its identity; give each its own --home"
         case "storage":
             return "that device cannot store the key of this one; its log says why"
         case _:
-            return f"the code was used already or its time is over; {again}"
+            return f"the code was used or has expired; {again}"

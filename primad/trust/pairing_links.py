@@ -1,11 +1,12 @@
-"""Pairing over TCP. The port is open to strangers, so everything about it is bounded, and it is open only while a code is.
+"""Pairing over TCP. The port is open to strangers, so everything about it is bounded, and it is open only while a code
+is.
 
-Plain asyncio and not ZeroMQ, which accepts as many connections as there are descriptors and keeps them for ever: here there
-are ``MAX_PEERS`` at a time, ``MAX_PEERS_OF_ADDRESS`` from one address, and each ends after ``RUN_S``. A frame is its length
-in two bytes, then the message. ``pairing.py`` makes all decisions.
+It uses plain asyncio and not ZeroMQ, which accepts as many connections as there are descriptors and keeps them for
+ever: here there are ``MAX_PEERS`` at a time, ``MAX_PEERS_OF_ADDRESS`` from one address, and each ends after ``RUN_S``.
+A frame is its length in two bytes, then the message. ``pairing.py`` makes all decisions.
 
-SPAKE2 here is Python, and how long it computes depends on the code. So a reply leaves ``REPLY_S`` after the message that it
-answers, and what is computed meanwhile is not seen.
+SPAKE2 here is Python, and its computing time depends on the code. So a reply leaves ``REPLY_S`` after the message,
+which hides that time.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ MAX_PEERS: Final = 16
 MAX_PEERS_OF_ADDRESS: Final = 4
 CONNECT_S: Final = 2.0
 TIMEOUT_S: Final = 10.0
-"""What a joiner waits for all of a pairing, its turn included."""
+"""A joiner's timeout for all of a pairing, including waiting for its turn."""
 REPLY_S: Final = 0.25
-"""Several times what a slow board computes on a message."""
+"""Several times a slow board's computing time for a message."""
 _MESSAGES: Final = 4
 _FLUSH_S: Final = 1.0
 _BACKLOG: Final = 64
@@ -51,18 +52,18 @@ _LIMIT: Final = _HEADER + MAX_BYTES
 
 
 class NobodyThereError(ClusterError):
-    """Nobody listens at the place that a code was to be brought to."""
+    """No listener at the address of the code."""
 
 
 class _UnreachedError(Exception):
-    """The same, and in words why."""
+    """The same, with the reason."""
 
 
 class PairingServer:
-    """Shows ``code`` to nobody and lets in who knows it, on port ``preferred`` of ``host`` if that is free, or on any.
+    """Admits a device that knows ``code``, on port ``preferred`` of ``host`` if that is free, or on any.
 
-    ``on_paired`` is told of each device before the device is; an error of it is told to the device as well.
-    Raises ``ClusterError`` when it cannot listen.
+    ``on_paired`` is called with each device before the device is notified; its error is sent to the device as well.
+    Raises ``ClusterError`` if it cannot listen.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class PairingServer:
         self._listener = _listen(host, preferred)
         self.port: int = self._listener.getsockname()[1]
         self._peers: dict[asyncio.Task[None], str] = {}
-        """Who is connected, by the task that serves it: its address."""
+        """Connected addresses, by the task that serves them."""
         self._complaints = Complaints(logger)
 
     async def run(self) -> CodeOutcome:
@@ -98,7 +99,7 @@ class PairingServer:
                             await self._changed.wait()
                 server.close()
                 if self._peers:
-                    await asyncio.wait(self._peers, timeout=REPLY_S)  # a reply that waits for its time leaves
+                    await asyncio.wait(self._peers, timeout=REPLY_S)  # a delayed reply is sent
                 return outcome
             finally:
                 server.close()
@@ -108,7 +109,7 @@ class PairingServer:
                     await asyncio.wait(self._peers)
 
     def close(self) -> None:
-        """Give the port back if ``run`` was never called."""
+        """Close the port if ``run`` was never called."""
         self._listener.close()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -127,7 +128,7 @@ class PairingServer:
         self._changed.set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
-        """A few short frames in a short time."""
+        """Serve a few short frames in a short time."""
         try:
             async with asyncio.timeout(RUN_S):
                 for _ in range(_MESSAGES):
@@ -144,7 +145,7 @@ class PairingServer:
             writer.close()
             with contextlib.suppress(TimeoutError, OSError):
                 async with asyncio.timeout(_FLUSH_S):
-                    await writer.wait_closed()  # what was written leaves first
+                    await writer.wait_closed()  # written data is sent first
             writer.transport.abort()
 
     def _reply(self, data: bytes, address: str) -> bytes:
@@ -163,10 +164,10 @@ class PairingServer:
 async def pair_with(
     host: str, port: int, code: Code, who: Who, before_proof: Callable[[], None], timeout_s: float = TIMEOUT_S
 ) -> TrustedDevice:
-    """Prove to the device at ``host:port`` that we know ``code``, and let it prove the same; returns that device.
+    """Prove to the device at ``host:port`` that we know ``code``, and have it prove the same; returns that device.
 
-    One proof leaves at most, and ``before_proof`` is called before it; what that raises keeps it back.
-    Raises ``ClusterError`` for a wrong, burnt or expired code, another version or another cluster; ``NobodyThereError``.
+    At most one proof is sent, and ``before_proof`` is called before it; its exception prevents it. Raises
+    ``ClusterError`` for a wrong, burnt or expired code, another version or another cluster; ``NobodyThereError``.
     """
     place = f"{host}:{port}"
     try:
@@ -179,7 +180,7 @@ async def pair_with(
                 found = await _run(host, port, joiner, before_proof)
                 pause_s = BETWEEN_TRIES_S
     except TimeoutError as exc:
-        raise ClusterError(f"pairing with {place}: no answer within {timeout_s:g} s; is it still waiting?") from exc
+        raise ClusterError(f"pairing with {place}: no response within {timeout_s:g} s; is it still waiting?") from exc
     except _UnreachedError as exc:
         raise NobodyThereError(_nobody(place, str(exc))) from exc
     except (OSError, EOFError) as exc:
@@ -190,7 +191,7 @@ async def pair_with(
 
 
 def _nobody(place: str, why: str) -> str:
-    return f"pairing with {place}: nobody waits for a device there ({why}); is the code still shown there?"
+    return f"pairing with {place}: no pairing there ({why}); is the code still shown there?"
 
 
 async def _run(host: str, port: int, joiner: Joiner, before_proof: Callable[[], None]) -> Who | Later:
@@ -208,7 +209,7 @@ async def _run(host: str, port: int, joiner: Joiner, before_proof: Callable[[], 
             data = await _read_frame(reader)
             async with _lasting(REPLY_S):
                 message = joiner.receive(data)
-                if isinstance(message, bytes):  # a proof: all that a joiner has to say behind its first message
+                if isinstance(message, bytes):  # a proof: a joiner's only message after its first one
                     await asyncio.to_thread(before_proof)
         return message
     finally:
@@ -217,7 +218,7 @@ async def _run(host: str, port: int, joiner: Joiner, before_proof: Callable[[], 
 
 @contextlib.asynccontextmanager
 async def _lasting(seconds: float) -> AsyncIterator[None]:
-    """What is done inside takes ``seconds``, for whoever waits for it."""
+    """The block takes ``seconds`` for observers."""
     loop = asyncio.get_running_loop()
     ends_at = loop.time() + seconds
     yield
@@ -227,7 +228,7 @@ async def _lasting(seconds: float) -> AsyncIterator[None]:
 async def _read_frame(reader: asyncio.StreamReader) -> bytes:
     size = int.from_bytes(await reader.readexactly(_HEADER), "big")
     if not 0 < size <= MAX_BYTES:
-        raise ProtocolError("that is no message of pairing")
+        raise ProtocolError("not a pairing message")
     return await reader.readexactly(size)
 
 

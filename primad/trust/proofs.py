@@ -1,7 +1,7 @@
-"""How many proofs of a code this device gave, kept in ``proofs.json`` in the home folder.
+"""Counts the proofs of a code that this device gave, in ``proofs.json`` in the home folder.
 
-Whoever poses as the inviter can test one guess with each proof, and a person types a code again when it did not work, so the
-count outlives the command. It is written before the proof leaves. Codes are kept as hashes under this device's secret key.
+An impostor of the inviter can test one guess with each proof, and people retype a code that did not work, so the count
+outlives the command. It is written before the proof is sent. Codes are stored as hashes under this device's secret key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from primad.trust.words import Code
 
 FILE_NAME: Final = "proofs.json"
 MAX_CODES: Final = 64
-"""Codes that are remembered, the latest ones; only the owner of this device brings one."""
+"""The number of remembered codes, the latest ones; only the owner of this device enters them."""
 
 
 class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,7 +29,7 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Proofs:
-    """Those of ``code`` by the device whose home folder and identity these are."""
+    """The proofs of ``code`` by the device with this home folder and identity."""
 
     def __init__(self, home: Path, identity: Identity, code: Code) -> None:
         self._path = home / FILE_NAME
@@ -37,11 +37,11 @@ class Proofs:
         self._name = hashlib.blake2b(str(code).encode(), key=identity.secret.encode(), digest_size=16).hexdigest()
 
     def check(self) -> None:
-        """Raise ``ClusterError`` when no proof of the code may be given any more, ``ConfigError`` for a damaged file."""
+        """Raise ``ClusterError`` if no more proofs of the code are allowed, ``ConfigError`` for a damaged file."""
         self._check(self._read())
 
     def count(self) -> None:
-        """A proof is about to leave. Raises as ``check``, and ``ConfigError`` when that cannot be kept."""
+        """A proof is about to be sent. Raises like ``check``, and ``ConfigError`` if it cannot be stored."""
         with alone_with(self._path):
             proofs = self._read()
             self._check(proofs)
@@ -52,8 +52,8 @@ class Proofs:
     def _check(self, proofs: dict[str, int]) -> None:
         if proofs.get(self._name, 0) >= MAX_TRIES:
             raise ClusterError(
-                f"--code {self._code.number}-...: was given to devices {MAX_TRIES} times and none let this one in, so it is "
-                "void here; ask for a new one with 'primad pair' on the device that showed it"
+                f"--code {self._code.number}-...: was tried {MAX_TRIES} times without success, so it is "
+                "invalid here; get a new one with 'primad pair' on the device that showed it"
             )
 
     def _read(self) -> dict[str, int]:

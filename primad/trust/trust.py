@@ -1,18 +1,19 @@
-"""Whom this device trusts: ``trust.json`` in the home folder, and the daemons of the same user on this machine.
+"""The devices that this one trusts: ``trust.json`` in the home folder, and the daemons of the same user on this
+machine.
 
-Trust is in a key, a name is only how people call it; no two devices of the file have the same one. A device is trusted as a
-head, which may give this one work and introduce others to it, or as a worker, which may do what a ring needs: fetch layers
-and KV cells, and measure links. Only the owner of this device changes the file, so no other device can fill it: whom a head
-introduces is kept in memory, with that head, by the worker's daemon.
+Trust belongs to a key, a name is only a label; no two devices of the file have the same one. A device is trusted as a
+head, which may give this one work and introduce others to it, or as a worker, which may do what a ring needs: fetch
+layers and KV cache, and measure links. Only the owner of this device changes the file, so no other device can fill it:
+devices that a head introduces are kept in memory, with that head, by the worker's daemon.
 
-The command line and a daemon may both write the file, so each change is read, made and written under a lock; every question
-looks whether the file was replaced, so that a change by another process acts at once. A key that was revoked stays revoked,
-whoever introduces it, until its device is paired with again or added by hand.
+The command line and a daemon may both write the file, so each change is read, made and written under a lock; every
+query checks whether the file was replaced, so that a change by another process acts at once. A revoked key stays
+revoked, even if a head introduces it, until its device is paired again or added by hand.
 
-In a file of version 1 nobody had a role: whom the owner paired with or added by hand counts as a head, as before. What heads
-wrote into it counts no more: they say whom they introduce whenever they come.
+In a file of version 1 there were no roles: devices that the owner paired or added by hand count as heads, as before.
+Entries that heads wrote are ignored: heads introduce devices whenever they connect.
 
-A change waits for the disk and may be made in a thread: who asks meanwhile is answered from what stands in the file.
+A change waits for the disk and may be made in a thread; concurrent queries use the file's previous content.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ MAX_REVOKED: Final = 4096
 _CURE: Final = "correct it, or move it away and pair the devices again"
 
 _Stamp = tuple[int, int, int] | None
-"""What tells one version of a file from the next; None where there is none."""
+"""Identifies a version of a file; None without a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrustedDevice:
-    """A device that is, or was, trusted as ``role``: ``key`` in Z85, ``how`` a phrase for people, ``since`` the UTC time."""
+    """A device that is, or was, trusted as ``role``: ``key`` in Z85, ``how`` a phrase for people, ``since`` the UTC
+    time."""
 
     device: str
     key: str
@@ -66,7 +68,7 @@ class TrustedDevice:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What was read of the file, by key; replaced as a whole, so that every thread sees one version of it."""
+    """The file's content by key; replaced as a whole, so that every thread sees one version of it."""
 
     trusted: dict[str, TrustedDevice]
     revoked: dict[str, TrustedDevice]
@@ -83,21 +85,21 @@ class _Stored(_Versioned, frozen=True, forbid_unknown_fields=True):
 
 
 def trusted_now(device: str, key: str, how: str, role: TrustRole = WORKER) -> TrustedDevice:
-    """A device that is trusted from now on. Raises ``ConfigError`` for what is no name or no key."""
+    """A device to trust. Raises ``ConfigError`` for an invalid name or key."""
     if not NAME.fullmatch(device):
         raise ConfigError(
-            f"{printable(device, 70)!r} is no device name; use up to 62 letters, digits, '.', '_' and '-'"
+            f"{printable(device, 70)!r} not a device name; use up to 62 letters, digits, '.', '_' and '-'"
         )
     if not is_key(key):
-        raise ConfigError(f"the key of {device} is no device key; give the one that 'primad devices' shows there")
+        raise ConfigError(f"the key of {device} is not a device key; give the one that 'primad devices' shows there")
     return TrustedDevice(device, key, how, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), role)
 
 
 class TrustStore:
-    """Answers whom to trust, and changes the answer.
+    """Queries and changes trust.
 
-    ``local`` are the daemons of this user on this machine; those of the user's own folder when left out.
-    Raises ``ConfigError`` for a damaged file.
+    ``local`` are the daemons of this user on this machine; by default those of the user's own folder. Raises
+    ``ConfigError`` for a damaged file.
     """
 
     def __init__(self, home: Path, identity: Identity, local: LocalTrust | None = None) -> None:
@@ -107,12 +109,13 @@ class TrustStore:
         self._known = self._read()
 
     def trusts(self, key: str) -> bool:
-        """Whether the device with ``key`` may come in now. Our own key is trusted: only our processes can prove it."""
+        """Whether the device with ``key`` is admitted now. Our own key is trusted: only our processes can prove it."""
         known = self._refresh()
         return key not in known.revoked and (key in known.trusted or self._is_ours(key))
 
     def is_head(self, key: str) -> bool:
-        """Whether the device with ``key`` may give this one work. Daemons of this user may: they can read our secret."""
+        """Whether the device with ``key`` may give this one work. Daemons of this user may: they can read our
+        secret."""
         known = self._refresh()
         if key in known.revoked:
             return False
@@ -120,32 +123,32 @@ class TrustStore:
         return (entry is not None and entry.role == HEAD) or self._is_ours(key)
 
     def name_of(self, key: str) -> str | None:
-        """The name under which the device with ``key`` is trusted; None for others."""
+        """The name under which the device with ``key`` is trusted, or None."""
         return next((each.device for each in self._held(self._refresh()) if each.key == key), None)
 
     def _is_ours(self, key: str) -> bool:
         return key == self._own or (is_key(key) and self._local.knows(key))
 
     def entries(self) -> list[TrustedDevice]:
-        """All that are trusted, by name: those of the file, and the daemons of this user that run here.
+        """All trusted devices, by name: those of the file, and the daemons of this user that run here.
 
         No two of them have the same name.
         """
         return sorted(self._held(self._refresh()), key=lambda each: each.device)
 
     def revoked(self) -> frozenset[str]:
-        """The keys that were revoked."""
+        """The revoked keys."""
         return frozenset(self._refresh().revoked)
 
     def lost(self) -> list[TrustedDevice]:
-        """All that were revoked, by name."""
+        """All revoked devices, by name."""
         return sorted(self._refresh().revoked.values(), key=lambda each: (each.device, each.key))
 
     def add(self, device: TrustedDevice) -> TrustedDevice:
-        """Trust ``device``, also when it was revoked before; returns how it is kept.
+        """Trust ``device``, even if it was revoked before; returns the stored form.
 
-        Where another device has its name, a number is put behind it. Who was a head here stays one when it is paired with
-        again. Raises ``ConfigError``.
+        If its name is taken, a number is appended. A former head stays one when it is paired again. Raises
+        ``ConfigError``.
         """
         trusted_now(device.device, device.key, device.how)
         if device.key == self._own:
@@ -158,18 +161,18 @@ class TrustStore:
             taken = {each.device for each in known.trusted.values() if each.key != device.key}
             device = replace(device, device=free_name(device.device, taken))
             if before is None and len(known.trusted) >= MAX_DEVICES:
-                raise ConfigError(f"{self._path}: holds {MAX_DEVICES} devices, which is the most; revoke some first")
+                raise ConfigError(f"{self._path}: has {MAX_DEVICES} devices, which is the maximum; revoke some first")
             known.trusted[device.key] = device
         return device
 
     def is_known(self, name_or_key: str) -> bool:
-        """Whether that is a key, or the name of a device that is trusted."""
+        """Whether that is a key, or the name of a trusted device."""
         return is_key(name_or_key) or any(each.device == name_or_key for each in self.entries())
 
     def revoke(self, name_or_key: str) -> list[TrustedDevice]:
-        """Trust none of that name, or the one with that key, any more; returns who lost it.
+        """Stop trusting the device of that name or key; returns those that lost trust.
 
-        A key need not be known: it is kept from ever being introduced. Raises ``ConfigError`` for a name that nobody has.
+        A key need not be known: it then cannot be introduced. Raises ``ConfigError`` for an unknown name.
         """
         with self._changing() as known:
             gone = [each for each in self._held(known) if name_or_key in (each.device, each.key)]
@@ -181,7 +184,7 @@ class TrustStore:
                     "One that a head introduced is revoked by its key, which 'primad devices --json' shows"
                 )
             if len(known.revoked) + len(gone) > MAX_REVOKED:
-                raise ConfigError(f"{self._path}: holds {len(known.revoked)} revoked keys, which is the most; {_CURE}")
+                raise ConfigError(f"{self._path}: has {len(known.revoked)} revoked keys, which is the maximum; {_CURE}")
             for device in gone:
                 known.trusted.pop(device.key, None)
                 known.revoked[device.key] = device
@@ -189,19 +192,19 @@ class TrustStore:
 
     @contextlib.contextmanager
     def announce_locally(self, device: str) -> Iterator[None]:
-        """Let the other daemons of this user on this machine trust this one while inside."""
+        """Have the other daemons of this user on this machine trust this one inside this context."""
         with self._local.announce(device, self._own):
             yield
 
     def _held(self, known: _Known) -> list[TrustedDevice]:
-        """Those of the file, and the daemons of this user that run here and were not revoked; no name comes twice."""
+        """Those of the file, and the daemons of this user that run here and were not revoked; names are unique."""
         left_out = known.trusted.keys() | known.revoked.keys() | {self._own}
         here = [TrustedDevice(name, key, LOCAL, "", HEAD) for name, key in self._local.devices() if key not in left_out]
         return _with_free_names([*known.trusted.values(), *here])
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[_Known]:
-        """What is changed inside is written, and counts from then on; what others wrote before is kept."""
+        """Changes inside this context are written, and apply from then on; earlier changes of others are kept."""
         with alone_with(self._path):
             self._known = self._read()
             changed = _Known(dict(self._known.trusted), dict(self._known.revoked), None)
@@ -211,7 +214,7 @@ class TrustStore:
             self._known = self._read()
 
     def _refresh(self) -> _Known:
-        """What stands in the file, read again if it is another one. A damaged one changes nothing and costs one log line."""
+        """The file's content, read again if it was replaced. A damaged one changes nothing and costs one log line."""
         known = self._known
         stamp = _stamp(self._path)
         if stamp == known.stamp:
@@ -220,7 +223,7 @@ class TrustStore:
             known = self._read()
         except ConfigError as exc:
             known = replace(known, stamp=stamp)
-            logger.warning("trust is as it was before: %s", exc)
+            logger.warning("trust is unchanged: %s", exc)
         self._known = known
         return known
 
@@ -248,22 +251,22 @@ def _parse(path: Path, data: bytes) -> tuple[list[TrustedDevice], list[TrustedDe
     except msgspec.MsgspecError as exc:
         raise ConfigError(f"{path}: is damaged ({exc}); {_CURE}") from exc
     if len(stored.trusted) > MAX_DEVICES or len(stored.revoked) > MAX_REVOKED:
-        raise ConfigError(f"{path}: holds more devices than {MAX_DEVICES}, or revoked keys than {MAX_REVOKED}; {_CURE}")
+        raise ConfigError(f"{path}: has more devices than {MAX_DEVICES}, or revoked keys than {MAX_REVOKED}; {_CURE}")
     for each in (*stored.trusted, *stored.revoked):
         if not NAME.fullmatch(each.device) or not is_key(each.key):
-            raise ConfigError(f"{path}: {printable(each.device, 70)!r} has a name or a key that cannot be; {_CURE}")
+            raise ConfigError(f"{path}: {printable(each.device, 70)!r} has an invalid name or key; {_CURE}")
     trusted, revoked = (stored.trusted, stored.revoked) if version == VERSION else _of_version_1(stored)
     return _with_free_names(trusted), revoked
 
 
 def _of_version_1(stored: _Stored) -> tuple[list[TrustedDevice], list[TrustedDevice]]:
-    """What the owner did, and not what heads wrote beside it."""
+    """The owner's entries, without those that heads wrote."""
     trusted = [replace(each, role=HEAD) for each in stored.trusted if not each.how.startswith("introduced by ")]
     return trusted, [each for each in stored.revoked if not each.how.startswith("revoked by ")]
 
 
 def _with_free_names(devices: Iterable[TrustedDevice]) -> list[TrustedDevice]:
-    """``devices``, each with a name that none before it has."""
+    """``devices``, each with a unique name."""
     found: dict[str, TrustedDevice] = {}
     for device in devices:
         name = free_name(device.device, found)

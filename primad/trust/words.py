@@ -1,7 +1,7 @@
-"""Pairing codes, as in 7-lamp-river, and the 256 short common words that they are made of.
+"""Pairing codes, such as 7-lamp-river, and the 256 short common words that they are made of.
 
-Any two words differ in at least two letters and hardly one sounds like another, so that a code can be called across a room.
-Their order is of no account, a code is compared as text; both devices must know a word, so the list only ever grows.
+Any two words differ in at least two letters and hardly any two sound alike, so that a code can be called across a room.
+Their order does not matter, a code is compared as text; both devices must know a word, so the list only grows.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _NUMBERS: Final = 99
 class Code:
     """A number from 1 to 99 and two of 256 words.
 
-    The number is announced, so that the device that shows the code is found among others. The words are what is secret:
-    65,536 pairs, of which a stranger may try five.
+    The number is announced, to find the device that shows the code. The words are secret: 65,536 pairs, of which a
+    stranger may try five.
     """
 
     number: int
@@ -53,20 +53,20 @@ class Code:
 
 
 def new_code() -> Code:
-    """A code drawn at random."""
+    """A random code."""
     return Code(1 + secrets.randbelow(_NUMBERS), secrets.choice(WORDS), secrets.choice(WORDS))
 
 
 def parse_code(text: str) -> Code:
-    """A code as a person typed it: case does not matter, nor what stands between its parts. Raises ``ConfigError``."""
+    """A code as a person typed it: case and separators do not matter. Raises ``ConfigError``."""
     parts = re.findall(r"[^\W_]+", text.lower())
     if len(parts) != 3 or not re.fullmatch(r"[0-9]{1,2}", parts[0]) or int(parts[0]) == 0:
         raise ConfigError(
-            f"--code: {printable(text, 40)!r} is no code; it is a number and two words, as in 7-lamp-river"
+            f"--code: {printable(text, 40)!r} not a code; a code is a number and two words, such as 7-lamp-river"
         )
     for word in parts[1:]:
         if word not in WORDS:
             close = difflib.get_close_matches(word, WORDS, n=1)
-            hint = f"; is it '{close[0]}'?" if close else "; look at the code again"
+            hint = f"; is it '{close[0]}'?" if close else "; check the code"
             raise ConfigError(f"--code: no code has the word {printable(word, 20)!r}{hint}")
     return Code(int(parts[0]), parts[1], parts[2])

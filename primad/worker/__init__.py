@@ -1,1 +1,1 @@
-"""A worker: it lends a hand to a head, and keeps what it has loaded."""
+"""A worker: it computes for a head, and keeps what it has loaded."""

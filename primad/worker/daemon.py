@@ -1,7 +1,7 @@
-"""``primad join``: announce this device, wait for a head, compute its windows, and wait again when it goes away.
+"""``primad join``: announces this device, waits for a head, computes its windows, and waits again when it goes away.
 
-One head at a time holds the lease: it keeps it as long as it is heard. Whatever happens to a ring, the daemon goes on, and
-keeps what it has loaded for a head that comes back.
+One head at a time holds the lease, for as long as it sends signs of life. Whatever happens to a ring, the daemon
+continues, and keeps what it has loaded for a head that comes back.
 """
 
 from __future__ import annotations
@@ -90,14 +90,15 @@ logger = logging.getLogger(__name__)
 
 _MAX_RETIRED: Final = 256
 _MAX_HOLDS: Final = 4
-"""Questions of a head for KV cells that are seen to at a time."""
+"""Requests of a head for KV blocks that are processed at a time."""
 
 
 @dataclass(slots=True)
 class _Lease:
     """The head that this worker works for: its connection, key, name and start, and the profile that it was given.
 
-    ``introduced`` are the keys of the devices that it trusts. They may do here what a ring needs, as long as it may lead.
+    ``introduced`` are the keys of the devices that it trusts. They may do here what a ring needs, as long as the head
+    may lead.
     """
 
     peer: bytes
@@ -160,9 +161,9 @@ class WorkerDaemon:
         self._pairing = PairingService(node, report_line, HEAD)
         self._lease: _Lease | None = None
         self._revoked_by: dict[str, str] = {}
-        """The heads that said so, by key: their names. One that says hello again trusts this device again."""
+        """Names of the heads that revoked this device, by key. One that says hello again trusts it again."""
         self._retired: deque[bytes] = deque(maxlen=_MAX_RETIRED)
-        """Connections of heads that others took the place of: nothing that still arrives on them counts."""
+        """Connections of replaced heads: messages that still arrive on them are ignored."""
         self._measuring: asyncio.Task[None] | None = None
         self._dismissed = asyncio.Event()
         self._stop = asyncio.Event()
@@ -178,9 +179,9 @@ class WorkerDaemon:
         self._report_next_s: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Serve until cancelled or ``leave`` was asked for. Raises ``ClusterError`` when a port cannot be used."""
+        """Serve until cancelled or ``leave`` was requested. Raises ``ClusterError`` if a port cannot be used."""
         async with AsyncExitStack() as stack:
-            stack.callback(self._context.destroy, linger=0)  # also what was not begun yet when the end came
+            stack.callback(self._context.destroy, linger=0)  # also what had not begun at the end
             await stack.enter_async_context(Gate(self._context, self._admits))
             stack.callback(self._end.close)
             stack.push_async_callback(self._stages.close)
@@ -209,11 +210,11 @@ class WorkerDaemon:
                     self._stop_measuring()
                     for task in tasks:
                         task.cancel()
-                    # Beside each other: to say goodbye takes a while, and so does the end of a ring process.
+                    # Concurrently: to say goodbye takes a while, and so does the end of a ring process.
                     await asyncio.gather(sight.aclose(), self._end_stages())
 
     def leave(self) -> bool:
-        """Hand over what this device computes, then end ``run``. False when that was asked for before."""
+        """Hand over this device's layers, then end ``run``. False if that was requested before."""
         if self._stop.is_set():
             return False
         self._stop.set()
@@ -251,7 +252,7 @@ class WorkerDaemon:
             self._report_line("no device is trusted yet; 'primad join --code' takes the code that 'primad serve' shows")
 
     async def _measure(self) -> None:
-        """Measure this device; heads greet it once they hear that it was."""
+        """Measure this device; heads greet it once that is announced."""
         if not self._is_measured:
             await self._profile.measure()
             self._is_measured = True
@@ -265,21 +266,21 @@ class WorkerDaemon:
                 await self._notify(Remeasured(lease.profile))
 
     async def _profile_now(self) -> DeviceProfile:
-        """This device as of now, as far as its GPU is trusted."""
+        """This device's current profile, as far as its GPU is trusted."""
         return self._gpu_care.now(await asyncio.to_thread(self._profile.now, self._name))
 
     def _on_gpu(self) -> None:
         self._tasks.start(self._notify_gpu())
 
     async def _gpu_recovered(self) -> None:
-        """Other programs took of the GPU's memory, and there is more again."""
+        """Other programs took GPU memory, or freed it."""
         gpu = (await self._profile_now()).gpu
         if self._lease is not None:
             self._lease.profile = replace(self._lease.profile, gpu=gpu)
             await self._notify_gpu()
 
     async def _notify_gpu(self) -> None:
-        """The head's next plan has less of the GPU."""
+        """The head's next plan uses less of the GPU."""
         lease = self._lease
         if lease is not None:
             lease.profile = self._gpu_care.bounded(lease.profile)
@@ -292,7 +293,7 @@ class WorkerDaemon:
             raise MulticastError(str(exc)) from exc
 
     def _admits(self, key: str) -> bool:
-        """Whether the device with ``key`` may come in: the owner trusts it, or the head whose work is done here now."""
+        """Whether the device with ``key`` is admitted: the owner trusts it, or the current head does."""
         if self._trust.trusts(key):
             return True
         lease = self._lease
@@ -308,7 +309,7 @@ class WorkerDaemon:
             peer, key, message = await self._end.receive()
             lease = self._lease
             if not self._admits(key):
-                await self._end.send(peer, Refused(f"{self._name} does not trust this device any more"))
+                await self._end.send(peer, Refused(f"{self._name} no longer trusts this device"))
             elif isinstance(message, Probe):
                 await self._probed(peer, message)
             elif isinstance(message, Echo):
@@ -324,13 +325,13 @@ class WorkerDaemon:
             else:
                 if peer != lease.peer:  # links break and come back
                     if peer in self._retired:
-                        continue  # the network kept it back, as until a cable was in again
+                        continue  # the network delayed it, e.g. until a cable was plugged in again
                     self._retired.append(lease.peer)
                 lease.peer, lease.heard_s = peer, time.monotonic()
                 await self._obey(message, lease, group)
 
     def _not_led(self) -> str:
-        """Why a device that is trusted, but no head, gives no work here, and what its owner types to change that."""
+        """Why a trusted device that is no head may not give work here, and what its owner types to change that."""
         return (
             f"{self._name} does not take this device as a head; type 'primad pair' there and 'primad pair --code CODE' "
             "here, or there 'primad devices trust NAME --key KEY --head'"
@@ -358,7 +359,7 @@ class WorkerDaemon:
     async def _greet(self, peer: bytes, key: str, hello: Hello) -> None:
         lease = self._lease
         if lease is not None and lease.key != key:
-            await self._end.send(peer, Refused(f"{self._name} works for the head {lease.head} now"))
+            await self._end.send(peer, Refused(f"{self._name} works for the head {lease.head}"))
             return
         if not self._is_measured:
             await self._end.send(peer, Refused(f"{self._name} is being measured, which takes some seconds"))
@@ -373,7 +374,7 @@ class WorkerDaemon:
         self._revoked_by.pop(key, None)
         self._stop_measuring()
         await self._draft_service.end()
-        await self._stages.release_all()  # also those of a link to the same head that broke
+        await self._stages.release_all()  # also those of a broken link to the same head
         is_new = lease is None or lease.session != hello.session
         if is_new:
             await self._end_holding()
@@ -472,7 +473,7 @@ class WorkerDaemon:
         await self._notify(LinksMeasured(links=links, unreached=found.unreached))
 
     async def _watch_lease(self) -> None:
-        """End the lease of a head that is silent, or that the owner does not trust as a head any more."""
+        """End the lease of a silent head, or of one that the owner no longer trusts as a head."""
         look_s = self._timings.worker.trust_look_every_s
         while True:
             lease = self._lease
@@ -485,7 +486,7 @@ class WorkerDaemon:
             if leads and time.monotonic() - lease.heard_s < lease.gone_after_s:
                 continue
             is_refused = not leads and (self._trust.trusts(lease.key) or lease.key in self._trust.revoked())
-            how = "is not trusted as a head any more" if is_refused else "went away"
+            how = "is no longer trusted as a head" if is_refused else "went away"
             await self._end_lease()
             self._report_line(f"head {lease.head} {how}; waiting for a head")
 
@@ -500,12 +501,12 @@ class WorkerDaemon:
         await self._end_holding()
 
     async def _end_holding(self) -> None:
-        """Nobody is left for whom KV cells are held."""
+        """KV blocks are not held for anybody any more."""
         await self._holding.close()
         await self._cells.clear()
 
     def _stop_measuring(self) -> None:
-        """Nobody waits any more for the links that are being measured."""
+        """Nobody waits for the running link measurements any more."""
         if self._measuring is not None:
             self._measuring.cancel()
             self._measuring = None
@@ -523,7 +524,7 @@ class WorkerDaemon:
             await self._draft_service.stop("memory is short on this device")
 
     async def _hand_over(self, reason: str) -> None:
-        """Ask the head to do without this device and wait until it does; who computes nothing has nothing to wait for."""
+        """Ask the head to replace this device and wait until it does; a device without layers need not wait."""
         lease = self._lease
         if lease is None:
             return
@@ -537,7 +538,7 @@ class WorkerDaemon:
             async with asyncio.timeout(timeout_s):
                 await self._dismissed.wait()
         except TimeoutError:
-            self._report_line(f"head {lease.head} found nobody to take over within {timeout_s:g} s")
+            self._report_line(f"head {lease.head} found no replacement within {timeout_s:g} s")
 
     def _on_pause(self, paused: str | None) -> None:
         if paused is None:
@@ -555,7 +556,7 @@ class WorkerDaemon:
         await self._stages.unload()
 
     def _may_report(self, topic: str) -> bool:
-        """Whether a line about ``topic``, which another device may cause as often as it likes, is said now."""
+        """Whether to report a line about ``topic``, which another device may cause as often as it likes."""
         now = time.monotonic()
         if now < self._report_next_s.get(topic, 0.0):
             return False
@@ -563,7 +564,7 @@ class WorkerDaemon:
         return True
 
     def _state(self) -> str:
-        """How this device stands, for people."""
+        """The state of this device, for people."""
         if self._pause.paused is not None:
             return self._pause.paused
         if not self._is_measured:

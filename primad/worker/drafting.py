@@ -1,7 +1,7 @@
-"""A worker that drafts for a head: it has the whole of a small model, and works ahead of the text that the head tells.
+"""A worker that drafts for a head: it has all of a small model, and works ahead of the text from the head.
 
-One model at a time. Its layers come as those of windows do, and lie in the same cache. What it drafts is of use or not;
-nobody waits for it, and it ends as soon as this device's owner needs the memory.
+One model at a time. Its layers are fetched like those of windows, into the same cache. Drafts may be useless; nobody
+waits for them, and drafting ends as soon as this device's owner needs the memory.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from primad.worker.participations import NotifyHead
 logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
-"""So often it is looked whether memory is short."""
+"""How often memory is checked."""
 TIGHT_SHARE: Final = 0.03
-"""Of all memory: with less of it free the owner needs what the model takes."""
+"""Share of all memory: with less of it free the owner needs the model's memory."""
 
 
 @dataclass(slots=True)
 class _Loading:
-    """A model that is loaded, or on its way, for ring ``epoch``: the latest that asked for it."""
+    """A model that is loaded or loading for ring ``epoch``, the latest that asked for it."""
 
     epoch: int
     load: LoadDraft
@@ -54,7 +54,7 @@ class _Loading:
 
 
 class DraftService:
-    """Drafts for the head that ``notify`` reaches; ``number`` gives numbers that no other load of this worker has."""
+    """Drafts for the head that ``notify`` reaches; ``number`` returns numbers that no other load of this worker has."""
 
     def __init__(
         self,
@@ -70,7 +70,8 @@ class DraftService:
         self._current: _Loading | None = None
 
     async def load(self, load: LoadDraft, threads: int) -> None:
-        """Load the model of ``load``, unless it is here already, for so many ``threads``; the head hears how it stands."""
+        """Load the model of ``load`` for this many ``threads``, unless it is loaded; the head is notified of its
+        state."""
         current = self._current
         if current is None or not _is_same(current.load, load):
             await self.end()
@@ -80,7 +81,7 @@ class DraftService:
         await self._notify(current.state)
 
     def notify(self, epoch: int, task: TextTask) -> None:
-        """What the model is to know for ring ``epoch``; of another one than it drafts for it is dropped."""
+        """The text for ring ``epoch``; dropped if the model drafts for another one."""
         current = self._current
         if current is None or current.epoch != epoch or current.process is None:
             return
@@ -92,23 +93,23 @@ class DraftService:
                 current.task.cancel()
 
     async def release(self, epoch: int) -> None:
-        """Ring ``epoch`` is over."""
+        """Ring ``epoch`` has ended."""
         if self._current is not None and self._current.epoch == epoch:
             await self.end()
 
     async def end(self) -> None:
-        """Nobody needs drafts."""
+        """Drafts are not needed any more."""
         current, self._current = self._current, None
         if current is not None and current.task is not None:
             current.task.cancel()
             await asyncio.wait([current.task])
 
     async def stop(self, why: str) -> None:
-        """Draft no more, and tell the head ``why``."""
+        """Stop drafting, and tell the head ``why``."""
         current = self._current
         if current is not None:
             await self.end()
-            self._report_line(f"drafts no more: {why}")
+            self._report_line(f"stops drafting: {why}")
             await self._notify(DraftModelState(epoch=current.epoch, ready=False, error=why))
 
     async def _work(self, current: _Loading, threads: int) -> None:
@@ -137,7 +138,7 @@ class DraftService:
             release_files(self._node.workspace, number)
             if self._current is current:  # nobody ended it
                 self._current = None
-                self._report_line(f"drafts no more: {error}")
+                self._report_line(f"stops drafting: {error}")
                 await self._notify(DraftModelState(epoch=current.epoch, ready=False, error=error))
 
     async def _hear(self, current: _Loading, process: DraftingProcess) -> None:
@@ -152,7 +153,7 @@ class DraftService:
                 raise ClusterError("memory is short on this device")
 
     async def _fetch(self, load: LoadDraft, number: int, threads: int) -> DraftModel:
-        """Have all of the model here, as a process takes it. Raises ``PrimadError`` where that cannot be."""
+        """Have all of the model here, in the form for a process. Raises ``PrimadError`` on failure."""
         place, spec = self._node.workspace, load.window
         size, found = sum(ref.size_bytes for ref in spec.layers), await asyncio.to_thread(memory)
         takes = max(size, load.memory_bytes)
@@ -175,7 +176,7 @@ class DraftService:
             resident_bytes=size,
         )
         (window,) = await in_thread(place_windows, place, [spec], [assignment], [False], number)
-        await in_thread(read_header, Path(window.metadata))  # the head wrote it: judged before llama.cpp sees it
+        await in_thread(read_header, Path(window.metadata))  # the head wrote it: checked before llama.cpp sees it
         return DraftModel(
             path=window.metadata,
             layers=spec.last,

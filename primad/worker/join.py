@@ -1,6 +1,6 @@
 """``primad join``: compose a worker and run it until it is stopped.
 
-A worker serves no HTTP, and so does not load what that takes: half of its start, and 30 MB of memory.
+A worker serves no HTTP, so it does not load those modules: half of its start-up time, and 30 MB of memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from primad.worker.daemon import WorkerDaemon
 
 
 def join(config: Config, reporter: Reporter, *, code: str | None, pair_at: str | None) -> None:
-    """Run a worker until it is stopped; first bring ``code`` to the device that shows it, at ``pair_at`` if given."""
+    """Run a worker until it is stopped; first pair with ``code`` at the device that shows it, at ``pair_at`` if
+    given."""
     with own_node(config) as node:
         if code is not None:
             bring = code

@@ -1,4 +1,4 @@
-"""Ring processes whose ring is over: the last one stays loaded for a while, for whoever asks for its windows next."""
+"""Ring processes whose ring is over: the last one stays loaded for a while, for the next request of its windows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from primad.settings.config import Config
 from primad.system.tasks import Tasks
 
 REOPEN_S: Final = 5.0
-"""A process with its windows loaded reopens in milliseconds; one that takes so long hangs."""
+"""A process with its windows loaded reopens in milliseconds; one that takes this long hangs."""
 
 
 class Parking:
-    """Room for one process that is kept for ``config.keep_loaded_s``; it ends all others that are put away."""
+    """Room for one process, kept for ``config.keep_loaded_s``; other parked ones end."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -27,7 +27,7 @@ class Parking:
         self._ending = Tasks()
 
     async def reopen(self, load: Load, content: LoadKey) -> LoadedProcess | None:
-        """The process that is kept, asked to serve ``load``; None where it has not loaded ``content`` or does not answer."""
+        """The kept process, serving ``load``; None if it has not loaded ``content`` or does not respond."""
         if self._kept is None or self._kept.ended or self._kept.content != content:
             return None
         process = self._take()
@@ -56,7 +56,7 @@ class Parking:
         return await process.answers(REOPEN_S)
 
     def put(self, process: LoadedProcess) -> None:
-        """Keep ``process``, and end the one that was kept; where the owner wants none kept, end it."""
+        """Keep ``process``, and end the previously kept one; if the owner wants none kept, end it."""
         if process.ended or self._config.keep_loaded_s <= 0:
             self.end(process)
             return
@@ -67,19 +67,19 @@ class Parking:
             self.end(previous)
 
     def end(self, process: LoadedProcess) -> asyncio.Task[None]:
-        """End ``process``, whoever waits for it or not."""
+        """End ``process``, whether anybody waits for it or not."""
         return self._ending.start(process.close())
 
     async def unload(self) -> None:
-        """End the process that is kept, and wait for its end."""
+        """End the kept process, and wait for its end."""
         process = self._take()
         if process is not None:
-            await asyncio.wait([self.end(process)])  # it ends also when who waits is cancelled
+            await asyncio.wait([self.end(process)])  # it ends even if the caller is cancelled
 
     async def unload_if_it_has(self, refs: Iterable[LayerRef]) -> None:
-        """End the process that is kept if it has loaded any of ``refs``, which are not whole on the disk any more.
+        """End the kept process if it has loaded any of ``refs``, whose files are damaged.
 
-        It may have spoilt weights mapped.
+        It may have damaged weights mapped.
         """
         windows = () if self._kept is None else self._kept.content.windows
         if any(ref.digest in digests for ref in refs for _, _, digests, *_ in windows):

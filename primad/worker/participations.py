@@ -1,8 +1,8 @@
-"""A worker's stages in rings: one for each epoch, the one that serves and one that is being loaded beside it.
+"""A worker's stages in rings: one for each epoch, the serving one and one that is being loaded.
 
-A stage whose ring ended leaves its ring process behind, with its windows loaded. When the next plan, or the
-next head, asks for the same windows, that process serves them again at once; else it is ended when something else is
-loaded, or after ``keep_loaded_s``.
+A stage whose ring ended leaves its ring process with its windows loaded. When the next plan, or the next head, asks for
+the same windows, that process serves them at once; otherwise it ends when something else is loaded, or after
+``keep_loaded_s``.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S: Final = 0.2
 MAX_UNREADABLE: Final = 2
-"""One file is read again from where it came, and another one; a disk that then fails once more is at an end."""
+"""One file is fetched again, and another one; a disk that then fails once more is given up."""
 MAX_LOADED_STAGES: Final = 8
-"""A head has a ring that serves and one that is loaded; a plan may change while the last one's devices still let go."""
+"""A head has a serving ring and one that loads; a plan may change while the last one's devices are still being
+released."""
 
 NotifyHead = Callable[[WorkerMessage], Coroutine[Any, Any, None]]
 """Sends a message to the head."""
@@ -68,7 +69,7 @@ NotifyHead = Callable[[WorkerMessage], Coroutine[Any, Any, None]]
 
 @dataclass(slots=True)
 class _Stage:
-    """This device's stage in one epoch: its task, and its ring process once that is loaded."""
+    """This device's stage in one epoch: its task, and its ring process once it is loaded."""
 
     task: asyncio.Task[None]
     process: LoadedProcess | None = None
@@ -76,8 +77,8 @@ class _Stage:
 
 
 class Stages:
-    """All stages of this worker. ``notify`` reaches the head, ``report_line`` the owner; ``memory_watch`` hears when
-    memory is low. ``standing`` is what the head is to know of them."""
+    """All stages of this worker. ``notify`` reaches the head, ``report_line`` the owner; ``memory_watch`` is notified
+    when memory is low. ``standing`` is their state for the head."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class Stages:
         self._unreadable: list[tuple[str, float]] = []
 
     def next_number(self) -> int:
-        """Tells the files of a load from those of all others."""
+        """Tells the files of a load from those of others."""
         return next(self._numbers)
 
     @property
@@ -113,7 +114,7 @@ class Stages:
         """Take part in ``load.epoch``, unless this device has ``MAX_LOADED_STAGES`` stages already."""
         await self._end(load.epoch)
         if len(self._stages) >= MAX_LOADED_STAGES:
-            busy = f"this device takes part in {MAX_LOADED_STAGES} rings, which is the most; release one first"
+            busy = f"this device takes part in {MAX_LOADED_STAGES} rings, which is the maximum; release one first"
             self.standing.refuse(load.epoch, Broken(error=busy, fault="load"))
         else:
             self._stages[load.epoch] = _Stage(task=asyncio.create_task(self._work(load, profile)))
@@ -130,24 +131,24 @@ class Stages:
                 await self._notify(self.standing.message())
 
     async def remind(self, revision: int) -> None:
-        """Tell a head that knows how the stages stood in ``revision`` what has changed since, if anything has."""
+        """Notify a head that knows the states of ``revision`` of changes since then, if any."""
         if revision != self.standing.revision:
             await self._notify(self.standing.message())
 
     async def report(self) -> None:
-        """Ask all ring processes for their status; the head gets it as it comes."""
+        """Ask all ring processes for their status; each is sent to the head as it comes."""
         await self._to_all(Report())
 
     async def release(self, epoch: int) -> None:
-        """The stage in ``epoch`` is over; its windows stay loaded for a while."""
+        """The stage in ``epoch`` ends; its windows stay loaded for a while."""
         before = self.standing.revision
         await self._end(epoch)
         await self.remind(before)
 
     async def _end(self, epoch: int) -> None:
-        """End the task of ``epoch`` without a word to the head.
+        """End the task of ``epoch`` without notifying the head.
 
-        One that is busy with the disk is waited for no longer than ``release_timeout_s``: the head is to be heard meanwhile.
+        If it is busy with the disk, this waits at most ``release_timeout_s``: the head must be served meanwhile.
         """
         self.standing.end(epoch)
         stage = self._stages.pop(epoch, None)
@@ -158,17 +159,17 @@ class Stages:
                 self._busy.add(task)
 
     async def release_all(self) -> None:
-        """No stage goes on, and no head is here that is to hear of it."""
+        """All stages end, without a head to notify."""
         await asyncio.gather(*(self._end(epoch) for epoch in self.standing.epochs))
 
     async def unload(self) -> None:
-        """End the process that is kept."""
+        """End the kept process."""
         await self._parking.unload()
 
     async def close(self) -> None:
         """End everything."""
         await self.release_all()
-        await self._busy.wait()  # what was busy with the disk may still put a process away
+        await self._busy.wait()  # a task that was busy with the disk may still park a process
         await self._parking.close()
 
     async def _to_all(self, command: RingCommand) -> None:
@@ -177,7 +178,8 @@ class Stages:
                 await stage.process.send(command)
 
     async def _work(self, load: Load, profile: DeviceProfile) -> None:
-        """Load the windows of ``load``; pass on what their ring process says until it breaks or this task is cancelled."""
+        """Load the windows of ``load``; forward the events of their ring process until it breaks or this task is
+        cancelled."""
         process: LoadedProcess | None = None
         windows = WindowLoad(load, self.next_number(), self._node, profile)
         fault: Fault = "fetch"
@@ -200,7 +202,7 @@ class Stages:
         except PrimadError as exc:
             again, sender = isinstance(exc, LoadAgainError), isinstance(exc, SenderError)
             await self._broke(load, exc, fault, again=again, sender=sender)
-        except Exception as exc:  # our own mistake; the head is to hear of it, or it waits for this stage
+        except Exception as exc:  # our own mistake; without notice the head would wait for this stage
             logger.exception("the stage in epoch %d failed", load.epoch)
             await self._broke(load, RingError(f"internal error: {type(exc).__name__}: {exc}"), fault)
         finally:
@@ -213,27 +215,27 @@ class Stages:
                 self._parking.end(process)
 
     def _attribute_to_disk(self, error: WeightsError, fault: Fault) -> Fault:
-        """What a stage failed at whose weights could not be read: its disk, if that goes on."""
+        """The fault of a stage whose weights could not be read: its disk, if that persists."""
         now = time.monotonic()
         lately = [(text, at_s) for text, at_s in self._unreadable if now - at_s < self._timings.worker.forgiven_s]
         self._unreadable = [*lately, (str(error), now)]
         return "disk" if str(error) in dict(lately) or len(lately) >= MAX_UNREADABLE else fault
 
     async def _broke(self, load: Load, error: PrimadError, fault: Fault, **how: bool) -> None:
-        if fault == "fetch":  # the head says it, unless it is what went away
+        if fault == "fetch":  # the head reports it, unless it went away itself
             logger.info("epoch %d: %s", load.epoch, error)
         else:
             self._report_line(str(error))
         await self._change(load, broken=Broken(error=str(error), fault=fault, **how))
 
     async def _change(self, load: Load, **changes: Any) -> None:
-        """The stage whose task this is stands otherwise now; one that was released meanwhile is of no interest."""
+        """The state of this task's stage changed; ignored if it was released meanwhile."""
         if self._own_stage(load) is not None:
             self.standing.change(load.epoch, **changes)
             await self._notify(self.standing.message())
 
     def _own_stage(self, load: Load) -> _Stage | None:
-        """The stage whose task this is; None when it was released, though another may have begun in its epoch."""
+        """The stage of this task; None if it was released, though another may have begun in its epoch."""
         stage = self._stages.get(load.epoch)
         return stage if stage is not None and stage.task is asyncio.current_task() else None
 
@@ -258,7 +260,7 @@ class Stages:
             stage.downloaded = [DownloadedLayer(name, tree) for name, tree in windows.downloaded.items()]
 
     def _fetched(self, epoch: int) -> Callable[[int, int], None]:
-        """Takes how much was fetched, and of how much; the head is told now and then."""
+        """Reports fetched bytes and their total to the head now and then."""
         told_s = 0.0
 
         def progress(done: int, total: int) -> None:
@@ -270,7 +272,7 @@ class Stages:
         return progress
 
     async def _open(self, load: Load, windows: WindowLoad) -> LoadedProcess:
-        """A process with these windows: one that is kept if it has them, else a new one."""
+        """A process with these windows: the kept one if it has them, else a new one."""
         content = windows.key()
         kept = await self._parking.reopen(load, content)
         if kept is not None:
@@ -279,7 +281,7 @@ class Stages:
         return await windows.start(content)
 
     async def _pass_on(self, load: Load, process: LoadedProcess, event: RingEvent) -> None:
-        """Tell the head what the ring process says. Raises ``RingError`` where that ends the stage."""
+        """Forward the ring process's events to the head. Raises ``RingError`` if one ends the stage."""
         match event:
             case Loading(windows):
                 await self._notify(Progress(epoch=load.epoch, phase="load", done=windows, total=len(load.windows)))
@@ -303,6 +305,6 @@ class Stages:
                     messages.MemoryLow(epoch=load.epoch, needed_bytes=needed_bytes, ram_available_bytes=available)
                 )
             case Overdue(waited_s=waited_s):
-                raise NextDeviceError(f"the next device took no step for {waited_s:.0f} s; it is gone or hangs")
+                raise NextDeviceError(f"the next device accepted no step for {waited_s:.0f} s; it is gone or hangs")
             case _:
-                raise RingError(f"the ring process of a worker said {type(event).__name__}")
+                raise RingError(f"the ring process of a worker sent {type(event).__name__}")

@@ -1,4 +1,4 @@
-"""How the worker's stages stand, as its head is to know it: one state each, and the number of the last change."""
+"""The states of the worker's stages for its head: one each, and the number of the last change."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import msgspec
 from primad.network.messages import Broken, StageState, StageStates
 
 MAX_REFUSED: Final = 8
-"""So many refusals are remembered. The head asks again for what a worker knows nothing of, and is refused again."""
+"""The number of remembered refusals. The head asks again for an unknown epoch, and is refused again."""
 
 
 class Standing:
-    """The state of each stage, and of what was refused until it is released; ``revision`` counts the changes."""
+    """The state of each stage, and of refusals until they are released; ``revision`` counts the changes."""
 
     def __init__(self) -> None:
         self.revision = 0
@@ -22,11 +22,11 @@ class Standing:
 
     @property
     def epochs(self) -> list[int]:
-        """Those of which there is something to know."""
+        """Epochs with a state."""
         return list(self._states)
 
     def message(self) -> StageStates:
-        """What the head is to know."""
+        """The message for the head."""
         return StageStates(revision=self.revision, states=list(self._states.values()))
 
     def begin(self, epoch: int) -> None:
@@ -34,14 +34,14 @@ class Standing:
         self._put(StageState(epoch=epoch, loaded=None, linked=False, broken=None))
 
     def refuse(self, epoch: int, broken: Broken) -> None:
-        """No stage begins in ``epoch``."""
+        """No stage starts in ``epoch``."""
         if len(self._refused) >= MAX_REFUSED:
             self.end(self._refused[0])
         self._put(StageState(epoch=epoch, loaded=None, linked=False, broken=broken))
         self._refused.append(epoch)
 
     def change(self, epoch: int, **changes: Any) -> None:
-        """The stage in ``epoch``, which has begun and not ended, stands otherwise now."""
+        """The state of the stage in ``epoch``, which has begun and not ended, changed."""
         self._put(msgspec.structs.replace(self._states[epoch], **changes))
 
     def end(self, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""API keys: who is let in, and how much a minute."""
+"""API keys: who is let in, and how much per minute."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_no_key_is_made_twice_and_none_is_kept():
 def test_a_minutes_requests_may_come_at_once_and_come_back_evenly():
     allowance = Allowance(limited(requests=3), 0.0)
     assert [allowance.ask(0.0) for _ in range(3)] == [None] * 3
-    assert allowance.ask(0.0) == ("3 requests a minute", 20)
-    assert allowance.ask(19.5) == ("3 requests a minute", 1)
+    assert allowance.ask(0.0) == ("3 requests per minute", 20)
+    assert allowance.ask(19.5) == ("3 requests per minute", 1)
     assert allowance.ask(20.1) is None
     assert [allowance.ask(1e6) for _ in range(4)][-1] is not None
 
@@ -47,7 +47,7 @@ def test_tokens_that_were_used_are_waited_for():
     allowance = Allowance(limited(tokens=60), 0.0)
     assert allowance.ask(0.0) is None
     allowance.used(90)
-    assert allowance.ask(0.0) == ("60 tokens a minute", 31)
+    assert allowance.ask(0.0) == ("60 tokens per minute", 31)
     assert allowance.ask(31.0) is None
 
 

@@ -375,7 +375,7 @@ def test_an_answer_under_which_ring_after_ring_breaks_ends_and_those_that_get_fu
             backend.hold("bo computed NaN")
             await settled()
         (end,) = poison.ends
-        assert end.error == f"{MAX_RINGS} rings in a row broke before this answer got any further; bo computed NaN"
+        assert end.error == f"{MAX_RINGS} rings in a row broke before this request made progress; bo computed NaN"
         assert not other.task.done()
         await other.cancel()
 
@@ -436,7 +436,7 @@ def test_a_prompt_that_does_not_fit_the_next_ring_ends_with_an_error():
         await backend.attach(narrow, 2, second.send, second.status, "serving")
         await settled()
         assert [each.prompt for each in second.generates] == [[1, 2]]
-        assert [end.error for end in long.ends] == ["the prompt exceeds the available context size, which is 8 now"]
+        assert [end.error for end in long.ends] == ["the prompt exceeds the available context size, which is now 8"]
         with pytest.raises(PromptTooLongError):
             await anext(ask(backend, *range(1, 9)))
         await short.cancel()

@@ -100,7 +100,7 @@ def test_nothing_and_one_token_have_no_pace():
     ["data: {", "data: []", "data: 1", 'data: {"choices": [1]}', 'data: {"usage": {"x": 1}}', "data: " + "[" * 100_000],
 )
 def test_a_stream_of_something_else_is_one_clear_error(line: str):
-    with pytest.raises(ClusterError, match="not as an OpenAI endpoint does"):
+    with pytest.raises(ClusterError, match="not like an OpenAI endpoint"):
         Received().take(line, 0.0)
 
 

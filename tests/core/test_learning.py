@@ -309,7 +309,7 @@ def test_what_was_learnt_is_kept(tmp_path):
     assert Learning(tmp_path).corrections == learning.corrections
     assert learning.corrections.devices["lap"].prompts == pytest.approx(1.5)
     assert learning.corrections.devices["lap"].compute == pytest.approx(1.5)
-    line = "corrected by answers: computing takes 1.50 times as long, computing prompts takes 1.50 times as long"
+    line = "corrected by measurements: computing takes 1.50 times as long, computing prompts takes 1.50 times as long"
     assert correction_line(tmp_path, PROFILES[1]) == line
     assert correction_line(tmp_path, PROFILES[0]) is None
     assert correction_line(tmp_path, device("lap", rate=19e9)) is None
@@ -383,7 +383,7 @@ def test_what_no_factor_may_make_up_for_is_called_amiss(tmp_path):
     for _ in range(9):
         measured = learning.answered(1, FORECAST, statuses)
     assert measured.wrong.is_beyond
-    assert wrong_line(measured).endswith("look what else runs there")
+    assert wrong_line(measured).endswith("check what else runs there")
     quicker = msgspec.structs.replace(measured, wrong=msgspec.structs.replace(measured.wrong, measured_ms=0.1))
     assert wrong_line(quicker).endswith("measure: primad profile --remeasure")
     assert learning.corrections.devices["lap"].compute <= MAX

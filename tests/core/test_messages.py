@@ -375,7 +375,7 @@ def test_a_head_with_an_impossible_patience_is_refused(gone_after_s):
 @pytest.mark.parametrize("address", ["", "0.0.0.0", "::", "*", "desk.local", "tcp://127.0.0.1", "fe80::1%" + "x" * 33])
 def test_layers_are_not_fetched_from_impossible_places(address):
     source = msgspec.structs.replace(SOURCE, addresses=[address])
-    with pytest.raises(ProtocolError, match=r"lap at .*, which is no address"):
+    with pytest.raises(ProtocolError, match=r"lap at .*, which is not an address"):
         cluster.decode_from_head(encode(a_load(sources=[source])))
 
 
@@ -581,7 +581,7 @@ def test_impossible_news_of_a_worker_are_refused(message):
     [
         ([a_state(number) for number in range(cluster.MAX_STAGES + 1)], "of length <= 64"),
         ([a_state(), a_state()], "twice in one epoch"),
-        ([a_state(loaded=cluster.Loaded(port=1, key=HOSTILE))], "no public key"),
+        ([a_state(loaded=cluster.Loaded(port=1, key=HOSTILE))], "not a public key"),
     ],
     ids=["too many", "twice", "key"],
 )

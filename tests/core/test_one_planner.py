@@ -142,7 +142,7 @@ def test_what_nobody_says_is_the_default():
         ({"batching": "quick"}, "--batching quick: choose exact, auto or fast"),
         ({"extra_buffers": "some"}, "--extra-buffers some: choose auto, on or off"),
         ({"windows": "1,0"}, "--windows 1,0: every window needs at least one layer"),
-        ({"rounds": 2}, "--rounds 2: goes with --windows"),
+        ({"rounds": 2}, "--rounds 2: needs --windows"),
         ({"windows": "3", "use_all": True}, "--use-all: contradicts"),
     ],
 )

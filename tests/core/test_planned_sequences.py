@@ -1,4 +1,4 @@
-"""How many answers at once a head plans for, and what becomes of them when devices are lost."""
+"""How many concurrent requests a head plans for, and what becomes of them when devices are lost."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_first_plan_has_as_many_as_its_memory_gives_at_little_cost(house, ram,
     assert one.plan == forecast.plan
     assert value == pytest.approx(of_one, rel=0.01), "chunks of a prompt are smaller"
     assert forecast.flash == one.flash == (ram < 6 * GB), "where nothing streams, scores have room"
-    assert attention_line(one) == f"texts are those of llama.cpp with --flash-attn {'on' if one.flash else 'off'}"
+    assert attention_line(one) == f"output equals llama.cpp's with --flash-attn {'on' if one.flash else 'off'}"
 
 
 def test_of_a_model_that_is_not_known_to_be_exact_one_is_written_at_a_time(house, monkeypatch):

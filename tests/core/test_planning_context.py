@@ -1,4 +1,4 @@
-"""How much context, and how many answers at once, a plan has room for, where nobody said it."""
+"""How much context, and how many concurrent requests, a plan has room for, where nobody said it."""
 
 from __future__ import annotations
 

@@ -49,10 +49,10 @@ def test_a_name_of_ollamas_means_models_of_that_family_and_size(text: str, shape
     ("given", "says"),
     [
         ("qwen3:8b", "qwen3:8b: no such file; by name, as --model takes it, this is hf:Qwen/Qwen3-8B-GGUF:Q4_K_M"),
-        ("nosuch:7b", "a model of Hugging Face's hub as in hf:"),
-        ("Qwen/Qwen3-8B-GGUF", "as in hf:Qwen/Qwen3-8B-GGUF"),
-        ("hf.co/Qwen/Qwen3-8B-GGUF:Q8_0", "as in hf:Qwen/Qwen3-8B-GGUF:Q8_0"),
-        ("https://huggingface.co/Qwen/Qwen3-8B-GGUF/tree/main", "as in hf:Qwen/Qwen3-8B-GGUF"),
+        ("nosuch:7b", "a model of Hugging Face's hub such as hf:"),
+        ("Qwen/Qwen3-8B-GGUF", "hf:Qwen/Qwen3-8B-GGUF"),
+        ("hf.co/Qwen/Qwen3-8B-GGUF:Q8_0", "hf:Qwen/Qwen3-8B-GGUF:Q8_0"),
+        ("https://huggingface.co/Qwen/Qwen3-8B-GGUF/tree/main", "hf:Qwen/Qwen3-8B-GGUF"),
     ],
 )
 def test_what_is_no_file_is_answered_with_the_name_to_type(given: str, says: str) -> None:

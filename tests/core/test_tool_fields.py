@@ -74,7 +74,7 @@ def fits(asked: Job, text: str) -> bool:
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "required"),
         ({"tools": [tool("")]}, "tools[0].function.name", ""),
         ({"tools": [tool("f" * 129)]}, "tools[0].function.name", "128"),
-        ({"tools": [tool("f"), tool("g"), tool("f")]}, "tools", "two tools are called 'f'"),
+        ({"tools": [tool("f"), tool("g"), tool("f")]}, "tools", "two tools are named 'f'"),
         ({"tools": [tool(f"f{i}") for i in range(MAX_TOOLS + 1)]}, "tools", str(MAX_TOOLS)),
         ({"tools": [tool("f", {"x": "y" * MAX_TOOLS_CHARS})]}, "tools", str(MAX_TOOLS_CHARS)),
         ({"tools": [tool("f", [])]}, "tools[0].function.parameters", ""),
@@ -82,10 +82,10 @@ def fits(asked: Job, text: str) -> bool:
         ({"tools": TOOLS, "tool_choice": tool("other")}, "tool_choice", "no tool 'other'"),
         ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice", '"required"'),
         ({"tools": TOOLS, "tool_choice": allowed("auto", "other")}, "tool_choice", "no tool 'other'"),
-        ({"functions": [{"name": "f"}]}, "functions", "say it as tools"),
-        ({"function_call": {"name": "f"}}, "function_call", "say it as tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions", "use tools"),
+        ({"function_call": {"name": "f"}}, "function_call", "use tool_choice"),
         ({"reasoning_format": "some"}, "reasoning_format", ""),
-        ({"tools": TOOLS, "grammar": 'root ::= "x"'}, "grammar", "does not go with tools"),
+        ({"tools": TOOLS, "grammar": 'root ::= "x"'}, "grammar", "cannot be combined with tools"),
         ({"tools": [tool("f", {"not": {}})], "tool_choice": "required"}, "tools.f.parameters", "'not'"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}]}, None, "calls"),
     ],
@@ -202,5 +202,5 @@ def test_the_help_names_every_form():
 
 def test_the_documents_name_every_form():
     told = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
-    (listed,) = re.findall(r"`serve --tool-parser` names the form:\n((?:  .*\n)+)", told)
+    (listed,) = re.findall(r"`serve --tool-parser`\s+names\s+it:(.*?)\n- ", told, re.DOTALL)
     assert set(re.findall(r"`([\w-]+)`", listed)) == set(PARSERS) - {"auto"}

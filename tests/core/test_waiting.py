@@ -47,7 +47,7 @@ def test_nothing_is_said_once_they_are_there():
     shell = head(1)
     shell.notify(m.Seen("ada", True))
     shell.notify(m.Welcomed("ada"))
-    assert "the links to it are measured" in str(line(shell))
+    assert "its links are being measured" in str(line(shell))
     shell.notify(m.Measured(frozenset({"ada"})))
     assert line(shell) is None
     assert shell.candidates == {"ada"}

@@ -250,7 +250,7 @@ def test_all_that_mdns_says_is_public_and_nonsense_there_costs_nothing(house: Ho
             for data in datagrams():
                 sender.sendto(data, ("127.0.0.1", 5353))
         async with impostors(house.cluster, house.name("w1"), 8):
-            await asyncio.to_thread(house.head.run.wait_for, "is not listened to")
+            await asyncio.to_thread(house.head.run.wait_for, "it is ignored")
             await asyncio.to_thread(house.head.run.wait_for, "fake-7 is in sight, but not paired")
 
     house.code = house.open_pairing()
@@ -327,7 +327,7 @@ def test_who_is_revoked_in_the_middle_of_a_session_is_cut_off(house: House):
             await control.say_all([Echo(payload=b"", answer_bytes=0)])
             for refused in (heard, await control.hear()):
                 assert isinstance(refused, Refused)
-                assert "does not trust this device any more" in refused.reason
+                assert "no longer trusts this device" in refused.reason
             await shared.say(question)
             assert not await shared.is_answered()
 

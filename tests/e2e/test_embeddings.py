@@ -58,8 +58,8 @@ def embedding_process(head: Head) -> int:
 
 
 def test_the_start_says_which_model_embeds(head, gemma3):
-    head.run.wait_for(rf"^{gemma3.stem} is loaded for embeddings: 640 numbers each, texts of at most 2048 tokens")
-    head.run.wait_for(rf"^{gemma3.stem} gives embeddings there, on this device alone$")
+    head.run.wait_for(rf"^{gemma3.stem} serves embeddings of 640 numbers for texts of at most 2048 tokens")
+    head.run.wait_for(rf"^{gemma3.stem} serves embeddings there, on this device alone$")
 
 
 def test_openais_client_while_a_chat_streams(client, gemma3, plain):

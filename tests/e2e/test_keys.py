@@ -28,12 +28,12 @@ def test_keys_of_a_head_that_runs_come_and_go_and_its_own_user_needs_none(smollm
     with heading(smollm2, home, cluster, "--alone", "--api-key-file", home / "api-keys") as head:
         head.wait_serving()
         assert [models(head.url, each) for each in (None, "wrong", key)] == [401, 401, 200]
-        assert "asks for an API key" in ended("status", "--url", head.url, code=2)
+        assert "requires an API key" in ended("status", "--url", head.url, code=2)
         assert "serving" in ended("status", "--url", head.url, "--api-key", key)
         assert "serving" in ended("status", PRIMAD_HOME=str(home))
         asked = ("chat", "Hi", "--max-tokens", 4, "--temperature", 0)
         assert "error" not in ended(*asked, PRIMAD_HOME=str(home))
-        assert "asks for an API key" in ended(*asked, "--url", head.url, code=2)
+        assert "requires an API key" in ended(*asked, "--url", head.url, code=2)
         assert "error" not in ended(*asked, "--url", head.url, PRIMAD_API_KEY=key)
         guest = next(line for line in ended("key", "add", "guest", *keys).splitlines() if line.startswith("primad-"))
         assert models(head.url, guest) == 200

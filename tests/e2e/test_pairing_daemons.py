@@ -104,7 +104,7 @@ def test_strangers_pair_by_a_code_and_know_each_other_until_one_is_revoked(tiny,
         wrong = theirs.run("join", "--name", "worker", "--cluster", cluster, "--code", another(code), "--device", place)
         assert wrong.returncode == 2
         assert re.fullmatch(
-            r"primad: error: .*the code is not the one that is shown there \(4 tries are left\).*\n", wrong.stderr
+            r"primad: error: .*wrong code \(4 tries are left\).*\n", wrong.stderr
         )
 
         worker = a_worker(stack, theirs, cluster, "--code", code, "--device", place)
@@ -123,7 +123,7 @@ def test_strangers_pair_by_a_code_and_know_each_other_until_one_is_revoked(tiny,
         revoked = ours.run("devices", "revoke", "worker")
         assert revoked.returncode == 0
         assert revoked.stdout.startswith("worker is not trusted here any more")
-        head.run.wait_for("^worker is gone: it is not trusted any more", start=before)
+        head.run.wait_for("^worker is gone: it is no longer trusted", start=before)
         wait_until(lambda: head.health()[0] == 200, "the head goes on alone")
         head.run.wait_for("^head: 6 layers", start=before)
         worker.wait_for("^head revoked this device and gives it no more work")

@@ -125,9 +125,9 @@ def test_a_keyword_that_cannot_be_guaranteed_is_named(served):
 
 def test_as_many_answers_are_written_at_once_as_is_said(served):
     served.head.run.wait_for(
-        r"^(1 answer at a time|[24] answers at once, each with that context) \(.*--sequences sets it\)(; .*)?$"
+        r"^(1 request at a time|[24] concurrent requests, each with that context) \(.*--sequences sets it\)(; .*)?$"
     )
-    count = int(re.search(r"^([124]) answers? at ", served.head.run.output, re.MULTILINE)[1])
+    count = int(re.search(r"^([124]) (?:request at a time|concurrent requests)", served.head.run.output, re.MULTILINE)[1])
     assert [slot["id"] for slot in HTTP.get(f"{served.head.url}/slots").json()] == list(range(count))
     assert HTTP.get(f"{served.head.url}/props").json()["total_slots"] == count
     assert served.head.status()["sequences"] == count
@@ -135,7 +135,7 @@ def test_as_many_answers_are_written_at_once_as_is_said(served):
 
 def test_what_the_plan_promises_is_said_and_stands_beside_what_is_measured(served):
     served.head.run.wait_for(
-        r"^predicted \S+ tokens/s( \(\S+ of [24] answers together\))?, first token of an answer to 512 tokens after \S+ s$"
+        r"^forecast: \S+ tokens/s( \(\S+ with [24] requests\))?, TTFT \S+ s for a prompt of 512 tokens$"
     )
     status = served.head.status()
     assert status["predicted"].keys() == {"tokens_per_s", "tpot_ms", "ttft_ms"}

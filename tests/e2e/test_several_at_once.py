@@ -1,4 +1,4 @@
-"""Several answers at once: each has the text it has alone, also when a device dies under them."""
+"""Several concurrent requests: each has the text it has alone, also when a device dies under them."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class FakeAdminApi:
     async def bring_code(self, shown: ShownCode) -> Paired:
         self.calls.append(("bring_code", shown.code, shown.at or ""))
         if shown.code != "9-maple-stone":
-            raise ClusterError("the code is not the one that is shown there")
+            raise ClusterError("wrong code")
         self.known = [*self.known, known("sofa")]
         return Paired(device="sofa")
 

@@ -23,7 +23,7 @@ def test_a_ring_that_is_helped_serves(smollm2, new_home, cluster, gpu, batching)
             smollm2, homes, cluster, WORKER_THREADS, "--batching", batching, of_worker=("--max-vram", "300MiB")
         ) as (head, worker),
     ):
-        assert ("prompts with the help of the GPU" in head.run.output) == (batching == "auto"), head.run.output
+        assert ("prefill offload to the GPU" in head.run.output) == (batching == "auto"), head.run.output
         told = ask(head, prompt=STORY * 12, tokens=20)
         assert (told.finish, told.error) == ("length", None), head.run.output + worker.output
         assert told.text

@@ -248,7 +248,7 @@ def test_a_code_that_another_device_shows_pairs_it(open_page, serious):
         page.get_by_role("tab", name="Devices").click()
         page.get_by_label("Its code").fill("7-lamp-river")
         page.get_by_role("button", name="Pair", exact=True).click()
-        expect(page.get_by_role("alert")).to_contain_text("is not the one that is shown there")
+        expect(page.get_by_role("alert")).to_contain_text("wrong code")
         expect(page.get_by_role("alert")).to_be_in_viewport(ratio=1)
         assert serious(page) == []
         page.get_by_label("Its code").fill("9-maple-stone")

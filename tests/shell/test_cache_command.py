@@ -118,7 +118,7 @@ def test_list_says_the_limit_and_what_is_on_its_way(home, filled, layers):
         part.begin(layers[0].tree())
     text = run(home, "list")
     assert "of at most 5.00 GB" in text
-    assert "not complete yet" in text
+    assert "of incomplete layers" in text
 
 
 def test_verify_finds_nothing_in_a_whole_cache(home, filled):
@@ -205,7 +205,7 @@ def test_what_was_counted_of_experts_goes_with_all_or_when_it_is_old(home, fille
         os.utime(path, (time.time() - days * DAY_S,) * 2)
     assert "experts" not in run(home, "prune", "--to", "1GB")
     said = run(home, "prune", "--older", "35", "--dry-run")
-    assert said == "would remove 0 layers, 0 B\nwould remove what was counted of the experts of 1 layer\n"
+    assert said == "would remove 0 layers, 0 B\nwould remove usage counts of the experts of 1 layer\n"
     assert len(list(folder.iterdir())) == 2
     assert json.loads(run(home, "prune", "--older", "35", "--json"))["removed_counts"] == 1
     assert [path.name for path in folder.iterdir()] == ["10.json"]
@@ -233,7 +233,7 @@ def cells(tmp_path) -> Path:
 def test_list_says_how_many_kv_cells_are_kept_and_since_when(home, cells):
     since = time.strftime("%Y-%m-%d", time.localtime(time.time() - 20 * DAY_S))
     line = run(home, "list", "--kv-cache", str(cells)).splitlines()[-1]
-    assert line.startswith("2 blocks of KV cells, 2.")
+    assert line.startswith("2 blocks of KV cache, 2.")
     assert f"used since {since}" in line
     told = json.loads(run(home, "list", "--kv-cache", str(cells), "--json"))["kv"]
     assert (told["blocks"], told["folder"], told["limit_bytes"]) == (2, str(cells), 4_000_000_000)
@@ -244,9 +244,9 @@ def test_list_says_how_many_kv_cells_are_kept_and_since_when(home, cells):
 @pytest.mark.parametrize("words", [("--older", "10"), ("--all",)], ids=" ".join)
 def test_prune_removes_kv_cells_but_those_that_may_be_in_use(home, cells, words):
     arguments = ("prune", *words, "--kv-cache", str(cells))
-    assert "would remove 0 layers and 1 block of KV cells" in run(home, *arguments, "--dry-run")
+    assert "would remove 0 layers and 1 block of KV cache" in run(home, *arguments, "--dry-run")
     assert len(KvStore(cells).list()) == 2
-    assert "removed 0 layers and 1 block of KV cells" in run(home, *arguments)
+    assert "removed 0 layers and 1 block of KV cache" in run(home, *arguments)
     assert len(KvStore(cells).list()) == 1
 
 

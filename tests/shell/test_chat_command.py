@@ -156,8 +156,8 @@ def test_regenerate_asks_again_without_the_answer_and_clear_forgets(chat: Types,
             (event(content="so"), b'data: {"error": {"message": "primad is stopping"}}\n\n', DONE),
             "primad is stopping",
         ),
-        (200, (event(content="so"),), "the head went away before its answer ended"),
-        (200, (b"data: [1]\n\n", DONE), "not as an OpenAI endpoint does"),
+        (200, (event(content="so"),), "the head ended during the response"),
+        (200, (b"data: [1]\n\n", DONE), "not like an OpenAI endpoint"),
     ],
 )
 def test_an_error_is_told_and_the_conversation_goes_on(
@@ -177,7 +177,7 @@ def test_nobody_there_is_told_in_our_words(chat: Types):
     with socket.socket() as taken:  # bound, and nobody listens
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        expected = f"primad: error: {url}: nobody answers there; is 'primad serve' running?\n"
+        expected = f"primad: error: {url}: no response; is 'primad serve' running?\n"
         assert chat("Why?", url=url) == (2, "", expected)
 
 
@@ -232,7 +232,7 @@ def test_lines_of_another_program_are_answered_without_a_prompt(
 
 def test_who_needs_a_key_is_told_so_once(chat: Types, endpoint: Endpoint):
     endpoint.says(b'{"error": {"message": "send an API key"}}', status=401)
-    told = f"primad: error: {endpoint.url}: asks for an API key; give --api-key KEY, or set PRIMAD_API_KEY\n"
+    told = f"primad: error: {endpoint.url}: requires an API key; give --api-key KEY, or set PRIMAD_API_KEY\n"
     assert chat("Why?") == (2, "", told)
 
 
@@ -248,11 +248,11 @@ def test_what_nobody_would_answer_fails_before_the_first_question(chat: Types, e
     assert chat(lines=never_read) == (
         2,
         "",
-        f"primad: error: {endpoint.url}: asks for an API key; give --api-key KEY, or set PRIMAD_API_KEY\n",
+        f"primad: error: {endpoint.url}: requires an API key; give --api-key KEY, or set PRIMAD_API_KEY\n",
     )
     endpoint.models = 404, b"nothing"
-    assert "answered 404; is it a primad endpoint?" in chat(lines=never_read)[2]
-    assert "nobody answers there" in chat(lines=never_read, url="http://127.0.0.1:9")[2]
+    assert "returned 404; is it a primad endpoint?" in chat(lines=never_read)[2]
+    assert "no response" in chat(lines=never_read, url="http://127.0.0.1:9")[2]
     assert endpoint.asked == []
 
 
@@ -260,7 +260,7 @@ def test_a_prompt_that_is_read_is_no_part_of_the_answer(chat: Types, endpoint: E
     read = b'data: {"choices": [], "prompt_progress": {"total": 9, "processed": 4}}\n\n'
     received = Received()
     assert received.take(read.decode().strip(), 0.0) == []
-    assert received.read == "reading the prompt: 4 of 9 tokens"
+    assert received.read == "processing the prompt: 4 of 9 tokens"
     endpoint.says(read, event(content="so"), DONE)
     assert chat("Why?") == (0, "so\n", "")
 
@@ -268,7 +268,7 @@ def test_a_prompt_that_is_read_is_no_part_of_the_answer(chat: Types, endpoint: E
 def test_a_command_that_is_none_shows_those_that_are(chat: Types, endpoint: Endpoint, tmp_path: Path):
     code, out, err = chat(lines=("/sytem x", "/save", f"/save {tmp_path / 'no' / 'where'}", "/system"))
     assert (code, out, endpoint.asked) == (0, "", [])
-    assert "/sytem: no command" in err
+    assert "/sytem: no such command" in err
     assert "/regenerate" in err
     assert "name the file" in err
     assert "No such file" in err

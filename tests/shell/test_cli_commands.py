@@ -119,7 +119,7 @@ def test_a_flag_can_switch_off_what_the_file_switches_on(command, joined, home):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--device", "desk:1"), "give the head's --code too"),
+        (("--device", "desk:1"), "needs the head's --code too"),
         (("--code", "7-lamp-river", "--device", "desk:x"), "--device: 'desk:x' is no device address"),
         (("--max-ram", "8"), "--max-ram: '8' is no size"),
         (("--max-vram", "many"), "--max-vram: "),
@@ -165,7 +165,7 @@ def test_an_open_http_endpoint_is_warned_of(command, served):
 def test_the_head_says_that_it_does_not_pause_on_battery(command, served, home):
     home.mkdir()
     (home / "config.toml").write_text("pause_on_battery = true")
-    assert "means nothing to the head" in command("serve", "--model", "x.gguf")[2]
+    assert "has no effect on the head" in command("serve", "--model", "x.gguf")[2]
 
 
 @pytest.mark.parametrize(
@@ -233,8 +233,8 @@ def test_pair_shows_the_code_to_programs(command, daemon):
 def test_a_code_is_brought_to_the_daemon_that_runs(command, daemon):
     daemon[BringCode] = Done(text="mini is paired with desk")
     assert command("pair", "--code", "7-lamp-river", "--device", "desk:4711") == (0, "mini is paired with desk\n", "")
-    daemon[BringCode] = Refusal(reason="the code is not the one that is shown there")
-    assert_refused(command("pair", "--code", "7-lamp-river"), "the code is not the one that is shown there")
+    daemon[BringCode] = Refusal(reason="wrong code")
+    assert_refused(command("pair", "--code", "7-lamp-river"), "wrong code")
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_code_is_brought_to_the_daemon_that_runs(command, daemon):
     [
         (("--code", "lamp"), "--code: 'lamp' is no code"),
         (("--code", "7-lamp-river", "--device", "desk:x"), "--device: 'desk:x' is no device address"),
-        (("--device", "desk:4711"), "give the other device's --code too"),
+        (("--device", "desk:4711"), "needs the other device's --code too"),
         (("--code", "7-lamp-river", "--json"), "--json: "),
     ],
     ids=["no code", "no address", "no code for it", "json"],
@@ -267,7 +267,7 @@ def test_what_was_done_is_said_and_a_refusal_is_an_error(command, daemon, verb, 
     daemon[request_type] = Refusal(reason="the head does not pause")
     assert_refused(command(verb), "the head does not pause")
     daemon[request_type] = Described(status={})
-    assert_refused(command(verb), "answered Described; start it again")
+    assert_refused(command(verb), "sent Described; restart it")
 
 
 @pytest.mark.parametrize("verb", ["pair", "leave", "pause", "resume"])
@@ -398,7 +398,7 @@ def test_a_head_is_asked_by_the_name_or_the_address_that_devices_shows(sight, ho
         for wanted in ("desk", "den", f"den:{port}", f"127.0.0.1:{port}"):
             assert reached(None, wanted, "key").url == f"http://127.0.0.1:{port}"
         with pytest.raises(
-            ClusterError, match="--head lamp: it answers programs of its own device alone; start it there"
+            ClusterError, match="--head lamp: it serves only programs of its own device; start it there"
         ):
             reached(None, "lamp", None)
         with pytest.raises(
@@ -463,7 +463,7 @@ def test_what_is_listed_here_is_what_another_device_trusts_by(command, sight, ho
 
 def test_an_option_before_the_command_is_not_lost_in_silence(command, home, tmp_path):
     run = command("devices", "--home", tmp_path / "other", "trust", "desk", "--key", key_hex(DESK))
-    assert_refused(run, "--home: goes behind 'trust'")
+    assert_refused(run, "--home: belongs after 'trust'")
     assert not home.exists()
 
 
@@ -507,7 +507,7 @@ def test_a_user_without_a_home_folder_is_told_so(command, monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", home)
-    assert_refused(command("status"), "HOME: is not set, and this user has no home folder; set it to ")
+    assert_refused(command("status"), "HOME: not set, and this user has no home folder; set it to ")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
@@ -521,4 +521,4 @@ def test_output_that_finds_no_room_is_one_line():
             check=False,
         )
     assert ended.returncode == 2
-    assert ended.stderr == "primad: error: standard output: No space left on device; make room where it goes\n"
+    assert ended.stderr == "primad: error: standard output: No space left on device; free some space there\n"

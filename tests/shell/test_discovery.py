@@ -436,7 +436,7 @@ def test_an_interface_that_is_not_there_is_one_clear_error():
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 70])
 def test_a_host_that_is_no_address_is_one_clear_error(host):
-    with pytest.raises(ClusterError, match=r"^--host .*: this is no address that could be announced"):
+    with pytest.raises(ClusterError, match=r"^--host .*: this address cannot be announced"):
         Discovery(host)
 
 

@@ -86,7 +86,7 @@ def test_a_model_that_has_no_room_here_guesses_elsewhere_unless_it_must_here(tmp
     assert found(memory_bytes) == (True, True)
     assert not said
     assert found(memory_bytes - 1) == (True, False)
-    assert said.pop().endswith("are free here: it drafts on a device that has room")
+    assert said.pop().endswith("are free here: it runs on a device that has room")
     assert found(memory_bytes - 1, draft_on="lap") == (True, False)
     for must in ({"draft_on": "desk"}, {"single_device": True}):
         with pytest.raises(ConfigError, match=rf"^--draft {path}: takes .* of memory, and .* are free here; choose a"):

@@ -28,7 +28,7 @@ def test_a_model_without_a_chat_template_is_said_to_have_none(smollm2, gemma3):
 def test_a_star_is_explained_where_there_is_one_and_its_lack_where_there_is_none():
     fit = Fit(name="toy-q4k", model="Toy", bytes=1, runs="memory", why="", tokens_per_s=9.0, is_best=True)
     answer = FitResult(schema=1, devices=["desk"], models=[fit], help="")
-    assert what_is_marked(answer).startswith("* the largest that write at least 5 tokens/s")
+    assert what_is_marked(answer).startswith("* the largest with at least 5 tokens/s")
     slow = FitResult(schema=1, devices=["desk"], models=[msgspec.structs.replace(fit, is_best=False)], help="")
-    assert what_is_marked(slow).startswith("none of them writes 5 tokens/s here")
+    assert what_is_marked(slow).startswith("none reaches 5 tokens/s here")
     assert "primad profile --remeasure" in what_is_marked(slow)

@@ -173,7 +173,7 @@ def test_the_head_hears_that_a_model_cannot_be_had_or_is_gone(tmp_path):
         process_of(worker).kill()
         gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
         assert gone.error == "the draft process was ended by SIGKILL"
-        assert worker.said[-1] == f"drafts no more: {gone.error}"
+        assert worker.said[-1] == f"stops drafting: {gone.error}"
         await worker.guessing.load(load, 1)
         await worker.hear(DraftModelState, lambda state: state.ready)
         process = process_of(worker)
@@ -211,7 +211,7 @@ def test_a_model_that_is_not_whole_is_refused_before_anything_is_fetched(tmp_pat
     cutter = ModelCutter(open_model(path))
     load = a_load(cutter, 1)
     assert decode_from_head(encode(load)) == load
-    with pytest.raises(ProtocolError, match="a model that drafts and is not whole"):
+    with pytest.raises(ProtocolError, match="a draft model that is not whole"):
         decode_from_head(encode(LoadDraft(**{**as_fields(load), "window": cutter.spec(0, 1, 2)})))
     with pytest.raises(ProtocolError, match="not a control message"):
         decode_from_head(encode(LoadDraft(**{**as_fields(load), "context": 0})))

@@ -183,7 +183,7 @@ def test_a_ring_that_keeps_nothing_is_given_nothing(lab, keeps):
         assert (after.generates[0].blocks == blocks) == keeps
         assert bool(after.generates[0].root) == keeps
         assert ((await figures(here)) is None) == (not keeps)
-        assert any(line.startswith("KV cells are not kept") for line in here.said) == (not keeps)
+        assert any(line.startswith("the KV cache is not saved") for line in here.said) == (not keeps)
 
     run(lab, test)
 

@@ -164,7 +164,7 @@ def test_a_step_that_gets_no_further_is_between_who_had_it_and_who_has_not(own, 
         if parties is None:
             await ring._find_fault(overdue(head_ring.LOST_S))
             return
-        with pytest.raises(StuckStepError, match=r"step 12 is out for 4\.0 s: \w+ says that it passed it on") as caught:
+        with pytest.raises(StuckStepError, match=r"step 12 is out for 4\.0 s: \w+ passed it on") as caught:
             await ring._find_fault(overdue(head_ring.LOST_S))
         assert attributed(caught.value, PAIR).parties == parties
 

@@ -43,7 +43,7 @@ def test_strangers_without_end_are_not_named_without_end(lab):
         here.start()
         await here.serves("nas")
         assert sum("is in sight, but not paired" in line for line in here.said) == MAX_TOLD
-        assert sum("more devices that are not trusted" in line for line in here.said) == 1
+        assert sum("more untrusted devices" in line for line in here.said) == 1
 
     run(lab, test)
 
@@ -57,7 +57,7 @@ def test_a_stranger_that_has_a_name_first_keeps_no_device_of_that_name_out(lab):
         here.discovery.sees(nas, at="nas-2", device="nas-2")  # mDNS gives it the next name that is free
         here.start()
         ring = await here.serves("nas")
-        assert "a device that is not trusted calls itself nas" in await here.says("a device that is not trusted")
+        assert "an untrusted device announces itself as nas" in await here.says("an untrusted device")
         here.discovery.sees(impostor, at="nas-2", device="nas-2")
         here.discovery.sees(nas, at="elsewhere", addresses=("127.0.0.66",), port=9)
         here.device("lap")

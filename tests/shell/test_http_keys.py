@@ -147,7 +147,7 @@ def test_tokens_of_prompt_and_answer_count(stream):
     assert first.status_code == 200
     second = ask(app, "POST", "/v1/chat/completions", headers=headers, json=HELLO)
     assert second.status_code == 429
-    assert "1 tokens a minute" in second.json()["error"]["message"]
+    assert "1 tokens per minute" in second.json()["error"]["message"]
 
 
 def test_keys_are_added_and_removed_under_a_server_that_runs(tmp_path):
@@ -159,7 +159,7 @@ def test_keys_are_added_and_removed_under_a_server_that_runs(tmp_path):
     assert KEY not in path.read_text()
     file = KeyFile(path)
     assert file.keys() == (key(),)
-    with pytest.raises(ConfigError, match="has a key laptop already"):
+    with pytest.raises(ConfigError, match="already has a key laptop"):
         add_key(path, key())
     path.write_text("damaged")
     assert file.keys() == (key(),)

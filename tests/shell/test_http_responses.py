@@ -137,7 +137,7 @@ def test_a_stream_of_named_events():
     ("asked", "told"),
     [
         ({"previous_response_id": "resp_1"}, "send the whole conversation as 'input'"),
-        ({"background": True}, "nothing is kept"),
+        ({"background": True}, "nothing is stored"),
         ({"input": []}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input'"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),

@@ -71,7 +71,7 @@ def test_a_model_is_fetched_listed_planned_for_and_removed(primad, hub, weights,
     assert not (place / "Tiny-F16.gguf").exists()
     assert primad("rm", f"hf:{REPO}")[0] == 0
     assert not place.exists()
-    assert "no model was fetched yet" in primad("models")[2]
+    assert "no models yet" in primad("models")[2]
 
 
 def test_a_split_model_comes_with_all_its_parts(primad, hub, tmp_path):

@@ -17,7 +17,7 @@ def _apart(monkeypatch, tmp_path):
 
 def test_a_key_is_printed_once_listed_by_name_and_removed(command, tmp_path):
     path = tmp_path / "home" / "api-keys"
-    assert "there are no keys" in command("key", "list")[1]
+    assert "no keys in" in command("key", "list")[1]
     code, out, err = command("key", "add", "guest", "--requests", "20", "--tokens", "20000")
     assert (code, out.count("\n")) == (0, 1)
     assert "--api-key-file" in err
@@ -25,7 +25,7 @@ def test_a_key_is_printed_once_listed_by_name_and_removed(command, tmp_path):
     assert key_like(out.strip(), [kept]) == kept
     assert out.strip() not in path.read_text()
     command("key", "add", "laptop")
-    assert command("key", "list")[1] == "guest: 20 requests a minute, 20000 tokens a minute\nlaptop: no limits\n"
+    assert command("key", "list")[1] == "guest: 20 requests per minute, 20000 tokens per minute\nlaptop: no limits\n"
     assert command("key", "remove", "guest")[0] == 0
     assert command("key", "list")[1] == "laptop: no limits\n"
 
@@ -55,7 +55,7 @@ def test_what_key_refuses(command, arguments, named):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--host", "0.0.0.0"), "or say --no-auth"),
+        (("--host", "0.0.0.0"), "or --no-auth"),
         (("--host", "0.0.0.0", "--no-auth", "--api-key", "k" * 16), "--no-auth: contradicts"),
         (("--no-auth", "--api-key-file", "keys"), "--no-auth: contradicts"),
         (("--api-key", "short"), "--api-key: a key has 16 to 512"),

@@ -358,7 +358,7 @@ def test_a_device_that_is_there_but_not_reached_stays_and_is_named(dead, monkeyp
             assert plausible(links["desk", "a"])
             assert [link for link, found in links.items() if found.works] == [("desk", "a"), ("a", "desk")]
             assert pairs(book.between(["desk", "a", "b"])) == every("desk", "a"), "a penalty is no measurement"
-            why = f"(127.0.0.9:{b.port} takes no connection); let the port through the firewall there"
+            why = f"(127.0.0.9:{b.port} accepts no connection); let the port through the firewall there"
             assert [line.partition("; 'primad doctor'")[0] for line in lines.said] == [
                 f"{one} does not reach b {why}" for one in ("desk", "a")
             ]

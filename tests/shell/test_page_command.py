@@ -53,7 +53,7 @@ def test_others_get_the_page_as_it_is_for_all(command, url, opened):
     code, out, _ = command("page", "--url", url, "--print")
     assert code == 0
     assert out.splitlines()[-1] == url
-    assert "only who runs the head" in out
+    assert "only the head's owner" in out
     assert not opened
 
 

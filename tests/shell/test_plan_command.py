@@ -203,7 +203,7 @@ def test_a_model_that_guesses_is_planned_for(plan, tmp_path):
 def test_a_model_that_cannot_guess_is_refused(plan, tmp_path):
     code, _, err = plan(*MODEL, *FLEET, "--draft", "auto")
     assert code != 0
-    assert "--draft auto: goes with --model, whose tokens it must have; give that as well" in err
+    assert "--draft auto: needs --model, since it must have the same tokens" in err
 
 
 def test_adapters_that_no_window_has_and_that_llama_cpp_cannot_compute_are_named(plan, profiles, tmp_path):

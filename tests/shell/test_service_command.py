@@ -174,10 +174,10 @@ def test_a_dry_run_shows_the_unit_and_does_nothing(command: Primad, runner, unit
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("plan",), "plan: is no service; install join or serve"),
-        (("join", "--code", "7-lamp-river"), "bring it with 'primad pair --code'"),
+        (("plan",), "plan: not a service; install join or serve"),
+        (("join", "--code", "7-lamp-river"), "use 'primad pair --code'"),
         (("join", "--no-such"), "; see 'primad join --help'"),
-        (("join", "--dry-run"), "--dry-run: stands before join, as in 'primad service install --dry-run join'"),
+        (("join", "--dry-run"), "--dry-run: belongs before join: 'primad service install --dry-run join'"),
         (("join", "--nice", "20"), "--nice: "),
         (("serve",), "--model"),
         (("serve", "--model", "nowhere.gguf"), "--model nowhere.gguf: no such file"),
@@ -198,7 +198,7 @@ def test_what_cannot_be_installed_is_refused_before_anything_is_done(command: Pr
 def test_root_has_no_session(command: Primad, monkeypatch, runner):
     as_root(monkeypatch)
     assert "give --system" in command("service", "install", "join")[2]
-    assert "there is no such user" in command("service", "install", "--system", "--as", "bob", "join")[2]
+    assert "no such user" in command("service", "install", "--system", "--as", "bob", "join")[2]
     assert runner.ran == []
 
 
@@ -276,7 +276,7 @@ def test_the_service_of_a_package_is_found_and_left_to_the_package(command: Prim
     assert "run it with sudo" in command("service", "stop")[2]
     as_root(monkeypatch)
     assert command("service", "stop")[0] == 0
-    assert "came with a package" in command("service", "remove")[2]
+    assert "belongs to a package" in command("service", "remove")[2]
 
 
 def test_launchd_gets_a_property_list(command: Primad, runner, monkeypatch, tmp_path):

@@ -73,7 +73,7 @@ def test_a_row_a_device_and_what_was_planned_below(command, endpoint):
     endpoint.says(ring(device("desk", role="head"), device("lap"), predicted=PROMISES))
     code, out, err = command("status", "--url", endpoint.url)
     assert (code, err) == (0, "")
-    assert out.splitlines()[0] == "serving with 2 devices, epoch 4, 2 rounds a token, predicted 4.20 tokens/s"
+    assert out.splitlines()[0] == "serving with 2 devices, epoch 4, 2 rounds per token, forecast: 4.20 tokens/s"
     for name in ("desk", "lap"):
         assert row(out, name) == ["26", "23", "3", "200", "MB", "310", "MB", "62.5", "ms", "some", "5.00", "GB"]
     planned = [line.split() for line in out.splitlines() if line.strip().startswith("planned")]
@@ -106,14 +106,14 @@ def test_what_is_not_known_is_a_question_mark(command, endpoint):
     assert code == 0
     assert row(out, "desk ") == ["26", *"???????"]
     assert "planned" not in out
-    assert "desk: did not answer in time" in out
+    assert "desk: timed out" in out
 
 
 def test_a_device_that_computes_a_prompt_is_said_to_compute(command, endpoint):
     endpoint.says(ring(device("desk", ring=None, memory=MemoryFigures(), computes=True)))
     _, out, _ = command("status", "--url", endpoint.url)
     assert "desk: computes a long step" in out
-    assert "did not answer" not in out
+    assert "timed out" not in out
 
 
 def test_a_plan_that_is_wrong_is_said_with_its_term(command, endpoint):
@@ -149,14 +149,14 @@ def test_it_says_what_is_kept_of_answers_and_what_came_of_it(command, endpoint):
     endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring() | {"kv": msgspec.to_builtins(KV)}))
     _, out, _ = command("status", "--url", endpoint.url)
     assert "nas: its KV cache is not replicated, no link of it carries them" in out
-    assert "KV cells kept twice: lap's by desk; 46.0 MB now, 12 tokens behind" in out
-    assert "3 times a ring went on with answers of another one: 2000 tokens were there within 0.4 s, 31 were" in out
+    assert "KV cache replicated: lap's by desk; 46.0 MB now, 12 tokens behind" in out
+    assert "3 times a ring resumed requests of another one: 2000 tokens were restored within 0.4 s, 31 recomputed" in out
 
 
 def test_it_says_what_became_of_drafts(command, endpoint):
     endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring() | {"drafts": msgspec.to_builtins(DRAFTS)}))
     _, out, _ = command("status", "--url", endpoint.url)
-    assert "75% were right, 15% were skipped; 1.75 tokens of an answer a lap; a model drafts on nas" in out
+    assert "75% accepted, 15% skipped; 1.75 tokens per ring pass; draft model on nas" in out
 
 
 def test_it_names_what_is_known_of_the_models_windows(command, endpoint):
@@ -205,20 +205,20 @@ def test_something_else_there_is_one_clear_error(command, endpoint, body):
     endpoint.body = body
     code, out, err = command("status", "--url", endpoint.url)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"primad: error: {endpoint.url}: answers, but not as a head of this version of primad does")
+    assert err.startswith(f"primad: error: {endpoint.url}: responds, but not like a head of this version of primad")
 
 
 def test_a_refusal_is_one_clear_error(command, endpoint):
     endpoint.status = 404
     code, out, err = command("status", "--url", endpoint.url)
     assert (code, out) == (2, "")
-    assert "answered 404" in err
+    assert "returned 404" in err
 
 
 def test_an_address_that_is_none(command):
     code, out, err = command("status", "--url", "http://127.0.0.1:x")
     assert (code, out) == (2, "")
-    assert "--url http://127.0.0.1:x: is no address" in err
+    assert "--url http://127.0.0.1:x: not an address" in err
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
@@ -271,8 +271,8 @@ def test_watching_shows_how_quick_the_ring_is_its_hops_and_what_happened(command
     monkeypatch.setattr(status_command, "_now_s", lambda: now[0])
     say(10)
     _, out, _ = command("status", "--watch", "--url", endpoint.url)
-    assert "? tokens/s now; 2 answers open, 10 tokens written" in out
-    assert "20.0 tokens/s now; 2 answers open, 50 tokens written" in out
+    assert "? tokens/s now; 2 open requests, 10 tokens generated" in out
+    assert "20.0 tokens/s now; 2 open requests, 50 tokens generated" in out
     rows = [line.split() for line in out.splitlines() if line.startswith(("desk", "lap"))][-2:]
     assert rows == [
         ["desk", "0-25", "?", "?", "1.00", "ms", "?", "-"],
@@ -319,11 +319,11 @@ def test_watching_goes_on_when_the_head_is_away_for_a_while(command, endpoint, m
     endpoint.says(ring(device("desk")))
     code, out, err = command("status", "--watch", "--url", endpoint.url)
     assert "epoch 4," in out
-    assert "answered 503; is it a head, 'primad serve'? (asked again every second, until Ctrl-C)" in out
+    assert "returned 503; is it a head, 'primad serve'? (retrying every second, until Ctrl-C)" in out
     assert "epoch 5," not in out
     assert "epoch 6," in out
     assert (code, looks) == (2, 3), "with another key waiting is of no use"
-    assert err == f"primad: error: {endpoint.url}: asks for an API key; give --api-key KEY, or set PRIMAD_API_KEY\n"
+    assert err == f"primad: error: {endpoint.url}: requires an API key; give --api-key KEY, or set PRIMAD_API_KEY\n"
 
 
 def test_watching_cuts_no_line_and_draws_no_more_than_the_terminal_holds(command, endpoint, monkeypatch):
@@ -340,4 +340,4 @@ def test_watching_cuts_no_line_and_draws_no_more_than_the_terminal_holds(command
     endpoint.says(ring(device("desk")) | {"kv": msgspec.to_builtins(KV)})
     command("status", "--watch", "--url", endpoint.url)
     assert at_first.count("\n") < 10, "what is above the screen could not be drawn over"
-    assert "2000 tokens were there within 0.4 s, 31 were computed again" in " ".join(screen.getvalue().split())
+    assert "2000 tokens were restored within 0.4 s, 31 recomputed" in " ".join(screen.getvalue().split())

@@ -206,7 +206,7 @@ def test_a_device_that_talks_of_other_things_is_given_up():
                 with pytest.raises(ClusterError) as refused:
                     await probe(caller(context, probe_timeout_s=2.0), [(HOST, end.port)], [keys.public])
                 said = str(refused.value)
-            assert "says much, but not who it is" in said
+            assert "sends messages, but not its identity" in said
             talking.cancel()
             await asyncio.wait([talking])
             end.close()
@@ -392,7 +392,7 @@ def test_a_device_that_takes_nothing_is_not_waited_for_long():
             part = Stage(link, a_load(), lambda *_: None)
             link._tasks[2].cancel()  # whether its process ended is another question
             await device.leave()
-            with pytest.raises(ClusterError, match="takes no messages"):
+            with pytest.raises(ClusterError, match="accepts no messages"):
                 await introduce_without_end(link)
             await part.release()
             link.close()
@@ -691,7 +691,7 @@ def test_a_part_that_is_gone_after_it_was_loaded_is_over():
             device.stand()
             error = await part.broken
             assert isinstance(error, StageError)
-            assert str(error) == "nas: its stage ended without a word"
+            assert str(error) == "nas: its stage ended without a message"
             link.close()
 
     asyncio.run(once())

@@ -79,18 +79,18 @@ _PAIRING: Mapping[str, _Promise] = {
     "SIGSTOP": (
         Outcome.LATER,
         "it pairs when it resumes, or reports a timeout, and the next try pairs them",
-        "^(paired with|primad: error: .*(no answer within|nobody waits))",
+        "^(paired with|primad: error: .*(no response within|no pairing there))",
     ),
     "ring process aborts": (Outcome.NONE, _NO_RING, ""),
     "link cut": (
         Outcome.ERROR,
         "one line after ten seconds; the next try pairs them",
-        "^primad: error: .*no answer within",
+        "^primad: error: .*no response within",
     ),
     "half-open TCP": (
         Outcome.ERROR,
         "one line after ten seconds; the next try pairs them",
-        "^primad: error: .*no answer within",
+        "^primad: error: .*no response within",
     ),
     "disk full": (
         Outcome.ERROR,

@@ -1,1 +1,1 @@
-"""From a request that a dialect understood to the text of its answer: what all dialects share."""
+"""From a parsed request to the text of its response: shared by all dialects."""

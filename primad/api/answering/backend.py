@@ -1,4 +1,4 @@
-"""What the HTTP API needs from the daemon, as protocols: the consumer owns the interface, the daemon fulfils it."""
+"""The HTTP API's requirements of the daemon, as protocols: the consumer owns the interface, the daemon implements it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from primad.ring.messages import GenerationEvent, Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillInTokens:
-    """The tokens of a model that was trained to fill in: what is ``before`` the gap follows the first, what is ``after`` it
-    the second, and the ``middle`` is asked for by the third. ``file`` begins a file beside, where there is such a token."""
+    """The fill-in-the-middle tokens of a model: the first precedes the text ``before`` the gap, the second the text
+    ``after`` it, and the third asks for the ``middle``. ``file`` starts another file, if there is such a token."""
 
     before: int
     after: int
@@ -24,7 +24,7 @@ class FillInTokens:
 
 
 class TokenPieces(Protocol):
-    """What the served model's tokens are as text, and what its file says about chat. Every method is quick."""
+    """The served model's tokens as text, and what its file says about chat. Every method is quick."""
 
     @property
     def size(self) -> int:
@@ -46,22 +46,23 @@ class TokenPieces(Protocol):
         """The raw bytes that ``token`` adds to the text; b"" for a special token."""
 
     def piece_or_marker(self, token: int) -> bytes:
-        """As ``piece``, and for a control token its name, unless it ends answers."""
+        """Like ``piece``, but for a control token its name, unless it ends responses."""
 
     def name(self, token: int) -> str:
-        """A printable name of any token, special ones too (for log-probabilities)."""
+        """A printable name of any token, including special ones (for log-probabilities)."""
 
 
 class Vocabulary(TokenPieces, Protocol):
-    """The tokenizer as well. Its work grows with a request and its code may crash, so only the text process has one."""
+    """Tokens and the tokenizer. Its work grows with a request and its code may crash, so only the text process has
+    one."""
 
     @property
     def fill_in(self) -> FillInTokens | None:
-        """What the model fills gaps in texts with, or None."""
+        """The tokens for filling gaps in texts, or None."""
 
     @property
     def longest_chars(self) -> int | None:
-        """No token stands for more characters of a text; None where a text may lose some before it becomes tokens."""
+        """The most characters that one token stands for; None if a text may lose some before it is tokenized."""
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of ``text``, with llama.cpp's meaning of the two flags."""
@@ -69,7 +70,7 @@ class Vocabulary(TokenPieces, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelNames:
-    """What else clients may call the model: ``aliases``, or with ``any_model`` whatever they like."""
+    """Other names for the model: ``aliases``, or with ``any_model`` every name."""
 
     aliases: tuple[str, ...] = ()
     any_model: bool = False
@@ -77,7 +78,7 @@ class ModelNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What the model file says of itself, for clients that show it; None and "" where it is not known."""
+    """What the model file says about itself, for clients that show it; None and "" if unknown."""
 
     architecture: str = ""
     basename: str = ""
@@ -90,7 +91,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """How tokens are sampled where a request does not say; what llama.cpp's programs do, unless the model file says else."""
+    """Sampling defaults: those of llama.cpp's programs, unless the model file has others."""
 
     temperature: float = 0.8
     top_k: int = 40
@@ -107,10 +108,10 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """How the model behind the API is served. ``created`` is in Unix seconds; ``context_tokens`` bounds prompt plus answer;
-    ``tool_parser`` names the form of its calls, or is ``auto``. With ``context_shift`` the oldest messages of
-    a conversation that is too long are left out. As many as ``sequences`` answers are written at once; if that ``is_exact``,
-    each is what it is alone."""
+    """How the model behind the API is served. ``created`` is in Unix seconds; ``context_tokens`` bounds prompt plus
+    response; ``tool_parser`` names the format of its calls, or is ``auto``. With ``context_shift`` the oldest messages
+    of a conversation that is too long are dropped. Up to ``sequences`` requests run at once; if that ``is_exact``, each
+    is what it would be alone."""
 
     id: str
     created: int
@@ -129,33 +130,33 @@ class ModelSettings:
         return (self.id, *self.names.aliases)
 
     def is_called(self, name: str) -> bool:
-        """Whether a client that says ``name`` means this model."""
+        """Whether a client that sends ``name`` means this model."""
         return self.names.any_model or name in self.all_names
 
     @property
     def settings(self) -> ModelSettings:
-        """These alone."""
+        """Only these facts."""
         return ModelSettings(**{each.name: getattr(self, each.name) for each in fields(ModelSettings)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel(ModelSettings):
-    """The model as the daemon has it: its tokens as text."""
+    """The model for the daemon: its tokens as text."""
 
     vocabulary: TokenPieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextModel(ModelSettings):
-    """The model as the text process has it: with its tokenizer."""
+    """The model for the text process: with its tokenizer."""
 
     vocabulary: Vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """What is known when a request is prepared, besides its body. ``model`` is None where none can be asked; ``seed`` counts
-    where the request has none, ``now`` is the clock of chat templates."""
+    """Facts besides the body for preparing a request. ``model`` is None if there is none; ``seed`` is used if the
+    request has none, ``now`` is the clock of chat templates."""
 
     model: TextModel | None
     seed: int
@@ -163,24 +164,24 @@ class Asking:
 
     @property
     def served(self) -> TextModel:
-        """The model, which was there when the request was taken."""
+        """The model, which was known when the request was accepted."""
         assert self.model is not None, "this preparation needs the model"
         return self.model
 
 
 Prepared = TypeVar("Prepared", bound=msgspec.Struct)
 Preparation = Callable[[bytes, Asking], Prepared]
-"""Makes of a request's body all that the daemon needs to answer it. Raises ``RequestError`` and ``ModelError``.
+"""Turns a request's body into all that the daemon needs to serve it. Raises ``RequestError`` and ``ModelError``.
 
-It is a pure function that runs in the text process. Its annotation names what it makes: a struct of plain data.
+It is a pure function that runs in the text process. Its annotation names the result: a struct of plain data.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Whether requests are computed now or will be in a moment, and one line that says what is going on.
+    """Whether requests are computed now or soon, and one line about the state.
 
-    They are ``taken`` also where they have to wait for longer: answers go on once devices serve again.
+    They are also ``taken`` if they have to wait longer: requests resume once devices serve again.
     """
 
     serving: bool
@@ -211,9 +212,9 @@ class Embeddings(Protocol):
     async def embed(
         self, texts: Sequence[str | list[int]], called: Callable[[int], str], *, cuts: bool = False, owner: str = ""
     ) -> tuple[list[bytes], int]:
-        """For each of ``texts`` a vector of length 1, as float32, little-endian; and the tokens of all together.
+        """For each of ``texts`` a vector of length 1, as float32, little-endian; and the total number of tokens.
 
-        Errors name a text as it is ``called``. One that is too long is cut if ``cuts``. Owners take turns.
+        Errors name a text as it is ``called``. A text that is too long is truncated if ``cuts``. Owners take turns.
         Raises ``RequestError`` for texts that cannot be embedded or a full queue (429), ``RingError`` after a crash.
         """
 
@@ -222,7 +223,7 @@ class Backend(Protocol):
     """The daemon as the API sees it."""
 
     def health(self) -> Health:
-        """The state of this moment."""
+        """The current state."""
 
     def model(self) -> ServedModel | None:
         """The served model, or None until it is known."""
@@ -230,16 +231,16 @@ class Backend(Protocol):
     async def prepare(
         self, preparation: Preparation[Prepared], body: bytes, served: ModelSettings | None, *, owner: str = ""
     ) -> Prepared:
-        """What ``preparation`` makes of ``body`` for the model ``served``; this loop goes on meanwhile.
+        """The result of ``preparation`` for ``body`` and the model ``served``; this loop continues meanwhile.
 
-        Raises what it raises, ``RequestError`` for one that takes too much time or memory (400) or finds too many waiting
-        (429), and ``RingError`` where there is no process for it.
+        Raises what it raises, ``RequestError`` if it takes too much time or memory (400) or too many requests wait
+        (429), and ``RingError`` if there is no process for it.
         """
 
     async def status(self) -> dict[str, Any]:
         """The ring's part of ``api.status.StatusBody`` as plain data; empty without a ring.
 
-        Takes seconds at most, and many who ask together are no more work than one.
+        Takes seconds at most; concurrent calls share one query.
         """
 
     def generate(
@@ -255,15 +256,15 @@ class Backend(Protocol):
         may_expire: bool = True,
         speculates: bool = True,
     ) -> AsyncGenerator[GenerationEvent, None]:
-        """Any number of ``PromptProgress`` and then of ``Sampled``, at last exactly one ``Finished``.
+        """Any number of ``PromptProgress``, then of ``Sampled``, and finally exactly one ``Finished``.
 
-        ``prompt`` has 1 to ``context_tokens - 1`` tokens and ``max_tokens`` is at least 1; prompt and answer together
+        ``prompt`` has 1 to ``context_tokens - 1`` tokens and ``max_tokens`` is at least 1; prompt and response together
         fit the context. ``logprobs``, ``reuses``, ``owner``, ``priority`` and ``speculates`` are as in
-        ``ring.messages.Generate``. The backend chooses the request's number. One that ``may_expire`` waits for others no
-        longer than this server's owner allows.
-        ``aclose()``, also while it waits, cancels the request in the ring and frees its sequence.
+        ``ring.messages.Generate``. The backend chooses the request's number. A request that ``may_expire`` waits for
+        others at most as long as this server's owner allows. ``aclose()``, even while it waits, cancels the request in
+        the ring and frees its sequence.
 
-        Raises ``RingError`` when the ring breaks and ``RequestError`` when it cannot take the request (a full queue, or it
-        waited too long: status 429). A ``Finished`` whose reason is ``error`` means the same as ``RingError``, one with
-        ``refused`` as ``RequestError``.
+        Raises ``RingError`` when the ring breaks and ``RequestError`` when it cannot take the request (a full queue, or
+        it waited too long: status 429). A ``Finished`` whose reason is ``error`` means the same as ``RingError``, one
+        with ``refused`` as ``RequestError``.
         """

@@ -1,9 +1,9 @@
 """The model's own chat template: from messages to the text that the model was trained to continue. Pure.
 
-The template is Jinja source out of the model file, and so not to be trusted: it runs in Jinja's immutable sandbox, where
-it may change lists alone (Kimi K2's does, its own ones; it gets copies of ours). It has what Hugging Face transformers give
-it (``utils/chat_template_utils.py``): trimmed blocks, loop controls, ``tojson``, ``raise_exception``, ``strftime_now`` and
-the ``generation`` tag. A model without a template gets ChatML, which most models without one understand best.
+The template is Jinja source from the model file, and so untrusted: it runs in Jinja's immutable sandbox, where it may
+change only lists (Kimi K2's does; it gets copies). It has the environment of Hugging Face transformers
+(``utils/chat_template_utils.py``): trimmed blocks, loop controls, ``tojson``, ``raise_exception``, ``strftime_now`` and
+the ``generation`` tag. A model without a template gets ChatML, which most such models understand best.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ _RUNTIME_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What Jinja lets through when a template trips over the messages."""
+"""Exceptions that escape Jinja when a template fails on the messages."""
 
 
 MAX_TRIES: Final = 24
-"""Prompts that leave something out, behind which no other one is looked for."""
+"""The reason that ends the search for other prompts, even if this one leaves something out."""
 _MARK: Final = "qzmark"
-"""In place of a text, to see where a template writes it."""
+"""A placeholder for a text, to see where a template writes it."""
 _CHANGES: Final = frozenset({"append", "clear", "extend", "insert", "pop", "remove", "reverse"})
 _IS_CHANGING: Final = re.compile(rf"\.(?:{'|'.join(sorted(_CHANGES))})\(")
-"""How templates change lists."""
+"""Methods by which templates change lists."""
 _WORDS: Final = re.compile(r"\w[\w ]{6,62}\w")
-"""Of a text, what every template writes as it is, and no template writes by itself."""
+"""A part of a text that every template writes unchanged, and no template writes by itself."""
 
 
 class _Generation(Extension):
-    """``{% generation %}``, which only marks the assistant's part for training: its body is the output."""
+    """``{% generation %}`` only marks the assistant's part for training: its body is the output."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
@@ -79,8 +79,8 @@ class _Generation(Extension):
 def tokenize_prompt(vocabulary: Vocabulary, text: str) -> list[int]:
     """A prompt that a template wrote, as token ids.
 
-    Special tokens in the text are parsed as such. The tokenizer adds its own only when the template did not already
-    write the beginning-of-sequence token, which is therefore never doubled (llama.cpp's convention).
+    Special tokens in the text are parsed as such. The tokenizer adds its own only if the template did not write the
+    beginning-of-sequence token, so that it is never doubled (llama.cpp's convention).
     """
     begun = vocabulary.bos != "" and text.startswith(vocabulary.bos)
     return vocabulary.tokenize(text, add_special=not begun, parse_special=True)
@@ -97,14 +97,16 @@ def render(
     opens: bool = True,
     continues: bool = False,
 ) -> str:
-    """The prompt for ``messages`` as text, by the model's template, ready for the assistant's next turn if it ``opens`` one.
+    """The prompt for ``messages`` as text, by the model's template, ready for the assistant's next turn if it ``opens``
+    one.
 
     Each message has ``role`` and ``content`` and may have ``name``, ``tool_calls``, ``tool_call_id`` and
-    ``reasoning_content``; a developer's message is a system message to templates. ``now`` is what ``strftime_now`` formats;
-    ``variables`` are the request's, by name. ``tools`` are those that may be called, in ``form`` where the template knows
-    nothing of tools. If it ``continues`` the prompt ends with the text of the last message, which is the assistant's.
+    ``reasoning_content``; a developer's message is a system message for templates. ``now`` is what ``strftime_now``
+    formats; ``variables`` are the request's, by name. ``tools`` are those that may be called, described in ``form`` if
+    the template does not support tools. If it ``continues`` the prompt ends with the text of the last message, which is
+    the assistant's.
 
-    Raises ``RequestError`` when the template refuses the messages in every shape and ``ModelError`` when it is no template.
+    Raises ``RequestError`` if the template refuses the messages in every shape and ``ModelError`` if it is invalid.
     """
     source = vocabulary.chat_template or CHATML
     template = _Template(_compile(source), source, vocabulary, now, variables or {}, tools, form)
@@ -122,7 +124,7 @@ class _Template:
     form: CallForm
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], *, opens: bool, must: str = "") -> str:
-        """The first prompt that says ``must`` and all of ``messages``; where none does, the first that says ``must``."""
+        """The first prompt with ``must`` and all of ``messages``; if there is none, the first with ``must``."""
         refusal: RequestError | None = None
         found: list[str] = []
         for shape, known in for_template(self.source, messages, self.tools, self.form):
@@ -143,8 +145,8 @@ class _Template:
         return found[0]
 
     def continued(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt that ends with the last message: its turn is not closed, where the template shows it as it is; else
-        it follows the beginning of a turn."""
+        """The prompt that ends with the last message: its turn stays open if the template shows it unchanged; else it
+        follows the start of a turn."""
         *before, last = messages
         thinking = thinks(self.source)
         said = str(last["content"])
@@ -155,7 +157,7 @@ class _Template:
                 text = self.prompt([*before, {**last, "content": _MARK}], opens=False, must=_MARK)
                 return _begun(text[: text.rindex(_MARK)], said, thinking)
             except RequestError:
-                pass  # as where the last one must be the user's
+                pass  # e.g. if the last one must be the user's
         if not before:
             raise _refusal("it cannot continue an assistant's message that is the first one")
         return _begun(self.prompt(before, opens=True), said, thinking)
@@ -178,14 +180,14 @@ class _Template:
                     "strftime_now": _strftime(self.now),
                 }
             )
-            return text.encode(errors="replace").decode()  # without halves of characters, as in arguments of calls
+            return text.encode(errors="replace").decode()  # without unpaired surrogates, as in arguments of calls
         except _RUNTIME_ERRORS as exc:
             raise _refusal(printable(exc).strip() or type(exc).__name__) from exc
 
     def _leaves_out(self, messages: Messages, known: Mapping[str, Any], opens: bool, text: str) -> bool:
-        """Whether what was said to the assistant is not all in ``text``, the prompt for ``messages``, or not all tools are.
+        """Whether the prompt ``text`` lacks part of ``messages``, or some tools.
 
-        What cannot be found there may have been written otherwise: then a word in its place tells.
+        A text that is not found may have been rewritten: then a placeholder word decides.
         """
         if not all(tool["function"]["name"] in text for tool in self.tools):
             return True
@@ -199,7 +201,7 @@ class _Template:
         for number, message in enumerate(messages):
             calls = message.get("tool_calls") or []
             is_at_an_end = number + 1 == len(messages) or all(each["role"] == "system" for each in messages[:number])
-            if calls and (len(calls) > 1 or message["content"] or is_at_an_end):  # where some templates leave calls out
+            if calls and (len(calls) > 1 or message["content"] or is_at_an_end):  # where some templates omit calls
                 message = message | {"tool_calls": [with_argument(call, word()) for call in calls]}
             if _is_doubted(number, message, text):
                 message = message | {"content": word()}
@@ -214,7 +216,7 @@ class _Template:
 
 
 def _begun(text: str, said: str, thinking: Thinking | None) -> str:
-    """The beginning of a turn, ``text``, with what was ``said`` in it: thoughts where they are thought, else behind them."""
+    """The start of a turn, ``text``, followed by ``said``: inside thoughts if these are thoughts, else after them."""
     if thinking is None:
         return text + said
     is_opened = text.rstrip().endswith(thinking.begin)
@@ -227,12 +229,12 @@ def _begun(text: str, said: str, thinking: Thinking | None) -> str:
 
 @lru_cache(maxsize=4)
 def _closed(thinking: Thinking) -> re.Pattern[str]:
-    """Thoughts without a word, at the end of a prompt."""
+    """Empty thoughts at the end of a prompt."""
     return re.compile(rf"(?:{re.escape(thinking.begin)}\s*)?{re.escape(thinking.end)}\s*\Z")
 
 
 def _is_doubted(number: int, message: Mapping[str, Any], text: str) -> bool:
-    """Whether ``text`` may not say ``message``: it has not its beginning, or that is too short to tell."""
+    """Whether ``text`` may lack ``message``: its beginning is missing, or too short to decide."""
     content = text_of(message).strip()
     if not content:
         return False
@@ -244,7 +246,7 @@ def _is_doubted(number: int, message: Mapping[str, Any], text: str) -> bool:
 
 def _refusal(reason: str) -> RequestError:
     return RequestError(
-        f"the model's chat template refuses the messages: {reason} (`primad serve --chat-template FILE` gives it another)",
+        f"the model's chat template refuses the messages: {reason} (`primad serve --chat-template FILE` replaces it)",
         param="messages",
     )
 
@@ -271,7 +273,7 @@ def _compile(source: str) -> jinja2.Template:
     except (*_RUNTIME_ERRORS, SyntaxError) as exc:
         raise ModelError(
             f"the model file's chat template (tokenizer.chat_template) does not compile: {printable(exc)}; "
-            "use /v1/completions, or give it another one with `primad serve --chat-template FILE`"
+            "use /v1/completions, or replace it with `primad serve --chat-template FILE`"
         ) from exc
 
 
@@ -296,7 +298,7 @@ def _tojson(
 
 
 def _as_list(value: Any) -> list[Any]:
-    """What Jinja's filters gave, such as ``map``."""
+    """Results of Jinja's filters, such as ``map``."""
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"{type(value).__name__} is not JSON")

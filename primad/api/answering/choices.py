@@ -1,4 +1,4 @@
-"""The choices of one request, written at once as far as the model writes several answers: they share their prompt."""
+"""The choices of one request, generated concurrently as far as the model allows: they share their prompt."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 async def together(
     begins: Sequence[Callable[[], AsyncGenerator[T, None]]], at_once: int
 ) -> AsyncGenerator[tuple[int, T], None]:
-    """What all of them give as it comes, so many ``at_once``, with the place of the one that gave it.
+    """The merged output of all streams, at most ``at_once`` at a time, each with the index of its stream.
 
-    Each begins when it has its turn, and waits while what it gave is not taken. What one raises is raised here and ends
-    all; closed, this closes them. One alone is given as it is, at no cost.
+    Each starts when it has its turn, and waits until its output is consumed. An exception of one is raised here and
+    ends all; closing this closes them. A single one is passed through at no cost.
     """
     if len(begins) == 1:
         async with aclosing(begins[0]()) as parts:

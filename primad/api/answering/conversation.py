@@ -1,8 +1,8 @@
-"""The shapes in which a conversation may be given to a chat template, the nearest first. Pure.
+"""The shapes in which a conversation may be given to a chat template, the closest first. Pure.
 
-Templates are strict where clients are not: some take a system message at the beginning alone, or none, some want user and
-assistant to alternate, or a user to begin. Each shape gives up a little more of how the conversation was divided, and
-nothing of what was said.
+Templates are strict where clients are not: some accept a system message only at the start, or none, some require user
+and assistant to alternate, or a user to start. Each shape gives up a little more of the conversation's structure, but
+none of its text.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _PARAGRAPH: Final = "\n\n"
 _MARK: Final = re.compile(r"<[^<>\s{}%'\"]{1,40}>|\[/?[A-Z][A-Z_]+\]")
 """What looks like a marker in the source of a template."""
 _CHANNELS: Final = re.compile(r"\s*<\|channel\|>.*<\|message\|>", re.DOTALL)
-"""Before the last message of an answer of gpt-oss that nobody took apart."""
+"""Before the last message of a raw gpt-oss response."""
 
 
 def shapes(messages: Messages) -> Iterator[Messages]:
-    """``messages``, then with all that is needed for a template that is stricter, each shape once."""
+    """``messages``, then variants for stricter templates, each shape once."""
     joined = _joined(_with_one_system(messages))
     begun = _ended_by_user(_begun_by_user(joined))
     without_system = _ended_by_user(_system_in_user(joined))
@@ -33,7 +33,7 @@ def shapes(messages: Messages) -> Iterator[Messages]:
 
 
 def without_markers(messages: Messages, template: str) -> Messages:
-    """``messages`` with each marker of ``template`` that somebody wrote into one broken by a space, so that it is text."""
+    """``messages`` with each marker of ``template`` in user text broken by a space, so that it is text."""
     marks = sorted(set(_MARK.findall(template)), key=len, reverse=True)
     if not marks:
         return messages
@@ -51,7 +51,7 @@ def without_markers(messages: Messages, template: str) -> Messages:
 
 
 def in_parts(messages: Messages) -> Messages:
-    """``messages`` with their contents as lists of one part, for templates that look into nothing else."""
+    """``messages`` with their contents as lists of one part, for templates that require lists."""
     return [
         message | {"content": [{"type": "text", "text": message["content"]}]} if message["content"] else message
         for message in messages
@@ -65,7 +65,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def _with_one_system(messages: Messages) -> Messages:
-    """What the system says first is one message; what it says later, where it is said, the user's."""
+    """The leading system messages are merged; later ones become the user's, in place."""
     count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     first = _PARAGRAPH.join(message["content"] for message in messages[:count] if message["content"])
     rest = [
@@ -77,7 +77,7 @@ def _with_one_system(messages: Messages) -> Messages:
 
 
 def _joined(messages: Messages) -> Messages:
-    """Neighbours of one role are one message. An assistant's that says nothing is none."""
+    """Adjacent messages of one role are merged. An empty assistant's message is removed."""
     found: Messages = []
     for message in messages:
         role = message["role"]
@@ -104,7 +104,7 @@ def _both(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -> str
 
 
 def _begun_by_user(messages: Messages) -> Messages:
-    """The user has the first turn, and said nothing where the client has none."""
+    """The user has the first turn, empty if the client has none."""
     at = int(bool(messages) and messages[0]["role"] == "system")
     if len(messages) > at and messages[at]["role"] == "user":
         return messages
@@ -112,20 +112,20 @@ def _begun_by_user(messages: Messages) -> Messages:
 
 
 def _ended_by_user(messages: Messages) -> Messages:
-    """The user has the last turn where a call has no result yet, and says nothing."""
+    """The user has the last turn, empty, if a call has no result yet."""
     is_open = bool(messages) and bool(messages[-1].get("tool_calls"))
     return [*messages, {"role": "user", "content": ""}] if is_open else messages
 
 
 def _system_in_user(messages: Messages) -> Messages:
-    """What the system says is the beginning of the first user's turn."""
+    """The system text starts the first user's turn."""
     if not messages or messages[0]["role"] != "system":
         return _begun_by_user(messages)
     return _joined([{"role": "user", "content": messages[0]["content"]}, *messages[1:]])
 
 
 def _in_results(messages: Messages) -> Messages:
-    """What a user says behind the results of tools stands in the last of them."""
+    """User text after tool results moves into the last result."""
     found: Messages = []
     for message in messages:
         if found and message["role"] == "user" and found[-1]["role"] == "tool":

@@ -1,7 +1,7 @@
-"""From a text with a gap to the prompt that a model which was trained to fill in continues with what belongs there. Pure.
+"""From a text with a gap to the prompt for a model that was trained to fill in. Pure.
 
-Such models have tokens of their own for it: behind the first of them stands what is before the gap, behind the second what
-follows it, and the third asks for the middle. Files that lie beside it go in front, each by its name.
+Such models have special tokens: the text before the gap follows the first, the text after it the second, and the third
+asks for the middle. Other files come first, each with its name.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from primad.api.answering.backend import Vocabulary
 from primad.errors import RequestError
 
 _AFTER_SHARE: Final = 4
-"""At most one of so many tokens are what follows the gap: what is before it says more."""
+"""At most one in this many tokens follows the gap: the text before it is more informative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """What follows a gap, and ``files`` beside it by name, with their texts; ``param`` is the field that says so."""
+    """The text after a gap, and other ``files`` by name, with their texts; ``param`` is the request's field."""
 
     after: str
     param: str
@@ -27,15 +27,15 @@ class Gap:
 
 
 def fill_in_prompt(vocabulary: Vocabulary, before: Sequence[int] | str, gap: Gap, *, room: int) -> list[int]:
-    """The prompt of at most ``room`` tokens for what stands in ``gap``, behind ``before``.
+    """The prompt of at most ``room`` tokens to fill ``gap`` after ``before``.
 
-    Of texts that are longer what is nearest to the gap stays; files are left out whole, the first ones first. Raises
-    ``RequestError`` where the model was not trained to fill in, or there is no room.
+    Longer texts keep what is nearest to the gap; files are dropped whole, the first ones first. Raises ``RequestError``
+    if the model was not trained to fill in, or there is no room.
     """
     marks, param = vocabulary.fill_in, gap.param
     if marks is None:
         raise RequestError(
-            f"'{param}': this model has no tokens to fill in with; serve a code model that was trained for it",
+            f"'{param}': this model has no fill-in tokens; serve a code model that was trained for it",
             param=param,
             code="unsupported_parameter",
         )
@@ -43,7 +43,8 @@ def fill_in_prompt(vocabulary: Vocabulary, before: Sequence[int] | str, gap: Gap
     left = room - len(begin) - 3
     if left < 1:
         raise RequestError(
-            f"'{param}': with the answer it exceeds the available context size; ask for a shorter answer", param=param
+            f"'{param}': with the response it exceeds the available context size; ask for a shorter response",
+            param=param,
         )
     head = before if not isinstance(before, str) else _plain(vocabulary, before)
     tail = _plain(vocabulary, gap.after)

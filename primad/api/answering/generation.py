@@ -1,4 +1,4 @@
-"""One choice of a job, from the backend's tokens to text. No HTTP here; both kinds of request and of answer use it."""
+"""One choice of a job, from the backend's tokens to text. No HTTP here; all kinds of requests and responses use it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from primad.ring.messages import Finished, PromptProgress, Sampled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenCall:
-    """A call of a function that an answer makes, the ``index``-th from 0; ``arguments`` is a JSON object as text, whose end
-    is missing unless it ``is_whole``."""
+    """The ``index``-th function call of a response, from 0; ``arguments`` is a JSON object as text, incomplete unless
+    it ``is_whole``."""
 
     index: int
     id: str
@@ -34,17 +34,17 @@ class GivenCall:
 
     @property
     def input(self) -> dict[str, Any]:
-        """The arguments as an object, with what is whole of them."""
+        """The arguments as an object, with their complete part."""
         try:
             found: dict[str, Any] = pydantic_core.from_json(self.arguments, allow_partial=not self.is_whole)
-        except ValueError:  # the half of a character at the end
+        except ValueError:  # half a character at the end
             return {}
         return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenPart:
-    """What is added to the call ``index``, which may begin here and end here: more ``arguments``."""
+    """An addition to the call ``index``, which may start and end here: more ``arguments``."""
 
     index: int
     id: str
@@ -56,7 +56,7 @@ class GivenPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCounts:
-    """Of an answer so many tokens were drafted and computed ahead, and turned out right, or wrong."""
+    """Numbers of draft tokens of a response that were accepted and rejected."""
 
     right: int = 0
     wrong: int = 0
@@ -67,13 +67,13 @@ class DraftCounts:
 
 NO_DRAFTS_COUNTED: Final = DraftCounts()
 MAX_TOKENS_AT_ONCE: Final = 16
-"""Of one part: to tell a token with a hundred log-probabilities takes 0.3 ms. Behind so many others have their turn."""
+"""Tokens per part: one with a hundred log-probabilities takes 0.3 ms. After this many, others have their turn."""
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):
-    """What one event of the backend adds to a choice: text, thoughts and calls that are certain, the tokens that begin in
-    the certain text, and how many tokens were sampled. ``finish`` is there in the last one only, with the stop string if
-    one ended the text."""
+    """What one event of the backend adds to a choice: certain text, thoughts and calls, the tokens that start in that
+    text, and the number of sampled tokens. ``finish`` is in the last one only, with the stop string if one ended the
+    text."""
 
     text: str
     tokens: tuple[Placed[Sampled], ...]
@@ -82,13 +82,13 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
     stopped_by: str | None = None
     thought: str = ""
     calls: tuple[GivenPart, ...] = ()
-    """A call that goes on does so before the text."""
+    """A call that continues precedes the text."""
     read_tokens: int | None = None
-    """So many tokens of the prompt are computed; nothing else is added then."""
+    """The number of computed prompt tokens; nothing else is added then."""
     cached: int = 0
-    """So many of them were computed for a prompt before; known in the last one, and where ``read_tokens`` are."""
+    """The number of prompt tokens from the cache; known in the last part, and with ``read_tokens``."""
     draft_counts: DraftCounts = NO_DRAFTS_COUNTED
-    """Known in the last one."""
+    """Known in the last part."""
 
     @property
     def says_something(self) -> bool:
@@ -98,7 +98,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenChoice:
-    """A choice that is written to its end; ``text`` is without the choice's echo."""
+    """A complete choice; ``text`` is without the choice's echo."""
 
     choice: Choice
     text: str
@@ -131,7 +131,7 @@ class WrittenChoice:
 
 
 def cached_tokens(ended: Iterable[tuple[Choice, int]]) -> int:
-    """What choices that ended had ``cached``, each prompt counted once: with the choice for which most was computed."""
+    """The ``cached`` tokens of finished choices, each prompt counted once: with the choice that computed most."""
     minimum: dict[int, int] = {}
     for choice, cached in ended:
         minimum[id(choice.source)] = min(cached, minimum.get(id(choice.source), cached))
@@ -139,7 +139,7 @@ def cached_tokens(ended: Iterable[tuple[Choice, int]]) -> int:
 
 
 def whole_calls(parts: Iterable[GivenPart]) -> Iterator[GivenCall]:
-    """The calls that ``parts``, which stand in order, make together."""
+    """The calls in ``parts``, which are in order."""
     for index, group in groupby(parts, key=lambda part: part.index):
         of_call = list(group)
         yield GivenCall(
@@ -160,13 +160,13 @@ async def write(
     owner: str = "",
     clock: Callable[[], float],
 ) -> AsyncGenerator[Written, None]:
-    """What is written for ``choice`` of ``owner`` as it becomes certain; the last one has ``finish``. Of a choice without
-    tokens the prompt is computed, with the one that follows it, which nobody hears of.
+    """The parts of ``choice`` of ``owner`` as they become certain; the last one has ``finish``. For a choice without
+    tokens the prompt is computed, and one token that is not shown.
 
-    The backend's generator is closed, and so the sequence freed, before the last one is handed out, and whenever this
+    The backend's generator is closed, and so the sequence freed, before the last part is handed out, and whenever this
     generator is closed or cancelled.
 
-    Raises ``RingError`` when the ring breaks and ``RequestError`` when the backend cannot take the request.
+    Raises ``RingError`` if the ring breaks and ``RequestError`` if the backend cannot accept the request.
     """
     transcript: Transcript[Sampled] = Transcript(job.stops)
     written: Callable[..., Written] = _written if job.reading is None else _Read(job.reading)
@@ -209,9 +209,11 @@ async def write(
                         read = event.tokens
                         yield Written(text="", tokens=(), sampled=0, finish=None, read_tokens=read, cached=cached)
                 case Finished(reason="error"):
-                    raise RingError(event.error or "the ring ended the answer")
+                    raise RingError(event.error or "the ring ended the request")
                 case Finished(reason="refused"):
-                    raise RequestError(event.error or "the answer cannot be as it was asked for", code="invalid_value")
+                    raise RequestError(
+                        event.error or "the response cannot have the requested form", code="invalid_value"
+                    )
                 case Finished():
                     released = transcript.finish()
                     is_cut = event.reason == "length" or not choice.max_tokens
@@ -244,9 +246,9 @@ def _written(
 
 
 class _Read:
-    """``_written`` for an answer in which calls and thoughts are looked for. The first whole call ends it if one is enough,
-    and so does one that is the call before it again. A call that is not whole makes ``length`` of ``stop``, unless it was a
-    stop string that cut it."""
+    """``_written`` for a response in which calls and thoughts are detected. The first whole call ends it if one is
+    enough, and so does a call that repeats the one before it. An incomplete call turns ``stop`` into ``length``, unless
+    a stop string cut it."""
 
     def __init__(self, reading: CompletionReading) -> None:
         self._reader, self._several = reading.reader(), reading.several
@@ -283,8 +285,8 @@ class _Read:
 
 
 class _Calls:
-    """The calls of an answer: so many ``given``, and of them ``whole``. As long as one may be the call before it again
-    nobody hears of it; once it is, it is none, and the answer ``repeats`` itself."""
+    """The calls of a response: ``given`` ones, of which ``whole`` are complete. A call that may repeat the one before
+    it is held back; if it does, it is dropped, and the response ``repeats`` itself."""
 
     def __init__(self) -> None:
         self.given = self.whole = 0
@@ -294,7 +296,7 @@ class _Calls:
         self._held: list[GivenPart] = []
 
     def hear(self, part: CallPart) -> list[GivenPart]:
-        """What of the calls is to be told, with ``part``."""
+        """The calls to send with ``part``."""
         if part.name is not None:
             self.given, self._id, self._name = self.given + 1, f"call_{secrets.token_hex(12)}", part.name
             self._arguments, self._before = "", None if self._held else self._before
@@ -320,7 +322,7 @@ class _Calls:
         return self.rest()
 
     def rest(self) -> list[GivenPart]:
-        """What was held back, of each call in one part."""
+        """What was held back of each call, in one part."""
         held, self._held = self._held, []
         by_call = [list(parts) for _, parts in groupby(held, key=lambda part: part.index)]
         return [
@@ -333,7 +335,7 @@ class _Calls:
         ]
 
     def forget(self) -> None:
-        """There is text behind the last call, so the next one is not right behind it."""
+        """Text follows the last call, so the next one does not directly follow it."""
         if not self._held:
             self._before = None
 

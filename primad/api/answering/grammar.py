@@ -1,7 +1,7 @@
-"""What an answer must look like: a JSON schema or a grammar becomes the text that the tail's token mask is made from. Pure.
+"""Constrained output: turns a JSON schema or a grammar into the text for the tail's token mask. Pure.
 
-llguidance reads it, here to see whether it can be followed, and again beside the sampler. What it cannot express is refused
-here, by the keyword, before anything is computed. Bounds keep a request from being much work.
+llguidance reads it, here to check it, and again next to the sampler. Unsupported keywords are refused by name before
+anything is computed. Bounds limit the work of a request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_NESTING: Final = 64
 MAX_GBNF_RULES: Final = 512
 
 _WHITESPACE: Final = r" ?|\n{1,2}[ \t]{0,20}"
-"""Between the parts of JSON: a space, or lines that are indented. Without a bound a model may write nothing else."""
+"""Between the parts of JSON: a space, or indented lines. Without a bound a model may write nothing else."""
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*\])")
 _KEYWORDS: Final = {
     "Unknown format": "format",
@@ -37,20 +37,20 @@ _KEYWORDS: Final = {
     "Pointer ": "$ref",
     "'multipleOf'": "multipleOf",
 }
-"""Which keyword is meant when llguidance says what begins so."""
+"""The keyword that llguidance means, by the start of its message."""
 _ENDLESS: Final = "NoExtensionBias"
-"""All that llguidance says of a schema or rule that is nothing but itself."""
+"""llguidance's message for a schema or rule that only refers to itself."""
 
 
 def of_schema(schema: Any, *, param: str = "json_schema") -> str:
-    """The grammar of all JSON texts that fit ``schema``, a JSON schema as a value; ``param`` is the field it came from.
+    """The grammar of all JSON texts that match ``schema``, a JSON schema as a value; ``param`` is its field.
 
-    Raises ``RequestError`` (400) that names the keyword that cannot be expressed, or the bound that is met.
+    Raises ``RequestError`` (400) that names the unsupported keyword, or the exceeded bound.
     """
     from llguidance import LLMatcher
 
     if not isinstance(schema, dict):
-        raise RequestError(f"'{param}': a JSON schema is an object", param=param, code="invalid_value")
+        raise RequestError(f"'{param}': a JSON schema must be an object", param=param, code="invalid_value")
     _check_nesting(schema, param)
     _check_size(json.dumps(schema), param)
     text = json.dumps(_known(schema))
@@ -66,9 +66,9 @@ def of_schema(schema: Any, *, param: str = "json_schema") -> str:
 
 
 def of_text(text: str, *, param: str = "grammar") -> str:
-    """The grammar that ``text`` writes as GBNF (with a rule ``root``) or as Lark (with a rule ``start``).
+    """The grammar of ``text``, written as GBNF (with a rule ``root``) or as Lark (with a rule ``start``).
 
-    Raises ``RequestError`` (400) that says where it is wrong, or which bound is met.
+    Raises ``RequestError`` (400) with the error's position, or the exceeded bound.
     """
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
@@ -86,7 +86,7 @@ def of_text(text: str, *, param: str = "grammar") -> str:
     grammar = LLMatcher.grammar_from_lark(lark)
     wrong = _wrong(grammar)
     if wrong is not None:
-        endless = "a rule is nothing but itself, so no text fits"
+        endless = "a rule only refers to itself, so no text matches"
         detail = endless if wrong.startswith(_ENDLESS) else _line(wrong)
         raise RequestError(f"'{param}': {detail}", param=param, code="invalid_value")
     return grammar
@@ -94,8 +94,8 @@ def of_text(text: str, *, param: str = "grammar") -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
-    """How a model writes that it calls a function: what stands before its name, between that and its arguments (a JSON
-    object), and behind them; ``between`` two calls. The form here is that of Hermes and Qwen."""
+    """How a model writes a function call: the text before its name, between name and arguments (a JSON object), and
+    after them; ``between`` two calls. The default is that of Hermes and Qwen."""
 
     before: str = '<tool_call>\n{"name": "'
     middle: str = '", "arguments": '
@@ -114,9 +114,10 @@ def of_calls(
     demanded: bool = True,
     param: str = "tools",
 ) -> str:
-    """The grammar of a call of one of ``functions`` (by name the JSON schema of its parameters, or None), or of ``several``.
+    """The grammar of a call of one of ``functions`` (the JSON schema of its parameters by name, or None), or of
+    ``several``.
 
-    Where parameters cannot be expressed, arguments are any object. Raises ``RequestError`` (400) that names the function and
+    If parameters are unsupported, arguments are any object. Raises ``RequestError`` (400) that names the function and
     the keyword if that is so for all of them and a call is ``demanded``.
     """
     from llguidance import LLMatcher
@@ -151,7 +152,7 @@ def of_calls(
 
 
 def _known(schema: Any) -> Any:
-    """``schema`` in known words; as it is where a keyword's value makes no sense, so that it is refused by name."""
+    """``schema`` in supported words; unchanged if a keyword's value is invalid, so that it is refused by name."""
     try:
         return in_known_words(schema)
     except (TypeError, ValueError, AttributeError):
@@ -165,13 +166,14 @@ def either(one: str, other: str) -> str:
 
 
 def behind_thoughts(grammar: str, end: str) -> str:
-    """``grammar`` behind any text that ends with ``end`` (such as ``</think>``): for a prompt that lets the model think."""
+    """``grammar`` after any text that ends with ``end`` (such as ``</think>``): for a prompt that lets the model
+    think."""
     thoughts = f"start: thoughts /\\s{{0,4}}/ @answer\nthoughts[suffix={_quoted(end)}]: /(.|\\n)*/"
     return json.dumps({"grammars": [{"lark_grammar": thoughts}, *_parts(grammar, "answer")]})
 
 
 def _parts(grammar: str, name: str) -> list[dict[str, Any]]:
-    """``grammar`` as parts of another, the first of them called ``name``."""
+    """``grammar`` as parts of another, the first of them named ``name``."""
     first, *rest = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     return [first | {"name": name}, *rest]
 
@@ -182,7 +184,7 @@ def _quoted(text: str) -> str:
 
 
 def _wrong(grammar: str) -> str | None:
-    """What keeps ``grammar`` from being followed, as far as to its first choice; None for nothing."""
+    """The reason why ``grammar`` is unsupported, checked up to its first choice; None if it is not."""
     from llguidance import LLMatcher, LLParserLimits
 
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
@@ -197,7 +199,7 @@ def _wrong(grammar: str) -> str | None:
 
 @cache
 def _bytes() -> LLTokenizer:
-    """A vocabulary in which every byte is a token: what it cannot follow, no model can."""
+    """A vocabulary in which every byte is a token: a grammar that fails with it fails with every model."""
     from llguidance import LLTokenizer
 
     return LLTokenizer("byte")
@@ -207,15 +209,15 @@ def _schema_complaint(wrong: str, param: str) -> str:
     found = _UNIMPLEMENTED.search(wrong)
     if found is not None:
         named = ", ".join(f"'{printable(name, 40)}'" for name in json.loads(found[1])[:4])
-        return f"'{param}': the keyword {named} cannot be guaranteed; leave it out, or write it in another way"
+        return f"'{param}': the keyword {named} cannot be guaranteed; leave it out, or rewrite it"
     if wrong.startswith(_ENDLESS):
-        return f"'{param}': '$ref': leads back to itself, and no text fits; refer to a part of a value"
+        return f"'{param}': '$ref': refers to itself, so no text matches; refer to a part of a value"
     keyword = next((keyword for begin, keyword in _KEYWORDS.items() if begin in wrong), None)
     return f"'{param}': {f'{keyword!r}: ' if keyword is not None else ''}{_line(wrong)}"
 
 
 def _line(text: object) -> str:
-    """What llguidance says, as one line."""
+    """llguidance's message as one line."""
     lines = [line.strip() for line in str(text).splitlines()]
     return printable(" ".join(line for line in lines if line and not set(line) <= {"^"}), 200)
 
@@ -223,14 +225,14 @@ def _line(text: object) -> str:
 def _check_size(text: str, param: str) -> None:
     if len(text) > MAX_GRAMMAR_CHARS:
         raise RequestError(
-            f"'{param}' has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken",
+            f"'{param}' has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are accepted",
             param=param,
             code="invalid_value",
         )
 
 
 def _check_nesting(schema: Any, param: str) -> None:
-    """Level by level, so that no depth is too much to look at."""
+    """Level by level, so that any depth can be checked."""
     level: list[Any] = [schema]
     for _ in range(MAX_NESTING + 1):
         inner: list[Any] = []

@@ -1,4 +1,4 @@
-"""The work that a request means, whatever its dialect: prompts as token ids, budgets, sampling. Pure."""
+"""The work of a request, whatever its dialect: prompts as token ids, budgets, sampling. Pure."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Token ids (int32, little-endian) to continue by at most ``max_tokens`` (0: they are only computed, for the cache);
-    ``echo`` is told before each answer."""
+    """Token ids (int32, little-endian) to continue by at most ``max_tokens`` (0: only computed, for the cache);
+    ``echo`` is returned before each response."""
 
     ids: bytes
     max_tokens: int
@@ -30,19 +30,19 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def tokens(self) -> list[int]:
-        """The token ids; made when they are needed, as a request may have many prompts."""
+        """The token ids; built on demand, since a request may have many prompts."""
         tokens: list[int] = np.frombuffer(self.ids, "<i4").tolist()
         return tokens
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of token ids."""
         return len(self.ids) // 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One answer to write: continue a prompt by at most ``max_tokens``; ``echo`` is text to return before it."""
+    """One response to generate: continue a prompt by at most ``max_tokens``; ``echo`` is text to return before it."""
 
     index: int
     source: Prompt
@@ -65,12 +65,11 @@ class Choice:
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A request's whole work: each of ``prompts`` continued ``n`` times, with seeds from that of ``sampling`` on.
+    """All work of a request: each of ``prompts`` continued ``n`` times, with seeds starting at that of ``sampling``.
 
-    ``reading`` says what is looked for in each answer, None for nothing. With ``reports_progress`` a stream says how much of
-    its prompt is computed; what of it was computed before is computed again unless it ``reuses`` that. ``priority`` and
-    ``speculates`` are as in ``ring.messages``. So long after its first token (``decode_limit_s``) an answer ends with the
-    next line, None: never.
+    ``reading`` says what to detect in each response, None for nothing. With ``reports_progress`` a stream reports
+    prompt progress; cached tokens are computed again unless it ``reuses`` them. ``priority`` and ``speculates`` are as
+    in ``ring.messages``. ``decode_limit_s`` after its first token a response ends with the next line, None: never.
     """
 
     prompts: tuple[Prompt, ...]
@@ -87,7 +86,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def choices(self) -> tuple[Choice, ...]:
-        """The answers to write, ``n`` of the first prompt before those of the second."""
+        """The choices to generate, ``n`` of the first prompt before those of the second."""
         return tuple(
             Choice(
                 index=place * self.n + number,
@@ -100,15 +99,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def prompt_tokens(self) -> int:
-        """The tokens of all prompts, each counted once however many choices it has."""
+        """The tokens of all prompts, each counted once regardless of its choices."""
         return sum(prompt.size for prompt in self.prompts)
 
 
 def check_model(name: str | None, served: Sequence[ModelSettings]) -> None:
-    """Raise ``RequestError`` (404), which lists the names of the ``served``, unless ``name`` is one of them, or empty."""
+    """Raise ``RequestError`` (404) with the names of the ``served`` model, unless ``name`` is one of them, or empty."""
     names = [name for model in served for name in model.all_names]
     if name and not any(model.is_called(name) for model in served):
-        these = f"these are: {', '.join(names)}; --alias and --any-model give it others" if names else "nothing is yet"
+        these = f"these are: {', '.join(names)}; --alias and --any-model add others" if names else "nothing is yet"
         raise RequestError(
             f"the model '{printable(name, 200)}' is not served here; {these}",
             status=404,
@@ -136,5 +135,5 @@ class PreparedTexts(msgspec.Struct, frozen=True, kw_only=True):
     as_base64: bool = False
 
     def called(self, index: int) -> str:
-        """What errors call the text ``index``."""
+        """The name of text ``index`` in errors."""
         return f"{self.param}[{index}]" if self.numbered else self.param

@@ -1,7 +1,7 @@
-"""Patterns without look-ahead, which llguidance cannot follow. Pure.
+"""Rewrites patterns with look-ahead, which llguidance does not support. Pure.
 
-A look-ahead at the beginning is one more pattern that a text has to fit. One that forbids is, where it is simple enough,
-a pattern of what is left.
+A look-ahead at the start is another pattern that a text has to match. A simple negative one becomes a pattern of the
+remaining texts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAX_LITERAL: Final = 32
 
 
 def without_look_ahead(pattern: str) -> list[str] | None:
-    """Patterns that a text fits together where it fits ``pattern``; None where it has no look-ahead, or one that cannot be
-    said otherwise."""
+    """Patterns that a text matches together if it matches ``pattern``; None without a look-ahead, or with an
+    unsupported one."""
     if not pattern.startswith("^") or not pattern[1:].startswith(_LOOKS):
         return None
     rest, found = pattern[1:], []
@@ -48,7 +48,7 @@ def _without_idle(found: re.Match[str]) -> str:
 
 
 def _alternatives(inner: str) -> list[str]:
-    """What is forbidden one by one: ``a|b``, or ``(?:a|b)$``."""
+    """The forbidden alternatives: ``a|b``, or ``(?:a|b)$``."""
     group = re.match(r"\((?:\?:)?", inner)
     end = _end_of_group(inner) if group is not None else -1
     if group is not None and end >= 0 and inner[end + 1 :] in ("", "$"):
@@ -57,7 +57,7 @@ def _alternatives(inner: str) -> list[str]:
 
 
 def anything_but(inner: str) -> str | None:
-    """A pattern of all texts that do not begin with what fits ``inner``; None where it is not simple enough."""
+    """A pattern of all texts that do not start with a match of ``inner``; None if it is not simple enough."""
     if inner == "$":
         return r"[\s\S]"
     whole = _ALL_OF.fullmatch(inner)
@@ -98,7 +98,7 @@ def _complement(one: str) -> str:
 
 
 def _end_of_group(text: str) -> int:
-    """Where the group at the beginning of ``text`` ends; -1 where it does not."""
+    """Where the group at the start of ``text`` ends; -1 if it does not."""
     depth, at, is_in_class = 0, 0, False
     while at < len(text):
         char = text[at]

@@ -1,4 +1,4 @@
-"""The tokens of a model as text, as one table: what the daemon needs of a vocabulary, without llama.cpp. Pure."""
+"""The tokens of a model as text, in one table: what the daemon needs of a vocabulary, without llama.cpp. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 CONTROL: Final = 1
 """The token adds nothing to a text."""
 END: Final = 2
-"""The token ends answers."""
+"""The token ends responses."""
 
 
 class PieceTable(msgspec.Struct, frozen=True, kw_only=True):
-    """All tokens behind each other: ``names`` holds the bytes of each, ``lengths`` (uint32) how many they are, ``kinds`` a
-    byte each, in which ``CONTROL`` and ``END`` may be set."""
+    """All tokens concatenated: ``names`` holds the bytes of each, ``lengths`` (uint32) their numbers of bytes,
+    ``kinds`` one byte each, with the flags ``CONTROL`` and ``END``."""
 
     names: bytes
     lengths: bytes
@@ -54,11 +54,11 @@ class ModelPieces:
         return b"" if self._kinds[token] & CONTROL else self._bytes(token)
 
     def piece_or_marker(self, token: int) -> bytes:
-        """As ``piece``, and for a control token its name, unless it ends answers."""
+        """Like ``piece``, but for a control token its name, unless it ends responses."""
         return b"" if self._kinds[token] == CONTROL | END else self._bytes(token)
 
     def name(self, token: int) -> str:
-        """A printable name of any token, control tokens included."""
+        """A printable name of any token, including control tokens."""
         return self._bytes(token).decode("utf-8", errors="replace")
 
     def _bytes(self, token: int) -> bytes:

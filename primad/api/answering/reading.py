@@ -1,4 +1,4 @@
-"""How the answer to a chat is read: what calls and thoughts look like in it, and which are looked for. Pure."""
+"""How the response to a chat is read: the forms of calls and thoughts, and which of them are detected. Pure."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from primad.api.answering.chat import CHATML
 from primad.api.answering.grammar import HERMES, CallForm
 
 AUTO: Final = "auto"
-"""The name that leaves it to the chat template in which form a model calls."""
+"""The name that leaves the call format to the chat template."""
 PARSERS: Final = (AUTO, *FORMS)
-"""What a form of calls can be named."""
+"""Names of call formats."""
 _GENERIC: Final = "hermes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """How a model calls functions and thinks (None: it does not). ``asked`` is the form in which it calls when it is told
-    the form, or when a call is demanded: its own where that can be bound token by token."""
+    """How a model calls functions and thinks (None: it does not). ``asked`` is the format it is asked to use if its
+    template has none, or if a call is demanded: its own one if that can be constrained token by token."""
 
     form: ToolForm
     asked: ToolForm
@@ -32,18 +32,18 @@ class Manner:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether answers have thoughts."""
+        """Whether responses have thoughts."""
         return self.thinking is not None or self.form.has_thoughts
 
     @property
     def call_form(self) -> CallForm:
-        """The form of ``asked``."""
+        """The format of ``asked``."""
         return self.asked.call_form or HERMES
 
 
 @lru_cache(maxsize=4)
 def manner_of(template: str | None, parser: str) -> Manner:
-    """What ``template``, a model file's, shows; ``parser`` names the form of its calls, or is ``AUTO``."""
+    """The formats that ``template`` of a model file shows; ``parser`` names the call format, or is ``AUTO``."""
     source = template or CHATML
     form = form_of(source) if parser == AUTO else FORMS[parser]
     return Manner(form=form, asked=form if form.call_form else FORMS[_GENERIC], thinking=thinks(source))
@@ -51,10 +51,10 @@ def manner_of(template: str | None, parser: str) -> Manner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionReading:
-    """What is looked for in an answer: calls of ``functions`` in the form that is called so (None: none), more than one if
-    ``several``, and thoughts, in which the prompt may have ``opened`` the answer. With ``shows_control`` control tokens are
-    part of its text, with ``keeps_thoughts`` thoughts are that a form's own reader finds. One that ``continues`` begins in
-    the middle of a text.
+    """What to detect in a response: calls of ``functions`` in the format of that name (None: none), more than one if
+    ``several``, and thoughts, if the prompt ``opened`` them. With ``shows_control`` control tokens are part of its
+    text, with ``keeps_thoughts`` so are thoughts found by a format's own reader. One that ``continues`` starts in the
+    middle of a text.
     """
 
     form: str | None
@@ -67,7 +67,7 @@ class CompletionReading:
     continues: bool = False
 
     def reader(self) -> StepReader:
-        """A reader of one answer."""
+        """A reader of one response."""
         form = None if self.form is None else FORMS[str(self.form)]
         if form is not None and form.reader is not None:
             return form.reader(self.functions, self.keeps_thoughts, self.continues)

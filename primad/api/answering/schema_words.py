@@ -1,9 +1,8 @@
-"""A JSON schema in the words that llguidance knows. Pure.
+"""Rewrites a JSON schema in the words that llguidance supports. Pure.
 
-What asks for nothing is left out: ``uniqueItems: false``, a format that is not known (JSON Schema has formats as
-annotations), ``propertyNames`` that every name fits. What can be said otherwise is: names of properties that are listed,
-look-aheads at the beginning of a pattern, ``not`` of everything. What is left stays as it is, and is refused by name where
-it cannot be guaranteed.
+Words without effect are removed: ``uniqueItems: false``, an unknown format (JSON Schema has formats as annotations),
+``propertyNames`` that every name matches. Equivalents replace others: names of listed properties, look-aheads at the
+start of a pattern, ``not`` of everything. The rest is kept, and refused by name if it cannot be guaranteed.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from primad.api.answering.pattern_words import MAX_LITERAL, anything_but, withou
 FORMATS: Final = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 )
-"""Those that llguidance guarantees."""
+"""The words that llguidance guarantees."""
 MAX_UNIQUE: Final = 4
-"""Of so many listed values at most, lists without repetition are told one by one."""
+"""Up to this many listed values, lists without repetition are enumerated."""
 
 _ONE: Final = (
     *("additionalProperties", "additionalItems", "items", "contains", "not", "if", "then", "else"),
@@ -31,13 +30,13 @@ _NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "dep
 _TYPES: Final = ("null", "boolean", "string", "number", "object", "array")
 _APPLIED: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas", "not"})
 _VALUES: Final = frozenset({"const", "default", "enum", "examples"})
-"""Words of which null may be the value."""
+"""Words that may have the value null."""
 _ANNOTATIONS: Final = frozenset({"title", "description", "examples", "default", "format", "$comment"})
 
 
 def in_known_words(schema: Any, root: Mapping[str, Any] | None = None) -> Any:
-    """``schema``, a part of ``root`` (itself, where nothing is said), as llguidance takes it: an object, a part also a truth
-    value."""
+    """``schema``, a part of ``root`` (by default itself), rewritten for llguidance: an object, for a part also a
+    boolean."""
     if not isinstance(schema, dict):
         return schema
     root = schema if root is None else root
@@ -57,13 +56,11 @@ def in_known_words(schema: Any, root: Mapping[str, Any] | None = None) -> Any:
     _make_unique(said, root)
     _rewrite_pattern(said)
     fitting = _negated(said)
-    return (
-        schema if fitting is False and schema is root else fitting
-    )  # a whole of which nothing fits is refused by name
+    return schema if fitting is False and schema is root else fitting  # a schema without any match is refused by name
 
 
 def _leave_out_vacuous(said: dict[str, Any]) -> None:
-    """Without what every value fits."""
+    """Without words that every value matches."""
     for word in [word for word, value in said.items() if value is None and word not in _VALUES]:
         del said[word]
     kinds = said.get("type")
@@ -92,7 +89,7 @@ def _in_lower_case(kind: Any) -> Any:
 
 
 def _close_unevaluated(said: dict[str, Any]) -> None:
-    """``unevaluated...`` as ``additional...`` where nothing beside it could have looked at a value."""
+    """``unevaluated...`` as ``additional...`` if no other keyword could have evaluated a value."""
     for word, instead in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
         value = said.get(word)
         if word not in said:
@@ -136,7 +133,7 @@ def _name_properties(said: dict[str, Any], root: Mapping[str, Any]) -> None:
 
 
 def _make_unique(said: dict[str, Any], root: Mapping[str, Any]) -> None:
-    """Lists of few listed values are told one by one. Of others ``uniqueItems`` says no more than how long they are."""
+    """Lists of few listed values are enumerated. For others ``uniqueItems`` only bounds their length."""
     if said.get("uniqueItems") is not True:
         return
     del said["uniqueItems"]
@@ -168,7 +165,7 @@ def _rewrite_pattern(said: dict[str, Any]) -> None:
 
 
 def _negated(said: dict[str, Any]) -> Any:
-    """Without ``not``, where it is of everything, of nothing, of types, or of values that are listed."""
+    """Without ``not`` of everything, of nothing, of types, or of listed values."""
     if "not" not in said:
         return said
     no = said["not"]
@@ -221,7 +218,7 @@ def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """What ``schema`` refers to in ``root``, where it does nothing else."""
+    """The target of ``schema``'s reference in ``root``, if it only has that."""
     for _ in range(8):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             break

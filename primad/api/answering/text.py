@@ -1,7 +1,7 @@
-"""From tokens to text, piece by piece, so that what was sent never has to be taken back. Pure.
+"""From tokens to text, piece by piece, so that sent text never has to be taken back. Pure.
 
 A token is a run of bytes: a character may be split over several tokens, and so may a stop string. ``Transcript`` takes
-tokens and gives text as early as it is certain:
+tokens and returns text as soon as it is certain:
 
 * Bytes are decoded as UTF-8 incrementally; a character whose bytes are still coming waits. What can never become a
   character is U+FFFD, exactly as decoding the whole answer at once would have it.
@@ -21,12 +21,12 @@ import msgspec
 
 T = TypeVar("T")
 MAX_WAITING: Final = 1024
-"""Tokens whose place in the text is not certain yet, as many as the longest stop string has bytes: control tokens, which
-have no text, would wait without end."""
+"""Tokens whose position in the text is not certain yet, up to the bytes of the longest stop string: control tokens,
+which have no text, would wait without end."""
 
 
 class Placed(msgspec.Struct, Generic[T], frozen=True):
-    """A token's ``entry`` and the character of the whole text at which the token begins."""
+    """A token's ``entry`` and the character of the whole text at which the token starts."""
 
     entry: T
     start_chars: int
@@ -40,10 +40,10 @@ class Released(msgspec.Struct, Generic[T], frozen=True):
 
 
 class Transcript(Generic[T]):
-    """The text of one answer as it grows. ``feed`` it each token in order, then ``finish`` it; stop once ``stopped``.
+    """The growing text of one response. ``feed`` it each token in order, then ``finish`` it; stop once ``stopped``.
 
-    ``T`` is whatever the caller wants back beside a token's text, in order: for log-probabilities. A token that only
-    partly belongs to the text, because a stop string begins inside it, keeps its entry; one that begins in the stop
+    ``T`` is whatever the caller wants back with a token's text, in order: for log-probabilities. A token that only
+    partly belongs to the text, because a stop string starts inside it, keeps its entry; one that starts in the stop
     string or after it does not.
     """
 
@@ -56,7 +56,7 @@ class Transcript(Generic[T]):
         self._released_chars = 0
         self._waiting: deque[Placed[T]] = deque()
         self.stopped_by: str | None = None
-        """The stop string that ended the text. Nothing may be fed any more."""
+        """The stop string that ended the text. Nothing may be fed afterwards."""
 
     @property
     def stopped(self) -> bool:
@@ -72,7 +72,7 @@ class Transcript(Generic[T]):
         return self._advance(self._decoder.decode(piece), held_back=True)
 
     def finish(self) -> Released[T]:
-        """Everything that was held back: the model's answer ended."""
+        """All text that was held back, at the end of the response."""
         assert not self.stopped, "the text has ended"
         last = self._advance(self._decoder.decode(b"", final=True), held_back=False)
         rest = tuple(self._waiting)
@@ -99,12 +99,12 @@ class Transcript(Generic[T]):
         return Released(text, tuple(entries))
 
     def _first_stop(self, text: str) -> tuple[int, str] | None:
-        """Where the stop string begins that is completed first, and which it is; or None."""
+        """Where the stop string that is completed first starts, and which it is; or None."""
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         return min(found)[1:] if found else None
 
     def _possible_stop(self, text: str) -> int:
-        """Where the longest end of ``text`` begins that could begin a stop string; its length when there is none."""
+        """Where the longest suffix of ``text`` that could start a stop string begins; its length if there is none."""
         earliest = len(text)
         for stop in self._stops:
             at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
@@ -117,7 +117,7 @@ class Transcript(Generic[T]):
 
 
 def _continues(pending: bytes, piece: bytes) -> bool:
-    """Whether ``piece`` begins inside the character that ``pending`` begins; if not, ``pending`` becomes U+FFFD."""
+    """Whether ``piece`` starts inside the character that ``pending`` starts; if not, ``pending`` becomes U+FFFD."""
     if not pending:
         return True
     try:

@@ -1,4 +1,4 @@
-"""What an answer takes, as llama-server tells it. Pure: the time is passed in."""
+"""Timings of a response, in llama-server's form. Pure: the time is passed in."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import msgspec
 
 
 class CompletionTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer took: its prompt until the first token, waiting included, then the tokens after it.
+    """Timings of a response: the prompt until the first token, including waiting, then the tokens after it.
 
-    ``cache_n`` tokens of the prompt were computed before, ``prompt_n`` were not. The rates of ``predicted_n`` tokens are
-    those after the first, and 0 where there are none.
+    ``cache_n`` tokens of the prompt came from the cache, ``prompt_n`` were computed. The rates of ``predicted_n``
+    tokens exclude the first, and are 0 without others.
     """
 
     cache_n: int
@@ -27,7 +27,7 @@ class CompletionTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class CompletionClock:
-    """An answer of which ``predicted`` tokens are written; times are in seconds on any scale."""
+    """A response with ``predicted`` tokens so far; times are in seconds on any scale."""
 
     prompt_tokens: int
     begun_s: float
@@ -36,7 +36,7 @@ class CompletionClock:
     cached: int = 0
 
     def count(self, sampled: int, cached: int, now_s: float) -> None:
-        """So many tokens more; of the prompt ``cached`` were computed before, as far as is known."""
+        """Count more tokens; ``cached`` ones of the prompt, if known."""
         self.predicted += sampled
         self.cached = max(self.cached, cached)
         if sampled and self.first_s is None:
@@ -48,7 +48,7 @@ class CompletionClock:
         return first_s - self.begun_s, now_s - first_s
 
     def timings(self, now_s: float) -> CompletionTimings:
-        """What it took until now."""
+        """The timings until now."""
         prompt_s, decode_s = self.took_s(now_s)
         computed, later = self.prompt_tokens - self.cached, max(self.predicted - 1, 0)
         return CompletionTimings(

@@ -1,9 +1,8 @@
-"""Tools, calls and their results in a chat template: as it wants them, or as plain text where it knows none. Pure.
+"""Tools, calls and their results for a chat template: as it wants them, or as plain text if it has no support. Pure.
 
-Templates differ. Most take the arguments of an earlier call as an object, some as text; ``Arguments`` is both. Where a
-template never speaks of ``tools``, the system message tells of them, with the form in which to call; calls and results of
-earlier turns are written into messages that every template knows. A template that refuses a conversation gets it in other
-``shapes``.
+Templates differ. Most take the arguments of an earlier call as an object, some as text; ``Arguments`` is both. If a
+template never mentions ``tools``, the system message describes them with the call format; calls and results of earlier
+turns are written into ordinary messages. A template that refuses a conversation gets it in other ``shapes``.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from primad.api.answering.tool_schemas import described, simplified
 
 _NULL_CONTENT: Final = re.compile(r"(?<!_)content['\"]?\]? is (?:not )?none")
 _THOUGHTS: Final = re.compile(r"""message(?:\.|\[['"])(reasoning|thinking|thought)\b""")
-"""What templates call ``reasoning_content`` otherwise."""
+"""Other names of templates for ``reasoning_content``."""
 _SHORT_IDS: Final = re.compile(r"length\s*!=\s*9\b")
-"""Mistral's templates refuse ids of calls that are not nine letters and digits."""
+"""Mistral's templates refuse call ids other than nine letters and digits."""
 
 
 def mentions(template: str, name: str) -> bool:
@@ -32,7 +31,8 @@ def mentions(template: str, name: str) -> bool:
 
 
 class Arguments(dict[str, Any]):
-    """A call's arguments: an object to templates that look inside or write JSON, its text to those that print or add it."""
+    """A call's arguments: an object for templates that look inside or write JSON, text for those that print or
+    concatenate it."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -47,15 +47,14 @@ class Arguments(dict[str, Any]):
 def for_template(
     template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: CallForm
 ) -> Iterator[tuple[Messages, dict[str, Any]]]:
-    """What to give to ``template``, the best first: messages, and ``tools`` by that name, None for none where it knows of
-    them.
+    """The inputs for ``template``, best first: messages, and ``tools`` by that name, None if it has no support.
 
     The next one is for a template that refuses the one before. A call in ``messages`` has its arguments as text.
     """
     said = [_named_thoughts(template, _developer_as_system(message)) for message in messages]
     told = bool(tools) and not mentions(template, "tools")
     native = {"tools": list(tools) if tools and not told else None}
-    known: list[dict[str, Any]] = [native, {}]  # some templates go through tools where there are none
+    known: list[dict[str, Any]] = [native, {}]  # some templates iterate over tools even if there are none
     if tools and not told:
         known = [native, *[{"tools": list(map(each, tools))} for each in (described, simplified)]]
     whole = _announced(said, announcement(tools, form)) if told else said
@@ -77,8 +76,8 @@ def _given(
 
 
 def _variants(template: str, messages: Messages, form: CallForm) -> Iterator[list[Messages]]:
-    """``messages`` with calls and results as ``template`` may know them, then call by call, at last as text; as good ones
-    together."""
+    """``messages`` with calls and results as ``template`` may support them, then call by call, finally as text;
+    variants are equally good."""
     if not any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
         yield [messages]
         return
@@ -96,8 +95,8 @@ def _developer_as_system(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named_thoughts(template: str, message: dict[str, Any]) -> dict[str, Any]:
-    """``message`` with its thoughts under the name by which ``template`` looks for them too. One refuses them beside a text
-    and calls, so there they are left out."""
+    """``message`` with its thoughts also under the template's name for them. One refuses thoughts next to text and
+    calls, so they are left out."""
     thought = message.get("reasoning_content")
     if not thought or mentions(template, "reasoning_content") or (message["content"] and message.get("tool_calls")):
         return message
@@ -105,13 +104,13 @@ def _named_thoughts(template: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def announcement(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str:
-    """What a model is told whose template knows nothing of tools: the functions, and how to call one."""
+    """The description of functions and the call format for a model whose template has no tools."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     example = written_call("NAME", "{ARGUMENTS}", form)
     return (
         f"You can call these functions, each given as JSON with the schema of its parameters:\n{listed}\n\n"
-        f"To call one, write this, with its name and its arguments as a JSON object, and nothing after it:\n{example}\n\n"
-        "Call a function only where it helps; otherwise answer as usual."
+        "To call one, write this, with its name and its arguments as a JSON object, and nothing after "
+        f"it:\n{example}\n\nCall a function only if it helps; otherwise answer as usual."
     )
 
 
@@ -121,7 +120,8 @@ def written_call(name: str, arguments: str, form: CallForm) -> str:
 
 
 def _as_wanted(template: str, messages: Messages, without: str | None) -> Messages:
-    """``messages`` with what templates look for in calls and results; ``without`` is the content of a call without text."""
+    """``messages`` with what templates expect in calls and results; ``without`` is the content of a call without
+    text."""
     names: dict[str, str] = {}
     found = []
     for message in messages:
@@ -138,8 +138,8 @@ def _as_wanted(template: str, messages: Messages, without: str | None) -> Messag
 
 
 def _text_before_calls(messages: Messages, *, is_own_turn: bool = False) -> Messages:
-    """``messages`` with what was said beside calls in a message before them, since some templates show either. Where roles
-    have to alternate it is a turn of its own: a user who says nothing has one behind it."""
+    """``messages`` with text next to calls moved to a message before them, since some templates show only one. If roles
+    have to alternate an empty user's turn follows it."""
     found: Messages = []
     for message in messages:
         if not message.get("tool_calls") or not message["content"]:
@@ -152,10 +152,10 @@ def _text_before_calls(messages: Messages, *, is_own_turn: bool = False) -> Mess
 
 
 def _call_by_call(messages: Messages) -> Messages:
-    """``messages`` with each call in one of its own, its result behind it: some models make one call at a time."""
+    """``messages`` with each call in its own message, followed by its result: some models make one call at a time."""
     found: Messages = []
     last: dict[str, int] = {}
-    """By id of a call: behind which message its result stands."""
+    """By call id: the index of the message before its result."""
     for message in messages:
         calls = message.get("tool_calls") or []
         at = last.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
@@ -185,7 +185,7 @@ def _call(template: str, call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> Arguments | str:
-    """The arguments as an object; what is none stays text."""
+    """The arguments as an object; other values stay text."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -198,7 +198,7 @@ def _id(template: str, call: str) -> str:
 
 
 def _as_text(messages: Messages, form: CallForm) -> Messages:
-    """``messages`` with calls written into the assistant's text, and results as what the user says."""
+    """``messages`` with calls written into the assistant's text, and results as user messages."""
     found: Messages = []
     is_result = False
     for message in messages:
@@ -219,7 +219,7 @@ def _as_text(messages: Messages, form: CallForm) -> Messages:
 
 
 def _announced(messages: Messages, text: str) -> Messages:
-    """``messages`` with ``text`` in the system message, which is made where there is none."""
+    """``messages`` with ``text`` in the system message, which is added if missing."""
     has_system = messages[0]["role"] == "system"
     first = messages[0]["content"] + "\n\n" + text if has_system and messages[0]["content"] else text
     return [{"role": "system", "content": first}, *messages[int(has_system) :]]

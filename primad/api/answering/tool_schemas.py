@@ -1,5 +1,4 @@
-"""Tools as chat templates can go through them: some trip over schemas in which a word is missing, or is not as they know it.
-Pure."""
+"""Tools in a form that all chat templates can process: some fail on schemas with missing or unexpected words. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ from primad.api.answering.schema_words import resolved
 
 _KINDS: Final = ("object", "array", "string", "number", "integer", "boolean")
 MAX_DEPTH: Final = 6
-"""Schemas further inside of others are told as texts."""
+"""More deeply nested schemas are described as texts."""
 
 
 def described(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """``tool`` with a description of each parameter, which some templates go by."""
+    """``tool`` with a description of each parameter, which some templates need."""
     function = tool["function"]
     parameters = function["parameters"]
     properties = parameters.get("properties")

@@ -1,1 +1,1 @@
-"""The dialects that clients speak: each makes jobs of requests, and its own words of answers."""
+"""The dialects of clients: each turns requests into jobs, and results into its own form."""

@@ -1,7 +1,8 @@
-"""Who is it, and may it: API keys before everything but the health check.
+"""Authentication: API keys for everything except the health check.
 
-Without keys everybody may ask who reaches the server. ``Door`` decides and knows neither HTTP nor a clock; ``KeyGuard``
-(``guard.py``) asks it about each request, and what is written for that request is charged to its caller (``charged``).
+Without keys everybody who reaches the server is admitted. ``Door`` decides and knows neither HTTP nor a clock;
+``KeyGuard`` (``guard.py``) asks it about each request, and the tokens of that request are charged to its caller
+(``charged``).
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from primad.api.http.keys import Allowance, ApiKey, key_like
 from primad.errors import RequestError
 
 OPEN_PATHS: Final = ("/health", "/v1/health", "/api/hello", "/", "/ui/owner")
-"""What answers without a key: for who looks whether the server lives, and for the page until it has one."""
+"""Paths without a key: for health checks, and for the page until it has one."""
 OPEN_FOLDER: Final = "/page/"
-"""The page's files, which hold no secret."""
+"""The page's files, which contain no secrets."""
 
 _asking: contextvars.ContextVar[Allowance | None] = contextvars.ContextVar("asking", default=None)
 _address: contextvars.ContextVar[str] = contextvars.ContextVar("address", default="")
 
 
 class Door:
-    """Lets in who has one of ``keys()``, which are read anew each time and may change; None: everybody.
+    """Admits holders of one of ``keys()``, which are read each time and may change; None: everybody.
 
-    ``this_machine``: everybody is who asks from this machine. Only its programs reach such a server, but a proxy may be one
-    of them, and it asks for others. The allowance of a key lives as long as the key is the same.
+    ``this_machine``: only requests from this machine are admitted. Only its programs reach such a server, but a proxy
+    may be one of them, acting for others. A key's allowance lives as long as the key is the same.
     """
 
     def __init__(self, keys: Callable[[], Iterable[ApiKey]] | None = None, *, this_machine: bool = False) -> None:
@@ -38,7 +39,8 @@ class Door:
         self._allowances: dict[str, Allowance] = {}
 
     def enter(self, path: str, said: str | None, now_s: float, *, from_elsewhere: bool = False) -> Allowance | None:
-        """What the caller that ``said`` this key may ask; None: all it likes. ``from_elsewhere``: a proxy asks for somebody.
+        """The allowance of the caller with the key ``said``; None: unlimited. ``from_elsewhere``: a proxy acts for
+        another machine.
 
         Raises ``RequestError`` (401, 403, 429).
         """
@@ -47,15 +49,15 @@ class Door:
         if self._keys is None:
             if self._this_machine and from_elsewhere:
                 raise RequestError(
-                    "a proxy asks this for another machine, and without keys this server is for programs of its own; give "
-                    "'primad serve' an --api-key or --api-key-file, or say --no-auth",
+                    "a proxy forwards this for another machine, and without keys this server is for local programs; "
+                    "give 'primad serve' an --api-key or --api-key-file, or --no-auth",
                     status=403,
                     code="from_elsewhere",
                 )
             return None
         key = None if said is None else key_like(said, self._keys())
         if key is None:
-            wrong = "send an API key: Authorization: Bearer KEY" if said is None else "no such API key here"
+            wrong = "send an API key: Authorization: Bearer KEY" if said is None else "invalid API key"
             raise RequestError(wrong, status=401, code="invalid_api_key")
         allowance = self._allowances.get(key.name)
         if allowance is None or allowance.key != key:
@@ -63,18 +65,18 @@ class Door:
         over = allowance.ask(now_s)
         if over is not None:
             what, wait_s = over
-            raise TooOftenError(f"the key {key.name} has used up its {what}; come back in {wait_s} s", wait_s)
+            raise TooOftenError(f"the key {key.name} has used up its {what}; retry in {wait_s} s", wait_s)
         return allowance
 
 
 OPEN: Final = Door()
-"""Lets everybody in."""
+"""Admits everybody."""
 OF_THIS_MACHINE: Final = Door(this_machine=True)
-"""Lets in who asks from this machine."""
+"""Admits requests from this machine."""
 
 
 class TooOftenError(RequestError):
-    """A key's limit is reached; ``wait_s`` says for how long."""
+    """A key's limit is reached; retry after ``wait_s``."""
 
     def __init__(self, message: str, wait_s: int) -> None:
         super().__init__(message, status=429, code="rate_limit_exceeded")
@@ -82,22 +84,22 @@ class TooOftenError(RequestError):
 
 
 def let_in(allowance: Allowance | None, address: str = "") -> None:
-    """What is written in this context from now on is charged to ``allowance``, or is that of ``address`` without one."""
+    """Charge tokens generated in this context to ``allowance``, or without one to ``address``."""
     _asking.set(allowance)
     _address.set(address)
 
 
 def caller() -> str:
-    """Whose share of the server this request takes: that of its key, or where there are no keys of the machine it is from.
+    """The caller whose share of the server this request takes: its key, or without keys its machine.
 
-    The programs of this machine are one, and have no name.
+    The programs of this machine are one caller, without a name.
     """
     allowance = _asking.get()
     return machine_of(_address.get()) if allowance is None else allowance.key.name
 
 
 def machine_of(address: str) -> str:
-    """One name for all ways to write an IP ``address``; empty for this machine."""
+    """One name for all spellings of an IP ``address``; empty for this machine."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:
@@ -107,14 +109,14 @@ def machine_of(address: str) -> str:
 
 
 def charge(tokens: int) -> None:
-    """Take ``tokens`` from what the caller of this request may use."""
+    """Charge ``tokens`` to the caller of this request."""
     allowance = _asking.get()
     if allowance is not None:
         allowance.used(tokens)
 
 
 def charged(written: AsyncGenerator[Written, None], prompt_tokens: int) -> AsyncGenerator[Written, None]:
-    """``written``, its tokens and those of its prompt taken from what the caller of this request may use."""
+    """``written``, with its tokens and those of its prompt charged to the caller of this request."""
     allowance = _asking.get()
     if allowance is None or allowance.key.tokens_per_min is None:
         return written

@@ -1,8 +1,8 @@
-"""The client's connection: its body within limits, its leaving noticed at once, and streams to it.
+"""The client's connection: its body within limits, prompt detection of its leaving, and streams to it.
 
-uvicorn says that a client left only to who is waiting in ``receive``, so everything that takes time runs beside a task
-that waits there. Leaving cancels the work; the generators it holds are closed on the way out, and with them the sequence
-in the ring.
+uvicorn reports that a client left only to a task waiting in ``receive``, so everything that takes time runs next to a
+task that waits there. Leaving cancels the work; the generators it holds are closed on the way out, and with them the
+sequence in the ring.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from primad.system.shares import Shares
 MAX_BODY_BYTES: Final = 8 << 20
 """Several times the text of the longest context in use."""
 MAX_BODIES_BYTES: Final = 128 << 20
-"""Of all requests that are read or answered. What is made of a body, as a list of tokens, takes some times as much."""
+"""For all requests in progress. Data made of a body, such as a list of tokens, takes several times as much."""
 
 SEND_BODY: Final = "primad.send_body"
-"""Where a scope may have what sends bodies, past all that looks at the beginning of an answer alone."""
+"""The scope's key for a function that sends bodies, bypassing middleware that only looks at the start of a response."""
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,11 +40,11 @@ T = TypeVar("T")
 async def read_json(
     request: Request, timeout_s: float, *, only_json: bool = False, max_bytes: int = MAX_BODY_BYTES
 ) -> bytes:
-    """The body of a request, which has arrived within ``timeout_s`` and has at most so many bytes. It must say that it is
-    JSON if ``only_json``, or if a web page may have sent it.
+    """The body of a request, which has to arrive within ``timeout_s`` and has at most ``max_bytes``. It must be
+    declared as JSON if ``only_json``, or if a web page may have sent it.
 
-    That keeps web pages out: a browser asks first (CORS preflight) before it sends JSON to another origin, and this server
-    never says yes. Programs are believed without it; many send none, or that of a form.
+    That keeps web pages out: a browser sends a CORS preflight before it sends JSON to another origin, and this server
+    never allows it. Other programs need no content type; many send none, or that of a form.
 
     Raises ``RequestError`` (400, 408, 413) and ``ClientDisconnect``.
     """
@@ -69,8 +69,8 @@ async def read_json(
 
 
 def may_be_a_page(headers: Headers) -> bool:
-    """Whether a browser may have sent it: each sends ``Origin`` with every POST to another origin, also without a content
-    type (a ``Blob``) or for a form; old ones at least the page that it comes from."""
+    """Whether a browser may have sent it: browsers send ``Origin`` with every POST to another origin, even without a
+    content type (a ``Blob``) or for a form; old ones at least the referring page."""
     return any(name in ("origin", "referer", "cookie") or name.startswith("sec-fetch-") for name in headers)
 
 
@@ -79,7 +79,8 @@ def _too_large(max_bytes: int) -> RequestError:
 
 
 class BodyGuard:
-    """Callers share ``max_bytes`` for the bodies of their requests, from a body's first byte to its answer's end."""
+    """Callers share ``max_bytes`` for the bodies of their requests, from a body's first byte to the end of its
+    response."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app, self._bodies = app, Shares(max_bytes)
@@ -93,7 +94,7 @@ class BodyGuard:
             size = len(message.get("body", b""))
             if size and not self._bodies.has_room(who, size):
                 raise RequestError(
-                    "your requests that are read or answered have too many bytes together; try again later",
+                    "the bodies of your requests have too many bytes together; try again later",
                     status=429,
                     code="too_many_bytes",
                 )
@@ -108,9 +109,9 @@ class BodyGuard:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled when the client leaves. The body must have been read.
+    """The result of ``work``, which is cancelled if the client leaves. The body must have been read.
 
-    Raises ``ClientDisconnect`` when it left, and whatever ``work`` raises.
+    Raises ``ClientDisconnect`` if it left, and whatever ``work`` raises.
     """
     try:
         async with asyncio.TaskGroup() as group:
@@ -130,11 +131,11 @@ async def _wait_left(receive: Receive) -> None:
 
 
 class MessageStream(Response):
-    """The messages of a generator as bytes, as ``framing`` says.
+    """The messages of a generator as bytes, in the given ``framing``.
 
-    A ``PrimadError`` before the first byte propagates, so that it becomes an ordinary answer with its status. Who is refused
-    hears it at once; so where nothing comes for a moment the headers go out, and while nothing comes the stream says that
-    it waits. A later error is sent in the framing's shape, and nothing after it. The generator is closed in any case.
+    A ``PrimadError`` before the first byte propagates, so that it becomes an ordinary response with its status.
+    Refusals come at once; so if nothing comes for a moment the headers are sent, followed by keep-alives. A later error
+    is sent in the framing's shape, and nothing after it. The generator is closed in any case.
     """
 
     def __init__(
@@ -147,9 +148,10 @@ class MessageStream(Response):
         self._begun = False
         self._said_s = 0.0
         self._sending = False
-        """Whether the client has yet to take what was said last."""
+        """Whether the client has not yet taken the last message."""
         self._turn = asyncio.Lock()
-        """Of who begins the stream or says that we wait. A message waits for its end; nothing is said while one is sent."""
+        """Lock for starting the stream and for keep-alives. A message waits for it; no keep-alive is sent during a
+        message."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -187,7 +189,7 @@ class MessageStream(Response):
             raise failures.exceptions[0] from None
 
     async def _lose_patience(self) -> None:
-        """Raises ``ClientDisconnect`` when the client does not take a message in time; messages cost nothing here."""
+        """Raises ``ClientDisconnect`` if the client does not take a message in time; messages cost nothing here."""
         while True:
             now_s = asyncio.get_running_loop().time()
             due_s = (self._said_s if self._sending else now_s) + self._timings.send_timeout_s
@@ -196,9 +198,9 @@ class MessageStream(Response):
             await asyncio.sleep(due_s - now_s)
 
     async def _report_that_it_waits(self, send: Send) -> None:
-        """Begin the stream if nothing comes for a moment, and while nothing comes say that we are here.
+        """Start the stream if nothing comes for a moment, and then send keep-alives.
 
-        It looks at the time itself, so that a message that comes costs nothing here.
+        It measures time itself, so that a message costs nothing here.
         """
         await asyncio.sleep(self._timings.admitted_s)
         async with self._turn:
@@ -209,21 +211,22 @@ class MessageStream(Response):
                 await asyncio.sleep(self._timings.keepalive_s - quiet_s)
             elif not self._framing.waiting:
                 return
-            elif self._sending:  # it is the client that others wait for
+            elif self._sending:  # others are waiting for the client
                 await asyncio.sleep(self._timings.keepalive_s)
             else:
                 async with self._turn:
                     await self._send_bytes(send, self._framing.waiting)
 
     async def _begin(self, send: Send) -> None:
-        """The headers, once: from now on the status is 200."""
+        """Send the headers, once: from now on the status is 200."""
         if not self._begun:
             self._begun = True
             await self._deliver(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             self._said_s = asyncio.get_running_loop().time()
 
     async def _send_bytes(self, send: Send, data: bytes) -> None:
-        """A message; ``_lose_patience`` sees to its deadline. Raises ``ClientDisconnect`` when the client is gone."""
+        """Send a message; ``_lose_patience`` enforces its deadline. Raises ``ClientDisconnect`` if the client is
+        gone."""
         self._said_s, self._sending = asyncio.get_running_loop().time(), True
         try:
             await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -232,7 +235,7 @@ class MessageStream(Response):
         self._sending = False
 
     async def _deliver(self, send: Send, message: Message) -> None:
-        """What comes once. Raises ``ClientDisconnect`` when the client does not take it."""
+        """Send a single message. Raises ``ClientDisconnect`` if the client does not take it."""
         try:
             async with asyncio.timeout(self._timings.send_timeout_s):
                 await send(message)

@@ -1,7 +1,7 @@
-"""What a dialect of the API is to the application: its routes, the shape of its errors, and how its streams are framed.
+"""A dialect as the application sees it: its routes, the shape of its errors, and the framing of its streams.
 
-A dialect is a package beside this file. It translates what a client asks into a ``Job``, and what is written for it into
-its own shapes; ``Endpoint`` gives it everything else. The application lists the dialects and knows nothing more of them.
+A dialect translates a client's request into a ``Job``, and results into its own shapes; ``Endpoint`` provides
+everything else. The application lists the dialects and knows nothing more of them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from primad.api.http.endpoint import Endpoint
 
 COMPONENT: Final = "#/components/schemas/{}"
-"""Where the OpenAPI document has a schema, by its name."""
+"""Where the OpenAPI document has a named schema."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
     """One path of a dialect. ``asks``, ``answers`` and ``streamed`` name schemas for the OpenAPI document.
 
-    ``stream_type`` is the media type of its streams, None where nothing streams. Events with names have no ``streamed``.
-    Where it ``picks``, a request may ask for some fields of the answer alone, and several prompts have a list of them.
+    ``stream_type`` is the media type of its streams, None without streams. Named events have no ``streamed``. If it
+    ``picks``, a request may select fields of the response, and several prompts have a list of them.
     """
 
     path: str
@@ -44,8 +44,8 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """``error_body`` shapes what is refused under ``prefixes``, as the schema ``error_name``; ``requests`` and
-    ``answers`` are the types that its routes name."""
+    """``error_body`` shapes refusals under ``prefixes``, as the schema ``error_name``; ``requests`` and ``answers`` are
+    the types of its routes."""
 
     routes: Callable[[Endpoint], Sequence[Route]]
     prefixes: tuple[str, ...]

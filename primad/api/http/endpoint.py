@@ -1,4 +1,4 @@
-"""What every dialect needs of the running server: the served model, bodies, answers as they are written, metrics."""
+"""The running server for all dialects: the served model, bodies, generated responses, metrics."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from primad.settings.timings import ApiTimings
 from primad.system.shares import Shares
 
 MAX_LISTED: Final = 1 << 21
-"""Log-probabilities of answers that are told as a whole; each takes some 200 bytes until then. Callers share them."""
+"""Log-probabilities of responses that do not stream; each takes some 200 bytes until sent. Callers share them."""
 
 
 class Endpoint:
-    """The server as a dialect sees it. It keeps nothing of its own but what it counts."""
+    """The server as a dialect sees it. Its only state are counters."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class Endpoint:
 
     @property
     def answers_open(self) -> int:
-        """How many answers are being written, or wait."""
+        """The number of running and waiting requests."""
         return self._metrics.answers_open
 
     def serving(self) -> ServedModel:
-        """The model, when it can be asked. Raises ``RingError`` when it cannot."""
+        """The model, if it is available. Raises ``RingError`` otherwise."""
         health, served = self.backend.health(), self.model()
         if not health.taken or served is None:
             raise RingError(f"not serving yet: {health.detail}")
@@ -68,16 +68,16 @@ class Endpoint:
     async def prepare(
         self, request: Request, preparation: Preparation[Prepared], served: ServedModel | None = None
     ) -> Prepared:
-        """What ``preparation`` makes of the body of ``request`` for the model ``served``.
+        """The result of ``preparation`` for the body of ``request`` and the model ``served``.
 
-        Raises as ``Backend.prepare`` does, and ``ClientDisconnect`` when the client left.
+        Raises like ``Backend.prepare``, and ``ClientDisconnect`` if the client left.
         """
         body = await read_json(request, self._timings.body_timeout_s)
         settings = None if served is None else served.settings
         return await while_connected(request.receive, self.backend.prepare(preparation, body, settings, owner=caller()))
 
     def write(self, served: ServedModel, job: Job, choice: Choice) -> AsyncGenerator[Written, None]:
-        """What is written for ``choice``, counted in the metrics; close it to stop."""
+        """The parts of ``choice``, counted in the metrics; close it to stop."""
         written = write(self.backend, served.vocabulary, job, choice, owner=caller(), clock=time.monotonic)
         if job.logprobs is not None:
             written = _in_turns(written)
@@ -86,8 +86,7 @@ class Endpoint:
     async def whole(
         self, request: Request, served: ServedModel, job: Job, clocks: Sequence[CompletionClock] = ()
     ) -> list[WrittenChoice]:
-        """All choices of ``job``, written to their ends, as the clock of each sees, or one of all; it stops when the client
-        leaves."""
+        """All complete choices of ``job``, each observed by its clock, or all by one; it stops if the client leaves."""
         return await while_connected(request.receive, self._answered(served, job, clocks))
 
     async def _answered(self, served: ServedModel, job: Job, clocks: Sequence[CompletionClock]) -> list[WrittenChoice]:
@@ -109,18 +108,18 @@ class Endpoint:
         return [WrittenChoice.of(choice, each) for choice, each in zip(job.choices, parts, strict=True)]
 
     def _list(self, who: str, logprobs: int) -> None:
-        """``who`` has so many more in an answer. Raises ``RequestError`` when that is too many."""
+        """Count more log-probabilities of ``who``. Raises ``RequestError`` if there are too many."""
         if not self._listed.has_room(who, logprobs):
             raise RequestError(
-                "your answers that are being written have too many log-probabilities together; ask for fewer, or with "
-                "stream, which tells them as they come",
+                "your running requests have too many log-probabilities together; request fewer, or use "
+                "stream, which sends them as they come",
                 code="too_many_logprobs",
                 param="logprobs",
             )
         self._listed.take(who, logprobs)
 
     def stream(self, messages: AsyncGenerator[msgspec.Struct, None], framing: Framing) -> Response:
-        """``messages`` as they come; an error before the first one becomes an ordinary answer."""
+        """``messages`` as they come; an error before the first one becomes an ordinary response."""
         return MessageStream(messages, framing, self._timings)
 
 
@@ -133,6 +132,6 @@ async def _in_turns(written: AsyncGenerator[Written, None]) -> AsyncGenerator[Wr
 
 
 def json_response(body: object, status: int = 200) -> Response:
-    """``body`` as JSON; a 503 says when to come back."""
+    """``body`` as JSON; a 503 has Retry-After."""
     retry = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
     return Response(msgspec.json.encode(body), status_code=status, headers=retry, media_type="application/json")

@@ -1,4 +1,4 @@
-"""OpenAI's error object. It stands apart from ``errors``, which makes responses: the text process brings no server."""
+"""OpenAI's error object. It is separate from ``errors``, which makes responses: the text process has no server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong, in one line; ``param`` names the request's field. A prompt that does not fit tells both sizes."""
+    """The error in one line; ``param`` names the request's field. For a prompt that does not fit it has both sizes."""
 
     message: str
     type: str

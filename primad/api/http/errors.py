@@ -1,4 +1,4 @@
-"""From an exception to what the client sees: a status, headers and OpenAI's error object."""
+"""From an exception to the client's view: a status, headers and OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from primad.api.http.error_body import ErrorBody, ErrorDetail
 from primad.errors import PrimadError, PromptTooLongError, RequestError, RingError
 
 RETRY_AFTER_S: Final = 5
-"""What a client is told to wait when the ring is loading, broken or full: about the time that a short recovery takes."""
+"""Retry-After while the ring is loading, broken or full: about the time of a short recovery."""
 
 
 def status_of(exc: PrimadError) -> int:
@@ -27,7 +27,8 @@ def status_of(exc: PrimadError) -> int:
 
 
 def error_body(exc: PrimadError) -> ErrorBody:
-    """OpenAI's error object for ``exc``; ``type`` follows from the status, or is llama-server's for a prompt too long."""
+    """OpenAI's error object for ``exc``; ``type`` follows from the status, or is llama-server's for a prompt that is
+    too long."""
     status = status_of(exc)
     if isinstance(exc, PromptTooLongError):
         detail = ErrorDetail(
@@ -58,8 +59,8 @@ def error_response(
     *,
     shape: Callable[[PrimadError], msgspec.Struct] = error_body,
 ) -> Response:
-    """The whole answer to a request that failed before its first byte, in a dialect's ``shape``; 429 and 503 say when to
-    try again."""
+    """The complete response to a request that failed before its first byte, in a dialect's ``shape``; 429 and 503 have
+    Retry-After."""
     status = status_of(exc)
     retry = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else {}
     return Response(

@@ -15,8 +15,8 @@ EVENT_STREAM: Final = "text/event-stream"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framing:
-    """How messages become the bytes of a stream: each by ``message``, an error that ends it by ``error``, ``end`` after an
-    answer that is whole, and ``waiting`` while nothing else comes ("" for nothing)."""
+    """How messages become the bytes of a stream: each by ``message``, an error that ends it by ``error``, ``end`` after
+    a complete response, and ``waiting`` as a keep-alive ("" for none)."""
 
     media_type: str
     message: Callable[[Any], bytes]
@@ -26,7 +26,7 @@ class Framing:
 
 
 class NamedEvent(msgspec.Struct, frozen=True):
-    """A server-sent event that has a name besides its data."""
+    """A server-sent event with a name and data."""
 
     name: str
     data: dict[str, Any]

@@ -1,14 +1,13 @@
-"""Who may talk to the server: through a browser no web page from elsewhere; where there are keys, who has one.
+"""Access to the server: no web page from elsewhere through a browser; with keys, only their holders.
 
 A server on 127.0.0.1 can be reached by any page the user has open. Two habits keep them out: the API sends CORS headers
-to no origin but those that its owner named, and insists on JSON where a browser may ask (``connection.read_json``), so
-another origin can neither read an answer nor start work; and this guard refuses host names that are not ours, so a page
-cannot become our own origin by pointing its name at 127.0.0.1 (DNS rebinding). An IP address in ``Host`` is always
-fine: no attacker's name is involved. Nor is one in ``host.docker.internal``, which containers call this machine: no
-public name ends so.
+only to origins named by its owner, and requires JSON from browsers (``connection.read_json``), so another origin can
+neither read a response nor start work; and this guard refuses foreign host names, so a page cannot become our own
+origin by pointing its name at 127.0.0.1 (DNS rebinding). An IP address in ``Host`` is always fine: no attacker's name
+is involved. So is ``host.docker.internal``, which containers call this machine: no public name ends like that.
 
-A server without keys on 127.0.0.1 is for programs of its machine. A proxy or a tunnel there would let in whoever it lets in,
-so what says that it was passed on for another machine is refused.
+A server without keys on 127.0.0.1 is for programs of its machine. A proxy or a tunnel there would admit others, so
+requests marked as forwarded for another machine are refused.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from primad.api.http.access import Door, TooOftenError, let_in
 from primad.errors import PrimadError, RequestError
 
 Refusing = Callable[[str, PrimadError], Response]
-"""The answer that refuses a request of a path, in the shape of its dialect."""
+"""The response that refuses a request of a path, in the shape of its dialect."""
 
 
 _FORWARDED: Final = ("x-forwarded-for", "x-real-ip", "cf-connecting-ip", "true-client-ip")
-"""In what proxies and tunnels say for whom they ask, besides ``Forwarded`` (RFC 7239)."""
+"""Headers in which proxies and tunnels name their client, besides ``Forwarded`` (RFC 7239)."""
 _FORWARDED_FOR: Final = re.compile(r'(?i)\bfor\s*=\s*("[^"]*"|[^;,\s]+)')
 OF_CONTAINERS: Final = "host.docker.internal"
-"""How programs in a container call the machine that it runs on."""
+"""The name of the host machine in a container."""
 
 
 class HostGuard:
     """Refuses (403) requests whose ``Host`` is neither an IP address, ``localhost`` nor one of ``hosts``.
 
-    One that begins with ``*.`` stands for all names that end so.
+    A name that starts with ``*.`` stands for all names that end like that.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], refuse: Refusing) -> None:
@@ -61,7 +60,7 @@ class HostGuard:
 
 
 def is_allowed(host: str, hosts: Collection[str]) -> bool:
-    """Whether the ``Host`` header ``host`` (with or without a port) may be served; ``hosts`` are in lower case."""
+    """Whether the ``Host`` header ``host`` (with or without a port) is allowed; ``hosts`` are in lower case."""
     name = _without_port(host.strip().lower()).removesuffix(".")
     if name in ("localhost", OF_CONTAINERS) or name.endswith(".localhost") or name in hosts:
         return True
@@ -75,7 +74,7 @@ def is_allowed(host: str, hosts: Collection[str]) -> bool:
 
 
 class KeyGuard:
-    """Asks ``door`` about each HTTP request of ``app``. Preflights, which carry no key, are answered further out."""
+    """Asks ``door`` about each HTTP request of ``app``. Preflights, which carry no key, are handled further out."""
 
     def __init__(self, app: ASGIApp, door: Door, refuse: Refusing, clock: Callable[[], float] = time.monotonic) -> None:
         self._app, self._door, self._refuse, self._clock = app, door, refuse, clock
@@ -99,14 +98,14 @@ class KeyGuard:
 
 
 def _without_port(host: str) -> str:
-    """A name or an address, which may have a port behind it."""
+    """A name or an address, perhaps with a port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0] if host.count(":") == 1 else host
 
 
 def comes_from_elsewhere(headers: Headers) -> bool:
-    """Whether a proxy says that it asks for another machine. One that says nothing looks like any program here."""
+    """Whether a proxy marks the request as another machine's. A proxy that does not looks like a local program."""
     said = [text for name in _FORWARDED for text in headers.getlist(name)]
     said += [word for text in headers.getlist("forwarded") for word in _FORWARDED_FOR.findall(text) or [text]]
     clients = [client for text in said for client in text.split(",")]
@@ -114,7 +113,7 @@ def comes_from_elsewhere(headers: Headers) -> bool:
 
 
 def _is_here(client: str) -> bool:
-    """Whether an address (with or without port) is one of loopback."""
+    """Whether an address (with or without port) is a loopback address."""
     bare = _without_port(client)
     try:
         return ipaddress.ip_address(bare).is_loopback

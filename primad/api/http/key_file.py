@@ -1,8 +1,8 @@
-"""The file of API keys: a line a key, its name, the hash of the key, and limits, readable by its owner alone.
+"""The file of API keys: a line per key with its name, the hash of the key, and limits, readable by its owner alone.
 
     laptop 5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8 requests=60 tokens=100000
 
-Empty lines, and those that begin with ``#``, say nothing. ``primad key`` writes it, and a server notices at once.
+Empty lines, and those that start with ``#``, are ignored. ``primad key`` writes it, and a server notices at once.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ _Stamp = tuple[int, int, int] | None
 
 
 def parse_keys(text: str, file: Path) -> tuple[ApiKey, ...]:
-    """The keys in ``text``. Raises ``ConfigError`` that names ``file`` and the line that is none."""
+    """The keys in ``text``. Raises ``ConfigError`` that names ``file`` and the invalid line."""
     keys: dict[str, ApiKey] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
         if words and not words[0].startswith("#"):
             key = _key(words, f"{file}, line {number}")
             if key.name in keys:
-                raise ConfigError(f"{file}, line {number}: a second key is called {key.name}; give each its own name")
+                raise ConfigError(f"{file}, line {number}: a second key is named {key.name}; give each its own name")
             keys[key.name] = key
     if len(keys) > MAX_KEYS:
-        raise ConfigError(f"{file}: has {len(keys)} keys; a server takes at most {MAX_KEYS}")
+        raise ConfigError(f"{file}: has {len(keys)} keys; a server accepts at most {MAX_KEYS}")
     return tuple(keys.values())
 
 
 def _key(words: list[str], where: str) -> ApiKey:
     if len(words) < 2 or not KEY_NAME.fullmatch(words[0]) or not _DIGEST.fullmatch(words[1]):
-        raise ConfigError(f"{where}: is no key (a name, 64 digits, limits); write it with 'primad key add'")
+        raise ConfigError(f"{where}: not a key (a name, 64 digits, limits); write it with 'primad key add'")
     limits: dict[str, int] = {}
     for word in words[2:]:
         found = _LIMIT.fullmatch(word)
         if found is None or found[1] in limits or int(found[2]) > MAX_LIMIT:
-            raise ConfigError(f"{where}: {printable(word, 60)!r} is no limit; write requests=60 or tokens=100000")
+            raise ConfigError(f"{where}: {printable(word, 60)!r} not a limit; write requests=60 or tokens=100000")
         limits[found[1]] = int(found[2])
     return ApiKey(
         name=words[0],
@@ -62,7 +62,7 @@ def _key(words: list[str], where: str) -> ApiKey:
 
 
 def written_keys(keys: Iterable[ApiKey]) -> str:
-    """``keys`` as their file says them."""
+    """``keys`` in the format of their file."""
     return "\n".join([_HEADING, *map(_line, keys), ""])
 
 
@@ -74,29 +74,29 @@ def _line(key: ApiKey) -> str:
 
 
 def read_keys(file: Path) -> tuple[ApiKey, ...] | None:
-    """The keys in ``file``, None where there is no file. Raises ``ConfigError``."""
+    """The keys in ``file``, None if it does not exist. Raises ``ConfigError``."""
     data = read_private(file)
     if data is None:
         return None
     try:
         return parse_keys(data.decode(), file)
     except UnicodeDecodeError as exc:
-        raise ConfigError(f"{file}: is no text; write it with 'primad key add'") from exc
+        raise ConfigError(f"{file}: not text; write it with 'primad key add'") from exc
 
 
 def add_key(file: Path, key: ApiKey) -> None:
-    """Write ``key`` into ``file``. Raises ``ConfigError`` where one has its name already."""
+    """Write ``key`` into ``file``. Raises ``ConfigError`` if its name is taken."""
     with alone_with(file):
         keys = read_keys(file) or ()
         if any(each.name == key.name for each in keys):
-            raise ConfigError(f"{file}: has a key {key.name} already; remove it first, or choose another name")
+            raise ConfigError(f"{file}: already has a key {key.name}; remove it first, or choose another name")
         if len(keys) >= MAX_KEYS:
-            raise ConfigError(f"{file}: has {MAX_KEYS} keys, and a server takes no more; remove one")
+            raise ConfigError(f"{file}: has {MAX_KEYS} keys, and a server accepts no more; remove one")
         write_private(file, written_keys([*keys, key]).encode())
 
 
 def remove_key(file: Path, name: str) -> None:
-    """Take the key ``name`` out of ``file``. Raises ``ConfigError`` where there is none."""
+    """Remove the key ``name`` from ``file``. Raises ``ConfigError`` if there is none."""
     with alone_with(file):
         keys = read_keys(file) or ()
         left = [key for key in keys if key.name != name]
@@ -107,10 +107,10 @@ def remove_key(file: Path, name: str) -> None:
 
 
 class KeyFile:
-    """The keys of ``file``, as they are now: read again when the file was replaced.
+    """The current keys of ``file``: read again when the file was replaced.
 
-    A file that is damaged while the server runs leaves the keys as they were, and a line in the log.
-    Raises ``ConfigError`` at first when there are none.
+    A file that is damaged while the server runs leaves the keys as they were, and a line in the log. Raises
+    ``ConfigError`` at the start if there are none.
     """
 
     def __init__(self, file: Path) -> None:
@@ -122,14 +122,14 @@ class KeyFile:
         self._keys = keys
 
     def keys(self) -> tuple[ApiKey, ...]:
-        """Those that are good now."""
+        """The valid keys."""
         stamp = _stamp(self._file)
         if stamp != self._stamp:
             self._stamp = stamp
             try:
                 self._keys = read_keys(self._file) or ()
             except ConfigError as exc:
-                logger.warning("the API keys stay as they were: %s", exc)
+                logger.warning("the API keys stay unchanged: %s", exc)
         return self._keys
 
 

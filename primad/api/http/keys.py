@@ -1,10 +1,10 @@
-"""API keys and what each may ask a minute: pure, with the time passed in.
+"""API keys and their limits per minute: pure, with the time passed in.
 
-A key is 256 bits of chance, so a plain hash of it is safe to keep: nobody guesses one. Only hashes are compared, each with
-every other and in constant time, so that how long it takes tells nothing.
+A key is 256 random bits, so a plain hash of it is safe to store. Only hashes are compared, each with every other and in
+constant time, so that timing reveals nothing.
 
-A limit is a bucket that holds a minute's worth and fills evenly. A request takes one from the bucket of requests, and needs
-something to be left in that of tokens; what it used is taken afterwards, so that bucket may go below zero.
+A limit is a bucket that holds a minute's worth and fills evenly. A request takes one from the bucket of requests, and
+needs a positive rest in that of tokens; its tokens are taken afterwards, so that bucket may become negative.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MINUTE_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """A key by its ``name`` and the SHA-256 ``digest`` of it, in hexadecimal digits. None means no limit."""
+    """A key by its ``name`` and its SHA-256 ``digest``, in hexadecimal digits. None means no limit."""
 
     name: str
     digest: str
@@ -31,17 +31,17 @@ class ApiKey:
 
 
 def new_key() -> str:
-    """A key that nobody can guess."""
+    """A new random key."""
     return f"primad-{secrets.token_urlsafe(32)}"
 
 
 def digest_of(key: str) -> str:
-    """What is kept of ``key``."""
+    """The stored form of ``key``."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def key_like(said: str, keys: Iterable[ApiKey]) -> ApiKey | None:
-    """The one of ``keys`` that ``said`` is, in a time that depends on their number only."""
+    """The one of ``keys`` that equals ``said``, in a time that depends on their number only."""
     digest, found = digest_of(said), None
     for key in keys:
         if hmac.compare_digest(digest, key.digest):
@@ -51,7 +51,7 @@ def key_like(said: str, keys: Iterable[ApiKey]) -> ApiKey | None:
 
 @dataclass(slots=True)
 class Bucket:
-    """What is left of ``per_min`` at the time ``at_s``, a clock that does not go back."""
+    """The rest of ``per_min`` at the time ``at_s``, of a monotonic clock."""
 
     per_min: int
     at_s: float
@@ -61,18 +61,18 @@ class Bucket:
         self.left = float(self.per_min)
 
     def fill(self, now_s: float) -> None:
-        """Time has passed."""
+        """Fill up to the time ``now``."""
         self.left = min(self.per_min, self.left + (now_s - self.at_s) * self.per_min / MINUTE_S)
         self.at_s = now_s
 
     def wait_s(self, wanted: float) -> int:
-        """Whole seconds until ``wanted`` is there, at least one; 0 when it is there."""
+        """Whole seconds until ``wanted`` is available, at least one; 0 if it is."""
         short = wanted - self.left
         return 0 if short <= 0 else max(1, math.ceil(short * MINUTE_S / self.per_min))
 
 
 class Allowance:
-    """What the holder of one key may still ask."""
+    """The remaining limits of one key."""
 
     def __init__(self, key: ApiKey, now_s: float) -> None:
         self.key = key
@@ -80,7 +80,7 @@ class Allowance:
         self._tokens = None if key.tokens_per_min is None else Bucket(key.tokens_per_min, now_s)
 
     def ask(self, now_s: float) -> tuple[str, int] | None:
-        """Take a request; or what there were too many of (with the limit), and in how many seconds to come back."""
+        """Take a request; or return the exceeded limit, and the seconds until a retry."""
         for bucket, what in ((self._requests, "requests"), (self._tokens, "tokens")):
             if bucket is not None:
                 bucket.fill(now_s)
@@ -92,6 +92,6 @@ class Allowance:
         return None
 
     def used(self, tokens: int) -> None:
-        """A request computed so many tokens, of prompt or answer."""
+        """Charge the tokens of a request's prompt or response."""
         if self._tokens is not None:
             self._tokens.left -= tokens

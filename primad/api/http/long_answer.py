@@ -1,7 +1,7 @@
-"""Answers that are too long to be made or copied at once: the loop has all other clients to see to.
+"""Responses that are too long to be built or copied at once: the loop has all other clients to serve.
 
-Embeddings of 2,048 texts are 160 MB of JSON, log-probabilities of a long answer as many. Their lists are made some items at
-a time; in the answer stands a mark for each, and they are put in its place as the answer is sent, piece by piece.
+Embeddings of 2,048 texts are 160 MB of JSON, log-probabilities of a long response as many. Their lists are built some
+items at a time; the response has a mark for each, which is replaced as it is sent, piece by piece.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ MEDIA_TYPE: Final = "application/json"
 
 
 class LongResponse:
-    """The long lists of one answer."""
+    """The long lists of one response."""
 
     def __init__(self) -> None:
-        self._secret = secrets.token_hex(16)  # no client's text is taken for a mark
+        self._secret = secrets.token_hex(16)  # no client's text is mistaken for a mark
         self._lists: list[list[bytes]] = []
 
     async def list_of(self, items: Iterable[bytes]) -> Any:
-        """What stands for the list of ``items``, which are JSON, in the answer; an empty list for none."""
+        """The placeholder for the list of ``items``, which are JSON; an empty list for none."""
         pieces = await in_turns(_pieces(items))
         if not pieces:
             return []
@@ -38,7 +38,7 @@ class LongResponse:
         return f"{self._secret}{len(self._lists) - 1}"
 
     def response(self, body: object) -> Response:
-        """``body`` as JSON, in which the lists are."""
+        """``body`` as JSON with its lists."""
         marked = re.split(rb'"%b(\d+)"' % self._secret.encode(), msgspec.json.encode(body))
         pieces = [marked[0]]
         for number, behind in zip(marked[1::2], marked[2::2], strict=True):
@@ -47,7 +47,7 @@ class LongResponse:
 
 
 def _pieces(items: Iterable[bytes]) -> Iterator[bytes]:
-    """``items`` with commas between, in pieces of some size."""
+    """``items`` separated by commas, in pieces of some size."""
     piece = bytearray()
     comma = b""
     for item in items:

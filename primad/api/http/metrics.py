@@ -1,9 +1,9 @@
 """``/metrics`` in Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats).
 
-Requests, tokens and times are counted as they happen; what the devices of the ring say of themselves is asked for when
-somebody scrapes, by way of the backend's ``status``, which bounds the time and asks once for all who ask together. Of a
-device nothing is told but its name and figures: no key, no address, no text. Counters of a device begin at nothing with
-each ring process that it starts or opens again, as counters do.
+Requests, tokens and times are counted as they happen; figures of the ring's devices are fetched for each scrape,
+through the backend's ``status``, which bounds the time and serves concurrent scrapes with one query. A device is only
+shown by its name and figures: no key, no address, no text. Counters of a device restart with each ring process that it
+starts or opens.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from primad.settings.old_names import METRICS
 
 MEDIA_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 LEFT: Final = 499
-"""The status of a request whose client went away before it was answered."""
-OLD_NAME: Final = "The name before of a metric; it goes with the version after the next."
+"""The status of a request whose client left before the response."""
+OLD_NAME: Final = "The metric's old name; the version after the next removes it."
 OTHER: Final = "other"
-"""Every other path, so that a client cannot make series without end."""
+"""Every other path, so that a client cannot create series without end."""
 _FIRST_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _NEXT_S: Final = (0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2, 4, 8, 16, 32)
 _AT_ONCE: Final = 64
@@ -51,7 +51,7 @@ _Figure = Callable[[DeviceStatus], float | None]
 
 
 def _ring(figure: Callable[[RingFigures], float | None]) -> _Figure:
-    """A figure of a device's ring process; None when it did not answer."""
+    """A figure of a device's ring process; None if it did not reply."""
     return lambda device: None if device.ring is None else figure(device.ring)
 
 
@@ -61,20 +61,20 @@ def _memory(figure: Callable[[MemoryFigures], float | None]) -> _Figure:
 
 _GAUGES: Final[tuple[tuple[str, str, _Figure], ...]] = (
     ("answered", "Whether its ring process answered in time (1) or not (0).", lambda device: device.ring is not None),
-    ("layers", "Layers that it computes.", lambda device: device.layers),
+    ("layers", "Layers on this device.", lambda device: device.layers),
     ("daemon_rss_bytes", "Memory of its daemon.", lambda device: device.daemon_rss_bytes),
     ("rss_bytes", "Memory of its ring process, shared file pages included.", _ring(lambda ring: ring.rss_bytes)),
     ("private_bytes", "Memory of its ring process without shared pages.", _ring(lambda ring: ring.private_bytes)),
-    ("resident_layers", "Layers that stay in memory.", _memory(lambda memory: memory.resident)),
-    ("streamed_layers", "Layers' worth that is read each time it is used.", _memory(lambda memory: memory.streamed)),
+    ("resident_layers", "Resident layers.", _memory(lambda memory: memory.resident)),
+    ("streamed_layers", "Streamed layers, counted in whole layers.", _memory(lambda memory: memory.streamed)),
     (
         "streams_output",
-        "Whether the output matrix is read each time it is used (1) or not (0).",
+        "Whether the output matrix streams (1) or not (0).",
         _memory(lambda memory: memory.streams_output),
     ),
-    ("read_ahead_bytes", "Read ahead of what is read each time.", _memory(lambda memory: memory.read_ahead_bytes)),
-    ("resident_bytes", "Size of the layers that stay in memory.", _memory(lambda memory: memory.resident_bytes)),
-    ("streamed_bytes", "Size of the layers that are read each time.", _memory(lambda memory: memory.streamed_bytes)),
+    ("read_ahead_bytes", "Read-ahead of streamed layers.", _memory(lambda memory: memory.read_ahead_bytes)),
+    ("resident_bytes", "Size of the resident layers.", _memory(lambda memory: memory.resident_bytes)),
+    ("streamed_bytes", "Size of the streamed layers.", _memory(lambda memory: memory.streamed_bytes)),
     (
         "pressure_level",
         "Memory pressure: 0 calm, 1 some, 2 high.",
@@ -83,23 +83,23 @@ _GAUGES: Final[tuple[tuple[str, str, _Figure], ...]] = (
 )
 _COUNTERS: Final[tuple[tuple[str, str, _Figure], ...]] = (
     ("steps", "Visits of steps to its windows.", _ring(lambda ring: ring.steps)),
-    ("compute_seconds", "Time it computed.", _ring(lambda ring: ring.compute_s)),
+    ("compute_seconds", "Compute time.", _ring(lambda ring: ring.compute_s)),
     ("refused_messages", "Messages it refused.", _ring(lambda ring: ring.refused_messages)),
     ("read_bytes", "Weights read from disk.", _memory(lambda memory: memory.read_bytes)),
-    ("stall_seconds", "Time that steps waited for weights to be read.", _memory(lambda memory: memory.stall_s)),
+    ("stall_seconds", "Time that steps waited for weights.", _memory(lambda memory: memory.stall_s)),
 )
 
 
 _Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 _EMBEDDING: Final[tuple[tuple[_Family, str, str, Callable[[EmbeddingStatus], float | None]], ...]] = (
-    (GaugeMetricFamily, "alive", "Whether the embedding process is there (1) or not (0).", lambda each: each.alive),
+    (GaugeMetricFamily, "alive", "Whether the embedding process runs (1) or not (0).", lambda each: each.alive),
     (GaugeMetricFamily, "rss_bytes", "Memory of the embedding process.", lambda each: each.rss_bytes),
-    (GaugeMetricFamily, "waiting", "Embedding requests that wait or are computed.", lambda each: each.waiting),
+    (GaugeMetricFamily, "waiting", "Waiting and running embedding requests.", lambda each: each.waiting),
     (CounterMetricFamily, "starts", "Starts of the embedding process.", lambda each: each.starts),
     (CounterMetricFamily, "requests", "Embedding requests.", lambda each: each.requests),
     (CounterMetricFamily, "errors", "Embedding requests that ended with an error.", lambda each: each.errors),
-    (CounterMetricFamily, "tokens", "Tokens of texts that were embedded.", lambda each: each.tokens),
-    (CounterMetricFamily, "compute_seconds", "Time the embedding process worked.", lambda each: each.compute_s),
+    (CounterMetricFamily, "tokens", "Tokens of embedded texts.", lambda each: each.tokens),
+    (CounterMetricFamily, "compute_seconds", "Compute time of the embedding process.", lambda each: each.compute_s),
 )
 
 
@@ -107,48 +107,53 @@ _KV: Final[tuple[tuple[_Family, str, str, Callable[[KvStatus], float]], ...]] = 
     (
         GaugeMetricFamily,
         "replicated_bytes",
-        "KV cells of answers that two devices have.",
+        "Replicated KV cache of requests.",
         lambda kv: kv.replicated_bytes,
     ),
-    (GaugeMetricFamily, "lag_tokens", "Tokens whose KV cells one device has alone.", lambda kv: kv.lag_tokens),
-    (CounterMetricFamily, "restores", "Rings that went on with answers of another one.", lambda kv: kv.restores),
+    (GaugeMetricFamily, "lag_tokens", "Tokens whose KV cache is not replicated yet.", lambda kv: kv.lag_tokens),
+    (CounterMetricFamily, "restores", "Rings that resumed requests of an earlier one.", lambda kv: kv.restores),
     (
         CounterMetricFamily,
         "restored_tokens",
-        "Tokens of those answers whose KV cells were there.",
+        "Tokens of those requests whose KV cache was restored.",
         lambda kv: kv.restored_tokens,
     ),
-    (CounterMetricFamily, "restore_seconds", "Time until they were there.", lambda kv: kv.restore_s),
+    (CounterMetricFamily, "restore_seconds", "Time to restore them.", lambda kv: kv.restore_s),
     (
         CounterMetricFamily,
         "computed_again_tokens",
-        "Tokens of those answers that were computed again.",
+        "Tokens of those requests that were recomputed.",
         lambda kv: kv.computed_again_tokens,
     ),
     (
         CounterMetricFamily,
         "found_tokens",
-        "Tokens of prompts whose KV cells were in the cache.",
+        "Prompt tokens found in the prefix cache.",
         lambda kv: kv.found_tokens,
     ),
 )
 
 
 _DRAFTS: Final[tuple[tuple[_Family, str, str, Callable[[DraftFigures], float]], ...]] = (
-    (CounterMetricFamily, "tokens", "Tokens that were drafted and computed ahead.", lambda drafts: drafts.drafted),
-    (CounterMetricFamily, "accepted_tokens", "Those that were the next token.", lambda drafts: drafts.accepted),
-    (CounterMetricFamily, "skipped_tokens", "Those not computed to the end.", lambda drafts: drafts.skipped),
+    (CounterMetricFamily, "tokens", "Draft tokens.", lambda drafts: drafts.drafted),
+    (CounterMetricFamily, "accepted_tokens", "Accepted draft tokens.", lambda drafts: drafts.accepted),
+    (
+        CounterMetricFamily,
+        "skipped_tokens",
+        "Draft tokens that were skipped before they were computed to the end.",
+        lambda drafts: drafts.skipped,
+    ),
     (
         GaugeMetricFamily,
         "tokens_per_pass",
-        "Tokens of an answer in the time in which a row goes round once.",
+        "Tokens per ring pass of a request.",
         lambda drafts: drafts.tokens_per_pass,
     ),
 )
 
 
 class Metrics:
-    """All figures of one app, in a registry of its own. ``clock`` gives seconds on any scale."""
+    """All figures of one app, in its own registry. ``clock`` gives seconds on any scale."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -162,27 +167,27 @@ class Metrics:
         )
         self._answers = Counter(
             "primad_answers",
-            "Answers by how they ended: stop, length, tool_calls, error, refused, or left for a client that went away.",
+            "Requests by outcome: stop, length, tool_calls, error, refused, or left (the client disconnected).",
             ["end"],
             registry=self._registry,
         )
-        self._open = Gauge("primad_answers_open", "Answers that are being written or wait.", registry=self._registry)
-        self._prompt_tokens = Counter("primad_prompt_tokens", "Tokens of prompts.", registry=self._registry)
+        self._open = Gauge("primad_answers_open", "Running and waiting requests.", registry=self._registry)
+        self._prompt_tokens = Counter("primad_prompt_tokens", "Prompt tokens.", registry=self._registry)
         self._cached = Counter(
             "primad_cached_tokens",
-            "Of the tokens of prompts, those that were computed for a prompt before.",
+            "Prompt tokens from the prefix cache.",
             registry=self._registry,
         )
-        self._sampled = Counter("primad_completion_tokens", "Tokens sampled for answers.", registry=self._registry)
+        self._sampled = Counter("primad_completion_tokens", "Generated tokens.", registry=self._registry)
         self._first = Histogram(
             "primad_time_to_first_token_seconds",
-            "From taking up an answer to its first token, waiting for others included.",
+            "Time from accepting a request to its first token, including waiting.",
             buckets=_FIRST_S,
             registry=self._registry,
         )
         self._next = Histogram(
             "primad_time_per_output_token_seconds",
-            "From one token of an answer to the next.",
+            "Time between tokens of a request.",
             buckets=_NEXT_S,
             registry=self._registry,
         )
@@ -192,16 +197,16 @@ class Metrics:
         self._registry.register(self._ring)
 
     def know(self, paths: Iterable[str]) -> None:
-        """Requests of these ``paths`` are counted by their name, all others as one."""
+        """Requests of these ``paths`` are counted by path, all others together."""
         self._paths |= frozenset(paths)
 
     @property
     def answers_open(self) -> int:
-        """How many answers are being written, or wait."""
+        """The number of running and waiting requests."""
         return int(self._registry.get_sample_value("primad_answers_open") or 0)
 
     def tokens(self) -> TokenCounts:
-        """What was read and written so far."""
+        """The prompt and completion tokens so far."""
         self._count_noted()
         return TokenCounts(
             prompt=int(self._registry.get_sample_value("primad_prompt_tokens_total") or 0),
@@ -210,13 +215,13 @@ class Metrics:
         )
 
     def render(self, status: StatusBody) -> bytes:
-        """Everything, with what the ring says in ``status``."""
+        """All metrics, with the ring's ``status``."""
         self._count_noted()
         self._ring.status = status
         return generate_latest(self._registry)
 
     def count(self, path: str, code: int) -> None:
-        """A request was answered with status ``code``."""
+        """Count a response with status ``code``."""
         if path.startswith("/v1/models/"):
             path = "/v1/models/{id}"
         elif path.startswith("/page/"):
@@ -226,7 +231,7 @@ class Metrics:
         self._requests.labels(path, str(code)).inc()
 
     def _note(self, sampled: int, took_s: float, *, is_first: bool) -> None:
-        """So many tokens came after ``took_s``. The registry takes its time for each, and hears of many at once."""
+        """Count tokens that took ``took_s``. The registry is slow, so many are passed at once."""
         self._noted_tokens += sampled
         if is_first:
             self._first.observe(took_s)
@@ -245,7 +250,7 @@ class Metrics:
     async def metered(
         self, written: AsyncGenerator[Written, None], prompt_tokens: int
     ) -> AsyncGenerator[Written, None]:
-        """What ``written`` yields, counted and timed; it is closed with this generator."""
+        """The parts of ``written``, counted and timed; it is closed with this generator."""
         end: str | None = None
         before_s, is_first = self._clock(), True
         self._prompt_tokens.inc(prompt_tokens)
@@ -276,7 +281,7 @@ class Metrics:
 
 
 class Counted:
-    """Counts every HTTP request of ``app``, those that another middleware refuses too."""
+    """Counts every HTTP request of ``app``, including those that another middleware refuses."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
@@ -299,7 +304,7 @@ class Counted:
         except asyncio.CancelledError:
             code = LEFT if code is None else code
             raise
-        finally:  # without an answer it is our mistake, which is answered further out
+        finally:  # without a response it is our mistake, which is handled further out
             self._metrics.count(scope["path"], 500 if code is None else code)
 
 
@@ -320,16 +325,18 @@ class _Ring(Collector):
 
     def _collected(self) -> Iterator[Metric]:
         status = self.status
-        build = InfoMetricFamily("primad", "This version, and the model that is served.")
+        build = InfoMetricFamily("primad", "Version and served model.")
         build.add_metric([], {"version": __version__, "model": status.model or ""})
         yield build
-        yield GaugeMetricFamily("primad_serving", "Whether requests can be served.", value=status.serving)
-        yield GaugeMetricFamily("primad_ring_devices", "Devices in the ring that serves.", value=len(status.devices))
+        yield GaugeMetricFamily(
+            "primad_serving", "Whether requests can be served (1) or not (0).", value=status.serving
+        )
+        yield GaugeMetricFamily("primad_ring_devices", "Devices in the serving ring.", value=len(status.devices))
         if status.epoch is not None:
-            yield GaugeMetricFamily("primad_ring_epoch", "The number of the plan that serves.", value=status.epoch)
+            yield GaugeMetricFamily("primad_ring_epoch", "The epoch of the serving plan.", value=status.epoch)
         if status.rounds is not None:
-            yield GaugeMetricFamily("primad_ring_rounds", "Rounds that a token makes.", value=status.rounds)
-        phases = GaugeMetricFamily("primad_cluster_devices", "Other devices by where they stand.", labels=["phase"])
+            yield GaugeMetricFamily("primad_ring_rounds", "Rounds per token.", value=status.rounds)
+        phases = GaugeMetricFamily("primad_cluster_devices", "Other devices by state.", labels=["phase"])
         for phase in sorted({member.phase for member in status.cluster}):
             phases.add_metric([phase], sum(member.phase == phase for member in status.cluster))
         yield phases

@@ -1,4 +1,5 @@
-"""Base URLs as people paste them: ``http://host/`` before ``/v1/models`` makes ``//v1/models``; some end with one."""
+"""Normalises base URLs as people paste them: ``http://host/`` before ``/v1/models`` makes ``//v1/models``; some end
+with a slash."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class TidyPaths:
-    """``app`` sees each path without a slash too many. It comes before everything that decides by the path."""
+    """Removes superfluous slashes from paths for ``app``. It comes before everything that decides by the path."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

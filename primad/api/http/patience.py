@@ -1,16 +1,16 @@
-"""uvicorn's HTTP with an end to patience: it keeps a connection that asks nothing, or a byte at a time, for ever.
+"""uvicorn's HTTP with timeouts: by itself it keeps a connection that sends nothing, or a byte at a time, for ever.
 
-Whoever can reach the port could so take all descriptors of the head. Here a connection has some seconds to ask something
-whole, from its beginning and again after each answer; and so many connections may be in that time, of which the one that was
-silent longest makes room. A client that asks at once notices nothing, however many others are silent. How long a body may
-take is the business of ``api/http/connection.py``.
+So any client could use up all descriptors of the head. Here a connection has some seconds to send a complete request,
+from its start and again after each response; and the number of connections in that state is bounded, where the one that
+was silent longest is closed first. A client that sends at once notices nothing, however many others are silent. The
+time for a body is bounded in ``api/http/connection.py``.
 
-An answer that is not read stays in memory. Who takes nothing of it for a while is sent away, and where too much is unread
-together, who reads longest. All connections together are bounded too, and machines share them.
+A response that is not read stays in memory. A client that reads nothing for a while is disconnected, and if too much is
+unread in total, the slowest one. All connections together are bounded too, and machines share them.
 
-What a client sends is read in small pieces. h11 takes some 10 us for each chunk of a body, and one may have six bytes: the
-256 KiB that asyncio reads at once kept the loop from all other clients for half a second. Still 8 KiB of such chunks take a
-turn of 14 ms, of which a health check waits for six. So who sends many parts is read less at a time, and all who do share.
+Requests are read in small pieces. h11 takes some 10 us for each chunk of a body, and one may have six bytes: the 256
+KiB that asyncio reads at once blocked the loop for half a second. Even 8 KiB of such chunks take a turn of 14 ms, and a
+health check waits for six. So clients that send many parts are read less at a time, and all such clients share.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from primad.system.shares import Shares
 
 MAX_SILENT: Final = 512
 MAX_CONNECTIONS: Final = 2048
-"""Half of them for one machine; several times what may be silent."""
+"""Half of them for one machine; several times the number that may be silent."""
 MAX_UNREAD_BYTES: Final = 256 << 20
 MAX_READ_BYTES: Final = 8 << 10
-"""Of one connection at one turn of the loop."""
+"""For one connection in one turn of the loop."""
 FIRST_READ_BYTES: Final = 1 << 10
 MIN_READ_BYTES: Final = 64
 FEW_PARTS: Final = 8
 MAX_PARTS: Final = 64
-"""Of all connections that send many, at one turn of the loop."""
+"""For all connections that send many parts, in one turn of the loop."""
 _BUSY: Final = (
     b'{"error": {"message": "too many connections; close some or try again later", "code": "too_many_connections"}}'
 )
@@ -46,8 +46,9 @@ _REFUSAL: Final = (
 
 
 class Patience:
-    """The connections of a server: ``maximum`` of them, of which ``max_silent`` have not asked yet, each for
-    ``request_timeout_s``, and of answers ``max_unread_bytes`` wait, each for ``send_timeout_s`` without being read."""
+    """The connections of a server: ``maximum`` of them, of which ``max_silent`` have not sent a request, each for
+    ``request_timeout_s``, and ``max_unread_bytes`` of responses wait, each for ``send_timeout_s`` without being
+    read."""
 
     def __init__(
         self,
@@ -70,18 +71,18 @@ class Patience:
         return PatientProtocol(self, *arguments, **options)
 
     def is_silent(self, connection: PatientProtocol) -> None:
-        """It may ask from now on."""
+        """It may send a request from now on."""
         self.has_asked(connection)
         while len(self._silent) >= self._max_silent:
             next(iter(self._silent)).give_up()
         self._silent[connection] = connection.loop.call_later(self._request_timeout_s, connection.give_up)
 
     def has_asked(self, connection: PatientProtocol) -> None:
-        """It has asked, or is gone."""
+        """It has sent a request, or is gone."""
         _stop(self._silent, connection)
 
     def read_next(self, connection: PatientProtocol, read_bytes: int, parts: int) -> int:
-        """How much of it to read next, which had so many ``parts`` in what was read last."""
+        """How much of it to read next, given the ``parts`` in the last read."""
         if parts <= FEW_PARTS:
             self._in_parts.discard(connection)
             return min(MAX_READ_BYTES, max(2 * read_bytes, FIRST_READ_BYTES))
@@ -89,7 +90,7 @@ class Patience:
         return max(MIN_READ_BYTES, read_bytes * MAX_PARTS // (parts * len(self._in_parts)))
 
     def is_unread(self, connection: PatientProtocol) -> None:
-        """It has more of an answer to read than the system keeps for it."""
+        """It has more of a response to read than the system buffers."""
         self._look_again(connection)
         while len(self._unread) > 1 and sum(each.unread_bytes for each in self._unread) > self._max_unread_bytes:
             next(iter(self._unread)).give_up()
@@ -99,7 +100,7 @@ class Patience:
         _stop(self._unread, connection)
 
     def is_gone(self, connection: PatientProtocol) -> None:
-        """It says nothing any more."""
+        """It sends nothing any more."""
         self._in_parts.discard(connection)
 
     def _look_again(self, connection: PatientProtocol, before_bytes: int | None = None) -> None:
@@ -126,17 +127,17 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
         self._patience = patience
         self._read = memoryview(bytearray(MAX_READ_BYTES))
         self._read_bytes = FIRST_READ_BYTES
-        """So much is read of it next."""
+        """The size of its next read."""
         self._machine: str | None = None
-        """Whose place it has, if it has one."""
+        """The connection whose place it has, if any."""
 
     @property
     def unread_bytes(self) -> int:
-        """What was written and not taken by the system."""
+        """Written bytes that the system has not taken."""
         return int(self.transport.get_write_buffer_size())
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is here."""
+        """A client connected."""
         super().connection_made(transport)
         machine = machine_of(self.client[0] if self.client else "")
         self._patience.is_silent(self)
@@ -148,23 +149,23 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
             transport.close()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next piece goes of what the client says."""
+        """The buffer for the next data of the client."""
         return self._read[: self._read_bytes]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """The client said so many bytes."""
+        """The client sent this many bytes."""
         before = self._strict.events
         self.data_received(bytes(self._read[:nbytes]))
         self._read_bytes = self._patience.read_next(self, nbytes, self._strict.events - before)
 
     def data_received(self, data: bytes) -> None:
-        """The client said something, perhaps a whole request."""
+        """The client sent data, perhaps a whole request."""
         super().data_received(data)
         if self._is_answering():
             self._patience.has_asked(self)
 
     def on_response_complete(self) -> None:
-        """The answer was written; the next request may have come with the last."""
+        """The response was written; the next request may have come with the last."""
         super().on_response_complete()
         if not self._is_answering() and not self.flow.write_paused:
             self._patience.is_silent(self)
@@ -182,7 +183,7 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
             self._patience.is_silent(self)
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP: say what is wrong with it, unless an answer is on its way."""
+        """The data is not HTTP: send the error, unless a response is in progress."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(f"{msg} {self._strict.wrong[:200]}".encode("ascii", "replace").decode())
         else:
@@ -202,7 +203,7 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def give_up(self) -> None:
-        """It did not ask or read in time, or others are to have its place."""
+        """It did not send or read in time, or another needs its place."""
         self._patience.has_asked(self)
         self._patience.is_read(self)
         self.transport.abort()

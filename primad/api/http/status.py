@@ -1,7 +1,7 @@
-"""What ``/status`` says, as the daemon writes it and ``/metrics`` and ``primad status`` read it.
+"""The contents of ``/status``, as the daemon writes it and ``/metrics`` and ``primad status`` read it.
 
-A value that is not known is null: a device that did not answer in time has no figures, one that says nothing of its memory
-has none of that, and a plan that was set by hand promises nothing. Before the first ring there is none of all this.
+Unknown values are null: a device that did not reply in time has no figures, and a plan that was set by hand has no
+forecast. Before the first ring all this is missing.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from primad.settings.quantities import show_ms
 
 
 class RingFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a ring process did and holds since it was opened last; ``steps`` counts every visit of a step to a window.
+    """State and counters of a ring process since it was opened last; ``steps`` counts every visit of a step to a
+    window.
 
-    ``compute_ms_per_token`` is of the latest tokens of answers, all windows of the device together. A hop is the time that
-    its software takes for a message, on the way in and out.
+    ``compute_ms_per_token`` is of the latest tokens of responses, all windows of the device together. A hop is the time
+    that its software takes for a message, in and out.
     """
 
     steps: int
@@ -36,14 +37,14 @@ class RingFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a device's weights is in memory, and what reading the rest costs.
+    """A device's weights in memory, and the cost of reading the rest.
 
-    ``resident`` and ``streamed`` count layers' worth, ``read_ahead_bytes`` are read ahead of what streams: as planned,
-    unless memory is short; then the output matrix may stream besides (``streams_output``). ``read_bytes`` and
-    ``stall_s`` are sums since the ring process was opened last; the means of a token are those of the last ten seconds,
-    or since somebody asked last where that is longer, over the passes through the device's windows. ``pressure`` is
-    calm, some or high. Where experts stream, ``experts_picked`` counts those that steps picked, and ``experts_found``
-    those of them that were in memory or on their way.
+    ``resident`` and ``streamed`` count whole layers, ``read_ahead_bytes`` are as planned, unless memory is short; then
+    the output matrix may stream too (``streams_output``). ``read_bytes`` and ``stall_s`` are sums since the ring
+    process was opened last; means per token are those of the last ten seconds, or since the last query if that is
+    longer, over the passes through the device's windows. ``pressure`` is calm, some or high. If experts stream,
+    ``experts_picked`` counts those that steps picked, and ``experts_found`` those of them that were in memory or on
+    their way.
     """
 
     resident: int | None = None
@@ -62,10 +63,10 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plan predicts for a device, named and counted as in ``MemoryFigures``.
+    """The plan's predictions for a device, in the terms of ``MemoryFigures``.
 
-    ``ram_bytes`` is all that it should need: weights, what is read ahead, KV cache and buffers. ``hop_ms`` is the time of
-    a token on the links that it sends on.
+    ``ram_bytes`` is all memory that it should need: weights, read-ahead, KV cache and buffers. ``hop_ms`` is the time
+    of a token on its outgoing links.
     """
 
     resident: int | None = None
@@ -79,9 +80,9 @@ class PlannedFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One device of the ring; ``ring`` is null when its ring process did not answer in time.
+    """One device of the ring; ``ring`` is null if its ring process did not reply in time.
 
-    It ``computes`` then where requests are open: it answers between two steps, and a chunk of a prompt may be a long one.
+    It ``computes`` if requests are open: it replies between two steps, and a prompt chunk may be a long one.
     """
 
     name: str
@@ -97,7 +98,7 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RingForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plan forecasts of an answer that is written alone, by the ring as a whole."""
+    """The plan's forecast for a single request, for the ring as a whole."""
 
     tokens_per_s: float
     tpot_ms: float
@@ -105,9 +106,9 @@ class RingForecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WrongTerm(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a token's time that is wrong by most: compute or disk (waiting for it) of a device, or all hops.
+    """The part of a token's time with the largest error: compute or disk (waiting for it) of a device, or all hops.
 
-    ``is_beyond``: by more than plans may be corrected by, so something is amiss there.
+    ``is_beyond``: by more than plans may be corrected, so something is amiss there.
     """
 
     term: str
@@ -118,7 +119,8 @@ class WrongTerm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a token took in the latest answer that was long enough; ``wrong`` is there where the plan is off by over 25 %."""
+    """The measured times of the latest response that was long enough; ``wrong`` is set if the plan is off by over 25
+    %."""
 
     tpot_ms: float
     predicted_tpot_ms: float
@@ -126,7 +128,7 @@ class CompletionFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CopyStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cells of ``device`` are kept by ``replica`` as well; by nobody where that is null, and ``why``."""
+    """The KV cache of ``device`` is replicated by ``replica``; if that is null it is not, and ``why``."""
 
     device: str
     replica: str | None
@@ -134,10 +136,12 @@ class CopyStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cells of answers. ``replicated_bytes`` are kept twice now, and ``lag_tokens`` of one device's are not yet.
+    """The KV cache of requests. ``replicated_bytes`` are replicated now, and ``lag_tokens`` of one device's are not
+    yet.
 
-    Since the head's start: so often a ring went on with answers of another one, ``restored_tokens`` of which had their cells
-    within ``restore_s`` in all, and ``computed_again_tokens`` had not; ``found_tokens`` of prompts were found in the cache.
+    Since the head's start: the number of rings that resumed requests of an earlier one, of whose tokens
+    ``restored_tokens`` were restored within ``restore_s`` in all, and ``computed_again_tokens`` recomputed;
+    ``found_tokens`` of prompts were found in the cache.
     """
 
     copies: list[CopyStatus]
@@ -151,9 +155,9 @@ class KvStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of tokens that were drafted since the ring was formed: of ``drafted`` rows that were computed ahead
-    ``accepted`` were the next token, and ``skipped`` were not computed to the end. An answer had ``tokens_per_pass``
-    tokens in the time in which a row goes round the ring once. A model drafts on device ``model_on``, or none does.
+    """Outcome of draft tokens since the ring was formed: of ``drafted`` tokens ``accepted`` were the next token, and
+    ``skipped`` were not computed to the end. A request had ``tokens_per_pass`` tokens in the time of a ring pass. The
+    draft model runs on device ``model_on``, if there is one.
     """
 
     drafted: int
@@ -164,7 +168,7 @@ class DraftFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One direction of a link. One message of twenty comes ``late_ms`` later than usual, or more."""
+    """One direction of a link. One message in twenty is ``late_ms`` later than usual, or more."""
 
     source: str
     target: str
@@ -174,7 +178,7 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterMember(msgspec.Struct, frozen=True, kw_only=True):
-    """One device that the head knows, in the ring or not; ``reason`` says why it stands where it does, "" for none."""
+    """One device that the head knows, in the ring or not; ``reason`` explains its state, "" for none."""
 
     device: str
     phase: str
@@ -189,8 +193,8 @@ class LeftOutDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened at ``at_s`` (Unix time): a device ``joined`` or is ``gone``, another ``ring`` serves, or what
-    else the head told its owner (``note``)."""
+    """Something that happened at ``at_s`` (Unix time): a device ``joined`` or is ``gone``, another ``ring`` serves, or
+    another ``note`` for the owner."""
 
     at_s: float
     kind: str
@@ -198,7 +202,7 @@ class ClusterEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of all prompts and answers since the head's start, and how many answers are being written or wait."""
+    """Tokens of all prompts and responses since the head's start, and the number of running and waiting requests."""
 
     prompt: int
     completion: int
@@ -206,10 +210,10 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbeddingStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The ``model`` of ``--embedding``, and what was done with it since the head's start.
+    """The ``model`` of ``--embedding``, and its counters since the head's start.
 
-    It is ``alive`` while its process is there, which has memory of ``rss_bytes``, shared pages included; a crash is
-    another of its ``starts``. ``tokens`` are those of texts that were embedded, ``compute_s`` is the time spent on them.
+    It is ``alive`` while its process runs, with memory of ``rss_bytes``, including shared pages; a crash is another one
+    of its ``starts``. ``tokens`` are those of embedded texts, ``compute_s`` is the time spent on them.
     """
 
     model: str
@@ -224,10 +228,10 @@ class EmbeddingStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
-    """``GET /status``: ``serving``, ``detail`` and ``model`` as in the health check, then the ring that serves.
+    """``GET /status``: ``serving``, ``detail`` and ``model`` as in the health check, then the serving ring.
 
-    It writes ``sequences`` answers at once. ``checked`` says whether windows of the model were found to be exact; null where
-    one device has it whole. ``events`` are the latest ones, the oldest first.
+    It runs ``sequences`` requests at once. ``checked`` is whether windows of the model were found to be exact; null if
+    one device has all of it. ``events`` are the latest ones, the oldest first.
     """
 
     serving: bool
@@ -257,7 +261,7 @@ def status_body(
     embedding: Mapping[str, Any] | None = None,
     tokens: TokenCounts | None = None,
 ) -> StatusBody:
-    """The whole status out of ``ring``, the backend's part of it, of ``embedding``, if there is one, and ``tokens``."""
+    """The whole status: ``ring``, the backend's part, ``embedding``, if there is one, and ``tokens``."""
     own = {"serving": health.serving, "detail": health.detail, "model": served.id if served is not None else None}
     return msgspec.convert({**ring, **own, "embedding": embedding, "tokens": tokens}, StatusBody)
 
@@ -266,19 +270,21 @@ _TERMS: Final = {"compute": "computing on {}", "disk": "waiting for the disk of 
 
 
 def wrong_line(measured: CompletionFigures) -> str:
-    """For people: by how much a plan is off, and which of its terms is wrong."""
+    """For people: the error of a plan, and its worst term."""
     wrong = measured.wrong
     assert wrong is not None
     term = _TERMS.get(wrong.term, "{}").format(printable(wrong.device or "all devices"))
     remedy = (
-        "look what else runs there" if wrong.measured_ms > wrong.predicted_ms else "measure: primad profile --remeasure"
+        "check what else runs there"
+        if wrong.measured_ms > wrong.predicted_ms
+        else "measure: primad profile --remeasure"
     )
-    beyond = f"; that is more than a profile is wrong by, so {remedy}" if wrong.is_beyond else ""
+    beyond = f"; that is more than a profile's error, so {remedy}" if wrong.is_beyond else ""
     return (
-        f"a token takes {show_ms(measured.tpot_ms)}, not {show_ms(measured.predicted_tpot_ms)} as the plan says; most wrong "
-        f"is {term}: {show_ms(wrong.measured_ms)}, not {show_ms(wrong.predicted_ms)}{beyond}"
+        f"a token takes {show_ms(measured.tpot_ms)}, not {show_ms(measured.predicted_tpot_ms)} as planned; the worst "
+        f"term is {term}: {show_ms(wrong.measured_ms)}, not {show_ms(wrong.predicted_ms)}{beyond}"
     )
 
 
 decoder = msgspec.json.Decoder(StatusBody)
-"""Reads the answer of an endpoint. Raises ``msgspec.DecodeError`` when it is no such status."""
+"""Parses the response of an endpoint. Raises ``msgspec.DecodeError`` for an invalid status."""

@@ -1,7 +1,7 @@
-"""HTTP/1 as strict as it is written: what a proxy may read in another way than this server is refused.
+"""HTTP/1 as strict as its specification: a request that a proxy may read differently is refused.
 
-A request that hides a second one (request smuggling) lives on two readers that disagree about where it ends. h11 takes some
-of what RFC 9112 only forgives: a length beside chunks, lines that end with a bare LF, folded lines, the same length twice.
+Request smuggling needs two readers that disagree about where a request ends. h11 accepts some forms that RFC 9112 only
+tolerates: a length with chunks, lines that end with a bare LF, folded lines, the same length twice.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class StrictConnection(h11.Connection):
 
     wrong = ""
     events = 0
-    """How many parts of requests were looked for in what came."""
+    """The number of request parts in the last read."""
     _is_chunked = False
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
-        """As h11's, which takes 10 us to put a chunk of a stream between its length and its end."""
+        """Like h11's, which takes 10 us to put a chunk of a stream between its length and its end."""
         if type(event) is h11.Data and self._is_chunked and self.our_state is h11.SEND_BODY:
             return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
         sent = super().send(event)
@@ -49,12 +49,12 @@ class StrictConnection(h11.Connection):
 
 
 def wrong_in(received: bytes) -> str:
-    """What is wrong with the head of a request, of which so much was ``received``; empty where h11 sees to the rest."""
+    """The error in the head of a request with this many bytes ``received``; empty if h11 checks the rest."""
     head, is_whole, _ = received.partition(_HEAD_END)
     if len(head) > MAX_HEAD_BYTES:
         return f"a request's first line and headers have at most {MAX_HEAD_BYTES} bytes"
     if _ODD_LINES.search(head):
-        return "lines end with CR LF, and no header line goes on in the next one"
+        return "lines end with CR LF, and header lines are not folded"
     if not is_whole:
         return ""
     version = _VERSION.match(head + b"\r")
@@ -62,7 +62,7 @@ def wrong_in(received: bytes) -> str:
         return "this server speaks HTTP/1.1"
     lengths, is_coded = _LENGTH.findall(head), _CODING.search(head) is not None
     if is_coded and (lengths or version[1] == b"0"):
-        return "Transfer-Encoding goes with no Content-Length, and not with HTTP/1.0"
+        return "Transfer-Encoding excludes Content-Length and HTTP/1.0"
     if len(lengths) > 1 or not all(length.strip(b" \t\r").isdigit() for length in lengths):
-        return "Content-Length is one number"
+        return "Content-Length must be one number"
     return ""

@@ -1,4 +1,4 @@
-"""Work that grows with an answer, done some at a time: the loop has all other clients to see to."""
+"""Work that grows with a response, done in portions: the loop has all other clients to serve."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TURN_S: Final = 0.005
 
 
 async def in_turns(items: Iterable[T]) -> list[T]:
-    """All ``items``, each of which takes some work to make; every few milliseconds others have their turn."""
+    """All ``items``, each of which takes some work to build; every few milliseconds others have their turn."""
     made: list[T] = []
     until_s = time.perf_counter() + TURN_S
     for item in items:

@@ -1,4 +1,4 @@
-"""Vectors of texts from the model of ``serve --embedding``, whatever dialect they are asked in."""
+"""Vectors of texts from the model of ``serve --embedding``, for all dialects."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Vectors:
 
 
 async def embed(endpoint: Endpoint, request: Request, asked: PreparedTexts, *, query: str | None = None) -> Vectors:
-    """The vectors of the texts of ``asked``, behind that of ``query`` if there is one.
+    """The vectors of the texts of ``asked``, after that of ``query`` if there is one.
 
-    It stops when the client leaves. Raises ``RequestError`` where there is no such model or text, ``RingError`` after a
+    It stops if the client leaves. Raises ``RequestError`` if there is no such model or text, ``RingError`` after a
     crash.
     """
     model, dimensions = asked.model, asked.dimensions
@@ -60,7 +60,7 @@ async def embed(endpoint: Endpoint, request: Request, asked: PreparedTexts, *, q
         )
     if dimensions is not None and 0 < embeddings.width < dimensions:
         raise RequestError(
-            f"dimensions: the embedding model has {embeddings.width}; ask for at most as many", param="dimensions"
+            f"dimensions: the embedding model has {embeddings.width}; request at most as many", param="dimensions"
         )
     work = embeddings.embed(texts, called, cuts=asked.cuts, owner=caller())
     found, tokens = await while_connected(request.receive, work)

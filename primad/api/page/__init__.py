@@ -1,1 +1,1 @@
-"""The page at ``/``: chat, the ring as a picture, the devices. Static files, and what they ask for under ``/ui``."""
+"""The page at ``/``: chat, the ring as a picture, the devices. Static files, and their requests under ``/ui``."""

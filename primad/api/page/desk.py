@@ -1,4 +1,4 @@
-"""What the page shows of devices, and what the owner may ask of the daemon by it: the consumer owns the interface."""
+"""The page's view of devices, and the owner's actions: the consumer owns the interface."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_RAM_BYTES: Final = 1 << 50
 
 
 class HeadKey(msgspec.Struct, frozen=True, kw_only=True):
-    """The head: how to trust it by hand elsewhere."""
+    """The head: its key for trusting it by hand elsewhere."""
 
     device: str
     fingerprint: str
@@ -19,7 +19,7 @@ class HeadKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenCode(msgspec.Struct, frozen=True, kw_only=True):
-    """A pairing code that is good for ``expires_s`` seconds more; ``addresses`` are where to bring it without multicast."""
+    """A pairing code, good for ``expires_s`` more seconds; ``addresses`` are for pairing without multicast."""
 
     code: str
     expires_s: float
@@ -28,10 +28,10 @@ class OpenCode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KnownDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A device that is trusted, was, or announces itself. ``key`` has 64 hexadecimal digits.
+    """A device that is or was trusted, or announces itself. ``key`` has 64 hexadecimal digits.
 
-    ``how`` and ``since`` say how it came to be trusted; of one that is only announced both are empty. The head uses nothing
-    of it while it ``is_paused``, and of its memory no more than ``ram_bytes``.
+    ``how`` and ``since`` say how it became trusted; empty if it is only announced. The head does not use it while it
+    ``is_paused``, and uses at most ``ram_bytes`` of its memory.
     """
 
     device: str
@@ -46,7 +46,7 @@ class KnownDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DevicesBody(msgspec.Struct, frozen=True, kw_only=True):
-    """``GET /ui/devices``; ``code`` is the one that is open."""
+    """``GET /ui/devices``; ``code`` is the open one."""
 
     own: HeadKey
     devices: list[KnownDevice]
@@ -54,7 +54,7 @@ class DevicesBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the head may use of ``device``: nothing while it ``is_paused``, else ``ram_bytes`` at most (None: all)."""
+    """The head's limit of ``device``: nothing while it ``is_paused``, else ``ram_bytes`` (None: all)."""
 
     device: str
     is_paused: bool = False
@@ -62,20 +62,20 @@ class DeviceLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ShownCode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A code that another device shows, and where (``host:port``), if it has to be said."""
+    """A code from another device, and its address (``host:port``) if needed."""
 
     code: str
     at: str | None = None
 
 
 class Paired(msgspec.Struct, frozen=True, kw_only=True):
-    """Who was paired with."""
+    """The paired device."""
 
     device: str
 
 
 class OtherCluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Another cluster: ``without`` some devices, and with profiles that come with primad, on links of a speed
+    """Another cluster: ``without`` some devices, and with built-in profiles, on links of a speed
     (``1Gbit/s,0.5ms``)."""
 
     without: list[str] = []
@@ -84,7 +84,7 @@ class OtherCluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PlannedDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan gives one device."""
+    """A device in a plan."""
 
     device: str
     layers: int
@@ -93,7 +93,7 @@ class PlannedDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Imagined(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan for another cluster promises, and what the one that serves does."""
+    """The forecast for another cluster, and that of the serving plan."""
 
     tokens_per_s: float
     ttft_ms: float
@@ -104,34 +104,34 @@ class Imagined(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProfileNames(msgspec.Struct, frozen=True, kw_only=True):
-    """The profiles that come with primad."""
+    """The built-in profiles."""
 
     profiles: list[str]
 
 
 class AdminApi(Protocol):
-    """The daemon as its owner talks to it. What cannot be done raises ``PrimadError``."""
+    """The daemon for its owner. Failures raise ``PrimadError``."""
 
     async def devices(self) -> DevicesBody:
-        """All that are known."""
+        """All known devices."""
 
     async def open_code(self) -> OpenCode:
-        """The code that is open, a new one if none is."""
+        """The open code, a new one if there is none."""
 
     async def bring_code(self, shown: ShownCode) -> Paired:
-        """Pair with the device that shows a code: it and this one trust each other from then on."""
+        """Pair with the device that shows a code: from then on both trust each other."""
 
     async def trust(self, device: str, key: str) -> None:
         """Trust the device with ``key`` under the name ``device``; it has to trust this one, too."""
 
     async def revoke(self, key: str) -> None:
-        """Trust it no longer."""
+        """Stop trusting it."""
 
     async def limit_device(self, device_limit: DeviceLimit) -> None:
-        """Use no more of a device than ``device_limit`` says, from now on and after a restart."""
+        """Limit the use of a device to ``device_limit``, from now on and after a restart."""
 
     async def what_if(self, asked: OtherCluster) -> Imagined:
-        """What a plan for another cluster would promise."""
+        """The forecast of a plan for another cluster."""
 
     def profiles(self) -> list[str]:
-        """The profiles that come with primad, by name."""
+        """The built-in profiles, by name."""

@@ -1,8 +1,8 @@
-"""The static files of the page, read once. They ask no other host for anything, and no build makes them.
+"""The static files of the page, read once. They use no other host and need no build.
 
-The content security policy allows scripts, styles and answers of this server alone, and nothing inline; what a model wrote
-passes a sanitiser whose output is the only text that may become HTML (Trusted Types). Names of hosts in its links are looked
-up by a click and not before.
+The content security policy allows only this server's scripts, styles and responses, and nothing inline; model output
+passes a sanitiser whose result is the only text that may become HTML (Trusted Types). Host names in its links are
+looked up only on a click.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def files() -> dict[str, _File]:
 
 
 def answer(request: Request, name: str) -> Response:
-    """The file ``name``, or that the browser has it already. Raises ``RequestError`` (404)."""
+    """The file ``name``, or 304 if the browser has it. Raises ``RequestError`` (404)."""
     file = files().get(name)
     if file is None:
         raise RequestError(f"no such file of the page: {name[:200]}", status=404)
@@ -84,5 +84,5 @@ def answer(request: Request, name: str) -> Response:
 
 
 def wants_page(request: Request) -> bool:
-    """Whether a browser asks, and no client of the API."""
+    """Whether the client is a browser and not an API client."""
     return "text/html" in request.headers.get("accept", "")

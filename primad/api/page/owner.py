@@ -1,8 +1,8 @@
-"""Who may change things by way of the page: whoever proves to be this user, as the commands do.
+"""The page's owner rights: for clients that prove to be this user, like the commands.
 
-The head's key for its user's commands (``run/head.json``) is the proof. It is not to stand in a list of processes nor in a
-browser's history, so ``primad page`` gets a ticket with it, which is good for one use and a minute, and the page changes the
-ticket for the key. A key that lets clients ask (``--api-key``) changes nothing.
+The head's key for its user's commands (``run/head.json``) is the proof. It must not appear in a process list or a
+browser's history, so ``primad page`` gets a ticket with it, which is good for one use and a minute, and the page
+exchanges the ticket for the key. A key for API clients (``--api-key``) gives no such rights.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _MAX_TICKETS: Final = 16
 
 
 class Owner:
-    """The user who runs the head, known by ``key``; with no key nobody is."""
+    """The user who runs the head, known by ``key``; nobody without a key."""
 
     def __init__(self, key: str | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._key, self._clock = key, clock
         self._tickets: dict[str, float] = {}
-        """When each ends, by its digest."""
+        """Expiry times by digest."""
 
     def is_owner(self, said: str | None) -> bool:
-        """Whether who says this key is the owner."""
+        """Whether this key is the owner's."""
         if self._key is None or said is None:
             return False
         return key_like(said, [ApiKey(name="owner", digest=digest_of(self._key))]) is not None
 
     def check(self, said: str | None) -> None:
-        """Raises ``RequestError`` (403) for all others."""
+        """Raises ``RequestError`` (403) for all other keys."""
         if not self.is_owner(said):
             raise RequestError(
                 "only the owner of this head may do that; open the page with 'primad page' on the head's device",
@@ -52,7 +52,7 @@ class Owner:
         return ticket
 
     def key_for(self, ticket: str) -> str:
-        """The key, once. Raises ``RequestError`` (403) for a ticket that is used, too old or none."""
+        """The key, once. Raises ``RequestError`` (403) for a used, expired or unknown ticket."""
         end_s = self._tickets.pop(digest_of(ticket), 0.0)
         if self._key is None or end_s <= self._clock():
             raise RequestError(

@@ -1,7 +1,7 @@
-"""What the page asks for under ``/ui``.
+"""The page's requests under ``/ui``.
 
-No page of another origin may ask here, whatever ``--cors-origin`` allows elsewhere: the browser says where a request comes
-from (``Origin``, ``Sec-Fetch-Site``), and what is asked for must be JSON and carries its key in a header, never in a cookie.
+Pages of other origins are refused, whatever ``--cors-origin`` allows elsewhere: the browser states where a request
+comes from (``Origin``, ``Sec-Fetch-Site``), and bodies must be JSON and carry the key in a header, never in a cookie.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class OwnerKey(msgspec.Struct, frozen=True, kw_only=True):
-    """What the page says from now on."""
+    """Changes of the status."""
 
     key: str
 
 
 class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An empty object: what is asked needs no more words."""
+    """An empty object: no more is needed."""
 
 
 class NamedKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,14 +56,14 @@ class NamedKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Asker(msgspec.Struct, frozen=True, kw_only=True):
-    """Who asks."""
+    """The caller's rights."""
 
     is_owner: bool
 
 
 class Page:
-    """The page's routes. ``look`` gives the status; who is the ``owner`` may change things at ``admin_api``, if there
-    is one."""
+    """The page's routes. ``look`` gives the status; the ``owner`` may change things at ``admin_api``, if there is
+    one."""
 
     def __init__(
         self, look: Callable[[], Awaitable[StatusBody]], admin_api: AdminApi | None, owner: Owner, timings: ApiTimings
@@ -76,7 +76,7 @@ class Page:
         self._watch.close()
 
     def routes(self) -> Sequence[Route]:
-        """All of them, beside ``/`` itself."""
+        """All of them, except ``/``."""
         return (
             Route(path="/page/{name:path}", handler=self.file, methods=("GET", "HEAD")),
             Route(path="/ui/events", handler=self.events, methods=("GET",)),
@@ -103,12 +103,12 @@ class Page:
         return MessageStream(self._watch.snapshots(), SNAPSHOTS, self._timings)
 
     async def who(self, request: Request) -> Response:
-        """Whether who asks may change things."""
+        """Whether the caller may change things."""
         check_origin(request)
         return json_response(Asker(is_owner=self._owner.is_owner(said_key(request.headers))))
 
     async def ticket(self, request: Request) -> Response:
-        """A ticket for the owner, who is let in by it elsewhere."""
+        """A ticket for the owner, for another browser."""
         await self._asked(request, Nothing)
         return json_response(Ticket(ticket=self._owner.ticket()))
 
@@ -119,7 +119,7 @@ class Page:
         return json_response(OwnerKey(key=self._owner.key_for(asked.ticket)))
 
     async def devices(self, request: Request) -> Response:
-        """The devices that this one knows, and the pairing code that is open."""
+        """Known devices, and the open pairing code."""
         check_origin(request)
         self._owner.check(said_key(request.headers))
         return json_response(await done(self._open_admin_api().devices()))
@@ -141,24 +141,24 @@ class Page:
         return json_response(Nothing())
 
     async def revoke(self, request: Request) -> Response:
-        """Trust a device no longer."""
+        """Stop trusting a device."""
         asked = await self._asked(request, NamedKey)
         await done(self._open_admin_api().revoke(asked.key))
         return json_response(Nothing())
 
     async def limit_device(self, request: Request) -> Response:
-        """Use no more of a device."""
+        """Limit the use of a device."""
         device_limit = await self._asked(request, DeviceLimit)
         await done(self._open_admin_api().limit_device(device_limit))
         return json_response(Nothing())
 
     async def profiles(self, request: Request) -> Response:
-        """Devices to imagine."""
+        """Profiles for what-if."""
         check_origin(request)
         return json_response(ProfileNames(profiles=self._open_admin_api().profiles()))
 
     async def what_if(self, request: Request) -> Response:
-        """What another cluster would do, for whoever may ask: nothing changes by it."""
+        """The forecast of another cluster, for everybody: it changes nothing."""
         check_origin(request)
         asked = decoded(await self._body(request), OtherCluster)
         return json_response(await done(self._open_admin_api().what_if(asked)))
@@ -172,18 +172,18 @@ class Page:
         return self._admin_api
 
     async def _asked(self, request: Request, kind: type[T]) -> T:
-        """What the owner asks for. Raises ``RequestError`` for all others."""
+        """The owner's request. Raises ``RequestError`` for everybody else."""
         check_origin(request)
         self._owner.check(said_key(request.headers))
         return decoded(await self._body(request), kind)
 
 
 def check_origin(request: Request) -> None:
-    """Raises ``RequestError`` (403) when a page of another origin asks."""
+    """Raises ``RequestError`` (403) for a page of another origin."""
     origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "same-origin")
     is_ours = origin is None or _host_of(origin) == request.headers.get("host", "").lower()
     if not is_ours or site not in ("same-origin", "none"):
-        raise RequestError("pages of other origins may not ask here", status=403, code="foreign_origin")
+        raise RequestError("pages of other origins are not allowed here", status=403, code="foreign_origin")
 
 
 def _host_of(origin: str) -> str:
@@ -194,7 +194,7 @@ def _host_of(origin: str) -> str:
 
 
 async def done(work: Awaitable[A]) -> A:
-    """What ``work`` gives. Raises ``RequestError`` (409) where the daemon refuses it."""
+    """The result of ``work``. Raises ``RequestError`` (409) if the daemon refuses."""
     try:
         return await work
     except RequestError:
@@ -208,4 +208,4 @@ def decoded(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise RequestError(f"the body is not what is asked here: {exc}") from exc
+        raise RequestError(f"the body is invalid: {exc}") from exc

@@ -1,4 +1,4 @@
-"""One look at the ring a second for all pages that are open, and none while there is none."""
+"""One status per second for all open pages, and none without any."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ SNAPSHOTS: Final = Framing(
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """A status as JSON, the same bytes for whoever looks."""
+    """A status as JSON, the same bytes for all listeners."""
 
     json: bytes
 
 
 class Watch:
-    """What ``look`` says, every ``every_s`` seconds while anybody listens."""
+    """The result of ``look``, every ``every_s`` seconds while anybody listens."""
 
     def __init__(self, look: Callable[[], Awaitable[StatusBody]], every_s: float) -> None:
         self._look, self._every_s = look, every_s
@@ -46,7 +46,7 @@ class Watch:
         self._is_closed = False
 
     async def snapshots(self) -> AsyncGenerator[Snapshot, None]:
-        """The snapshots from now on; who is slow gets the latest. Raises ``RequestError`` where too many listen."""
+        """The snapshots from now on; slow listeners get the latest. Raises ``RequestError`` if there are too many."""
         if self._listeners >= MAX_LISTENERS:
             raise RequestError(f"{MAX_LISTENERS} pages are open already; close one", status=429, code="too_many_pages")
         self._listeners += 1
@@ -62,7 +62,7 @@ class Watch:
                 if self._is_closed:
                     return
                 if not upcoming.done():
-                    producer.result()  # it failed, and so does whoever listens
+                    producer.result()  # it failed, and so do all listeners
                 yield upcoming.result()
         finally:
             self._listeners -= 1

@@ -1,5 +1,5 @@
-"""primad as a service: what systemd, launchd and Windows' Task Scheduler are told about it, and the commands that tell them.
+"""primad as a service of systemd, launchd or Windows' Task Scheduler: their configuration, and commands.
 
-The texts and the steps are made from values (``service``, ``systemd``, ``launchd``, ``task_scheduler``, ``steps``) and touch
-nothing; ``machine`` finds out what this machine has, and carries steps out.
+Texts and steps are pure values (``service``, ``systemd``, ``launchd``, ``task_scheduler``, ``steps``); ``machine``
+inspects this machine and carries out steps.
 """

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from primad.cli.service.steps import Manager, Place, ServiceStep
     from primad.settings.config import Config
 
-service_app = CommandGroup(help="Run serve or join as a service: install, remove, look after it.", no_args_is_help=True)
+service_app = CommandGroup(help="Run serve or join as a service.", no_args_is_help=True)
 
 System = Annotated[
-    bool, typer.Option("--system", help="Of the machine, which starts with it; otherwise of your session.")
+    bool, typer.Option("--system", help="A service of the machine, started with it [default: of your session].")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")]
 ROLES: Final = ("join", "serve")
 _OWN: Final = {"host", "port", "device"}
 """Options of serve whose names are keys of the configuration and mean something else there."""
@@ -46,18 +46,18 @@ def install(
     run_as: Annotated[
         str | None,
         typer.Option(
-            "--as", help="With --system: the user it runs as [default: primad, made for it].", show_default=False
+            "--as", help="With --system: the user it runs as [default: primad, which is created].", show_default=False
         ),
     ] = None,
     no_start: Annotated[
-        bool, typer.Option("--no-start", help="Leave it for the next start of machine or session.")
+        bool, typer.Option("--no-start", help="Do not start it now, but with the machine or session.")
     ] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Install 'primad join' or 'primad serve' as a service, with the options behind it, and start it.
+    """Install 'primad join' or 'primad serve' as a service, with the options after it, and start it.
 
-    systemd, launchd or Windows' Task Scheduler starts it with the machine or session, and again when it fails. What is
-    done is said line by line. A device is paired once, with 'primad pair --code CODE'.
+    systemd, launchd or Windows' Task Scheduler starts it with the machine or session, and restarts it when it fails.
+    Each step is printed. Pair the device once with 'primad pair --code CODE'.
 
     Examples:
 
@@ -82,7 +82,7 @@ def install(
 
 @service_app.command("remove")
 def remove(system: System = False, dry_run: DryRun = False) -> None:
-    """Stop the service and remove it. Its home folder, with keys, trust and layers, stays.
+    """Stop the service and remove it. Its home folder, with keys, trust and layers, is kept.
 
     Examples:
 
@@ -95,7 +95,7 @@ def remove(system: System = False, dry_run: DryRun = False) -> None:
     where = _installed(system=system, changes=True)
     if not where.file.exists():
         raise ConfigError(
-            f"{where.file}: is not there; the service came with a package of the system, which removes it"
+            f"{where.file}: does not exist; the service belongs to a package of the system, which removes it"
         )
     _do(steps.remove(where), dry_run=dry_run)
 
@@ -115,7 +115,7 @@ def start(system: System = False) -> None:
 
 @service_app.command("stop")
 def stop(system: System = False) -> None:
-    """Stop the service; a worker hands over what it computes. It starts again with the machine or session.
+    """Stop the service; a worker hands over first. It starts again with the machine or session.
 
     Examples:
 
@@ -128,9 +128,9 @@ def stop(system: System = False) -> None:
 
 @service_app.command("status")
 def status(system: System = False) -> None:
-    """Show how the service stands, and why it is not started again where it failed for good.
+    """Show the state of the service, and why it is not restarted if it gave up.
 
-    Ends with the code of the service manager: 0 means that it runs.
+    The exit code is that of the service manager: 0 means that it runs.
 
     Examples:
 
@@ -151,10 +151,10 @@ def status(system: System = False) -> None:
 @service_app.command("logs")
 def logs(
     system: System = False,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is still to come.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="So many of the last lines.", min=1, max=100_000)] = 50,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow new lines.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of last lines.", min=1, max=100_000)] = 50,
 ) -> None:
-    """Show what the service said.
+    """Show the log of the service.
 
     Examples:
 
@@ -177,13 +177,14 @@ def hold(
     role: Annotated[str, typer.Argument(metavar="join|serve")],
     options: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS]...")] = None,
 ) -> None:
-    """Have systemd hold the service to the --max-ram of its options. A package's unit does this before it starts."""
+    """Set systemd's memory limit from --max-ram in the service's options. A package's unit does this before it
+    starts."""
     from primad.cli.service import steps
     from primad.settings.config import load_config
     from primad.settings.quantities import Share
 
     ram = load_config(_flags(_wanted(context, role, options or []))).limits.ram
-    # A share is one of all that the service sees, which would be less from then on.
+    # A share refers to all memory that the service sees, which the limit would reduce.
     _do([steps.hold(None if isinstance(ram, Share) else ram)])
 
 
@@ -200,14 +201,14 @@ class _Wanted:
 
 
 def _wanted(context: Any, role: str, options: list[str]) -> _Wanted:
-    """The options, judged by the command that they are for. Raises what that raises."""
+    """The options, parsed by their command. Raises what that raises."""
     if role not in ROLES:
-        raise ConfigError(f"{printable(role)}: is no service; install join or serve")
+        raise ConfigError(f"{printable(role)}: not a service; install join or serve")
     command = context.find_root().command.get_command(context, role)
     theirs = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
     for name in (word.partition("=")[0] for word in options):
         if name not in theirs and any(name in param.opts for param in context.command.params):
-            raise ConfigError(f"{name}: stands before {role}, as in 'primad service install {name} {role}'")
+            raise ConfigError(f"{name}: belongs before {role}: 'primad service install {name} {role}'")
     judged = command.make_context(f"primad {role}", list(options))
     words = []
     for param in command.params:
@@ -216,14 +217,14 @@ def _wanted(context: Any, role: str, options: list[str]) -> _Wanted:
             words.append((param.name, _typed(param, judged.params[param.name])))
     given = {name for name, _ in words}
     if "code" in given:
-        raise ConfigError("--code: is good once, and a service starts often; bring it with 'primad pair --code'")
+        raise ConfigError("--code: works only once, and a service starts often; use 'primad pair --code'")
     if "api_key" in given:
         raise ConfigError("--api-key: everybody here could read it in the service's file; give --api-key-file")
     return _Wanted(role, dict(judged.params), words)
 
 
 def _typed(param: Any, value: Any) -> list[str]:
-    """The words that say ``value`` again, from whatever folder: paths are full."""
+    """The command line of ``value``, with absolute paths."""
     name = max(param.opts, key=len)
     if isinstance(value, bool):
         return [name if value else max(param.secondary_opts, key=len)]
@@ -243,7 +244,7 @@ def _full(path: Path | str) -> Path | str:
 
 
 def _service(wanted: _Wanted, where: Place, run_as: str | None) -> tuple[DaemonService, bool]:
-    """What is to run at ``where``, and whether its user is not there yet."""
+    """The service to run at ``where``, and whether its user has to be created."""
     from primad.cli.service import machine, systemd
     from primad.cli.service.service import DaemonService
     from primad.settings.config import default_home, load_config
@@ -259,7 +260,7 @@ def _service(wanted: _Wanted, where: Place, run_as: str | None) -> tuple[DaemonS
     config = load_config(_flags(wanted) | {"home": home}, {})  # a service does not have the variables of this terminal
     ram = config.limits.ram
     limit = None if ram is None else bytes_of(ram, memory().total_bytes)
-    # As bytes: of a share the service would take a share, since it sees its limit as all there is.
+    # As bytes: a share would be of the service's own limit, which it sees as all memory.
     words = [*(each for name, typed in wanted.words if name not in ("home", "max_ram") for each in typed)]
     words += [] if limit is None else ["--max-ram", f"{limit}B"]
     user = (run_as or machine.default_user(where.manager)) if where.system else None
@@ -291,7 +292,7 @@ def _writable(config: Config) -> tuple[Path, ...]:
 
 
 def _files(wanted: _Wanted) -> Iterator[tuple[str, Path]]:
-    """The files that the service reads, by option. Raises ``ConfigError`` for one that is not there: a log is no place."""
+    """The files that the service reads, by option. Raises ``ConfigError`` for a missing one now, not in a log."""
     from primad.gguf.hub import hub_name
 
     for name in ("model", "draft", "embedding", "api_key_file"):
@@ -305,26 +306,27 @@ def _files(wanted: _Wanted) -> Iterator[tuple[str, Path]]:
 
 
 def _judge_user(user: str, wanted: _Wanted, where: Place) -> bool:
-    """Whether ``user`` is not there yet. Raises ``ConfigError`` for one who may not run primad or read what it needs."""
+    """Whether ``user`` has to be created. Raises ``ConfigError`` if the user may not run primad or read its files."""
     from primad.cli.service import machine, systemd
 
     if where.manager == "the Task Scheduler":
         return False
     account = machine.account(user)
     if account is None and user != systemd.SYSTEM_USER:
-        raise ConfigError(f"--as {user}: there is no such user")
+        raise ConfigError(f"--as {user}: no such user")
     who = account or machine.Account(None, frozenset())
     for path, runs in ((Path(machine.program()[0]), True), (Path(sys.executable), True)):
         for each in {path, path.resolve()}:
             if (there := machine.unreadable(each, who, runs=runs)) is not None:
                 raise ConfigError(
-                    f"{each}: {user} may not run it because of {there}; install primad where all users may, as in "
-                    "/opt or with a package, or name a user who may with --as"
+                    f"{each}: {user} may not run it because of {there}; install primad where all users may run it, "
+                    "such as in /opt or with a package, or choose another user with --as"
                 )
     for option, path in _files(wanted):
         if (there := machine.unreadable(path, who)) is not None:
             raise ConfigError(
-                f"{option} {path}: {user} may not read it because of {there}; allow that, or name a user who may with --as"
+                f"{option} {path}: {user} may not read it because of {there}; allow that, or choose another user with "
+                "--as"
             )
     return account is None
 
@@ -333,7 +335,7 @@ def _judge_user(user: str, wanted: _Wanted, where: Place) -> bool:
 
 
 def _place(*, system: bool, dry_run: bool = False) -> Place:
-    """Where the service belongs. Raises ``ConfigError`` where this user cannot have it there."""
+    """The place of the service. Raises ``ConfigError`` if this user may not install it there."""
     from primad.cli.service import machine
 
     kind: Manager
@@ -359,7 +361,7 @@ def _judge_rights(kind: Manager, *, system: bool) -> None:
 
 
 def _installed(*, system: bool, changes: bool = False) -> Place:
-    """Where the service is. Raises ``ConfigError`` where there is none, or none that this user may change."""
+    """The installed service's place. Raises ``ConfigError`` if there is none that this user may change."""
     from primad.cli.service import machine
 
     kind = machine.manager()
@@ -398,7 +400,7 @@ def _show_command(command: Sequence[str]) -> int:
     try:
         return _runner().show(command)
     except OSError as exc:
-        raise ServiceError(f"{command[0]}: cannot be run: {exc.strerror or exc}") from exc
+        raise ServiceError(f"{command[0]}: cannot run: {exc.strerror or exc}") from exc
 
 
 def _show(text: str) -> None:
@@ -406,13 +408,13 @@ def _show(text: str) -> None:
 
 
 def _hint(where: Place, role: str, service: DaemonService) -> None:
-    """What to do next."""
+    """Print what to do next."""
     from primad.trust.trust import FILE_NAME
 
     sudo, home = (
         ("sudo ", f" --home {service.home}") if where.system and where.manager != "the Task Scheduler" else ("", "")
     )
-    out.print(f"it is a service of {where.scope} now; 'primad service logs' shows what it says")
+    out.print(f"it is a service of {where.scope} now; 'primad service logs' shows its log")
     if role == "join" and not Path(service.home, FILE_NAME).exists():
         out.print(f"pair it with the code that the head shows: {sudo}primad pair{home} --code CODE")
     if role == "serve":

@@ -1,9 +1,8 @@
 """Property lists for macOS' launchd: an agent of a user's session, or a daemon of the machine.
 
-launchd has no watchdog and bounds nobody's memory: ``--max-ram`` alone does that there. It starts a service that failed
-without an end, though not sooner than ``_THROTTLE_S`` after the last time, and leaves only one that ended well: so one that
-would fail in the same way says that it did. What it starts as ``Standard`` it slows down as it likes; an answer is what
-somebody waits for.
+launchd has no watchdog and no memory limit; only ``--max-ram`` limits memory. It restarts a failed service without end,
+``_THROTTLE_S`` after the last start, unless it exited with success: so a service that would fail in the same way exits
+like that. It throttles services of type ``Standard``, but somebody waits for a response.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _THROTTLE_S: Final = 60
 
 
 def label(name: str = NAME) -> str:
-    """What launchd calls the service ``name``."""
+    """launchd's label of the service ``name``."""
     return f"org.primad.{name}"
 
 

@@ -1,4 +1,4 @@
-"""The service on this machine: which manager there is, who may do what, and the steps carried out."""
+"""The service on this machine: its manager, permissions, and carrying out steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ServiceError(PrimadError):
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """How a command ended, and what it said."""
+    """A command's exit code and output."""
 
     code: int
     said: str
@@ -49,10 +49,10 @@ class Runner(Protocol):
 
 
 class Commands:
-    """Runs them for real."""
+    """Runs real commands."""
 
     def run(self, command: Sequence[str]) -> Ran:
-        """Run it to its end, which no manager's command puts off for ever."""
+        """Run it to its end, with a timeout."""
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
         said = (done.stderr or done.stdout).decode(errors="replace").strip()
         return Ran(done.returncode, said)
@@ -63,17 +63,17 @@ class Commands:
 
 
 def manager() -> Manager:
-    """What starts services here. Raises ``ConfigError`` where nothing of what is known does."""
+    """The service manager of this machine. Raises ``ConfigError`` if there is no known one."""
     found: Manager = "the Task Scheduler" if sys.platform == "win32" else "systemd"
     if sys.platform == "darwin":
         found = "launchd"
     if sys.platform == "linux" and not Path("/run/systemd/system").is_dir():
         raise ConfigError(
-            "no systemd runs here, so it can start nothing; 'primad service install --dry-run' shows the command for what "
-            "starts programs here"
+            "systemd does not run here; 'primad service install --dry-run' shows the command for the program that "
+            "starts services here"
         )
     if shutil.which(_PROGRAMS[found]) is None:
-        raise ConfigError(f"{_PROGRAMS[found]}: is missing, and without it {found} is not told anything; install it")
+        raise ConfigError(f"{_PROGRAMS[found]}: is missing, which controls {found}; install it")
     return found
 
 
@@ -93,7 +93,7 @@ def _uid() -> int:
 
 
 def place(kind: Manager, *, system: bool) -> Place:
-    """Where the service of the machine, or of this user's session, is with the manager ``kind``."""
+    """The place of the service of the machine, or of this user's session, for the manager ``kind``."""
     home = default_home()
     uid = _uid()
     match kind:
@@ -112,7 +112,7 @@ def place(kind: Manager, *, system: bool) -> Place:
 
 
 def installed(where: Place) -> Place:
-    """``where`` with the log of the service that is there, whose home folder may be another than the default one."""
+    """``where`` with the log of the installed service, whose home folder may not be the default one."""
     if where.manager == "systemd":
         return where
     read = launchd.home_of if where.manager == "launchd" else task_scheduler.home_of
@@ -134,14 +134,14 @@ def system_home(kind: Manager) -> Path:
 
 
 def default_user(kind: Manager) -> str:
-    """Whom a service of the machine runs as when nobody says. Raises ``ConfigError`` where that must be said."""
+    """The default user of a service of the machine. Raises ``ConfigError`` if there is none."""
     match kind:
         case "systemd":
             return systemd.SYSTEM_USER
         case "launchd":
             user = os.environ.get("SUDO_USER", "")
             if user in ("", "root"):
-                raise ConfigError("--system: whom should it run as? Name a user with --as")
+                raise ConfigError("--system: needs a user; give one with --as")
             return user
         case "the Task Scheduler":
             return task_scheduler.LOCAL_SERVICE
@@ -149,7 +149,7 @@ def default_user(kind: Manager) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A user by number, and the numbers of the groups; None for one that is not there yet, who may what all may."""
+    """A user's id and group ids; None for a user that does not exist yet, with everybody's rights."""
 
     uid: int | None
     gids: frozenset[int]
@@ -178,9 +178,9 @@ def gpu_groups() -> tuple[str, ...]:
 
 
 def unreadable(path: Path, who: Account, *, runs: bool = False) -> Path | None:
-    """The file or folder on the way to ``path`` that keeps ``who`` from reading it (``runs``: from running it), if one does.
+    """The file or folder on the way to ``path`` that keeps ``who`` from reading (``runs``: running) it, or None.
 
-    Only what mode bits say: a list of access rights may allow more.
+    Only mode bits are checked; an access control list may allow more.
     """
     if sys.platform == "win32" or who.uid == 0:
         return None
@@ -198,7 +198,7 @@ def unreadable(path: Path, who: Account, *, runs: bool = False) -> Path | None:
 
 
 def program() -> tuple[str, ...]:
-    """The words that start this primad again, whoever starts it."""
+    """The command that starts this primad from anywhere."""
     called = Path(sys.argv[0])
     if called.stem == "primad":
         found = called if called.parent != Path() else Path(shutil.which(called.name) or called)

@@ -1,4 +1,4 @@
-"""A daemon as a service: what it runs, as whom, and what it may use. Every kind of service is made from this."""
+"""A daemon as a service: its command, user and limits. Every kind of service is made from this."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from typing import Final, Literal
 DaemonRole = Literal["join", "serve"]
 
 NAME: Final = "primad"
-"""A machine has one role, and so one service; a second one is given another name."""
+"""A machine has one role, and so one service; a second one needs another name."""
 DESCRIPTIONS: Final[Mapping[DaemonRole, str]] = {
-    "join": "primad: lends this device to a head",
+    "join": "primad: computes on this device for a head",
     "serve": "primad: serves a language model with the devices in sight",
 }
 MEMORY_MARGIN_BYTES: Final = 1 << 30
-"""What a service may take beyond ``--max-ram``: that bounds what a plan uses, and the programs themselves, what is being
-measured and files on their way come on top. A limit that left no room would make the plan's memory smaller than the owner
-said, since a plan sees the limit of the service as this machine's memory."""
+"""Memory of a service beyond ``--max-ram``, which bounds plans only: programs, measurements and transfers come on top.
+A tighter limit would shrink the plan's memory below the owner's value, since a plan sees the service's limit as the
+machine's memory."""
 STOP_S: Final = 90
-"""How long a service has to end: a worker hands over to others for up to 60 seconds."""
+"""Time for a service to end: a worker hands over to others for up to 60 seconds."""
 RESTART_S: Final = 10
 MAX_STARTS: Final = 30
 STARTS_WITHIN_S: Final = 3600
-"""A service that was started so often within so many seconds fails for good: it is left, and its owner looks why."""
+"""A service that was started this often within this many seconds is given up."""
 GIVE_UP_VARIABLE: Final = "PRIMAD_GIVE_UP_CODE"
-"""The exit code that a daemon is to end with where another start would fail in the same way: a wrong option or a wrong line
-of its configuration. Each manager has its own that it does not start a service again for."""
+"""The daemon's exit code if another start would fail in the same way, because of a wrong option or line of its
+configuration. Each manager has its own code for "do not restart"."""
 WATCHDOG_S: Final = 90
-"""A daemon whose loop has not come round for so long hangs, and is started again."""
+"""A daemon whose loop does not run for this long hangs, and is restarted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonService:
-    """What is to run.
+    """The service to run.
 
-    ``program`` are the words before the role, ``arguments`` those behind it, ``options_variable`` names a variable of
-    ``environment_file`` with more of them (systemd only). ``max_ram_bytes`` is what ``--max-ram`` says in ``arguments``,
-    None for no limit. ``user`` and ``groups`` are for a service of the machine, None and nothing for one of a session.
-    ``home`` and ``writable`` are what it may write to; ``log`` is the file for what it says, where no journal takes it.
+    ``program`` are the words before the role, ``arguments`` those after it, ``options_variable`` names a variable of
+    ``environment_file`` with more of them (systemd only). ``max_ram_bytes`` is ``--max-ram`` of ``arguments``, None for
+    no limit. ``user`` and ``groups`` are for a service of the machine, None and empty for one of a session. ``home``
+    and ``writable`` are the folders it may write to; ``log`` is its log file if there is no journal.
     """
 
     role: DaemonRole
@@ -63,5 +63,5 @@ class DaemonService:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment: that of the service, and where its home folder is."""
+        """The service's environment, including its home folder."""
         return {"PRIMAD_HOME": str(self.home)} | dict(self.environment)

@@ -1,6 +1,6 @@
-"""What it takes to install, start, stop and remove the service, step by step, for each kind of service manager.
+"""The steps to install, start, stop and remove the service, for each kind of service manager.
 
-Steps are values: they are shown to the owner before anything happens, and ``machine.carry_out`` does them.
+Steps are values: they are shown to the owner first, and ``machine.carry_out`` does them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Manager = Literal["systemd", "launchd", "the Task Scheduler"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteFile:
-    """Write ``data`` to ``path``, whose folders are made; every user may read it."""
+    """Write ``data`` to ``path``, creating its folders; every user may read it."""
 
     path: Path
     data: bytes
@@ -50,7 +50,7 @@ class MakeFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCommand:
-    """Run ``command``; where it ``may_fail`` it does not matter whether it did anything."""
+    """Run ``command``; if it ``may_fail``, its failure is ignored."""
 
     command: tuple[str, ...]
     may_fail: bool = False
@@ -64,9 +64,9 @@ ServiceStep = WriteFile | RemoveFile | MakeFolder | RunCommand
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where the service is: with which manager, of the machine (``system``) or of the session of the user ``uid``.
+    """The place of the service: its manager, for the machine (``system``) or the session of the user ``uid``.
 
-    ``file`` is what the manager reads about it, ``log`` what the service says where no journal takes it.
+    ``file`` is the manager's configuration file, ``log`` the service's log file if there is no journal.
     """
 
     manager: Manager
@@ -77,12 +77,12 @@ class Place:
 
     @property
     def scope(self) -> str:
-        """What it is a service of, for people."""
+        """The scope of the service, for people."""
         return "the machine" if self.system else "your session"
 
 
 def text_of(place: Place, service: DaemonService) -> bytes:
-    """What the manager reads about the service."""
+    """The manager's configuration of the service."""
     match place.manager:
         case "systemd":
             return systemd.unit(service).encode()
@@ -93,7 +93,7 @@ def text_of(place: Place, service: DaemonService) -> bytes:
 
 
 def install(place: Place, service: DaemonService, *, new_user: bool, starts: bool) -> list[ServiceStep]:
-    """Install the service, or install it anew. ``new_user``: its user is not there yet."""
+    """Install or reinstall the service. ``new_user``: its user has to be created."""
     write = WriteFile(path=place.file, data=text_of(place, service))
     home = Path(service.home)
     match place.manager:
@@ -132,7 +132,7 @@ def _add_user(user: str, home: str) -> ServiceStep:
 
 
 def remove(place: Place) -> list[ServiceStep]:
-    """Stop the service and let the manager forget it. Its home folder stays."""
+    """Stop the service and remove it from the manager. Its home folder is kept."""
     match place.manager:
         case "systemd":
             return [
@@ -154,7 +154,7 @@ def remove(place: Place) -> list[ServiceStep]:
 
 
 def start(place: Place) -> list[ServiceStep]:
-    """Start the service that is installed."""
+    """Start the installed service."""
     match place.manager:
         case "systemd":
             return [_forgive(place), _systemctl(place, "start", systemd.unit_name())]
@@ -168,19 +168,19 @@ def start(place: Place) -> list[ServiceStep]:
 
 
 def stop(place: Place) -> list[ServiceStep]:
-    """Stop the service until it is started again, or the machine or session is."""
+    """Stop the service until it, the machine or the session is started again."""
     match place.manager:
         case "systemd":
             return [_systemctl(place, "stop", systemd.unit_name())]
         case "launchd":
-            # One that ends by itself with code 0 stays ended, and launchd still knows it.
+            # A service that exits with code 0 is not restarted, but stays loaded in launchd.
             return [RunCommand(command=("launchctl", "kill", "SIGTERM", _target(place)))]
         case "the Task Scheduler":
             return [RunCommand(command=("schtasks", "/End", "/TN", NAME))]
 
 
 def status(place: Place) -> Sequence[str]:
-    """The command that shows how the service stands."""
+    """The command that shows the service's state."""
     match place.manager:
         case "systemd":
             return [*_systemctl(place, "status", "--no-pager", "--lines=5", systemd.unit_name()).command]
@@ -191,7 +191,7 @@ def status(place: Place) -> Sequence[str]:
 
 
 def logs(place: Place, lines: int, *, follow: bool) -> Sequence[str]:
-    """The command that shows the last ``lines`` that the service said, and with ``follow`` those that are still to come."""
+    """The command that shows the last ``lines`` of the service's log, and with ``follow`` new ones."""
     match place.manager:
         case "systemd":
             of = ["--unit"] if place.system else ["--user", "--user-unit"]
@@ -206,25 +206,26 @@ def logs(place: Place, lines: int, *, follow: bool) -> Sequence[str]:
 
 
 def state(place: Place) -> Sequence[str] | None:
-    """The command that says why the service is left (``systemd.why_it_is_left``); None where its log alone says that."""
+    """The command that says why the service was given up (``systemd.why_it_is_left``); None if only its log says
+    that."""
     if place.manager != "systemd":
         return None
     return _systemctl(place, "show", f"--property={systemd.state_properties()}", systemd.unit_name()).command
 
 
 def hold(max_ram_bytes: int | None) -> ServiceStep:
-    """Have systemd hold the service of the machine, which is being started, to ``--max-ram``."""
+    """Have systemd limit the starting service of the machine to ``--max-ram``."""
     limit = f"MemoryMax={systemd.memory_max(max_ram_bytes)}"
     return RunCommand(command=("systemctl", "set-property", "--runtime", systemd.unit_name(), limit))
 
 
 def _let_go() -> ServiceStep:
-    """Forget what ``hold`` set for the unit of a package: the one in its place has its own limit."""
+    """Reset what ``hold`` set for a package's unit: the one in its place has its own limit."""
     return RemoveFile(path=Path(systemd.HELD_FILE.format(unit=systemd.unit_name())))
 
 
 def _forgive(place: Place) -> RunCommand:
-    """Let a service that failed too often be started again."""
+    """Allow a service that failed too often to start again."""
     return _systemctl(place, "reset-failed", systemd.unit_name(), may_fail=True)
 
 

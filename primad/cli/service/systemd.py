@@ -1,18 +1,18 @@
-"""Units for systemd: one for the machine, with its own user and shut in, and one for a user's session.
+"""Units for systemd: one for the machine, sandboxed and with its own user, and one for a user's session.
 
-What a unit of the machine may not do follows from what primad does. It needs the network (also multicast, and netlink for
-the list of interfaces), the devices of GPUs, all of ``/proc/meminfo`` and of the control groups, and to write into its own
+The sandbox of the machine's unit allows what primad does. It needs the network (also multicast, and netlink for the
+list of interfaces), the devices of GPUs, all of ``/proc/meminfo`` and of the control groups, and to write into its own
 folders. So there is no ``PrivateDevices``, ``ProtectClock`` (which bars every device but one), ``ProcSubset`` or
-``MemoryDenyWriteExecute`` (drivers of GPUs compile code). ``KillMode=mixed`` has the daemon alone hear that it should end:
-it hands over what its ring process computes. ``OOMPolicy=continue``: a ring process that was killed is an event in the
-daemon, not its end; and where memory runs out primad goes before what its owner does. ``HOME`` is the service's own folder:
-the caches that lie there are its own, whoever it runs as.
+``MemoryDenyWriteExecute`` (drivers of GPUs compile code). ``KillMode=mixed`` signals only the daemon, which hands over
+before its ring process ends. ``OOMPolicy=continue``: a killed ring process is an event in the daemon, not its end; and
+if memory runs out primad is killed before the owner's programs. ``HOME`` is the service's own folder, so caches there
+are its own.
 
-Options that stand in a variable are read when the service starts, and so is the ``--max-ram`` among them: a command before
-the service has systemd hold it to that (``HOLDS``). It does so as root, with ``systemctl set-property``, which acts on a
-service that is being started; a unit's own figures are read before.
+Options in a variable, ``--max-ram`` among them, are read when the service starts: a command before the service sets
+systemd's limit (``HOLDS``). It runs as root, with ``systemctl set-property``, which affects a starting service; a
+unit's own figures are read earlier.
 
-A user's manager has no rights to set up most of that; its unit says what it can.
+A user's manager may not set up most of that; its unit has the rest.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from primad.cli.service.service import (
 SYSTEM_USER: Final = "primad"
 SYSTEM_HOME: Final = "/var/lib/primad"
 ENVIRONMENT_FILE: Final = "/etc/default/primad"
-"""Variables for the service of the machine, such as ``PRIMAD_API_KEY``, which the list of processes would show."""
+"""Variables for the service of the machine, such as ``PRIMAD_API_KEY``, which the process list would show."""
 GIVE_UP_CODE: Final = 78
 """``EX_CONFIG`` of ``sysexits.h``, which systemd calls CONFIG."""
 HOLDS: Final = ("service", "hold")
 """The words between the program and the role of the command that sets ``MemoryMax`` from the service's options."""
 HELD_FILE: Final = "/run/systemd/system.control/{unit}.d/50-MemoryMax.conf"
-"""Where ``systemctl set-property --runtime`` keeps it; it counts more than what stands in any unit."""
+"""The drop-in of ``systemctl set-property --runtime``; it overrides every unit."""
 GPU_GROUPS: Final = ("render", "video")
-"""Who may use a GPU on Linux."""
+"""Groups that may use a GPU on Linux."""
 
 _SHUT_IN: Final = (
     "CapabilityBoundingSet=",
@@ -112,7 +112,7 @@ def unit(service: DaemonService) -> str:
             f"RestartSec={RESTART_S}",
             f"RestartPreventExitStatus={GIVE_UP_CODE}",
             f"WatchdogSec={WATCHDOG_S}",
-            # A model by name may have to be fetched first.
+            # A model by name may have to be downloaded first.
             f"TimeoutStartSec={'infinity' if service.role == 'serve' else 300}",
             f"TimeoutStopSec={STOP_S}",
             "KillMode=mixed",
@@ -134,19 +134,19 @@ def _variables(service: DaemonService) -> dict[str, str]:
 
 
 def state_properties() -> str:
-    """What ``why_it_is_left`` wants ``systemctl show`` to say."""
+    """The properties of ``systemctl show`` for ``why_it_is_left``."""
     return "ActiveState,Result,ExecMainStatus,StatusText"
 
 
 def why_it_is_left(shown: str) -> str | None:
-    """Why systemd does not start the service again by itself, from ``systemctl show``; None where it runs or will be."""
+    """Why systemd does not restart the service, from ``systemctl show``; None if it runs or will."""
     told = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
     if told.get("ActiveState") != "failed":
         return None
     cure = "; 'primad service start' starts it again"
     if told.get("Result") == "start-limit-hit":
         tries = f"{MAX_STARTS} times within {STARTS_WITHIN_S // 60} minutes"
-        return f"it was started {tries} and failed each time, so it is left{cure}"
+        return f"it was started {tries} and failed each time, so it was given up{cure}"
     if told.get("ExecMainStatus") == str(GIVE_UP_CODE):
         said = told.get("StatusText", "").removeprefix("it failed: ")
         return f"another start would fail in the same way: {said or 'its log says why'}{cure}"
@@ -171,7 +171,7 @@ def _resources(service: DaemonService) -> Iterable[str]:
 
 
 def memory_max(max_ram_bytes: int | None) -> str:
-    """``MemoryMax`` of a service that ``--max-ram`` gives so much."""
+    """``MemoryMax`` of a service with this ``--max-ram``."""
     return "infinity" if max_ram_bytes is None else str(max_ram_bytes + MEMORY_MARGIN_BYTES)
 
 
@@ -189,7 +189,7 @@ def _rights(service: DaemonService) -> Iterable[str]:
 
 
 def _quoted(word: str, *, is_command: bool = False) -> str:
-    """``word`` as systemd reads one word: nothing in it is a quote, a specifier (%) or, in a command, a variable ($)."""
+    """``word`` quoted for systemd as one word, without quotes, specifiers (%) or, in a command, variables ($)."""
     text = _escaped(word).replace("\\", "\\\\").replace('"', '\\"')
     if is_command:
         text = text.replace("$", "$$")

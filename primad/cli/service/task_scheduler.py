@@ -1,7 +1,7 @@
 """Tasks for Windows' Task Scheduler: at the start of the machine, or when the user logs on.
 
-A service proper answers Windows' service control, which a program for the console does not. A task needs no such program: it
-starts at boot, starts again when it failed, and has no time limit. What it says goes to a file by way of ``cmd``.
+A Windows service has to respond to service control, which a console program does not. A task starts at boot, restarts
+on failure and has no time limit. ``cmd`` redirects its output to a file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from primad.cli.service.service import DESCRIPTIONS, GIVE_UP_VARIABLE, MAX_START
 
 NAMESPACE: Final = "http://schemas.microsoft.com/windows/2004/02/mit/task"
 LOCAL_SERVICE: Final = "S-1-5-19"
-"""The account of a task of the machine: it has the rights of a user and no more."""
+"""The account of a task of the machine: it has only a user's rights."""
 
 
 def task(service: DaemonService) -> bytes:
@@ -56,7 +56,7 @@ def home_of(data: bytes) -> Path:
 
 
 def _arguments(service: DaemonService) -> str:
-    """What ``cmd`` is given. It takes the outermost quotes away and leaves the rest."""
+    """The arguments of ``cmd``, which removes only the outermost quotes."""
     told = service.variables | {GIVE_UP_VARIABLE: "0"}
     variables = " & ".join(f'set "{key}={value}"' for key, value in sorted(told.items()))
     command = subprocess.list2cmdline(service.command)

@@ -1,1 +1,1 @@
-"""The devices of the cluster as its head sees them: who is there, and what each can do."""
+"""The devices of the cluster as its head sees them: their presence and abilities."""

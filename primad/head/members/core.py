@@ -1,6 +1,6 @@
-"""The membership core, as those see it who work for it; what ends a ring, and which device is at fault.
+"""The membership core's interface for its collaborators; the causes of a ring's end, and fault attribution.
 
-What ends a ring, and which device is at fault for it, or which ones may be.
+The causes of a ring's end, and the devices at fault for it, or perhaps at fault.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from primad.membership import types
 from primad.ring.messages import SENDER
 
 UNREACHED: Final = "route"
-"""The fault of a device to which no way leads from the head, though it was found."""
+"""The fault of a device that is unreachable from the head, though it was discovered."""
 AGAIN: Final = "again"
-"""That of one that has other room than it loaded for: it is none."""
+"""The fault of a device with more or less room than it loaded for: it is none."""
 SENT: Final = "sender"
-"""The device before this one in the ring is at fault, as this one says."""
+"""The device before this one in the ring is at fault, according to this one."""
 
 
 class Core(Protocol):
-    """Hears what happens, and decides what is done about it elsewhere."""
+    """Receives events, and decides on actions, which happen elsewhere."""
 
     def post(self, event: types.Event) -> None:
-        """Something happened."""
+        """Post an event."""
 
     def describe(self, what: str) -> None:
-        """What goes on, for the health check while nothing is served."""
+        """Set the state's line for the health check while nothing is served."""
 
 
 class DeviceLostError(ClusterError):
-    """``device`` does not answer any more, or works for another head."""
+    """``device`` does not respond any more, or works for another head."""
 
     def __init__(self, message: str, device: str) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class DeviceLostError(ClusterError):
 
 
 class StageError(ClusterError):
-    """The stage of ``device`` failed; ``fault`` is what it was doing (``messages.Fault``, or one of these)."""
+    """The stage of ``device`` failed; ``fault`` is its activity at that time (``messages.Fault``, or one of these)."""
 
     def __init__(self, message: str, device: str, fault: str) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class StageError(ClusterError):
 
 
 class StuckStepError(RingError):
-    """A step is out for too long. One of the ``parties`` has it, or a connection of theirs lost it."""
+    """A step is overdue. One of the ``parties`` has it, or a connection of theirs lost it."""
 
     def __init__(self, message: str, parties: Sequence[str]) -> None:
         super().__init__(message)
@@ -59,9 +59,9 @@ class StuckStepError(RingError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """``device`` is at fault, or one of the ``parties`` is, the accused first; None and none: no worker.
+    """``device`` is at fault, or one of the ``parties`` is, the accused first; None and empty: no worker.
 
-    ``reason`` names it. ``lasting``: it will not do better soon.
+    ``reason`` names it. ``lasting``: it will not recover soon.
     """
 
     reason: str
@@ -71,12 +71,13 @@ class Attribution:
 
 
 def loads_again(error: PrimadError) -> bool:
-    """Whether nothing is wrong with the ring that ``error`` ended but that a device has other room than it loaded for."""
+    """Whether the only cause of ``error``, which ended the ring, is that a device has more or less room than it loaded
+    for."""
     return isinstance(error, LoadAgainError) or (isinstance(error, StageError) and error.fault == AGAIN)
 
 
 def workers_of(plan: Plan) -> list[str]:
-    """The workers of ``plan``, in the order in which a step reaches them."""
+    """The workers of ``plan``, in the order of a step's route."""
     found = [plan.after(plan.head)]
     while found[-1] != plan.head:
         found.append(plan.after(found[-1]))
@@ -84,9 +85,9 @@ def workers_of(plan: Plan) -> list[str]:
 
 
 def attributed(error: PrimadError, plan: Plan) -> Attribution:
-    """Who is at fault for ``error`` that ended a ring of ``plan``. The head is trusted, and never is.
+    """The device at fault for ``error`` that ended a ring of ``plan``. The head is trusted, and never is.
 
-    A worker that fails by itself is; but the device before it may have given it what makes it fail.
+    A worker that fails by itself is at fault; but the device before it may have caused the failure.
     """
     reason, workers = str(error), workers_of(plan)
 

@@ -1,6 +1,6 @@
-"""The devices that a head works with: find them, greet them, introduce them to each other, measure the links between them.
+"""The devices that a head works with: discovers, greets and introduces them, and measures the links between them.
 
-What happens to them is posted as the events of ``membership/types.py``; the membership core decides what to do about it.
+Their events are those of ``membership/types.py``; the membership core decides what to do.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _CURE: Final = (
 )
 FAREWELL_S: Final = 0.2
 MAX_TOLD: Final = 64
-"""Devices that are not trusted are named until so many lines were said about devices."""
+"""The number of lines about untrusted devices, after which they are not named any more."""
 
 
 class Devices:
-    """``workers`` are those that said welcome, by label; ``book`` has the links between them. ``caller`` is this head, whose
+    """``workers`` are the welcomed ones, by label; ``book`` has the links between them. ``caller`` is this head, whose
     HTTP server listens at the address and port ``http``."""
 
     def __init__(
@@ -64,44 +64,44 @@ class Devices:
         self._sight = Sight(node.config.name, node.config.cluster)
         self._announced: Mapping[str, Peer] = {}
         self._met: dict[str, tuple[str, int]] = {}
-        """Where devices said welcome last, by key."""
+        """Where devices were welcomed last, by key."""
         self._tries: Counter[str] = Counter()
         """How often each was greeted since then, by key."""
         self._named: set[str] = set()
-        """The keys of devices that ``--device`` led to."""
+        """The keys of devices found through ``--device``."""
         self._told: set[tuple[str, str]] = set()
         self._known_keys: set[str] = set()
         self._given: dict[str, str] = {}
-        """What the owner calls the devices that are trusted by a file, by key."""
+        """The owner's names of the devices that are trusted by a file, by key."""
 
     @property
     def session(self) -> int:
-        """This start of the head, as they know it."""
+        """This start of the head, as workers know it."""
         return self._caller.session
 
     @property
     def measuring(self) -> frozenset[str]:
-        """The trusted devices in sight that measure themselves and take no head yet."""
+        """The trusted devices in sight that are measuring themselves and accept no head yet."""
         return frozenset(
             label for label, device in self._sight.devices.items() if device.is_measuring and device.trusted
         )
 
     @property
     def in_sight(self) -> list[Peer]:
-        """Those that announce themselves, trusted or not."""
+        """Announced devices, trusted or not."""
         return [peer for peer in self._announced.values() if peer.is_worker_of(self._config.cluster)]
 
     @property
     def labels(self) -> dict[str, str]:
-        """What trusted devices are called, by key."""
+        """The names of trusted devices, by key."""
         return self._sight.labels
 
     def present(self, names: Collection[str]) -> list[WorkerLink]:
-        """Those of ``names`` that are spoken to, by name."""
+        """Connected ones of ``names``, by name."""
         return [self.workers[name] for name in sorted(names) if name in self.workers]
 
     async def farewell(self) -> None:
-        """This head ends: whoever waits for its leave to go need not wait any more."""
+        """This head ends: devices that wait for its leave to go need not wait any more."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
                 for name in list(self.workers):
@@ -113,7 +113,7 @@ class Devices:
             worker.close()
 
     async def discover(self, stack: AsyncExitStack) -> None:
-        """Look for devices and be looked for, until ``stack`` is closed; without multicast those that were named do."""
+        """Discover devices and be discovered, until ``stack`` is closed; without multicast named devices suffice."""
         try:
             discovery = Discovery(
                 self._config.host,
@@ -142,22 +142,22 @@ class Devices:
             return
         self._pairing.use(discovery)
         is_first = all(each.how == LOCAL for each in self._trust.entries())
-        if is_first and not is_loopback(self._config.host):  # later a code is open only when it is asked for
+        if is_first and not is_loopback(self._config.host):  # later a code is open only on request
             code = await self._pairing.open()
             self._reporter.report_line(
-                f"to add a device, run there: primad join --code {code.code} (good for {code.expires_s / 60:.0f} minutes; "
-                "'primad pair' shows a new one)"
+                f"to add a device, run there: primad join --code {code.code} (good for {code.expires_s / 60:.0f} "
+                "minutes; 'primad pair' shows a new one)"
             )
 
     async def greet_named(self) -> list[str]:
-        """Say hello to the devices that were named; returns the addresses of those that are not there, or not paired.
+        """Greet the named devices; returns the addresses of those that are not there, or not paired.
 
         Raises ``ClusterError`` for one that can never work for this head.
         """
         return [address for address in self._config.devices if not await self._greet_at(address)]
 
     async def await_named(self, addresses: Collection[str]) -> None:
-        """Say hello at ``addresses`` again and again, until a device of each works for this head."""
+        """Greet ``addresses`` again and again, until a device of each works for this head."""
         missing = list(addresses)
         while missing:
             await asyncio.sleep(self._timings.head.named_again_s)
@@ -173,11 +173,9 @@ class Devices:
     async def _greet_at(self, address: str) -> bool:
         try:
             await own_address(*split_address(address))
-        except OSError as exc:  # a slip in its name, or no network yet
+        except OSError as exc:  # a typing error in its name, or no network yet
             why = exc.strerror or exc
-            self._notify_once(
-                "", f"--device {address}: {why}; retrying. Check that name, or give its IP address"
-            )
+            self._notify_once("", f"--device {address}: {why}; retrying. Check that name, or give its IP address")
             return False
         self._look()
         if not self.labels:
@@ -194,12 +192,12 @@ class Devices:
         return True
 
     async def greet(self, device: str) -> None:
-        """Say hello to ``device``: ``Welcomed`` or ``Refused`` follows."""
+        """Greet ``device``: ``Welcomed`` or ``Refused`` follows."""
         key = self._key_of(device)
         sighted = self._sight.devices.get(device)
         try:
             if key is None or not self._trust.trusts(key):
-                raise ClusterError("it is not trusted any more")
+                raise ClusterError("it is no longer trusted")
             met = [self._met[key]] if key in self._met else []
             places = dict.fromkeys([*met, *(sighted.places(self._tries[key]) if sighted is not None else [])])
             self._tries[key] += 1
@@ -223,15 +221,15 @@ class Devices:
         self.book.forget(device)
 
     async def dismiss(self, device: str) -> None:
-        """Tell ``device`` that it may go."""
+        """Tell ``device`` that it may leave."""
         if device in self.workers:
             with suppress(ClusterError):
                 await self.workers[device].dismiss()
 
     async def measure(self, devices: frozenset[str], *, again: bool) -> None:
-        """Measure what is missing of the links between ``devices`` and here: ``Measured`` follows.
+        """Measure the missing links between ``devices`` and here: ``Measured`` follows.
 
-        ``again``: those that did not work too.
+        ``again``: also those that did not work.
         """
         left = set(devices)
         unreached = self.book.unreached(devices)
@@ -252,7 +250,7 @@ class Devices:
         self._core.post(types.Measured(frozenset(left), unreached=bool(still), reached=frozenset(reached)))
 
     async def notify_revoked(self) -> None:
-        """Tell each device that was revoked so, whenever it comes in sight: it cannot know, and would wait for this head."""
+        """Notify each revoked device whenever it comes in sight: otherwise it would wait for this head."""
         told: dict[str, int] = {}
         while True:
             revoked = self._trust.revoked()
@@ -269,18 +267,18 @@ class Devices:
             await asyncio.sleep(self._timings.head.trust_look_every_s)
 
     async def watch_trust(self) -> None:
-        """Notice what 'primad devices trust' and 'revoke', and pairing, change."""
+        """Notice the changes of 'primad devices trust' and 'revoke', and of pairing."""
         entries: object = None
         while True:
             for worker in list(self.workers.values()):
                 if not self._trust.trusts(worker.key):
                     # A daemon of this user is trusted as long as it runs; its link ends a moment later.
                     revoked = worker.key in self._trust.revoked()
-                    reason = "it is not trusted any more" if revoked else "its primad ended"
+                    reason = "it is no longer trusted" if revoked else "its primad ended"
                     self._core.post(types.Lost(worker.name, reason))
             latest = [(each.device, each.key) for each in self._trust.entries()], self._trust.revoked()
             if latest != entries:
-                self._look()  # after the loss: who is gone is greeted again, a stranger is not
+                self._look()  # after the loss: a lost device is greeted again, a stranger is not
                 if entries is not None:
                     for worker in list(self.workers.values()):
                         await self._introduce(worker)
@@ -292,7 +290,7 @@ class Devices:
         self._look()
 
     def _look(self) -> None:
-        """What is announced, or who is trusted, may have changed."""
+        """Announcements, or trust, may have changed."""
         before, entries = self._sight.devices, self._trust.entries()
         given = {each.key: each.device for each in entries if each.how != LOCAL}
         for key in given.keys() & self._given.keys():
@@ -305,23 +303,23 @@ class Devices:
             self._core.post(types.Vanished(label))
         for worker in list(self.workers.values()):
             if (label := self.labels.get(worker.key, worker.name)) != worker.name:
-                self._core.post(types.Lost(worker.name, f"it is called {label} here now"))
+                self._core.post(types.Lost(worker.name, f"it is now named {label} here"))
                 self._core.post(types.Vanished(worker.name))
                 self._core.post(types.Seen(label, trusted=True))
         for label, sighted in self._sight.devices.items():
             if before.get(label) != sighted:
                 self._see(label, sighted)
         for peer in self._sight.impostors:
-            # Anyone can announce any name; what we know of the device that we trust does not change by that.
+            # Anyone can announce any name; our knowledge of a trusted device does not change by that.
             self._notify_of_stranger(
-                peer.device, f"a device that is not trusted calls itself {peer.device}; it is not listened to"
+                peer.device, f"an untrusted device announces itself as {peer.device}; it is ignored"
             )
 
     def _key_of(self, label: str) -> str | None:
         return next((key for key, each in self.labels.items() if each == label), None)
 
     def _see(self, label: str, sighted: Sighted) -> None:
-        if sighted.trusted and sighted.is_measuring and sighted.key not in self._met:  # it says so when it is done
+        if sighted.trusted and sighted.is_measuring and sighted.key not in self._met:  # it announces the end
             self._notify_once(label, f"{label} is being measured")
             self._core.post(types.Tick())  # who waits for it is told
             return
@@ -337,7 +335,7 @@ class Devices:
         if len(self._told) < MAX_TOLD:
             self._notify_once(device, line)
         elif (device, line) not in self._told:
-            self._notify_once("", "more devices that are not trusted are in sight; 'primad devices' lists them")
+            self._notify_once("", "more untrusted devices are in sight; 'primad devices' lists them")
 
     def _notify_once(self, device: str, line: str) -> None:
         if (device, line) not in self._told:
@@ -345,7 +343,7 @@ class Devices:
             self._reporter.report_line(line)
 
     async def _welcome(self, worker: WorkerLink) -> None:
-        """Take up a device that works for this head from now on."""
+        """Add a device that works for this head from now on."""
         name = worker.name
         previous = self.workers.pop(name, None)
         if previous is not None:
@@ -358,7 +356,7 @@ class Devices:
         if worker.build != self._caller.build:
             self._reporter.report_line(build_gap(self._caller.build, worker.build, name))
         for other in list(self.workers.values()):
-            await self._introduce(other)  # they trust each other before they are asked to measure or to give layers
+            await self._introduce(other)  # they trust each other before they have to measure or to give layers
         self._core.post(types.Welcomed(name))
 
     async def _introduce(self, worker: WorkerLink) -> None:

@@ -1,6 +1,6 @@
-"""What is known of the links between the devices of this cluster; what is missing is measured before a plan is made.
+"""The known links between the devices of this cluster; missing ones are measured before a plan is made.
 
-The head measures its own links, each worker those to the workers behind it in the list, one device at a time, so that
+The head measures its own links, each worker those to later workers in the list, one device at a time, so that
 measurements do not disturb each other.
 """
 
@@ -30,11 +30,11 @@ from primad.trust.identity import Identity
 logger = logging.getLogger(__name__)
 
 ANSWER_S: Final = 15.0
-"""A worker that is busy says so much later what it measured."""
+"""How much later a busy worker may report its measurements."""
 
 
 class LinkBook:
-    """The links measured so far, by (source, target). ``identity`` is that of ``head``, the device that asks."""
+    """The links measured so far, by (source, target). ``identity`` is that of ``head``, the measuring device."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class LinkBook:
         self._head = head
         self._targets: dict[str, Contact] = {}
         self._links: dict[tuple[str, str], LinkProfile] = {}
-        """Those that do not work among them."""
+        """Failed links."""
         self._why: dict[tuple[str, str], Unreached] = {}
         """Why a link does not work, from the device that measured it."""
         self._said: set[tuple[str, str]] = set()
@@ -63,10 +63,10 @@ class LinkBook:
         *,
         again: bool = False,
     ) -> list[LinkProfile]:
-        """All links between the head and ``workers``. ``addresses`` are those that the devices announced.
+        """All links between the head and ``workers``. ``addresses`` are the announced ones.
 
-        Links of devices that moved are forgotten; with ``again`` those that did not work are measured anew. Raises
-        ``DeviceLostError`` when a worker goes away over it; then it is forgotten, and what was measured of others is kept.
+        Links of devices that moved are forgotten; with ``again`` failed ones are measured again. Raises
+        ``DeviceLostError`` if a worker goes away meanwhile; then it is forgotten, and the other measurements are kept.
         """
         targets = {worker.name: await _target(worker, addresses.get(worker.name, ())) for worker in workers}
         for name, target in targets.items():
@@ -97,16 +97,16 @@ class LinkBook:
         return self.all_between(names)
 
     def between(self, devices: Iterable[str]) -> list[LinkProfile]:
-        """What was measured between ``devices``: the links that work."""
+        """The measured working links between ``devices``."""
         return [link for link in self.all_between(devices) if link.works]
 
     def all_between(self, devices: Iterable[str]) -> list[LinkProfile]:
-        """The links between ``devices``, for a plan: it is to know also which do not work."""
+        """The links between ``devices``, for a plan, including failed ones."""
         names = set(devices)
         return [link for pair, link in self._links.items() if names.issuperset(pair)]
 
     def why_cut(self, device: str, others: Iterable[str]) -> str | None:
-        """Why ``device`` and one of ``others`` do not reach each other, with the cure; None where all do."""
+        """Why ``device`` and one of ``others`` do not reach each other, with the cure; None if all do."""
         for other in others:
             for pair in ((device, other), (other, device)):
                 if pair in self._links and not self._links[pair].works and pair in self._why:
@@ -114,17 +114,17 @@ class LinkBook:
         return None
 
     def unreached(self, devices: Iterable[str]) -> set[tuple[str, str]]:
-        """The links between the head and ``devices`` that did not work when they were measured."""
+        """The failed links between the head and ``devices``."""
         found = self.all_between([self._head, *devices])
         return {(link.source, link.target) for link in found if not link.works}
 
     def address(self, source: str, target: str) -> str | None:
-        """The address by which ``source`` reaches ``target`` best, if it was measured."""
+        """The best address by which ``source`` reaches ``target``, if it was measured."""
         link = self._links.get((source, target))
         return link.address if link is not None and link.address else None
 
     def forget(self, device: str) -> None:
-        """A device went away; it may come back elsewhere, so its links are measured anew then."""
+        """A device went away; it may come back elsewhere, so its links are measured again then."""
         self._targets.pop(device, None)
         self._links = {pair: link for pair, link in self._links.items() if device not in pair}
         self._why = {pair: why for pair, why in self._why.items() if device not in pair}
@@ -160,13 +160,13 @@ class LinkBook:
             )
         else:
             found = MeasuredLinks(links=[], unreached=[])
-            for target in targets:  # one by one: how long it may say nothing does not grow with those that there are
+            for target in targets:  # one by one: its allowed silence does not grow with their number
                 one = await workers[source].measure_links([_told(target)], MAX_S + ANSWER_S)
                 found.links.extend(one.links)
                 found.unreached.extend(one.unreached)
         cut = {(link.source, link.target) for link in found.links if link.round_trip_s >= UNREACHABLE_S}
         self._links |= {(link.source, link.target): link for link in found.links}
-        self._links |= {pair: cut_link(*pair) for pair in cut}  # an older device gives them figures alone
+        self._links |= {pair: cut_link(*pair) for pair in cut}  # an older device returns figures alone
         said = {each.device: each for each in found.unreached}
         for target in targets:
             if (source, target.device) in cut:
@@ -175,13 +175,14 @@ class LinkBook:
 
 
 async def _target(worker: WorkerLink, announced: Iterable[str]) -> Contact:
-    """Where others find ``worker``. A name is looked up here: elsewhere it may mean another device, or nothing."""
+    """The address of ``worker`` for others. A name is resolved here: elsewhere it may mean another device, or
+    nothing."""
     addresses = dict.fromkeys([*await _resolve(worker.end.host, worker.end.port), *announced])
     return Contact(device=worker.name, key=worker.key, addresses=list(addresses)[:MAX_ADDRESSES], port=worker.end.port)
 
 
 def _told(target: Contact) -> Contact:
-    """``target`` as another device may be told of it."""
+    """``target`` as described to another device."""
     addresses = list(dict.fromkeys(bare(address) for address in target.addresses))
     return msgspec.structs.replace(target, addresses=addresses)
 

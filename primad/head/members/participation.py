@@ -1,6 +1,6 @@
-"""What a head asks its workers to take part in: what each was asked, how it stands, and what ended it.
+"""The stages of a head's workers: requests to each, its state, and its end.
 
-What the worker did not hear is said again (see ``network/messages.py`` on connections that are reset).
+Lost messages are repeated (see ``network/messages.py`` on connections that are reset).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from primad.system.tasks import resolve
 logger = logging.getLogger(__name__)
 
 MISSES: Final = 2
-"""After so many answers in a row that know nothing of a message it was lost: one alone may have overtaken it when the
-connection was made anew."""
+"""After this many replies in a row that do not know a message it was lost: a single one may have overtaken it when the
+connection was reset."""
 MAX_REPEATS: Final = 5
-"""What was said so often again is not lost: the worker does not understand it."""
+"""A message repeated this often is not lost: the worker does not understand it."""
 
 OnProgress = Callable[[str, Progress], None]
 
 
 class Participant(Protocol):
-    """The device that participates: it is told what to do, and gives what it says about an epoch to who attends."""
+    """The participating device: it receives messages, and passes its own about an epoch to those who attend."""
 
     next_ping: int
     """The number of the next ping to it."""
@@ -47,27 +47,27 @@ class Participant(Protocol):
         """The device's name."""
 
     async def send(self, message: HeadMessage) -> None:
-        """Tell it something. Raises ``ClusterError`` when it takes no messages."""
+        """Send it a message. Raises ``ClusterError`` if it accepts none."""
 
     async def ask_status(self) -> None:
-        """Have it say what its ring processes do. Raises ``ClusterError`` as ``send``."""
+        """Have it report its ring processes. Raises ``ClusterError`` like ``send``."""
 
     def attend(self, stage: Stage) -> None:
-        """From now on ``stage`` hears what is about its epoch."""
+        """From now on ``stage`` receives messages about its epoch."""
 
     def forget(self, stage: Stage) -> None:
-        """``stage`` is over."""
+        """``stage`` has ended."""
 
 
 class Unheard:
-    """Whether a message to a worker was lost, by what the worker's answers to pings know of it."""
+    """Whether a message to a worker was lost, according to the worker's pongs."""
 
     def __init__(self, next_ping: int) -> None:
         self._asked_before = next_ping
         self._misses = self.repeats = 0
 
     def is_lost(self, number: int, next_ping: int, *, arrived: bool) -> bool:
-        """Ping ``number`` was answered: is the message to be said again, before ``next_ping``?"""
+        """Ping ``number`` was answered: whether to repeat the message, before ``next_ping``."""
         if arrived or number < self._asked_before:
             self._misses = 0
             return False
@@ -82,8 +82,8 @@ class Unheard:
 class Stage:
     """One worker's stage in one epoch, as the head sees it.
 
-    ``loaded`` becomes its ring process's (port, key), ``linked`` is set when it sends to the next device. ``broken`` gets
-    the ``StageError`` or ``DeviceLostError`` that ends it.
+    ``loaded`` becomes its ring process's (port, key), ``linked`` is set when it sends to the next device. ``broken``
+    gets the ``StageError`` or ``DeviceLostError`` that ends it.
     """
 
     def __init__(self, worker: Participant, load: Load, on_progress: OnProgress) -> None:
@@ -98,9 +98,9 @@ class Stage:
         self.linked: asyncio.Future[None] = loop.create_future()
         self.broken: asyncio.Future[ClusterError] = loop.create_future()
         self.keeps = False
-        """Whether its ring process keeps KV cells, once it is loaded."""
+        """Whether its ring process saves KV cache, once it is loaded."""
         self.downloaded: list[DownloadedLayer] = []
-        """What it fetched of layers that had no digest, once it is loaded."""
+        """The layers without digests that it fetched, once it is loaded."""
         self.status: WorkerStatus | None = None
         self._status_news = asyncio.Event()
         worker.attend(self)
@@ -111,11 +111,11 @@ class Stage:
         return self._worker.name
 
     async def load(self) -> None:
-        """Have the worker load its windows. Raises ``DeviceLostError`` when it takes no messages."""
+        """Have the worker load its windows. Raises ``DeviceLostError`` if it accepts no messages."""
         await self._ask(self._load)
 
     async def connect(self, address: str, key: str, sender: str) -> None:
-        """Tell the worker where its steps go, and from whom they come. Raises ``DeviceLostError`` as ``load``."""
+        """Tell the worker the targets and the source of its steps. Raises ``DeviceLostError`` like ``load``."""
         await self._ask(Link(epoch=self.epoch, address=address, key=key, sender=sender))
 
     async def _ask(self, message: Load | Link) -> None:
@@ -126,14 +126,15 @@ class Stage:
         self._asked, self._unheard = message, Unheard(self._worker.next_ping)
 
     async def wait_status(self) -> WorkerStatus | None:
-        """What the worker's ring process did so far, asked for now."""
+        """The current counters of the worker's ring process."""
         self._status_news.clear()
         await self._worker.ask_status()
         await self._status_news.wait()
         return self.status
 
     async def release(self) -> None:
-        """Let the worker give its windows back; nothing more is heard of it here. A worker that is gone has done so."""
+        """Have the worker release its windows; nothing more is received from it here. A worker that is gone has done
+        so."""
         self._worker.forget(self)
         with contextlib.suppress(ClusterError):
             await self._worker.send(Release(epoch=self.epoch))
@@ -143,7 +144,7 @@ class Stage:
         resolve(self.broken, error)
 
     def compare(self, number: int, state: StageState | None) -> Load | Link | None:
-        """When ping ``number`` came it stood so, or was not there: what was asked for and lost, and is to be said again.
+        """The state at ping ``number``: repeat lost messages.
 
         A stage that is gone after it was loaded does not come back.
         """
@@ -153,16 +154,16 @@ class Stage:
         if not self._unheard.is_lost(number, self._worker.next_ping, arrived=arrived):
             return None
         if state is None and self.loaded.done():
-            self.fail(StageError(f"{self.name}: its stage ended without a word", self.name, "ring"))
+            self.fail(StageError(f"{self.name}: its stage ended without a message", self.name, "ring"))
             return None
         if self._unheard.repeats > MAX_REPEATS:
             self.fail(StageError(f"{self.name}: it does not take part in the ring", self.name, "load"))
             return None
-        logger.info("epoch %d: %s did not hear %s; saying it again", self.epoch, self.name, type(self._asked).__name__)
+        logger.info("epoch %d: %s did not receive %s; repeating it", self.epoch, self.name, type(self._asked).__name__)
         return self._asked
 
     def hear(self, message: Progress | StageState | WorkerStatus) -> None:
-        """What the worker says about this epoch."""
+        """The worker's message about this epoch."""
         match message:
             case Progress():
                 self._on_progress(self.name, message)

@@ -1,9 +1,9 @@
-"""Whom a head sees, by label. Devices are known by their keys: anyone can announce any name, and any key.
+"""The devices that a head sees, by label. Devices are known by their keys: anyone can announce any name, and any key.
 
-So nothing that a stranger announces takes the place of a trusted device: it gets a label that no trusted one has, or none.
-Where another one announces itself under the very mDNS name of a trusted device, what that said before still counts. All
-places that are announced for a trusted key are tried, since only who has the key can answer there: some of them each time,
-so that false ones cost time and hide none.
+So no stranger's announcement takes the place of a trusted device: it gets a label that no trusted one has, or none. If
+another one announces itself under the very mDNS name of a trusted device, the trusted device's earlier announcement
+still counts. All places that are announced for a trusted key are tried, since only the holder of the key can respond
+there: some of them each time, so that false ones cost time and hide none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from primad.trust.labels import Labels
 
 @dataclass(frozen=True, slots=True)
 class Sighted:
-    """A device in sight: all that is announced of it."""
+    """A device in sight: all that it announces."""
 
     peers: tuple[Peer, ...]
     trusted: bool
@@ -29,16 +29,16 @@ class Sighted:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether it measures itself and takes no head yet."""
+        """Whether it is measuring itself and accepts no head yet."""
         return all(peer.is_measuring for peer in self.peers)
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where it says that it is."""
+        """Its announced addresses."""
         return tuple(dict.fromkeys(address for peer in self.peers for address in peer.addresses))
 
     def places(self, turn: int = 0) -> list[tuple[str, int]]:
-        """The addresses with their ports that are tried the ``turn``-th time: those of the next announcements."""
+        """The addresses with their ports to try the ``turn``-th time: those of the next announcements."""
         lots = range(0, len(self.peers), MAX_OF_ONE)
         first = lots[turn % len(lots)]
         peers = self.peers[first : first + MAX_OF_ONE]
@@ -48,8 +48,8 @@ class Sighted:
 class Sight:
     """The workers of ``cluster`` that the head ``own`` sees.
 
-    ``devices`` are those in sight, by label; ``impostors`` are strangers that use the label of another device;
-    ``labels`` are those of all that are trusted, by key.
+    ``devices`` are those in sight, by label; ``impostors`` are strangers with the label of another device; ``labels``
+    are those of all trusted devices, by key.
     """
 
     def __init__(self, own: str, cluster: str) -> None:
@@ -57,23 +57,23 @@ class Sight:
         self._own = own
         self._labels = Labels(own)
         self._heard: dict[tuple[str, str], Peer] = {}
-        """What trusted devices announced, by mDNS name and key."""
+        """Announcements of trusted devices, by mDNS name and key."""
         self.labels: dict[str, str] = {}
         self.devices: dict[str, Sighted] = {}
         self.impostors: list[Peer] = []
 
     def rename(self, key: str) -> None:
-        """The owner calls the device with ``key`` otherwise now."""
+        """The owner renamed the device with ``key``."""
         self._labels.forget(key)
 
     def look(self, announced: Mapping[str, Peer], trusted: Mapping[str, str]) -> None:
-        """``announced`` is what is in sight by mDNS name, ``trusted`` the names of the devices that are, by key."""
+        """``announced`` are the devices in sight by mDNS name, ``trusted`` the names of the trusted ones, by key."""
         self.labels = self._labels.of(trusted)
         kept = {(at, key): peer for (at, key), peer in self._heard.items() if at in announced and key in trusted}
         now = {(at, peer.key): peer for at, peer in announced.items() if peer.key in trusted}
         known: dict[str, list[Peer]] = {}
         self._heard = {}
-        for (at, key), peer in (kept | now).items():  # who was there before comes first
+        for (at, key), peer in (kept | now).items():  # earlier ones come first
             found = known.setdefault(self.labels[key], [])
             if peer.is_worker_of(self._cluster):
                 found.append(peer)

@@ -1,6 +1,7 @@
-"""Devices for a plan that nobody serves yet: this one, those named and those in sight, asked for their profiles and let go.
+"""Devices for a plan that is not served yet: this one, named ones and those in sight, asked for their profiles and
+released.
 
-The links between them are measured as a head does it. A device that works for a head now is not disturbed: it refuses and
+The links between them are measured as a head does it. A device that works for a head is not disturbed: it refuses and
 is left out.
 """
 
@@ -32,20 +33,21 @@ from primad.trust.trust import TrustStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What was found; this device is the first."""
+    """The result; this device is the first."""
 
     devices: tuple[DeviceProfile, ...]
     links: tuple[LinkProfile, ...]
 
 
 def survey(config: Config, seconds: float, reporter: Reporter) -> Survey:
-    """The profiles of this device (measured if it never was) and of the others that are free, and the links between them.
+    """The profiles of this device (measured if it never was) and of the others that are free, and the links between
+    them.
 
-    They are as a head of this home takes them: corrected by what its answers took, without those that it paused, and with no
-    more memory than it may use of them.
+    They are as for a head of this home: corrected by its measurements, without paused devices, and with its memory
+    limits.
 
     ``seconds`` is how long to look for devices that are not named in ``config.devices``; 0 does not look. Raises
-    ``ClusterError`` for a named device that does not answer, ``ConfigError`` when the home folder cannot be used.
+    ``ClusterError`` for a named device that does not respond, ``ConfigError`` if the home folder cannot be used.
     """
     own = profile(config, reporter)
     devices, links = [own], list[LinkProfile]()
@@ -54,7 +56,7 @@ def survey(config: Config, seconds: float, reporter: Reporter) -> Survey:
         context = zmq.asyncio.Context()
         visit = _Visit(config, reporter, context)
         try:
-            with visit.trust.announce_locally(config.name):  # the daemons of this user on this machine let us in
+            with visit.trust.announce_locally(config.name):  # the daemons of this user on this machine admit us
                 await visit.find(seconds)
                 devices.extend(worker.profile for worker in visit.workers)
                 links.extend(await visit.measure_links())
@@ -75,7 +77,7 @@ def survey(config: Config, seconds: float, reporter: Reporter) -> Survey:
 
 
 class _Visit:
-    """The workers that said welcome, until they are let go."""
+    """The welcomed workers, until they are released."""
 
     def __init__(self, config: Config, reporter: Reporter, context: zmq.asyncio.Context) -> None:
         self._config = config
@@ -101,7 +103,7 @@ class _Visit:
         return [self._workers[name] for name in sorted(self._workers)]
 
     async def find(self, seconds: float) -> None:
-        """Greet the devices that were named, then at once all those that come in sight in ``seconds``."""
+        """Greet the named devices, then concurrently all that come in sight in ``seconds``."""
         others = {each.key: each.device for each in self.trust.entries()}
         self._sight.look({}, others)
         for address in self._config.devices:
@@ -119,7 +121,7 @@ class _Visit:
                     group.create_task(self._greet(name, sighted))
 
     async def measure_links(self) -> list[LinkProfile]:
-        """The links between this device and the workers; none, and the default for them, when a worker goes silent."""
+        """The links between this device and the workers; none, and the default for them, if a worker goes silent."""
         book = LinkBook(self._caller.context, self._caller.identity, self._config.name, timings=self._caller.timings)
         try:
             for worker in self.workers:
@@ -131,7 +133,7 @@ class _Visit:
             return []
 
     def close(self) -> None:
-        """Let all workers go."""
+        """Release all workers."""
         for worker in self._workers.values():
             worker.close()
 
@@ -163,5 +165,6 @@ class _Visit:
 
 
 def _unheard(event: types.Event) -> None:
-    """Nobody counts signs of life in a short visit, and whoever waits for an answer hears there that none comes."""
+    """Ignores events: a short visit counts no signs of life, and pending calls are notified of a lost link
+    themselves."""
     del event

@@ -1,8 +1,7 @@
-"""The head's conversation with one worker: find the address that works, greet it, hear that it lives.
+"""The head's conversation with one worker: finds the address that works, greets it, receives signs of life.
 
-``WorkerLink`` reads all that the worker says. What is about an epoch goes to that epoch's ``Stage``; what is about
-the device itself (a sign of life, that it leaves, that its link broke) is posted as an event of the
-membership core.
+``WorkerLink`` receives all messages of the worker. Those about an epoch go to that epoch's ``Stage``; those about the
+device itself (a sign of life, that it leaves, that its link broke) are posted as events of the membership core.
 """
 
 from __future__ import annotations
@@ -67,12 +66,13 @@ from primad.system.tasks import resolve
 from primad.trust.identity import Identity
 
 HELD_S: Final = 2.0
-"""How much longer an answer about KV cells may take than the worker may look for them."""
+"""How much longer a reply about KV cache may take than the worker's own search."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who greets: the head's name, its keys, this start of it, its llama.cpp, and after what silence it is gone."""
+    """The greeting head: its name, its keys, this start of it, its llama.cpp, and the silence after which it is
+    gone."""
 
     context: zmq.asyncio.Context
     identity: Identity
@@ -86,28 +86,27 @@ class Caller:
 
 
 class HearsDrafts(Protocol):
-    """Who has a worker draft for its ring."""
+    """Receives drafts of a worker."""
 
     @property
     def epoch(self) -> int:
         """The ring's."""
 
     def hear(self, message: DraftModelState | DraftsMade) -> None:
-        """The worker says so."""
+        """A message of the worker."""
 
     def lost(self, reason: str) -> None:
         """The worker is gone."""
 
 
 Post = Callable[[types.Event], None]
-"""Hears what becomes of a device, as the membership core does."""
+"""Receives a device's events, like the membership core."""
 
 
 async def probe(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Collection[str]) -> tuple[HeadEnd, Probed]:
-    """The link to the first of ``addresses`` (host, port) where a device with one of ``keys`` answers.
+    """The link to the first of ``addresses`` (host, port) where a device with one of ``keys`` responds.
 
-    All are tried at once, so that it is the fastest. Raises ``ClusterError`` when none answers, or the one that does speaks
-    no common protocol.
+    All are tried at once, so it is the fastest. Raises ``ClusterError`` if none responds, or without a common protocol.
     """
     ends: list[HeadEnd] = []
     refusals: list[str] = []
@@ -153,20 +152,21 @@ async def probe(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Coll
 
 
 async def notify_revoked(caller: Caller, places: Iterable[tuple[str, int]], key: str) -> None:
-    """Tell the device with ``key``, at the first of ``places`` that works, that it is not trusted any more; it heard that.
+    """Notify the device with ``key``, at the first of ``places`` that works, that it is no longer trusted; it received
+    that.
 
-    Raises ``ClusterError`` where it does not answer.
+    Raises ``ClusterError`` if it does not respond.
     """
     end, _ = await probe(caller, places, [key])
     try:
         await end.send(Revoked())
-        await _probe(caller, end)  # it answers in the order in which it hears
+        await _probe(caller, end)  # it replies in the order of messages
     finally:
         end.close()
 
 
 async def _probe(caller: Caller, end: HeadEnd) -> tuple[HeadEnd, Probed]:
-    """Ask at ``end`` who is there. Raises ``ClusterError`` when nobody says so, or who is there does not let us in."""
+    """Find out which device is at ``end``. Raises ``ClusterError`` if none responds, or if it does not admit us."""
     refused = asyncio.ensure_future(end.wait_refused())
     asked = asyncio.ensure_future(_ask_version(caller, end))
     try:
@@ -174,8 +174,8 @@ async def _probe(caller: Caller, end: HeadEnd) -> tuple[HeadEnd, Probed]:
         if asked.done():
             return await asked
         raise ClusterError(
-            f"the device at {end.address} does not let this one in: it was revoked there, or never paired; pair the two "
-            "again ('primad pair')"
+            f"the device at {end.address} does not let this one in: it was revoked there, or never paired; pair the "
+            "two again ('primad pair')"
         )
     finally:
         for task in (refused, asked):
@@ -194,7 +194,7 @@ async def _ask_version(caller: Caller, end: HeadEnd) -> tuple[HeadEnd, Probed]:
                 if isinstance(message, Probed):
                     return end, message
     except TimeoutError as exc:
-        raise ClusterError(f"{end.address} says much, but not who it is") from exc
+        raise ClusterError(f"{end.address} sends messages, but not its identity") from exc
 
 
 def _check_version(caller: Caller, probed: Probed) -> None:
@@ -203,9 +203,9 @@ def _check_version(caller: Caller, probed: Probed) -> None:
 
 
 async def greet_named(caller: Caller, address: str, labels: Mapping[str, str], post: Post) -> WorkerLink:
-    """Say hello at ``address`` (host:port), which the owner named, to whichever of ``labels``, by key, is there.
+    """Greet at ``address`` (host:port), which the owner named, whichever of ``labels``, by key, is there.
 
-    Raises ``ClusterError`` that names the flag when none answers or takes this head.
+    Raises ``ClusterError`` that names the flag if none responds or accepts this head.
     """
     try:
         end, _ = await probe(caller, [split_address(address)], labels.keys())
@@ -215,9 +215,9 @@ async def greet_named(caller: Caller, address: str, labels: Mapping[str, str], p
 
 
 async def greet(caller: Caller, end: HeadEnd, post: Post, name: str) -> WorkerLink:
-    """Say hello on ``end``, which ``probe`` found; from then on the device, called ``name`` here, works for this head.
+    """Greet on ``end``, which ``probe`` found; from then on the device, named ``name`` here, works for this head.
 
-    Raises ``ClusterError`` when it does not answer or is busy; then ``end`` is closed.
+    Raises ``ClusterError`` if it does not respond or is busy; then ``end`` is closed.
     """
     hello = Hello(
         protocol=caller.versions.protocol,
@@ -238,7 +238,7 @@ async def greet(caller: Caller, end: HeadEnd, post: Post, name: str) -> WorkerLi
                     case Refused(reason=reason):
                         raise ClusterError(reason)
                     case _:
-                        continue  # what it still had to say to this head's last session
+                        continue  # messages for this head's last session
     except TimeoutError as exc:
         end.close()
         raise ClusterError(f"no answer from {end.address} within {timeout_s:g} s") from exc
@@ -248,9 +248,9 @@ async def greet(caller: Caller, end: HeadEnd, post: Post, name: str) -> WorkerLi
 
 
 class WorkerLink:
-    """A worker that said welcome. It is pinged and read until ``close``; every message is a sign of life.
+    """A welcomed worker. It is pinged and read until ``close``; every message is a sign of life.
 
-    This head calls it ``name``, whatever it calls itself.
+    This head's name for it is ``name``, whatever it announces.
     """
 
     def __init__(self, end: HeadEnd, welcome: Welcome, ping_interval_s: float, post: Post, name: str) -> None:
@@ -275,7 +275,7 @@ class WorkerLink:
         self._again: list[HeadMessage] = []
         self.next_ping = 1
         self.why_idle = ""
-        """Why it has no layers, which it tells its owner."""
+        """Why it has no layers, for its owner."""
         self._tasks = [
             asyncio.create_task(self._ping(ping_interval_s)),
             asyncio.create_task(self._read()),
@@ -300,22 +300,22 @@ class WorkerLink:
         self.end.close()
 
     async def send(self, message: HeadMessage) -> None:
-        """Tell the worker something. Raises ``ClusterError`` when it takes no messages."""
+        """Send the worker a message. Raises ``ClusterError`` if it accepts none."""
         await self.end.send(message)
 
     async def introduce(self, devices: Iterable[tuple[str, str]], revoked: Iterable[str]) -> None:
-        """Tell the worker whom this head trusts, and whom it does not trust any more; as many as a message holds."""
+        """Send the worker the devices that this head trusts, and no longer trusts; as many as a message holds."""
         known = [Introduction(device, key) for device, key in islice(devices, MAX_DEVICES)]
         await self.end.send(Introduce(devices=known, revoked=sorted(revoked)[:MAX_DEVICES]))
 
     async def dismiss(self) -> None:
-        """Let the worker go that asked for it."""
+        """Let the worker leave that asked for it."""
         await self.end.send(Dismiss())
 
     async def measure_links(self, targets: Sequence[Contact], timeout_s: float) -> MeasuredLinks:
-        """Have the worker measure its links to ``targets``; without targets it only says that it is there.
+        """Have the worker measure its links to ``targets``; without targets it only confirms its presence.
 
-        One measurement at a time. Raises ``DeviceLostError`` when it goes silent.
+        One measurement at a time. Raises ``DeviceLostError`` if it goes silent.
         """
         asked = {target.device for target in targets}
         self._links = asyncio.get_running_loop().create_future()
@@ -343,7 +343,7 @@ class WorkerLink:
         )
 
     def _swapped(self, device: str) -> str:
-        """``device`` as this worker is told of it, and back: it may call itself what another one is called here."""
+        """``device`` as described to this worker, and back: its announced name may be another one's here."""
         return {self.name: self._calls_itself, self._calls_itself: self.name}.get(device, device)
 
     def _is_of(self, link: LinkProfile, asked: set[str]) -> bool:
@@ -360,9 +360,10 @@ class WorkerLink:
         *,
         verify: bool = False,
     ) -> list[bool]:
-        """Have the worker hold ``layers`` of ``blocks`` from now on; which of them it has ``timeout_s`` later at the latest.
+        """Have the worker hold ``layers`` of ``blocks`` from now on; returns those that it has after ``timeout_s`` at
+        the latest.
 
-        Raises ``ClusterError`` where it does not say.
+        Raises ``ClusterError`` if it does not reply.
         """
         number = next(self._hold_numbers)
         answer: asyncio.Future[list[bool]] = asyncio.get_running_loop().create_future()
@@ -381,23 +382,21 @@ class WorkerLink:
                 )
                 held = await answer
         except TimeoutError as exc:
-            raise ClusterError(f"{self.name} does not say which KV cells it holds") from exc
+            raise ClusterError(f"{self.name} does not report which KV cache it holds") from exc
         finally:
             del self._holds[number]
         if len(held) != len(blocks):
-            raise ClusterError(
-                f"{self.name} {'went away' if self._lost else 'says of other KV cells that it holds them'}"
-            )
+            raise ClusterError(f"{self.name} {'went away' if self._lost else 'reports other KV cache'}")
         return held
 
     def drafts_for(self, drafts: HearsDrafts) -> None:
-        """From now on ``drafts`` hears what this worker drafts for its epoch."""
+        """From now on ``drafts`` receives this worker's drafts for its epoch."""
         self._drafts[drafts.epoch] = drafts
         if self._lost:
             drafts.lost(f"{self.name} is gone")
 
     def forget_drafts(self, drafts: HearsDrafts) -> None:
-        """``drafts`` is over."""
+        """``drafts`` has ended."""
         self._drafts.pop(drafts.epoch, None)
 
     def _end_holds(self) -> None:
@@ -405,18 +404,18 @@ class WorkerLink:
             resolve(answer, [])
 
     def attend(self, stage: Stage) -> None:
-        """Give ``stage`` what the worker says about its epoch."""
+        """Pass messages about its epoch to ``stage``."""
         self._stages[stage.epoch] = stage
 
     def forget(self, stage: Stage) -> None:
-        """``stage`` is over."""
+        """``stage`` has ended."""
         if self._stages.get(stage.epoch) is stage:
             del self._stages[stage.epoch]
 
     async def _ping(self, interval_s: float) -> None:
         while True:
             again, self._again = self._again, []
-            with contextlib.suppress(ClusterError):  # that it takes nothing shows where its answers are missed
+            with contextlib.suppress(ClusterError):  # its missing pongs show that it accepts nothing
                 for message in again:
                     await self.end.send(message)
                 number, self.next_ping = self.next_ping, self.next_ping + 1
@@ -424,7 +423,7 @@ class WorkerLink:
             await asyncio.sleep(interval_s)
 
     async def ask_status(self) -> None:
-        """Have the worker say what its ring processes do. Raises ``ClusterError`` as ``send``."""
+        """Have the worker report its ring processes. Raises ``ClusterError`` like ``send``."""
         await self.end.send(Ping(status=True, revision=self._revision, why_idle=self.why_idle))
 
     async def _watch(self) -> None:
@@ -476,7 +475,7 @@ class WorkerLink:
                 if measuring is not None and self._links is not None and not self._links.done():
                     self._compare_measuring(number, self._links, is_measuring=measuring)
             case _:
-                return  # a sign of life and no more
+                return  # only a sign of life
 
     def _give(self, news: Progress | StageState | WorkerStatus) -> None:
         stage = self._stages.get(news.epoch)
@@ -484,7 +483,7 @@ class WorkerLink:
             stage.hear(news)
 
     def _compare(self, number: int) -> None:
-        """The states are those that the worker had when ping ``number`` came: say what it did not hear once more."""
+        """The worker's states at ping ``number``: repeat messages that it did not receive."""
         for stage in self._stages.values():
             lost = stage.compare(number, self._states.get(stage.epoch))
             if lost is not None:
@@ -496,7 +495,7 @@ class WorkerLink:
             self._again.append(Release(epoch=epoch))
 
     def _compare_measuring(self, number: int, links: asyncio.Future[LinksMeasured], *, is_measuring: bool) -> None:
-        """Links were asked for: if they were not being measured when ping ``number`` came, ask again."""
+        """Links were requested: if they were not being measured at ping ``number``, ask again."""
         if not self._measure_unheard.is_lost(number, self.next_ping, arrived=is_measuring):
             return
         if self._measure_unheard.repeats > MAX_REPEATS:
@@ -505,7 +504,7 @@ class WorkerLink:
         self._again.append(self._measure)
 
     def _lower(self, memory_low: MemoryLow) -> None:
-        """From now on plans have less memory of this device: what it says, and less than they had at least."""
+        """From now on plans use less memory of this device: the reported amount, and less than before."""
         left = lowered(
             self.profile.ram_available_bytes,
             available_bytes=memory_low.ram_available_bytes,

@@ -1,1 +1,1 @@
-"""The model that the head serves: what its file says, and what its owner asked for."""
+"""The model that the head serves: facts of its file, and the owner's options."""

@@ -1,4 +1,4 @@
-"""What a head learns from its answers: kept in its home, used by the plans that follow, and told where a plan is wrong."""
+"""What a head learns from requests: kept in its home folder, used by later plans, and reported if a plan is wrong."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from primad.system.files import write_whole
 logger = logging.getLogger(__name__)
 
 VERSION: Final = 1
-"""Grows when the factors come to mean something else."""
+"""Rises when the factors change their meaning."""
 WORTH_A_PLAN: Final = 0.1
-"""A factor that moved by so much since the plan was made may have made another plan better."""
+"""A factor that moved by this much since planning may have made another plan better."""
 MAX_KEPT: Final = 256
-"""So many devices and links are in the file, the latest."""
+"""The number of devices and links in the file, the latest."""
 
 
 class _Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,12 +57,12 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def corrections_file(home: Path) -> Path:
-    """Where the head with this ``home`` keeps what it learnt."""
+    """Where the head with this ``home`` stores corrections."""
     return home / "corrections.json"
 
 
 def read_corrections(home: Path) -> Corrections:
-    """What was learnt; nothing where the file is damaged or of another version."""
+    """The stored corrections; empty if the file is damaged or of another version."""
     try:
         kept = msgspec.json.decode(corrections_file(home).read_bytes(), type=_Kept)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -83,15 +83,15 @@ def read_corrections(home: Path) -> Corrections:
 
 
 def correction_line(home: Path, profile: DeviceProfile) -> str | None:
-    """What the head of this ``home`` learnt about its own device, for its owner; None for nothing."""
+    """The corrections of the head of this ``home`` for its own device, for its owner; None without any."""
     factors = read_corrections(home).of(profile)
     changed = {"computing": factors.compute, "computing prompts": factors.prompts, "reading its disk": factors.disk}
     said = [f"{what} takes {factor:.2f} times as long" for what, factor in changed.items() if factor != 1.0]
-    return f"corrected by answers: {', '.join(said)}" if said else None
+    return f"corrected by measurements: {', '.join(said)}" if said else None
 
 
 class Learning:
-    """The ``corrections`` of a head, and whether its plans come true."""
+    """The ``corrections`` of a head, and whether its forecasts are right."""
 
     def __init__(self, home: Path) -> None:
         self._home = home
@@ -101,17 +101,17 @@ class Learning:
         self._looked: dict[int, Corrections] = {}
 
     def planned(self, profiles: Iterable[DeviceProfile]) -> Corrections:
-        """What a plan for devices with these ``profiles`` is to be made with."""
+        """The corrections for a plan for devices with these ``profiles``."""
         self.corrections = self.corrections.noted(profiles)
         return self.corrections
 
     def answered(
         self, epoch: int, forecast: Forecast, statuses: Mapping[str, Status | None]
     ) -> CompletionFigures | None:
-        """Learn from an answer of ring ``epoch``, whose devices say ``statuses``; what a token of it took.
+        """Learn from a response of ring ``epoch``, whose devices report ``statuses``; returns its times per token.
 
-        Says so in the log where the plan is wrong, once, and again when it is off by twice or half as much time. None where
-        nothing was measured cleanly.
+        Logs it if the plan is wrong, once, and again if it is off by twice or half as much time. None if nothing was
+        measured cleanly.
         """
         plan, prediction, used = forecast.plan, forecast.prediction, forecast.corrections
         verdict = None if prediction is None else verdict_of(plan, prediction, used, statuses)
@@ -128,9 +128,10 @@ class Learning:
         return measured
 
     def worth_a_plan(self, epoch: int, forecast: Forecast) -> set[str]:
-        """The devices of which so much was learnt since ring ``epoch`` was planned that plans may differ, once each time.
+        """The devices whose corrections changed enough since ring ``epoch`` was planned that plans may differ, once
+        each time.
 
-        None while answers still move factors: what one of them took may be chance.
+        None while responses still move factors: a single one may be chance.
         """
         if not self._is_settled:
             return set()
@@ -169,7 +170,7 @@ class Learning:
         try:
             write_whole(corrections_file(self._home), msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")
         except OSError as exc:
-            logger.warning("%s: what was learnt cannot be kept: %s", corrections_file(self._home), exc.strerror or exc)
+            logger.warning("%s: cannot save corrections: %s", corrections_file(self._home), exc.strerror or exc)
 
 
 def _told(verdict: Verdict) -> CompletionFigures:

@@ -1,7 +1,7 @@
-"""What the owner of a head lets it use of other devices: nothing while one is paused, or so much memory at most.
+"""A head owner's limits of other devices: nothing while one is paused, or a maximum of memory.
 
-A device's own owner has limits and a pause there (``--max-ram``, ``primad pause``); this is the head's side, kept in its
-home by device name, and plans obey it.
+A device's own owner has limits and a pause there (``--max-ram``, ``primad pause``); this is the head's side, stored in
+its home by device name, and plans obey it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FILE_NAME: Final = "lending.json"
 
 
 class DeviceLimits:
-    """The loans of one head. A damaged file is as none."""
+    """The device limits of one head. A damaged file counts as empty."""
 
     def __init__(self, home: Path) -> None:
         self._path = home / FILE_NAME
@@ -40,35 +40,34 @@ class DeviceLimits:
             }
 
     def of(self, device: str) -> DeviceLimit:
-        """What may be used of ``device``."""
+        """The limit of ``device``."""
         return self._limits.get(device, DeviceLimit(device=device))
 
     def put(self, device_limit: DeviceLimit) -> bool:
-        """Keep ``device_limit``; whether less may be used than before. Raises ``ConfigError``."""
+        """Store ``device_limit``; returns whether it is stricter than before. Raises ``ConfigError``."""
         if device_limit.ram_bytes is not None and device_limit.ram_bytes < MIN_RAM_BYTES:
             raise ConfigError(
-                f"{device_limit.device}: {device_limit.ram_bytes} bytes are too few to lend; pause it, or give 64 MiB "
-                f"or more"
+                f"{device_limit.device}: {device_limit.ram_bytes} bytes are too few; pause it, or give 64 MiB or more"
             )
         before = self.of(device_limit.device)
         limits = {name: each for name, each in self._limits.items() if name != device_limit.device}
         if device_limit != DeviceLimit(device=device_limit.device):
             limits[device_limit.device] = device_limit
         if len(limits) > MAX_KEPT:
-            raise ConfigError(f"{self._path}: has {MAX_KEPT} devices, which is the most")
+            raise ConfigError(f"{self._path}: has {MAX_KEPT} devices, which is the maximum")
         try:
             write_whole(self._path, msgspec.json.encode(list(limits.values())))
         except OSError as exc:
-            raise ConfigError(f"{self._path}: cannot be written: {exc.strerror or exc}") from exc
+            raise ConfigError(f"{self._path}: cannot write: {exc.strerror or exc}") from exc
         self._limits = limits
         return _ram(device_limit) < _ram(before)
 
     def unpaused(self, names: Iterable[str]) -> frozenset[str]:
-        """Those of ``names`` that may be used."""
+        """Usable ones of ``names``."""
         return frozenset(name for name in names if not self.of(name).is_paused)
 
     def apply(self, profile: DeviceProfile) -> DeviceProfile:
-        """``profile`` with no more memory than may be used."""
+        """``profile`` with memory capped to the limit."""
         maximum = self.of(profile.device).ram_bytes
         if maximum is None or maximum >= profile.ram_available_bytes:
             return profile
@@ -79,7 +78,7 @@ class DeviceLimits:
 
 
 def _ram(device_limit: DeviceLimit) -> float:
-    """What it amounts to, for comparing."""
+    """Its effect, for comparisons."""
     if device_limit.is_paused:
         return 0.0
     return float("inf") if device_limit.ram_bytes is None else float(device_limit.ram_bytes)

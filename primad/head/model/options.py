@@ -1,4 +1,4 @@
-"""What can be judged about ``primad serve`` before any device is asked, and its port."""
+"""The options of ``primad serve`` that are checked before any device is contacted, and its port."""
 
 from __future__ import annotations
 
@@ -17,26 +17,24 @@ from primad.planning.run_config import DEFAULT_RUN, RunConfig
 from primad.settings.config import LOOPBACK, Config, join_address
 
 KEEP_ROWS: Final = 16
-"""So many rows of an answer are lost at most with a device, besides those on their way to its replica."""
+"""The most tokens lost with a device, besides those on their way to its replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What ``primad serve`` was asked for.
+    """The options of ``primad serve``.
 
-    ``wait`` is the number of workers to wait for (None: take who is there), at most ``wait_timeout_s`` (None: as long as it
-    takes). ``run`` is what the plan depends on. The HTTP server listens at ``http_host`` and ``http_port``.
-    Clients may also call the model by its ``aliases``, or with ``any_model`` whatever they like.
-    ``chat_template`` is used in place of the model file's (None). ``tool_parser`` names the form of its calls. With
-    ``context_shift`` the oldest messages of a conversation that is too long for the context are left out.
-    They may reach it by the names ``allowed_hosts``, and be web pages of ``cors_origins``.
-    ``embedding`` is a model file for embeddings. With ``api_key`` or ``api_key_file`` they need a key.
-    ``draft`` is the file of the draft model tokens, if there is one (``auto``: one that is here). A
-    request that has not begun after ``max_wait_s`` is refused (None: it waits as long as its client does).
-    KV cells are kept twice every ``kv_backup`` rows of an answer (None: every ``KEEP_ROWS`` where links carry it; 0: not).
-    Prompts of all API keys share their cells with ``share_prefixes``. What of an answer has to be computed again is computed
-    row by row where that takes no longer than ``exact_replay_s``. ``rope`` says what angles positions have,
-    ``lora`` which adapters change the model, with their scales.
+    ``wait`` is the number of workers to wait for (None: take those that are there), at most ``wait_timeout_s`` (None:
+    unlimited). ``run`` is what the plan depends on. The HTTP server listens at ``http_host`` and ``http_port``. The
+    model is also served under its ``aliases``, or with ``any_model`` under every name. ``chat_template`` replaces the
+    model file's (None). ``tool_parser`` names its call format. With ``context_shift`` the oldest messages of a
+    conversation that is too long for the context are dropped. Clients may use the host names ``allowed_hosts``, and be
+    web pages of ``cors_origins``. ``embedding`` is a model file for embeddings. With ``api_key`` or ``api_key_file``
+    clients need a key. ``draft`` is the file of the draft model, if there is one (``auto``: one on this device). A
+    request that has not begun after ``max_wait_s`` is refused (None: no limit). KV cache is replicated every
+    ``kv_backup`` tokens (None: every ``KEEP_ROWS`` if links carry it; 0: not). Prompts of all API keys share their
+    cache with ``share_prefixes``. Lost tokens are recomputed one by one if that takes at most ``exact_replay_s``.
+    ``rope`` overrides RoPE, ``lora`` are adapters of the model, with their scales.
     """
 
     wait: int | None
@@ -66,9 +64,9 @@ class ServeOptions:
     lora: tuple[tuple[Path, float], ...] = ()
 
     def keep_rows(self, *, has_cache: bool) -> int | None:
-        """Of so many rows of an answer the KV cells are kept at a time; None: nothing is kept.
+        """The number of tokens per saved KV block; None: nothing is saved.
 
-        A head that serves alone gives them to nobody, and keeps them for a cache alone.
+        A head that serves alone has no replicas, and saves blocks only for a cache.
         """
         if not has_cache and (self.single_device or self.kv_backup == 0):
             return None
@@ -76,20 +74,20 @@ class ServeOptions:
 
     @property
     def url(self) -> str:
-        """The endpoint as clients name it: by the address where it listens, the likeliest one where it does at all."""
+        """The endpoint's URL for clients: with the listening address, or the likeliest one for a wildcard."""
         host = own_hosts(self.http_host)[0] if self.http_host in ("0.0.0.0", "::") else self.http_host
         return f"http://{join_address(host, self.http_port)}"
 
 
 def is_for_several(options: ServeOptions, config: Config) -> bool:
-    """Whether other devices were asked for by name or number, or all of them."""
+    """Whether other devices were requested by name or number, or all of them."""
     run = options.run
     has_windows = run.windows is not None and len(run.windows) > 1
     return has_windows or run.use_all or bool(options.wait or config.devices)
 
 
 def model_id(path: Path) -> str:
-    """The name that clients call the model by: its file's, without the part number of a split model."""
+    """The model's name for clients: its file's, without the part number of a split model."""
     return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
 
 

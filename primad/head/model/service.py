@@ -1,4 +1,4 @@
-"""What a head serves: the model file and what was learnt of it, and how it is to be served."""
+"""What a head serves: the model file with learnt facts, and how it is served."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ from primad.settings.config import digests_file
 
 
 class ModelSource:
-    """The model file: its ``header``, its ``profile``, and its layers, of which is kept in ``home`` what was learnt; what
-    ``adapters`` change of it.
+    """The model file: its ``header``, its ``profile``, and its layers, with what was learnt of it in ``home``; and its
+    ``adapters``.
 
-    ``ranged`` is where its weights are, if that is on a hub. A file that could not be read is tried again after ``again_s``.
+    ``ranged`` is the source of its weights on a hub, if any. A file that could not be read is tried again after
+    ``again_s``.
     """
 
     def __init__(
@@ -68,13 +69,13 @@ class ModelSource:
 
     @property
     def stamp(self) -> str:
-        """Tells it from every other model file, and from itself after a change."""
+        """Identifies it among model files, and changes when it does."""
         added = [(each.digest, each.scale) for each in self.adapters]
         return repr((sorted((str(path), stamp) for path, stamp in self._stamps.items()), added))
 
     @property
     def cutter(self) -> ModelCutter:
-        """Cuts its layers out; made when one is needed for the first time."""
+        """Cuts out its layers; created when first needed."""
         if self._cutter is None:
             digests, ranged = LayerDigests(self.header, digests_file(self._home)), self._ranged
             self._cutter = (
@@ -88,25 +89,25 @@ class ModelSource:
 
     @property
     def ranged(self) -> RangedCutter | None:
-        """The ``cutter`` of a model on a hub; None where the file is here. A model that cannot be cut has none."""
+        """The ``cutter`` of a model on a hub; None if the file is here. A model that cannot be cut has none."""
         cutter = None if self._ranged is None else self.cutter
         return cutter if isinstance(cutter, RangedCutter) else None
 
     @property
     def file(self) -> Path:
-        """The file here that has the vocabulary, and all else of the model where that is here."""
+        """The local file with the vocabulary, and with everything else if the model is local."""
         return self.header.path if self._ranged is None else self._ranged.vocabulary
 
     async def checked(self, firsts: Iterable[int]) -> str | None:
-        """What is known by now of its windows that begin at these layers; None for the whole model alone."""
+        """The known verdict on its windows that begin at these layers; None for the whole model alone."""
         return await asyncio.to_thread(windows_line, self._home, self.header, firsts)
 
     async def planned(self) -> ModelProfile:
-        """Its profile with what is known by now of the use of its experts."""
+        """Its profile with the known use of its experts."""
         return await asyncio.to_thread(with_expert_use, self.profile, self.header, self._home)
 
     def source(self, digest: str) -> LayerCut | None:
-        """The layer ``digest`` of the model or an adapter, if a plan needed it and it is in a file here."""
+        """The layer ``digest`` of the model or an adapter, if a plan needed it and it is in a local file."""
         cutters: list[ModelCutter | Adapter] = [*([] if self._cutter is None else [self._cutter]), *self.adapters]
         return next((cut for each in cutters if (cut := each.source(digest)) is not None), None)
 
@@ -115,23 +116,23 @@ class ModelSource:
         return self.source(digest)
 
     def check(self) -> None:
-        """Raises ``ModelError`` when the file is not what it was, or could not be read a moment ago."""
+        """Raises ``ModelError`` if the file has changed, or could not be read a moment ago."""
         check_unchanged(self._stamps)
         if self._unreadable is not None and time.monotonic() < self._unreadable[1] + self._again_s:
             raise ModelError(f"{self._unreadable[0]}; check the disk, or serve another copy of the model")
 
     def remember(self, error: PrimadError | None) -> None:
-        """A ring ended with ``error``. None can do without this file: if its disk does not give it, the next one waits."""
+        """A ring ended with ``error``. All depend on this file: if its disk fails, the next ring waits."""
         if isinstance(error, WeightsError) and error.file is not None and Path(error.file) in self._stamps:
             self._unreadable = str(error), time.monotonic()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """Which model is served, what the owner asked for, the work that plans are made for, and the draft model.
+    """The served model, the owner's options, the planned workload, and the draft model.
 
-    ``draft_source`` has the layers of that, for other devices; None where it cannot be cut. Unless ``head_has_room`` for it
-    it drafts on those alone.
+    ``draft_source`` has the draft model's layers, for other devices; None if it cannot be cut. It drafts only there
+    unless ``head_has_room``.
     """
 
     model: ModelSource
@@ -143,7 +144,7 @@ class Service:
 
     @property
     def planned_draft(self) -> PlannedDraft | None:
-        """The draft model, as plans take it."""
+        """The draft model, for plans."""
         draft, source = self.draft, self.draft_source
         if draft is None:
             return None
@@ -167,7 +168,7 @@ def service_of(
     *,
     head_has_room: bool = True,
 ) -> Service:
-    """The model of ``header`` as ``options`` ask for it. Raises ``PlanError`` when no work can be planned so."""
+    """The model of ``header`` with ``options``. Raises ``PlanError`` if no work can be planned for them."""
     again_s = node.timings.head.model_again_s
     source = ModelSource(header, model, node.config.home, ranged, adapters, again_s=again_s)
     return Service(

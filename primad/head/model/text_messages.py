@@ -1,4 +1,4 @@
-"""What the head and its text process say to each other, as length-prefixed frames of msgpack."""
+"""Messages between the head and its text process, as length-prefixed frames of msgpack."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from primad.errors import ModelError, PrimadError, PromptTooLongError, RequestEr
 
 
 class LoadText(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """Load the vocabulary of the model file ``path``, whose chat template is this; answered with ``TextReady``."""
+    """Load the vocabulary of the model file ``path``, with this chat template; the reply is ``TextReady``."""
 
     path: str
     chat_template: str | None
     reports_pieces: bool
     memory_bytes: int
-    """The process may take so much more than it has when it is loaded, where the system can see to that."""
+    """The process may use this much more than after loading, if the system can enforce it."""
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
-    """Do the preparation ``what`` (module and function); answered with ``PreparedRequest`` or ``RequestRefused``."""
+    """Run the preparation ``what`` (module and function); the reply is ``PreparedRequest`` or ``RequestRefused``."""
 
     what: str
     body: bytes
@@ -32,13 +32,13 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
 
 
 class TextReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The process takes requests; ``pieces`` if they were asked for."""
+    """The process accepts requests; with ``pieces`` if requested."""
 
     pieces: PieceTable | None
 
 
 class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True, tag="prepared"):
-    """What a preparation made, as msgpack, and ``lines`` for the log."""
+    """A preparation's result, as msgpack, and ``lines`` for the log."""
 
     made: bytes
     lines: list[str]
@@ -52,7 +52,7 @@ class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     code: str | None = None
     param: str | None = None
     spent: bool = False
-    """The process had no memory for it, and is to be replaced."""
+    """The process ran out of memory, and has to be replaced."""
     prompt_tokens: int | None = None
     context_tokens: int = 0
 
@@ -68,7 +68,7 @@ class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
         return refused
 
     def error(self) -> PrimadError:
-        """The error that it was."""
+        """The error in the message."""
         if self.prompt_tokens is not None:
             error = PromptTooLongError(self.prompt_tokens, self.context_tokens, self.param or "")
             error.args = (self.message,)
@@ -79,7 +79,7 @@ class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """What llama.cpp cannot load, or (behind ``Prepare``) the traceback of a mistake of ours."""
+    """llama.cpp's loading error, or (after ``Prepare``) the traceback of a mistake of ours."""
 
     message: str
 

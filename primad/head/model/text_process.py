@@ -1,10 +1,9 @@
-"""The text process: ``python -m primad.head.model.text_process`` makes of each request's body what the daemon needs
-to answer it.
+"""The text process: ``python -m primad.head.model.text_process`` prepares each request's body for the daemon.
 
-Templates and vocabularies come from others' files, texts and schemas from any client, and the code that reads them is not
-made for that: llama.cpp's pre-tokenizers recurse once a character, a template may count for hours, a schema may grow without
-end. So this process may die, hang or grow; the daemon bounds its time and memory (``text_service.py``). It ends with its
-standard input, whatever it computes.
+Templates and vocabularies come from others' files, texts and schemas from any client, and the code that reads them is
+not made for that: llama.cpp's pre-tokenizers recurse once per character, a template may loop for hours, a schema may
+grow without end. So this process may die, hang or grow; the daemon bounds its time and memory (``text_service.py``). It
+ends with its standard input, whatever it computes.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ if TYPE_CHECKING:
     from primad.head.model.tokenizer import ModelVocabulary
 
 STACK_BYTES: Final = 256 << 20
-"""A pre-tokenizer of llama.cpp takes up to some kB of stack for each character of a run of equal ones."""
+"""A pre-tokenizer of llama.cpp uses up to some kB of stack for each character of a run of equal ones."""
 MODULE: Final = "primad.api."
 NEEDED: Final = "primad.api.dialects.openai.prepared"
-"""What nearly every request needs, and no request is to wait for."""
+"""Imports that nearly every request needs, and that no request has to wait for."""
 MAX_MADE_BYTES: Final = MAX_FRAME_BYTES // 2
 MAX_LINES: Final = 8
 
@@ -81,13 +80,13 @@ class _Process:
                 chat_template=vocabulary.chat_template,
             )
         import_module(NEEDED)
-        _ = vocabulary.longest_chars  # looked up once, before anybody waits for it
+        _ = vocabulary.longest_chars  # loaded once, before anybody waits for it
         _bound_memory(task.memory_bytes)
         return TextReady(pieces=pieces)
 
 
 def prepared(task: Prepare, vocabulary: Vocabulary | None) -> PreparedRequest | RequestRefused | Failed:
-    """The answer to ``task``."""
+    """The reply to ``task``."""
     try:
         with _logged() as lines:
             made = msgspec.msgpack.encode(_preparation(task.what)(task.body, _asking(task, vocabulary)))

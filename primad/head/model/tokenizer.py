@@ -1,4 +1,4 @@
-"""The served model's tokenizer, which only the text process loads: it brings llama.cpp."""
+"""The served model's tokenizer, loaded only by the text process, since it needs llama.cpp."""
 
 from __future__ import annotations
 

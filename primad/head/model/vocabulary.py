@@ -1,4 +1,4 @@
-"""What a model file says of chat, sampling and itself."""
+"""A model file's facts about chat, sampling and itself."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _RECOMMENDED: Final = {
     "general.sampling.xtc_probability": ("xtc_probability", 0.0, 1.0),
     "general.sampling.xtc_threshold": ("xtc_threshold", 0.0, 1.0),
 }
-"""Keys of a model file with the field that each is, and what that may be."""
+"""Keys of a model file with the field of each, and its valid values."""
 
 
 def sampling_defaults(header: Header) -> SamplingDefaults:
-    """How the model file wants its tokens sampled. A value that makes no sense is as if it were not there."""
+    """The model file's sampling defaults. Invalid values are ignored."""
     found: dict[str, Any] = {}
     for key, (name, minimum, maximum) in _RECOMMENDED.items():
         if key not in header.values:
@@ -52,13 +52,13 @@ def chat_template_of(header: Header) -> str | None:
 
 
 def chat_template_in(path: Path) -> str:
-    """The Jinja source in the file of ``--chat-template``. Raises ``ConfigError`` for one that cannot be used."""
+    """The Jinja source in the file of ``--chat-template``. Raises ``ConfigError`` if it is unusable."""
     at = f"--chat-template {path}"
     try:
         with path.open("rb") as file:
             source = file.read(MAX_TEMPLATE_BYTES + 1).decode()
     except (OSError, ValueError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else "is no text in UTF-8"
+        reason = exc.strerror if isinstance(exc, OSError) else "not text in UTF-8"
         raise ConfigError(f"{at}: {reason or exc}; name a file with a Jinja template") from exc
     if not source.strip() or len(source) > MAX_TEMPLATE_BYTES:
         raise ConfigError(
@@ -87,7 +87,7 @@ def facts_of(header: Header) -> ModelFacts:
 
 
 def _text(header: Header, key: str) -> str:
-    """What is there as text; "" for nothing, and for what is none: clients only show it."""
+    """Its value as text; "" for none or another type: clients only show it."""
     try:
         return header.text(key, "")
     except ModelError:

@@ -1,1 +1,1 @@
-"""Rings of devices: planned, formed, served from and kept."""
+"""Rings of devices: planned, formed, serving, backed up."""

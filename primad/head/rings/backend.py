@@ -1,7 +1,7 @@
-"""The daemon as the HTTP API sees it: requests go to the head's ring process, tokens come back.
+"""The daemon for the HTTP API: requests go to the head's ring process, tokens come back.
 
-A generation outlives the ring that computes it: its prompt and the tokens sampled so far are here, and the next ring goes on
-from them. It ends with an error only when there is no ring to wait for.
+A generation outlives the ring that computes it: its prompt and the tokens sampled so far are stored here, and the next
+ring resumes it. It ends with an error only if there is no ring to wait for.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from primad.ring.messages import (
 from primad.system.shares import Shares
 
 MAX_WAITING: Final = 64
-"""Generations that may run or wait at one time for one caller; while others ask too each has a share of twice as many."""
+"""Generations that may run or wait at one time for one caller; under contention each has a share of twice as many."""
 MAX_UNREAD: Final = 8192
-"""Events of a generation that wait for their reader; as many times fewer as each lists log-probabilities."""
+"""Events of a generation that wait for their reader; divided by the number of log-probabilities per event."""
 
 
 A_MOMENT_S: Final = 10.0
-"""When a ring breaks the next one computes after 2 to 5 s (``docs/faults.md``); after longer the health check says that none
-does. Its warm-up pass counts as computing where nobody waits for more. So it is with a step that is overdue."""
+"""When a ring breaks the next one computes after 2 to 5 s (``docs/faults.md``); after longer the health check reports
+that none does. If no request is open its warm-up pass counts as computing. The same applies to an overdue step."""
 MAX_RINGS: Final = 4
-"""An answer under which so many rings in a row broke, and that got no further in any, may be what breaks them."""
+"""A request under which this many rings in a row broke, without progress, may be what breaks them."""
 
 
 class SendCommands(Protocol):
-    """Gives commands to the head's ring process, all of them at once."""
+    """Sends commands to the head's ring process, all of them at once."""
 
     def __call__(self, *commands: RingCommand) -> Awaitable[None]:
         """As above."""
@@ -56,10 +56,10 @@ StatusOf = Callable[[], Awaitable[dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoOn:
-    """What a ring has of the answers that it goes on with: by request the ``blocks`` of KV cells that all its devices hold.
+    """The state of the requests that a ring resumes: the ``blocks`` of KV cache that all its devices hold, by request.
 
-    ``root`` names, by owner, whose cells they are; empty where none are kept. More than ``max_rows`` rows of an answer are
-    not computed one by one.
+    ``root`` names, by owner, whose cache it is; empty without a cache. At most ``max_rows`` tokens of a request are
+    recomputed one by one.
     """
 
     root: Callable[[str], str]
@@ -68,7 +68,7 @@ class GoOn:
 
 
 class Preparing(Protocol):
-    """Makes prompts of requests, away from this loop."""
+    """Prepares prompts of requests, outside this loop."""
 
     async def pieces(self) -> TokenPieces:
         """The model's tokens as text. Raises ``EngineError``."""
@@ -76,14 +76,14 @@ class Preparing(Protocol):
     async def prepare(
         self, preparation: Preparation[Prepared], body: bytes, settings: ModelSettings | None, *, owner: str = ""
     ) -> Prepared:
-        """As ``api.backend.Backend.prepare``."""
+        """Like ``api.backend.Backend.prepare``."""
 
 
 class PromptCells(Protocol):
-    """Finds KV cells of prompts."""
+    """Finds KV cache of prompts."""
 
     def __call__(self, prompt: Sequence[int], owner: str) -> Awaitable[tuple[str, list[KvBlock]]]:
-        """Under which root the cells of an answer to ``prompt`` for ``owner`` are kept, and the blocks that are there."""
+        """The root of the KV cache for ``prompt`` of ``owner``, and the existing blocks."""
 
 
 async def _no_cells(prompt: Sequence[int], owner: str) -> tuple[str, list[KvBlock]]:
@@ -92,12 +92,12 @@ async def _no_cells(prompt: Sequence[int], owner: str) -> tuple[str, list[KvBloc
 
 @dataclass(slots=True)
 class _Open:
-    """A generation: what was asked for, what was sampled, and where its events go, with room for its end."""
+    """A generation: its request, its sampled tokens, and the queue of its events, with room for its end."""
 
     generate: Generate
     events: asyncio.Queue[GenerationEvent | PrimadError]
     read_tokens: int = 0
-    """Of the prompt, as was told; a ring that begins anew says nothing of it twice."""
+    """Reported progress of the prompt; a ring that restarts does not report it twice."""
     sampled: list[int] = field(default_factory=list)
     chain: list[KvBlock] = field(default_factory=list)
     """The blocks that its ring keeps, from the first position on."""
@@ -105,17 +105,17 @@ class _Open:
     begun: bool = False
     ended: bool = False
     moved: bool = False
-    """Whether it got any further in its ring."""
+    """Whether it progressed in its ring."""
     breaks: int = 0
-    """In how many rings in a row it did not, before they broke."""
+    """The number of rings in a row that broke before it progressed."""
 
     @property
     def computed(self) -> int:
-        """How many positions its ring has computed, as far as was told."""
+        """The number of positions that its ring has computed, as far as reported."""
         return len(self.generate.prompt) + len(self.sampled) - 1 if self.sampled else self.read_tokens
 
     def kept(self, blocks: Iterable[KvBlock]) -> None:
-        """Its ring keeps ``blocks``, the next ones; or others in place of the last ones, which it did not have."""
+        """Its ring keeps ``blocks``, the next ones; or replacements of the last ones, which it did not have."""
         for block in blocks:
             while self.chain and self.chain[-1].end > block.start:
                 self.chain.pop()
@@ -123,7 +123,7 @@ class _Open:
                 self.chain.append(block)
 
     def to_go_on(self, cells: GoOn) -> Generate:
-        """The request to a ring that has not seen it yet, but holds ``cells``."""
+        """The request for a ring that has not seen it yet, but holds ``cells``."""
         self.chain = list(cells.blocks.get(self.generate.request, ()))
         there = max(len(self.generate.prompt), self.chain[-1].end if self.chain else 0)
         return msgspec.structs.replace(
@@ -136,13 +136,13 @@ class _Open:
         )
 
     def give(self, event: GenerationEvent | PrimadError) -> None:
-        """To whoever asked. One who is so far behind that there is no room hears that, and nothing more."""
+        """Pass an event to the reader. A reader that is too far behind gets an error, and nothing more."""
         if type(event) is not Finished and self.events.qsize() >= self.events.maxsize - 1:
             while not self.events.empty():
                 self.events.get_nowait()
             self.ended = True
             event = RequestError(
-                "the answer was read too slowly; read it as it comes", status=408, code="read_too_slowly"
+                "the response was read too slowly; read it as it comes", status=408, code="read_too_slowly"
             )
         self.events.put_nowait(event)
 
@@ -175,8 +175,8 @@ class _Ring:
 class RingBackend:
     """Serves the API from rings that come and go.
 
-    ``attach`` the one that serves; ``hold`` while open generations wait for the next one; ``fail`` when there is none.
-    A generation that has not begun after ``max_wait_s`` is refused.
+    ``attach`` the one that serves; ``hold`` while open generations wait for the next one; ``fail`` if there is none. A
+    generation that has not begun after ``max_wait_s`` is refused.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class RingBackend:
         self._texts = texts
         self._clock = clock
         self._stands_since_s: float | None = None
-        """Since when nothing is computed for who waits; None when something was since."""
+        """Since when nothing has been computed for open requests; None if something has."""
         self._places = Shares(2 * max_waiting, minimum=1)
         self._reuses = reuses
         self._max_wait_s = max_wait_s
@@ -205,7 +205,7 @@ class RingBackend:
         self._unsent: list[Generate] = []
         self.find_cells: PromptCells = _no_cells
         self.around: Callable[[], dict[str, Any]] = dict
-        """What the status has besides the ring, and while there is none."""
+        """The rest of the status, also without a ring."""
         self.created = int(time.time())
 
     def health(self) -> Health:
@@ -230,21 +230,21 @@ class RingBackend:
         return await self._texts.prepare(preparation, body, served, owner=owner)
 
     async def status(self) -> dict[str, Any]:
-        """What the ring did and holds, if there is one, and what is around it."""
+        """The ring's status, if there is one, and the rest."""
         return (await self._ring.status() if self._ring is not None else {}) | self.around()
 
     @property
     def generations(self) -> int:
-        """How many are open."""
+        """The number of open generations."""
         return len(self._open)
 
     @property
     def is_answering(self) -> bool:
-        """Whether a ring has computed something of a generation that is open."""
+        """Whether a ring has computed something for an open generation."""
         return any(each.computed and not each.ended for each in self._open.values())
 
     def describe(self, detail: str) -> None:
-        """What the health check says goes on."""
+        """The state's line for the health check."""
         self._detail = detail
 
     def chains(self) -> dict[int, list[KvBlock]]:
@@ -252,7 +252,7 @@ class RingBackend:
         return {request: list(each.chain) for request, each in self._open.items() if each.chain and not each.ended}
 
     def rows_again(self, blocks: Mapping[int, Sequence[KvBlock]]) -> tuple[int, int]:
-        """Of all open generations, how many rows are in ``blocks`` and how many were computed and are not."""
+        """For all open generations, how many tokens are in ``blocks`` and how many computed ones are not."""
         there = again = 0
         for request, generation in self._open.items():
             if not generation.ended:
@@ -270,9 +270,9 @@ class RingBackend:
         detail: str,
         cells: GoOn = GoOn(root=lambda _: "", blocks={}, max_rows=None),
     ) -> None:
-        """Ring ``epoch`` serves from now on: every open generation goes on there, in the order of their requests.
+        """Ring ``epoch`` serves from now on: every open generation resumes there, in the order of their requests.
 
-        One whose prompt does not fit the context any more ends with an error.
+        One whose prompt does not fit the new context ends with an error.
         """
         self._served, self._ring, self._detail = served, _Ring(epoch, send, status), detail
         self._holding = False
@@ -281,16 +281,16 @@ class RingBackend:
         self._unsent.clear()
         for request, generation in list(self._open.items()):
             if len(generation.generate.prompt) >= served.context_tokens:
-                generation.fail(f"the prompt exceeds the available context size, which is {served.context_tokens} now")
-            elif request in self._open and not generation.ended:  # who asked may go away while the others are sent
+                generation.fail(f"the prompt exceeds the available context size, which is now {served.context_tokens}")
+            elif request in self._open and not generation.ended:  # a client may leave while the others are sent
                 await send(generation.to_go_on(cells))
 
     def hand_over(self) -> None:
-        """The ring that serves ends its steps; it gets no new generation, the next one does."""
+        """The serving ring finishes its steps; it gets no new generations, the next one does."""
         self._handing_over = True
 
     def hold(self, detail: str) -> None:
-        """No ring serves, but one will: open generations and new ones wait."""
+        """No ring serves, but one will: open and new generations wait."""
         self._ring, self._holding, self._handing_over, self._detail = None, True, False, detail
         if self._stands_since_s is None:
             self._stands_since_s = self._clock()
@@ -298,28 +298,28 @@ class RingBackend:
             generation.breaks = 0 if generation.moved else generation.breaks + 1
             generation.moved = False
             if generation.breaks >= MAX_RINGS:
-                generation.fail(f"{MAX_RINGS} rings in a row broke before this answer got any further; {detail}")
+                generation.fail(f"{MAX_RINGS} rings in a row broke before this request made progress; {detail}")
 
     def overdue(self, epoch: int, waited_s: float) -> None:
-        """A step of ring ``epoch`` is out for ``waited_s``, which is much longer than such steps take."""
+        """A step of ring ``epoch`` is out for ``waited_s``, which is much longer than usual."""
         if self._ring is None or self._ring.epoch != epoch or not self._open:
             return
         if self._stands_since_s is None:
             self._stands_since_s = self._clock() - waited_s
 
     def _rest(self) -> None:
-        """Nobody waits any more, if that is so: a ring that serves has proved by its warm-up pass that it computes."""
+        """Stop the clock if nobody waits: a serving ring has proved by its warm-up pass that it computes."""
         if self._ring is not None and all(generation.ended for generation in self._open.values()):
             self._stands_since_s = None
 
     def fail(self, error: str) -> None:
-        """No ring serves and none is awaited: every open generation ends with ``error``."""
+        """No ring serves and none is expected: every open generation ends with ``error``."""
         self._ring, self._holding, self._handing_over, self._detail = None, False, False, error
         for generation in self._open.values():
             generation.fail(error)
 
     def deliver(self, epoch: int, event: GenerationEvent) -> None:
-        """Give an event of ring ``epoch`` to whoever asked; what an older ring says, or nobody asked for, is dropped."""
+        """Pass an event of ring ``epoch`` to its reader; events of older rings, or without a reader, are dropped."""
         generation = self._open.get(event.request)
         if generation is None or generation.ended or self._ring is None or self._ring.epoch != epoch:
             return
@@ -339,9 +339,9 @@ class RingBackend:
         generation.give(event)
 
     def kept(self, epoch: int, event: KvKept) -> int:
-        """Ring ``epoch`` keeps the next blocks of a generation; how many tokens its prompt has.
+        """Ring ``epoch`` keeps the next blocks of a generation; returns its prompt's number of tokens.
 
-        Of one that is over only blocks of its prompt are told.
+        For a finished one only blocks of its prompt are returned.
         """
         generation = self._open.get(event.request)
         if generation is None:
@@ -369,7 +369,7 @@ class RingBackend:
             raise RequestError(
                 "too many of your requests are waiting already; try again later", status=429, code="queue_full"
             )
-        if self._served is not None and len(prompt) >= self._served.context_tokens:  # it was more when it was asked
+        if self._served is not None and len(prompt) >= self._served.context_tokens:  # it may have shrunk
             raise PromptTooLongError(len(prompt), self._served.context_tokens, "prompt")
         with self._places.held(owner):
             ring = self._ring
@@ -423,7 +423,7 @@ class RingBackend:
         if generation.begun or generation.ended:
             return
         generation.ended = True
-        waited = f"the request waited {self._max_wait_s:g} s, as long as this server lets a request wait"
+        waited = f"the request waited {self._max_wait_s:g} s, the limit of this server"
         if self._ring is None:
             generation.give(RingError(f"{waited}: {self._detail}"))
         else:
@@ -431,9 +431,9 @@ class RingBackend:
             generation.give(error)
 
     async def _submit(self, generate: Generate) -> None:
-        """Give it to the ring, together with those that are asked for in the same turn of the loop.
+        """Pass it to the ring, together with the others of the same turn of the loop.
 
-        So the choices of a request are there before the first one's prompt is computed, which is computed once.
+        So all choices of a request are there before the first one's prompt is computed, which is computed once.
         """
         self._unsent.append(generate)
         await asyncio.sleep(0)

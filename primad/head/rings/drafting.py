@@ -1,9 +1,8 @@
 """The model of ``--draft`` on another device of the fleet, for one ring of this head.
 
-Its layers are cut and fetched as those of windows are. The ring serves meanwhile, and its texts are looked through. What the
-ring process wants to be known goes to the device over the control link, and what that drafts comes back so. Where the
-device is lost or paused, or cannot load the model, the drafting goes on at the head, if that has room for it, until the
-device can again.
+Its layers are cut and fetched like those of windows. The ring serves meanwhile, with prompt lookup. Notifications of
+the ring process go to the device over the control link, and drafts come back the same way. If the device is lost or
+paused, or cannot load the model, the head drafts, if it has room, until the device can again.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from primad.ring.speculation.messages import Drafted, TextTask, check_drafted
 logger = logging.getLogger(__name__)
 
 AGAIN_S: Final = 5.0
-"""What nobody answered is said again."""
+"""Unanswered messages are repeated."""
 LOOK_S: Final = 1.0
-"""So often it is looked whether the device may be used, or may again."""
+"""How often to check whether the device may be used, or may again."""
 TRY_S: Final = (30.0, 600.0)
-"""Until a device that could not is asked again, for the first time and at most; one that comes back is asked at once."""
+"""Until a device that failed is tried again, the first time and at most; one that comes back is tried at once."""
 MAX_UNTOLD: Final = 256
 
 SendToRing = Callable[[RingCommand], Coroutine[Any, Any, None]]
 
 
 class RemoteDrafter:
-    """Has ``device``, which ``find`` finds while it may be used, draft for the ring of ``inputs``, whose process ``to_ring``
-    reaches. ``run`` it, ``ask`` it.
+    """Has ``device``, which ``find`` returns while it may be used, draft for the ring of ``inputs``, whose process
+    ``to_ring`` reaches. ``run`` it, ``ask`` it.
     """
 
     def __init__(
@@ -64,13 +63,13 @@ class RemoteDrafter:
 
     @property
     def place(self) -> str | None:
-        """The device that drafts now; None: none does."""
+        """The device that drafts now, or None."""
         if self._is_ready:
             return self._device
         return self._inputs.forecast.plan.head if self._is_over and self._inputs.service.head_has_room else None
 
     async def run(self) -> None:
-        """Have it draft whenever it may and can, and else the head."""
+        """Have it draft whenever it may and can, else the head."""
         said, pause_s = "", TRY_S[0]
         while True:
             worker = self._worker = self._find()
@@ -95,7 +94,7 @@ class RemoteDrafter:
             await self._to_ring(DraftPlaceChanged("here" if has_room else "nowhere"))
 
     async def _until_it_may(self, lost: WorkerLink | None, pause_s: float) -> None:
-        """Until another link to it is there, or the ``lost`` one may be tried again."""
+        """Until there is another link to it, or the ``lost`` one may be tried again."""
         until_s = time.monotonic() + pause_s
         while True:
             await asyncio.sleep(LOOK_S)
@@ -112,15 +111,15 @@ class RemoteDrafter:
         try:
             await worker.send(ReleaseDraft(epoch=self.epoch))
         except ClusterError:
-            logger.debug("%s is gone, and drafts for nobody", self._device)
+            logger.debug("%s is gone and stops drafting", self._device)
 
     def ask(self, task: TextTask) -> None:
-        """What the ring process wants to be known; where too much of it waits it is lost, and so are drafts."""
+        """Notifications of the ring process; if too many wait they are dropped, and so are drafts."""
         if self._is_ready and not self._untold.full():
             self._untold.put_nowait(task)
 
     def hear(self, message: DraftModelState | DraftsMade) -> None:
-        """What the device says. Drafts that are none are dropped."""
+        """A message of the device. Invalid drafts are dropped."""
         match message:
             case DraftModelState(ready=ready, error=error):
                 self._is_ready, self._error = ready and not error, error
@@ -141,7 +140,7 @@ class RemoteDrafter:
         self._news.set()
 
     async def _serve(self, worker: WorkerLink) -> None:
-        """Have ``worker`` draft. Raises the ``PrimadError`` for which it does not any more."""
+        """Have ``worker`` draft. Raises the ``PrimadError`` that ends it."""
         self._error, self._made = "", None
         worker.drafts_for(self)
         watching = asyncio.create_task(self._watch(worker))

@@ -1,9 +1,9 @@
-"""The KV cells of all answers, as the head looks after them: kept twice while they grow, and there when a ring needs them.
+"""The KV cache of all requests, managed by the head: replicated while it grows, and present when a ring needs it.
 
-The ring says which blocks its devices keep (``ring/keeping.py``). Another device, its replica, is told once a second which
-new ones of a worker to hold as well. Before a ring serves answers that another one began, every device of it is asked to
-hold their blocks, in the layers of its windows; what all hold is not computed again. With a cache the prompts of new
-answers are looked for in the same way. What nobody needs any more is told to all.
+The ring reports which blocks its devices keep (``ring/keeping.py``). Another device, the replica, is told once a second
+which new blocks of a worker to hold as well. Before a ring resumes another one's requests, each of its devices is asked
+to hold their blocks, in the layers of its windows; what all hold is not recomputed. With a cache the prompts of new
+requests are looked up in the same way. Unneeded blocks are dropped everywhere.
 """
 
 from __future__ import annotations
@@ -42,49 +42,50 @@ from primad.system.tasks import Tasks
 logger = logging.getLogger(__name__)
 
 COPY_S: Final = 10.0
-"""A replica that gets nothing for so long is told again."""
+"""A replica that receives nothing for this long is told again."""
 MAX_COPIED: Final = 1024
-"""Blocks that a replica is told of at a time."""
+"""Blocks per message to a replica."""
 MAX_TRIES: Final = 20
-"""A block that its device does not give so often is gone there."""
+"""A block that its device fails to deliver this often is gone there."""
 MIN_RESTORE_S: Final = 2.0
 WAITED_A_ROW_S: Final = 0.005
-"""Half of what a row takes to compute again where that is quick."""
+"""Half of the time to recompute a token if that is quick."""
 MAX_RESTORE_S: Final = 30.0
-"""An answer does not stand still for longer until what is lacking is computed again."""
+"""The longest that a request waits before missing blocks are recomputed."""
 _LAST_WRITES_S: Final = (0.02, 0.1, 0.3)
 MIN_FIND_S: Final = 0.1
-"""A prompt waits so long for its beginning to come from other devices, or as long as it takes to compute."""
+"""How long a prompt waits for cached blocks of other devices, or as long as computing it takes."""
 MAX_ROOTS: Final = 1024
-"""Owners whose root is remembered."""
+"""The number of owners whose root is remembered."""
 FIRST_TOKENS_PER_S: Final = 20.0
-"""As fast are answers taken to be where nothing was predicted."""
+"""The assumed tokens per second if nothing was predicted."""
 
 Layers = list[tuple[int, int]]
 
 
 class KeptRing(Protocol):
-    """What is asked of a ring."""
+    """The interface of a ring."""
 
     @property
     def plan(self) -> Plan:
-        """The plan that it serves."""
+        """Its plan."""
 
     @property
     def keeps(self) -> bool:
-        """Whether every device of it keeps KV cells."""
+        """Whether every device of it saves KV cache."""
 
     @property
     def profiles(self) -> Mapping[str, DeviceProfile]:
         """Its devices."""
 
     def sources(self) -> Awaitable[dict[str, list[Contact]]]:
-        """By device: who may have what it lacks."""
+        """By device: sources for what it lacks."""
 
 
 @dataclass(slots=True)
 class _Copy:
-    """The cells of one device, and their replica, who asks ``source``. Each block in ``pending`` was told so often."""
+    """The blocks of one device, and their replica, which asks ``source``. ``pending`` has the number of attempts for
+    each block."""
 
     kept: Kept
     layers: Layers
@@ -95,18 +96,18 @@ class _Copy:
 
 
 class KvBackup:
-    """All blocks of this head. ``run`` it beside the rings."""
+    """All blocks of this head. ``run`` it next to the rings."""
 
     def __init__(self, node: Node, service: Service, devices: Devices, held: HeldCells, reporter: Reporter) -> None:
         self._node, self._service, self._devices = node, service, devices
         self._held, self._reporter = held, reporter
         self._head = node.config.name
         self._blocks: dict[str, KvBlock] = {}
-        """Those that are needed."""
+        """Needed blocks."""
         self._lasting: set[str] = set()
-        """Those of prompts, which may be of use later."""
+        """Blocks of prompts, which may be of use later."""
         self._forgotten: dict[str, bool] = {}
-        """Those that nobody was told of yet, and whether they are lasting."""
+        """Unannounced blocks, and whether they are lasting."""
         self._copies: list[_Copy] = []
         self._said: set[str] = set()
         self._epoch = 0
@@ -115,17 +116,17 @@ class KvBackup:
         self._sources: dict[str, list[Contact]] = {}
         self._chunking: Chunking | None = None
         self._prompt_row_s = 0.0
-        """What a token of a prompt is predicted to take."""
+        """The predicted time per prompt token."""
         self._roots: dict[str, str] = {}
         self._computed = True, 0
-        """By which attention cells are computed, and for how much context where angles of positions follow from it."""
+        """The attention that blocks are computed with, and the context if angles of positions depend on it."""
         self._news, self._over = asyncio.Event(), asyncio.Event()
         self._tasks = Tasks()
         self._restores = self._restored_tokens = self._again = self._found_tokens = 0
         self._restore_s = 0.0
 
     async def run(self) -> None:
-        """Tell replicas what to hold, and all what to forget, as it comes."""
+        """Tell replicas what to hold, and all devices what to drop, as it comes."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._notify_replicas())
@@ -144,7 +145,7 @@ class KvBackup:
             await asyncio.sleep(self._node.timings.head.copy_every_s)
 
     async def _notify_forgotten(self) -> None:
-        """At once: who asks the same again gets blocks of the same keys, which must not be forgotten after they are kept."""
+        """At once: a repeated request gets blocks of the same keys, which must not be dropped after they are kept."""
         while True:
             await self._over.wait()
             self._over.clear()
@@ -160,12 +161,12 @@ class KvBackup:
             try:
                 await worker.send(forget)
             except ClusterError:
-                logger.info("%s is not told which KV cells may go", worker.name)  # it forgets all with this head
+                logger.info("cannot tell %s which KV cache to drop", worker.name)  # it drops all with this head
 
     # ---- what rings say ------------------------------------------------------------------------------------------------
 
     def kept(self, epoch: int, blocks: Iterable[KvBlock], prompt_tokens: int) -> None:
-        """Every device of ring ``epoch`` keeps ``blocks`` of an answer whose prompt has so many tokens."""
+        """Every device of ring ``epoch`` keeps ``blocks`` of a request whose prompt has this many tokens."""
         if epoch == self._epoch:
             self._need(blocks, prompt_tokens)
             self._news.set()
@@ -198,7 +199,7 @@ class KvBackup:
     # ---- copies --------------------------------------------------------------------------------------------------------
 
     async def _copy(self, copy: _Copy) -> None:
-        """Have the replica hold what is pending."""
+        """Have the replica hold the pending blocks."""
         try:
             assert copy.kept.replica is not None
             blocks = [self._blocks[key] for key in list(copy.pending)[:MAX_COPIED]]
@@ -224,29 +225,30 @@ class KvBackup:
         *,
         verify: bool,
     ) -> list[bool]:
-        """Which of ``blocks`` ``device`` has now; none where it does not say."""
+        """Those of ``blocks`` that ``device`` has now; none if it does not reply."""
         if device == self._head:
             return await self._held.hold(blocks, layers, sources, timeout_s, verify=verify)
         try:
             worker = self._devices.workers[device]
             return await worker.hold_cells(blocks, layers, sources, timeout_s, verify=verify)
         except (KeyError, ClusterError) as exc:
-            logger.info("%s holds no KV cells that it is asked for: %s", device, exc)
+            logger.info("%s holds no requested KV cache: %s", device, exc)
             return [False] * len(blocks)
 
     # ---- rings that begin ----------------------------------------------------------------------------------------------
 
     async def prepare(self, ring: KeptRing, chains: Mapping[int, Sequence[KvBlock]]) -> None:
-        """While ``ring`` is formed, have its devices hold the blocks of ``chains``; what was there before is verified."""
+        """While ``ring`` is formed, have its devices hold the blocks of ``chains``; existing ones are verified."""
         await self._bring(ring, _blocks_of(chains), verify=True)
 
     async def bring(
         self, ring: KeptRing, chains: Mapping[int, Sequence[KvBlock]], *, again: bool = False
     ) -> dict[int, list[KvBlock]]:
-        """Have every device of ``ring`` hold the blocks of ``chains`` in its layers; of each what all hold from its start.
+        """Have every device of ``ring`` hold the blocks of ``chains`` in its layers; returns the prefix of each that
+        all hold.
 
-        Waits no longer than they may take on their way. ``again``: a moment after the first time, when what came last may
-        not be written yet where it was computed.
+        Waits no longer than their transfer may take. ``again``: a moment after the first time, when the latest blocks
+        may not be written yet where they were computed.
         """
         blocks = _blocks_of(chains)
         if not ring.keeps or not blocks:
@@ -286,8 +288,8 @@ class KvBackup:
         return {block.key for block, held in zip(blocks, zip(*answers, strict=True), strict=True) if all(held)}
 
     def _patience_s(self, plan: Plan, blocks: Sequence[KvBlock]) -> float:
-        """Twice what the slowest link takes for the cells of the device that has most, and longer where there is more to
-        compute again otherwise, within bounds."""
+        """Twice the time of the slowest link for the device with most data, and longer if more would be recomputed
+        otherwise, within bounds."""
         rows = sum(block.end - block.start for block in blocks)
         rates = [link.bytes_per_s for link in self._devices.book.between(plan.devices)]
         maximum = max(self._token_bytes(plan).values())
@@ -301,7 +303,8 @@ class KvBackup:
         forecast: Forecast,
         blocks: Mapping[int, Sequence[KvBlock]],
     ) -> None:
-        """Ring ``epoch`` serves from now on, and goes on with ``blocks``: what only the one before needed is forgotten."""
+        """Ring ``epoch`` serves from now on, and resumes with ``blocks``: those that only the previous ring needed are
+        dropped."""
         self._epoch, self._keeps, self._sources = epoch, ring.keeps, sources
         turning = forecast.context_tokens if turns_by_context(self._service.model.header) else 0
         if self._computed != (forecast.flash, turning):
@@ -311,7 +314,7 @@ class KvBackup:
         has_cache = self._node.config.kv_cache is not None
         if not ring.keeps and self._service.options.keep_rows(has_cache=has_cache) is not None:
             self._report_once(
-                "KV cells are not kept, as not every device can; after a loss answers are computed again as a whole"
+                "the KV cache is not saved, as not every device can; after a loss requests are recomputed whole"
             )
         needed = {block.key: block for chain in blocks.values() for block in chain}
         self._chunking = self._chunking_of(forecast) if ring.keeps else None
@@ -319,7 +322,7 @@ class KvBackup:
             self._prompt_row_s = predicted.prefill_chunk_s / predicted.chunk_rows
         self._copies = self._new_copies(ring, forecast) if ring.keeps else []
         self._drop([key for key in self._blocks if key not in needed])
-        self._need(needed.values(), 0)  # new replicas are told with what this ring keeps: first of all it has to go on
+        self._need(needed.values(), 0)  # new replicas are told with what this ring keeps: resuming has priority
 
     def _new_copies(self, ring: KeptRing, forecast: Forecast) -> list[_Copy]:
         copies = []
@@ -347,9 +350,9 @@ class KvBackup:
     # ---- answers -------------------------------------------------------------------------------------------------------
 
     def root(self, owner: str) -> str:
-        """Under which the cells of an answer for ``owner`` are kept; empty where they are not.
+        """The root for the KV cache of requests of ``owner``; empty if it is not kept.
 
-        Nobody but this head can make the keys: whoever drafts a prompt learns nothing from a device that holds its cells.
+        Only this head can make the keys: nobody learns anything about a prompt from a device that holds its cache.
         """
         if not self._keeps:
             return ""
@@ -372,9 +375,9 @@ class KvBackup:
         return self._roots[who]
 
     async def find(self, prompt: Sequence[int], owner: str) -> tuple[str, list[KvBlock]]:
-        """Under which root the cells of an answer to ``prompt`` are kept, and the blocks that are there for it already.
+        """The root for the KV cache of ``prompt``, and the blocks that exist for it already.
 
-        They are looked for where there is a cache, unless a sequence of the ring has them.
+        They are looked up if there is a cache, unless a sequence of the ring has them.
         """
         root, epoch = self.root(owner), self._epoch
         if not root or self._chunking is None or self._node.config.kv_cache is None:
@@ -392,7 +395,7 @@ class KvBackup:
         return root, found
 
     def _here(self, blocks: Iterable[KvBlock]) -> list[KvBlock]:
-        """Those that this head has cells of: whoever computed them may lack some layers of other windows."""
+        """Those that this head has: the device that computed them may lack some layers of other windows."""
         return list(takewhile(lambda block: self._held.store.layers(block.key), blocks))
 
     async def _found(self, blocks: Sequence[KvBlock]) -> list[KvBlock]:
@@ -413,13 +416,13 @@ class KvBackup:
         return found
 
     def _chunking_of(self, forecast: Forecast) -> Chunking:
-        """As the head's ring process cuts prompts."""
+        """The chunks into which the head's ring process cuts prompts."""
         rows = self._service.options.run.chunk_rows if forecast.prediction is None else forecast.prediction.chunk_rows
         controls = control_tokens(self._service.model.header)
         return Chunking(rows=rows, minimum=min_rows(forecast.plan, rows), begins=lambda token: token in controls)
 
     def max_rows(self, forecast: Forecast) -> int | None:
-        """How many rows of an answer are computed again one by one; None: all, since answers must be exact."""
+        """How many tokens of a request are recomputed one by one; None: all, since output must be exact."""
         if self._service.options.run.batching == "exact":
             return None
         rows_per_s = _tokens_per_s(forecast) * forecast.batching.replays
@@ -428,12 +431,12 @@ class KvBackup:
     # ---- figures -------------------------------------------------------------------------------------------------------
 
     def went_on(self, restored_tokens: int, again_rows: int) -> None:
-        """Of answers that a ring began and another one goes on with so much was there, and so much is computed again."""
+        """The amounts restored and recomputed for requests that this ring resumes from another one."""
         self._restored_tokens += restored_tokens
         self._again += again_rows
 
     def status(self) -> KvStatus | None:
-        """How KV cells are kept; None where they are not."""
+        """The state of replication; None without it."""
         if not self._keeps:
             return None
         return KvStatus(
@@ -467,7 +470,7 @@ def _layers(plan: Plan, device: str) -> Layers:
 
 
 def _tokens_per_s(forecast: Forecast) -> float:
-    """What all answers together are predicted to get."""
+    """The predicted throughput of all requests together."""
     if forecast.batches is not None:
         return forecast.batches.load.tokens_per_s
     return FIRST_TOKENS_PER_S if forecast.prediction is None else 1 / forecast.prediction.tpot_s

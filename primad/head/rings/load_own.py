@@ -1,6 +1,6 @@
 """The head loads its own windows: it cuts their layers out of the model file, or serves the whole file as one window.
 
-Of a model on a hub it draws its own layers, as every device does, and the token embedding.
+For a model on a hub it downloads its own layers, like every device, and the token embedding.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from primad.ring.messages import HeadPart
 
 
 async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -> LoadedProcess:
-    """The head's ring process, told to load the windows of ``load``; ``sources`` may have layers of them.
+    """The head's ring process, loading the windows of ``load``; ``sources`` may have layers of them.
 
-    Raises ``PrimadError`` when a disk refuses or llama.cpp cannot compute the model.
+    Raises ``PrimadError`` if a disk refuses or llama.cpp cannot compute the model.
     """
     plan, batching, model = inputs.forecast.plan, inputs.forecast.batching, inputs.service.model
     own = HeadPart(
         model=str(model.file),
         depth=len(plan.devices),
-        at_once=load.sequences if batching.rows > 1 or not plan.streaming else 1,  # every step reads what streams anew
+        at_once=load.sequences
+        if batching.rows > 1 or not plan.streaming
+        else 1,  # every step reads streamed layers again
         chunk_rows=load.rows,
         min_rows=min_rows(plan, load.rows),
         batching=batching,
@@ -68,7 +70,7 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -
 
 
 async def _download(inputs: RingInputs, cutter: RangedCutter, windows: WindowLoad, sources: Sequence[Contact]) -> None:
-    """Have the head's own layers here; what they turn out to be is known from then on."""
+    """Have the head's own layers here; their digests are known from then on."""
     head, node, reporter = inputs.forecast.plan.head, inputs.node, inputs.reporter
     hub_routes = HubRoutes(
         files=cutter.files,
@@ -93,7 +95,7 @@ async def _download(inputs: RingInputs, cutter: RangedCutter, windows: WindowLoa
 
 
 async def _compare(inputs: RingInputs, cutter: RangedCutter) -> None:
-    """All of the model came here: it has to be what the hub states, once."""
+    """All of the model is here: compare it once with the hub's hash."""
     head, cache, reporter = inputs.forecast.plan.head, inputs.node.workspace.cache, inputs.reporter
     if await in_thread(is_compared, cutter):
         return

@@ -1,4 +1,4 @@
-"""What each device of a ring is asked to load, the head itself too."""
+"""The loads of all devices of a ring, including the head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from primad.planning.extra_buffers import as_planned, choose_extra_buffers, suit
 
 
 async def loads_of(inputs: RingInputs, ring_addresses: RingAddresses) -> dict[str, Load]:
-    """What the head and each worker loads, by name. Raises ``StageError`` for a worker to which there is no way."""
+    """The loads of the head and each worker, by name. Raises ``StageError`` for a worker that is unreachable."""
     specs = await _specs(inputs)
     head = inputs.forecast.plan.head
     question = inputs.forecast.question
@@ -49,7 +49,7 @@ async def loads_of(inputs: RingInputs, ring_addresses: RingAddresses) -> dict[st
 async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
     """The windows of every device; hashes the layers that no plan needed before (reads them from the model file).
 
-    One window is the whole model, which is not cut. Stopping waits for no more than one chunk.
+    One window is the whole model, which is not cut. Stopping waits for at most one chunk.
     """
     plan = inputs.forecast.plan
     if (ranged := inputs.service.model.ranged) is not None:
@@ -74,13 +74,13 @@ async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
 
 
 def adapted(spec: WindowSpec, adapters: Sequence[Adapter]) -> WindowSpec:
-    """``spec`` with what ``adapters`` have for its layers; hashes what was not hashed before."""
+    """``spec`` with the parts of ``adapters`` for its layers; hashes new ones."""
     found = [each.spec(spec.first, spec.last) for each in adapters]
     return msgspec.structs.replace(spec, adapters=tuple(each for each in found if each is not None))
 
 
 def _ranged_specs(cutter: RangedCutter, plan: Plan) -> dict[str, list[WindowSpec]]:
-    """As ``_specs`` for a model on a hub: nothing is hashed, as nothing is here."""
+    """Like ``_specs`` for a model on a hub: nothing is hashed, as nothing is here."""
     if len(plan.route) == 1:
         return {plan.head: [cutter.whole()]}
     return {
@@ -90,7 +90,7 @@ def _ranged_specs(cutter: RangedCutter, plan: Plan) -> dict[str, list[WindowSpec
 
 
 def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers: list[bool]) -> Load:
-    """What ``name`` loads; a worker is told more."""
+    """The load of ``name``; a worker gets more details."""
     options, plan, ranged = inputs.service.options, inputs.forecast.plan, inputs.service.model.ranged
     return Load(
         ring=inputs.session,
@@ -125,9 +125,9 @@ def _place_of(inputs: RingInputs, name: str) -> int:
 
 
 def learn_downloaded(cutter: RangedCutter | None, workers: Mapping[str, Stage]) -> None:
-    """Know from now on by their digests the layers that ``workers`` fetched.
+    """Record the digests of the layers that ``workers`` fetched.
 
-    Raises ``StageError`` for one that says another thing of a layer than was known of it.
+    Raises ``StageError`` for one that contradicts a known digest.
     """
     if cutter is None:
         return
@@ -139,8 +139,8 @@ def learn_downloaded(cutter: RangedCutter | None, workers: Mapping[str, Stage]) 
                 raise StageError(f"{name}: {exc}", name, "fetch") from exc
             if known is not None:
                 raise StageError(
-                    f"{name}: fetched other bytes for layer {known[:12]} than another device did, so one of the two was not "
-                    "given what the hub has; 'primad rm' the model here and serve it anew",
+                    f"{name}: fetched other bytes for layer {known[:12]} than another device, so one of the two did "
+                    "not get the hub's; 'primad rm' the model here and serve it again",
                     name,
                     "fetch",
                 )

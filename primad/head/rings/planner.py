@@ -1,4 +1,4 @@
-"""Plans for the head and some of its workers; those for the loss of a device are made before it is lost."""
+"""Plans for the head and some of its workers; those for the loss of a device are made in advance."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from primad.system.tasks import Tasks
 logger = logging.getLogger(__name__)
 
 MAX_PRECOMPUTED: Final = 8
-"""In larger rings the loss of one device is planned for when it comes."""
+"""In larger rings the loss of a device is planned for when it happens."""
 
 PlanResult = tuple[Forecast, float]
-"""A plan with what it promises, and its objective."""
+"""A plan with its forecast and its objective."""
 
 
 class Planner:
-    """Plans for ``service`` on ``own`` and the workers among ``devices``, with what ``learning`` knows of them."""
+    """Plans for ``service`` on ``own`` and the workers among ``devices``, with the corrections of ``learning``."""
 
     def __init__(
         self, service: Service, own: OwnDevice, devices: Devices, learning: Learning, device_limits: DeviceLimits
@@ -45,18 +45,19 @@ class Planner:
         self._device_limits = device_limits
         self._precomputed: dict[frozenset[str], tuple[list[DeviceProfile], PlanResult]] = {}
         self.foreseeing: asyncio.Task[None] | None = None
-        """The planning for losses that is under way."""
+        """The running planning for losses."""
         self.imagines = False
-        """Whether a plan is made that nobody will serve."""
+        """Whether a plan is being made that will not be served."""
 
     async def plan(
         self, candidates: frozenset[str], served: Forecast | None, *, keeps_attention: bool = False
     ) -> PlanResult:
-        """The plan for the head and ``candidates``, with the context and the sequences of ``served``, if one was.
+        """The plan for the head and ``candidates``, with the context and the sequences of ``served``, if there was one.
 
-        With ``keeps_attention`` it has that of ``served`` too, where there is such a plan: running answers go on with it.
+        With ``keeps_attention`` it also has the attention of ``served``, if there is such a plan: running requests
+        resume with it.
 
-        Raises ``PlanError`` or ``Infeasible`` when there is none.
+        Raises ``PlanError`` or ``Infeasible`` if there is none.
         """
         workers = self._devices.present(candidates)
         profiles, precomputed = self._precomputed.get(candidates, ([], None))
@@ -66,13 +67,13 @@ class Planner:
         return await self._solve(workers, served, keeps_attention=keeps_attention)
 
     def forget(self) -> None:
-        """What was foreseen holds no more: the head's own memory became short."""
+        """Precomputed plans are invalid: the head's own memory became short."""
         if self.foreseeing is not None:
             self.foreseeing.cancel()
         self._precomputed.clear()
 
     def precompute(self, candidates: frozenset[str], members: frozenset[str], tasks: Tasks, served: Forecast) -> None:
-        """Begin to plan for the loss of each of ``members``, so that no time goes into it when it comes."""
+        """Start planning for the loss of each of ``members``, so that it takes no time when it happens."""
         self.forget()
         if len(members) <= MAX_PRECOMPUTED and self._service.options.run.windows is None:
             self.foreseeing = tasks.start(self._precompute(candidates, members, served))
@@ -91,7 +92,7 @@ class Planner:
                 logger.info("without %s there is no plan: %s", lost, exc)
 
     async def value(self, forecast: Forecast) -> float | None:
-        """The objective of a plan that was solved, with what is known now; None where a device of it is not spoken to."""
+        """The objective of a solved plan, with current knowledge; None if a device of it is not connected."""
         before, run = forecast.prediction, self._service.options.run
         workers = self._devices.present(forecast.plan.devices)
         own = await self._own.profile()
@@ -114,9 +115,9 @@ class Planner:
     async def slowdown_with(
         self, device: str, candidates: frozenset[str], serving_value: float, served: Forecast
     ) -> float | None:
-        """The share by which the best plan in which ``device`` has layers is slower than one of ``serving_value``.
+        """The share by which the best plan with layers on ``device`` is slower than one of ``serving_value``.
 
-        None where there is no such plan, or none is solved for.
+        None if there is no such plan, or plans are not solved for.
         """
         if (
             self._service.options.run.windows is not None
@@ -140,12 +141,12 @@ class Planner:
     async def what_if(
         self, served: Forecast | None, without: frozenset[str], more: Sequence[DeviceProfile], speed: LinkSpeed
     ) -> Forecast:
-        """What a plan would forecast without some devices, and with ``more`` that are not here, on links of ``speed``.
+        """The forecast of a plan without some devices, and with ``more`` that are not here, on links of ``speed``.
 
         Raises ``PlanError`` where there is none.
         """
         if self._service.options.run.windows is not None:
-            raise PlanError("--windows sets the plan by hand; there is nothing to compare it with")
+            raise PlanError("--windows sets the plan by hand, so there is nothing to compare")
         workers = self._devices.present(frozenset(self._devices.workers) - without)
         names = [(await self._own.profile()).device, *(worker.profile.device for worker in workers)]
         links = list[LinkProfile]()
@@ -162,7 +163,7 @@ class Planner:
         return forecast
 
     def _known(self, measured: Sequence[DeviceProfile]) -> tuple[list[DeviceProfile], list[LinkProfile]]:
-        """Devices and the links between them, with what was learnt of them."""
+        """Devices and the links between them, corrected."""
         corrections = self._learning.planned(measured)
         links = self._devices.book.all_between(each.device for each in measured)
         limited = [self._device_limits.apply(corrections.apply(each)) for each in measured]
@@ -179,13 +180,14 @@ class Planner:
         more: Sequence[DeviceProfile] = (),
         more_links: Sequence[LinkProfile] = (),
     ) -> PlanResult:
-        """The plan for the head and ``workers``, in which those of ``require`` have layers; what it promises, its objective.
+        """The plan for the head and ``workers``, in which those of ``require`` have layers; its forecast, its
+        objective.
 
-        Workers that are paused are left out of it. ``more`` are devices that are not here, with their links.
+        Paused workers are left out. ``more`` are devices that are not here, with their links.
 
-        It keeps the context of ``served``, unless nobody asked for it and there is no plan with it; its attention, if it is
-        to and there is a plan with it; and its sequences, unless nobody asked for them and the plan has no room. Nothing is
-        predicted for a plan that was set by hand. ``background`` lets all other work of this device go first.
+        It keeps the context of ``served``, unless it was automatic and there is no plan with it; its attention, if
+        requested and there is a plan with it; and its sequences, unless they were automatic and the plan has no room. A
+        plan that was set by hand has no prediction. ``background`` lets all other work of this device go first.
         """
         asked = await self._request(
             workers, served, require, keeps_attention=keeps_attention, more=more, more_links=more_links
@@ -209,7 +211,7 @@ class Planner:
         more: Sequence[DeviceProfile],
         more_links: Sequence[LinkProfile],
     ) -> PlanRequest:
-        """What the planner is asked for this head and those of ``workers`` that are not paused."""
+        """The planner's question for this head and those of ``workers`` that are not paused."""
         service = self._service
         usable = self._device_limits.unpaused(worker.profile.device for worker in workers)
         workers = [worker for worker in workers if worker.profile.device in usable]
@@ -231,14 +233,14 @@ class Planner:
         )
 
     async def _search(self, asked: PlanRequest, *, background: bool) -> FoundPlan:
-        """Raises ``PlanError`` that says why devices do not reach each other, where there is no plan for that."""
+        """Raises ``PlanError`` with the reason why devices do not reach each other, if that is why there is no plan."""
         try:
             return await solve_in_process(asked, background=background)
         except CutOff as exc:
             raise PlanError(self._why_cut(device.device for device in asked.devices) or str(exc)) from exc
 
     def _check_reached(self, asked: PlanRequest) -> None:
-        """Raises ``PlanError`` where a device of the windows by hand does not reach the next one."""
+        """Raises ``PlanError`` if a device of the windows by hand does not reach the next one."""
         windows = asked.run.windows
         assert windows is not None
         ring = [device.device for device in asked.devices[: len(windows)]]
@@ -253,24 +255,24 @@ class Planner:
 
 
 class OwnDevice:
-    """``profile`` gives this device's profile as of now, ``memory_watch`` hears when its memory is low. ``gpu_care`` knows
-    what plans may have of its GPU."""
+    """``profile`` gives this device's current profile, ``memory_watch`` is notified when its memory is low.
+    ``gpu_care`` limits the GPU memory of plans."""
 
     def __init__(self, profile: Callable[[], DeviceProfile], memory_watch: MemoryWatch, gpu_care: GpuCare) -> None:
         self._profile, self._memory_watch, self._gpu_care = profile, memory_watch, gpu_care
 
     async def profile(self) -> DeviceProfile:
-        """Its profile as of now, with no more memory than plans may have since it was short of it."""
+        """Its current profile, with at most the memory that plans may use since it was short of it."""
         profile = self._gpu_care.now(await asyncio.to_thread(self._profile))
         maximum = self._memory_watch.max_bytes(profile.ram_available_bytes)
         return replace(profile, ram_available_bytes=maximum)
 
     async def begin(self) -> DeviceProfile:
-        """Its profile as of now, which a ring is formed with."""
+        """Its current profile, which a ring is formed with."""
         profile = await self.profile()
         self._memory_watch.begin(profile.ram_available_bytes)
         return profile
 
     async def report_memory_low(self, needed_bytes: int) -> None:
-        """It is short of so much memory: plans from now on have less of it."""
+        """It lacks this much memory: later plans use less of it."""
         await self._memory_watch.report_memory_low(needed_bytes)

@@ -1,7 +1,9 @@
-"""Form one ring for one plan and keep it: the workers' stages, the head's own ring process, the links between them.
+"""Forms one ring for one plan and maintains it: the workers' stages, the head's own ring process, the links between
+them.
 
-A ``HeadRing`` is formed (``form``), given work (``send``), emptied before another ring takes over (``drain``) and closed.
-Two may exist at a time: one serves while the next is formed. What ends one, at any time, is told once to its listener.
+A ``HeadRing`` is formed (``form``), given work (``send``), emptied before another ring takes over (``drain``) and
+closed. Two may exist at a time: one serves while the next is formed. Its end, at any time, is reported once to its
+listener.
 """
 
 from __future__ import annotations
@@ -61,20 +63,20 @@ logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S: Final = 3600.0
 LOST_S: Final = 4.0
-"""A step that is out for so long, and got no further since it was looked for before, comes no more."""
+"""A step that is overdue this long, without progress since it was last checked, is lost."""
 FIRST_STEP_SHARE: Final = 0.25
-"""A process that is at its first step may be silent for this share of what a step may take: it may read all its layers."""
+"""A process at its first step may be silent for this share of a step's timeout: it may read all its layers."""
 LINK_TIMEOUT_S: Final = 30.0
-"""A worker says that it connects to the next one: it has said all else already."""
+"""The last status of a worker before it connects to the next one."""
 STAGES: Final = {"fetch": LoadStage.FETCH, "load": LoadStage.LOAD}
 DRAIN_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class _DeviceReport:
-    """What a device says of itself; no ``status`` where its ring process did not answer in time.
+    """A device's report; no ``status`` if its ring process did not reply in time.
 
-    A ring process answers between two steps: while there is something to compute it ``computes``, and is not gone.
+    A ring process replies between two steps: while there is something to compute it ``computes``, and is not gone.
     """
 
     status: Status | None = None
@@ -102,7 +104,7 @@ class HeadRing:
         self._costs: dict[str, Costs] = {}
         self._latest: dict[str, Status | None] = {}
         self.measured: CompletionFigures | None = None
-        """What its latest answer that was long enough took, as whoever learns from it says."""
+        """The times of its latest response that was long enough, as the learner reported them."""
         self._asking: asyncio.Task[dict[str, Any]] | None = None
         self._finding_fault: asyncio.Task[None] | None = None
         self._looked: tuple[int, int] | None = None
@@ -112,12 +114,12 @@ class HeadRing:
 
     @property
     def plan(self) -> Plan:
-        """The plan that this ring serves."""
+        """Its plan."""
         return self._inputs.forecast.plan
 
     @property
     def prediction(self) -> Prediction | None:
-        """What the plan forecasts."""
+        """The plan's forecast."""
         return self._inputs.forecast.prediction
 
     @property
@@ -127,7 +129,7 @@ class HeadRing:
 
     @property
     def keeps(self) -> bool:
-        """Whether every device of it keeps KV cells."""
+        """Whether every device of it saves KV cache."""
         return self._own_keeps and all(stage.keeps for stage in self._workers.values())
 
     @property
@@ -137,7 +139,7 @@ class HeadRing:
         return {self.plan.head: self._inputs.profile} | workers
 
     async def sources(self) -> dict[str, list[Contact]]:
-        """By device of the ring: who may have what it lacks. One without a way to the head has none."""
+        """By device of the ring: sources for what it lacks. An unreachable one has none."""
         found = {self.plan.head: self._ring_addresses.own_sources()}
         for name, worker in self._inputs.devices.workers.items():
             try:
@@ -148,13 +150,13 @@ class HeadRing:
 
     @property
     def broken_by(self) -> PrimadError | None:
-        """What ended it, if something did."""
+        """The error that ended it, if any."""
         return self._broken.result() if self._broken.done() else None
 
     async def form(self) -> None:
         """Have every device load its windows, link them and run a warm-up pass.
 
-        Raises the ``PrimadError`` that it fails for; ``close`` is due in any case.
+        Raises the ``PrimadError`` of a failure; ``close`` is due in any case.
         """
         forming = asyncio.create_task(self._form())
         try:
@@ -191,7 +193,7 @@ class HeadRing:
             self._start(self._remote_drafter.run())
 
     async def send(self, *commands: RingCommand) -> None:
-        """Give the head's ring process a command; it need not be taken any more once the ring is broken."""
+        """Send the head's ring process a command; it is dropped if the ring is broken."""
         assert self._process is not None
         for command in commands:
             if isinstance(command, Generate):
@@ -207,12 +209,12 @@ class HeadRing:
             sending.cancel()
 
     async def drain(self) -> None:
-        """Begin no further step and wait until those on their way are back, or the ring breaks over it."""
+        """Start no further step and wait until those in flight are back, or the ring breaks."""
         await self.send(Drain())
         await _first_of(self._drained, self._broken, timeout_s=DRAIN_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Let the workers go and end the head's ring process."""
+        """Release the workers and end the head's ring process."""
         if self._closed:
             return
         self._closed = True
@@ -256,23 +258,22 @@ class HeadRing:
         raise await stage.broken
 
     def describe(self) -> list[str]:
-        """Who computes what, a line a device."""
+        """Layers of each device, one line each."""
         return plan_lines(self.plan, self._inputs.forecast.assignments)
 
     async def status(self) -> dict[str, Any]:
-        """What every device did and holds now, as plain data; a device that does not answer in time has no figures.
+        """State and counters of every device, as plain data; a device that does not reply in time has no figures.
 
-        Takes ``status_timeout_s`` at most. Whoever asks while the devices are being asked gets that answer too, so that many
-        who ask are no more work than one.
+        Takes at most ``status_timeout_s``. Concurrent calls share one query.
         """
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask_all())
         asking = self._asking
-        await asyncio.wait([asking])  # who is cancelled over it leaves the others their answer
+        await asyncio.wait([asking])  # a cancelled caller leaves the query to the others
         return {} if asking.cancelled() else asking.result()
 
     async def statuses(self) -> Mapping[str, Status | None]:
-        """What the ring process of every device says now; None for one that does not answer in time."""
+        """The current report of every device's ring process; None for one that does not reply in time."""
         await self.status()
         return self._latest
 
@@ -315,13 +316,13 @@ class HeadRing:
         }
 
     def _draft_device(self) -> str | None:
-        """The device on which a model drafts; None where none does."""
+        """The device of the draft model, or None."""
         if self._inputs.draft is None:
             return None
         return self.plan.head if self._remote_drafter is None else self._remote_drafter.place
 
     async def _ask(self, name: str) -> _DeviceReport:
-        """What the ring process of ``name`` says, and the memory of the daemon there."""
+        """The report of the ring process of ``name``, and the memory of the daemon there."""
         timeout_s = self._inputs.node.timings.head.status_timeout_s
         if name in self._workers:
             return await self._worker_status(name, timeout_s)
@@ -330,7 +331,7 @@ class HeadRing:
         return _DeviceReport(status, psutil.Process().memory_info().rss, computes)
 
     async def _own_status(self, timeout_s: float) -> Status | None:
-        while not self._status.empty():  # an answer that came too late for who asked before
+        while not self._status.empty():  # a reply that was late for an earlier query
             self._status.get_nowait()
         try:
             async with asyncio.timeout(timeout_s):
@@ -356,7 +357,7 @@ class HeadRing:
             if not any(spec.layers for spec in load.windows) and exc.file is None:  # then there is but one file
                 path = str(self._inputs.service.model.header.path)
                 raise WeightsError(f"{exc}: {path}", path) from exc
-            # The next ring cuts what is not whole out of the model again.
+            # The next ring cuts damaged layers out of the model again.
             refs = (ref for spec in load.windows for ref in spec.files)
             raise distrust(self._inputs.node.workspace.cache, exc, refs) from exc
         except NextDeviceError as exc:
@@ -365,7 +366,7 @@ class HeadRing:
             raise StuckStepError(str(exc), self._parties) from exc
 
     def _hear(self, event: RingEvent, windows: int) -> None:
-        """What the head's ring process says. Raises ``RingError`` where that is nothing for a head."""
+        """A message of the head's ring process. Raises ``RingError`` for an invalid one."""
         match event:
             case Sampled() | PromptProgress() | Finished():
                 if isinstance(event, Finished):
@@ -396,7 +397,7 @@ class HeadRing:
                     self._status.get_nowait()
                 self._status.put_nowait(event)
             case _:
-                raise RingError(f"the head's ring process said {type(event).__name__}")
+                raise RingError(f"the head's ring process sent {type(event).__name__}")
 
     def _look_for_fault(self, overdue: Overdue) -> None:
         logger.info("epoch %d: step %d is out for %.1f s", self.epoch, overdue.step, overdue.waited_s)
@@ -405,11 +406,11 @@ class HeadRing:
             self._finding_fault = self._start(self._find_fault(overdue))
 
     async def _find_fault(self, overdue: Overdue) -> None:
-        """A step is late. A worker whose ring process does not even answer hangs; one that answers is slow.
+        """A step is late. A worker whose ring process does not reply hangs; one that replies is slow.
 
-        Raises ``StageError`` for the one that hangs, unless it may be at its first step, for which nobody knows
-        what is slow. Where all answer, the step is between the last worker that says it passed it on and the first one that
-        says it did not have it. Raises ``StuckStepError`` when it got no further since this was asked last.
+        Raises ``StageError`` for the one that hangs, unless it may be at its first step, whose duration is unknown. If
+        all reply, the step is between the last worker that passed it on and the first one that did not have it. Raises
+        ``StuckStepError`` if it made no progress since the last check.
         """
         names = workers_of(self.plan)
         timeout_s = self._inputs.node.timings.head.overdue_timeout_s
@@ -435,7 +436,7 @@ class HeadRing:
             raise StuckStepError(_lost(overdue, [self.plan.head, *names, self.plan.head][place:][:2]), self._parties)
 
     async def _link(self, own: tuple[str, str], loaded: Mapping[str, tuple[int, str]]) -> None:
-        """Tell every device where its steps go, and from whom they come."""
+        """Tell every device the target and the source of its steps."""
         if not self._workers:
             return
         assert self._process is not None
@@ -470,11 +471,10 @@ class HeadRing:
 
 
 def _lost(overdue: Overdue, between: Sequence[str]) -> str:
-    """Where a step is that got no further."""
+    """The position of a step without progress."""
     sender, receiver = between
     return (
-        f"step {overdue.step} is out for {overdue.waited_s:.1f} s: {sender} says that it passed it on, {receiver} that it "
-        "did not come"
+        f"step {overdue.step} is out for {overdue.waited_s:.1f} s: {sender} passed it on, but {receiver} did not get it"
     )
 
 

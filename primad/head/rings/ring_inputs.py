@@ -1,4 +1,4 @@
-"""What a ring is formed from."""
+"""The inputs for forming a ring."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from primad.ring.speculation.messages import DraftModel
 
 
 class RingListener(Protocol):
-    """Who hears what becomes of a ring."""
+    """Receives a ring's events."""
 
     def deliver(self, epoch: int, event: GenerationEvent) -> None:
-        """An event of a generation, and the epoch that it comes from."""
+        """An event of a generation, and its epoch."""
 
     def cells(self, epoch: int, event: KvKept | KvForgotten) -> None:
-        """Ring ``epoch`` keeps KV cells, or does not need them any more."""
+        """Ring ``epoch`` keeps KV blocks, or does not need them any more."""
 
     def progressed(self, epoch: int, device: str, stage: LoadStage, share: float) -> None:
-        """A worker says how far it is with loading for ring ``epoch``."""
+        """A worker reports its progress of loading for ring ``epoch``."""
 
     def overdue(self, epoch: int, waited_s: float) -> None:
-        """A step of ring ``epoch`` is out for ``waited_s``, which is much longer than such steps take."""
+        """A step of ring ``epoch`` is out for ``waited_s``, which is much longer than usual."""
 
     def broken(self, epoch: int, attribution: Attribution) -> None:
         """Ring ``epoch`` broke."""
 
     def memory_low(self, needed_bytes: int) -> None:
-        """The head itself is short of so much memory for its windows."""
+        """The head itself lacks this much memory for its windows."""
 
 
 FindsWorker = Callable[[], WorkerLink | None]
@@ -52,7 +52,7 @@ FindsWorker = Callable[[], WorkerLink | None]
 class RingDevices:
     """``workers`` are those with a window, ``holders`` those that may have layers to give; ``links`` are between all.
 
-    The draft model, if there is one, does so on ``draft_device``, which may be away; None: on the head, or nowhere.
+    The draft model, if there is one, runs on ``draft_device``, which may be away; None: on the head, or nowhere.
     """
 
     workers: Mapping[str, WorkerLink]
@@ -63,9 +63,10 @@ class RingDevices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingInputs:
-    """What a ring is formed from: the ``forecast`` of plan ``epoch`` for ``service``.
+    """The inputs of a ring: the ``forecast`` of plan ``epoch`` for ``service``.
 
-    ``session`` tells starts of the head apart. ``profile`` is the head's own; it gives layers on TCP port ``layer_port``.
+    ``session`` tells starts of the head apart. ``profile`` is the head's own; it serves layers on TCP port
+    ``layer_port``.
     """
 
     epoch: int
@@ -82,7 +83,7 @@ class RingInputs:
 
     @property
     def keep_rows(self) -> int | None:
-        """Of so many rows of an answer the KV cells are kept at a time; None: they are not."""
+        """The tokens per KV block; None: none are kept."""
         return self.service.options.keep_rows(has_cache=self.node.config.kv_cache is not None)
 
     @property
@@ -92,7 +93,7 @@ class RingInputs:
 
     @property
     def draft(self) -> DraftModel | None:
-        """The draft model; none where nothing is computed ahead, or no device has room for it.
+        """The draft model; None without drafting, or if no device has room for it.
 
         Where a step is no tree, drafts in place of others are of use only later: those that a step takes come first.
         """
@@ -104,6 +105,6 @@ class RingInputs:
 
     @property
     def rows(self) -> int:
-        """Rows of a prompt that are computed at a time: as the plan has it, where it was solved."""
+        """Tokens per prompt chunk, as planned if the plan was solved."""
         prediction = self.forecast.prediction
         return self.service.options.run.chunk_rows if prediction is None else prediction.chunk_rows

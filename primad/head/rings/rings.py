@@ -1,7 +1,7 @@
-"""The rings of a head: solve for one, form it, let it serve, hand over from one to the next, close it.
+"""The rings of a head: solves for one, forms it, lets it serve, hands over from one to the next, closes it.
 
-``solve``, ``form`` and ``abandon`` work beside each other and post what came of it; who serves changes in the order in which
-it was decided (``order`` and ``conduct``).
+``solve``, ``form`` and ``abandon`` work concurrently and post their results; the serving ring changes in the order of
+decisions (``order`` and ``conduct``).
 """
 
 from __future__ import annotations
@@ -49,17 +49,15 @@ logger = logging.getLogger(__name__)
 
 _MAX_ORDERS: Final = 1000
 MAX_EXPLAINED: Final = 4
-"""For so many devices that are left out it is solved for how much slower the ring would be with them."""
+"""For up to this many devices that are left out the slowdown with them is computed."""
 
-ATTENTION_CHANGES: Final = (
-    "no plan has memory for the attention that answers began with; those that run may go on in other words"
-)
+ATTENTION_CHANGES: Final = "no plan has memory for the attention of running requests; their text may change"
 
 Order = types.Serve | types.Close | types.Fail | types.LetGo
 
 
 class Rings:
-    """All rings of this head. ``layer_port`` is where it serves layers; ``own`` is the head as a device of them."""
+    """All rings of this head. ``layer_port`` serves layers; ``own`` is the head as a device of them."""
 
     def __init__(
         self,
@@ -88,40 +86,40 @@ class Rings:
         self._rings: dict[int, HeadRing] = {}
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._idle_plans: set[int] = set()
-        """Rings that were planned for while nothing was answered: their attention was chosen anew."""
+        """Rings planned while no request was open: their attention was chosen freely."""
         self._serving = 0
         self._page_told = False
         self._why_left_out: dict[str, str] = {}
-        """Why the ring that serves has no layers on these devices."""
+        """Why the serving ring has no layers on these devices."""
         self._offered_forecast: Forecast | None = None
-        """By the latest ring that served; the next one keeps its context and its sequences where it can."""
+        """Choices of the latest serving ring; the next one keeps its context and its sequences if it can."""
         self._learner: asyncio.Task[None] | None = None
         self._orders: asyncio.Queue[Order] = asyncio.Queue(_MAX_ORDERS)
         self._tasks = Tasks()
 
     def solve(self, epoch: int, candidates: frozenset[str], instead: int | None = None) -> None:
-        """Begin to plan for the head and ``candidates``: ``Solved``, ``NoPlan`` or ``RingFailed`` follows.
+        """Start planning for the head and ``candidates``: ``Solved``, ``NoPlan`` or ``RingFailed`` follows.
 
-        A plan with the windows of ring ``instead`` is none.
+        A plan with the windows of ring ``instead`` does not count.
         """
         self._candidates[epoch] = candidates
         self._job(epoch, self._solve(epoch, candidates, instead))
 
     def form(self, epoch: int) -> None:
-        """Begin to form the ring that was solved for: ``Formed`` or ``RingFailed`` follows."""
+        """Start forming the planned ring: ``Formed`` or ``RingFailed`` follows."""
         self._job(epoch, self._form(epoch))
 
     def abandon(self, epoch: int) -> None:
-        """Forget ring ``epoch``, wherever it is."""
+        """Drop ring ``epoch``, wherever it is."""
         self._tasks.start(self._abandon(epoch))
 
     @property
     def offered_forecast(self) -> Forecast | None:
-        """What the latest ring that served forecast."""
+        """The forecast of the latest serving ring."""
         return self._offered_forecast
 
     def order(self, order: Order) -> None:
-        """Let another ring serve, or none; after what was ordered before."""
+        """Let another ring serve, or none; after earlier orders."""
         self._orders.put_nowait(order)
 
     async def close(self) -> None:
@@ -165,7 +163,7 @@ class Rings:
     def _no_plan(self, epoch: int, reason: str, instead: int | None) -> None:
         self._core.post(types.NoPlan(epoch, reason))
         if instead in self._rings:
-            self._precompute(instead)  # what was foreseen for this ring was for more memory
+            self._precompute(instead)  # this ring's precomputed plans were for more memory
 
     async def _form(self, epoch: int) -> None:
         self._core.describe("loading")
@@ -201,7 +199,7 @@ class Rings:
         self._core.post(types.Formed(epoch))
 
     async def _read_pieces(self) -> None:
-        """While the ring forms; where they cannot be read, whoever needs them hears why."""
+        """While the ring forms; if they cannot be read, those that need them get the error."""
         with contextlib.suppress(PrimadError):
             await self._backend.pieces()
 
@@ -241,7 +239,7 @@ class Rings:
             self._learner = self._tasks.start(self._learn(epoch))
 
     async def _learn(self, epoch: int) -> None:
-        """Learn from an answer of ring ``epoch``, unless something else was computed beside it."""
+        """Learn from a response of ring ``epoch``, unless something else was computed meanwhile."""
         ring, forecast, planning = self._rings.get(epoch), self._plans.get(epoch), self._planner.foreseeing
         is_disturbed = (
             len(self._rings) > 1
@@ -261,7 +259,7 @@ class Rings:
             self._core.post(types.DevicesCorrected(frozenset(changed)))
 
     def cells(self, epoch: int, event: KvKept | KvForgotten) -> None:
-        """Ring ``epoch`` keeps KV cells, or does not need them any more."""
+        """Ring ``epoch`` keeps KV blocks, or does not need them any more."""
         if isinstance(event, KvKept):
             self._kv.kept(epoch, event.blocks, self._backend.kept(epoch, event))
         else:
@@ -272,7 +270,7 @@ class Rings:
         self._core.post(types.Progressed(epoch, device, stage, share))
 
     def overdue(self, epoch: int, waited_s: float) -> None:
-        """A step of a ring is late; the next events of it say that it came."""
+        """A step of a ring is late; its next events show that it came."""
         self._backend.overdue(epoch, waited_s)
 
     def broken(self, epoch: int, attribution: Attribution) -> None:
@@ -286,22 +284,22 @@ class Rings:
         )
 
     def memory_low(self, needed_bytes: int) -> None:
-        """The head's own windows need memory that is not there."""
+        """The head's own windows need memory that is not available."""
         self._tasks.start(self._report_memory_low(needed_bytes))
 
     async def _report_memory_low(self, needed_bytes: int) -> None:
-        """The head's own memory became short: plans from now on have less of it."""
+        """The head's own memory became short: later plans use less of it."""
         await self._own.report_memory_low(needed_bytes)
         self._planner.forget()
         self._core.post(types.DeviceMemoryLow(self._node.config.name))
 
     def gpu_changed(self) -> None:
-        """Plans from now on have less of the head's own GPU."""
+        """Later plans use less of the head's own GPU."""
         self._planner.forget()
         self._core.post(types.DevicesCorrected(frozenset({self._node.config.name})))
 
     def find_layer(self, digest: str) -> LayerSource | None:
-        """The layer ``digest``: out of the model file, that of the model which drafts, or the cache."""
+        """The layer ``digest``: from the model file, the draft model's, or the cache."""
         draft = self._service.draft_source
         cut = self._model.find_layer(digest)
         cut = draft.find_layer(digest) if cut is None and draft is not None else cut
@@ -329,7 +327,7 @@ class Rings:
                 case types.Close(epoch, reason):
                     self._backend.hold(f"forming the ring again: {reason}")
                     self._tasks.start(self._abandon(epoch))
-                case types.LetGo(device):  # behind the ring that takes over, which has what it kept by now
+                case types.LetGo(device):  # after the ring that takes over, which has its blocks by now
                     await self._devices.dismiss(device)
                 case types.Fail(reason):
                     self._backend.fail(reason)
@@ -351,7 +349,7 @@ class Rings:
             await before.drain()
             blocks = await self._kv.bring(ring, self._backend.chains(), again=True)
         if changes_attention:
-            blocks = {}  # cells hold something else then
+            blocks = {}  # the cache has other contents then
         blocks = {request: blocks.get(request, []) for request in self._backend.chains()}  # some ended meanwhile
         self._kv.serve(ring, await ring.sources(), epoch, forecast, blocks)
         cells = GoOn(root=self._kv.root, blocks=blocks, max_rows=self._kv.max_rows(forecast))
@@ -368,25 +366,25 @@ class Rings:
         for worker in self._devices.present(ring.plan.devices):
             worker.why_idle = ""
         if ring.plan.left_out:
-            self._tasks.start(self._report_what_serves(epoch, ring, forecast))  # to say why takes a moment
+            self._tasks.start(self._report_what_serves(epoch, ring, forecast))  # finding the reason takes a moment
         else:
             await self._report_what_serves(epoch, ring, forecast)
 
     def _changes_attention(self, epoch: int) -> bool:
-        """Whether running answers would go on with other attention in ring ``epoch``, and so with other tokens."""
+        """Whether running requests would resume with other attention in ring ``epoch``, and so with other tokens."""
         before = self._offered_forecast
         return before is not None and before.flash != self._plans[epoch].flash and self._backend.is_answering
 
     def _refuse(self, epoch: int, instead: int | None) -> None:
-        """Answers began after ring ``epoch`` was planned for: have one planned for that keeps their attention."""
-        reason = "answers began while the ring was formed, and it computes attention otherwise"
+        """Requests began after ring ``epoch`` was planned: have one planned that keeps their attention."""
+        reason = "requests began while the ring was formed, and its attention differs"
         self._backend.hold(f"forming the ring again: {reason}")
         if instead is not None:
             self._tasks.start(self._abandon(instead))
         self._core.post(types.RingFailed(epoch, None, reason))
 
     def _status_of(self, ring: HeadRing) -> StatusOf:
-        """The status of ``ring``, beside it how KV cells are kept, whether windows were checked and who is left out."""
+        """The status of ``ring``, replication, certification and devices that are left out."""
 
         firsts = [window.first for window in ring.plan.route]
 
@@ -401,7 +399,8 @@ class Rings:
         return status
 
     async def _report_what_serves(self, epoch: int, ring: HeadRing, forecast: Forecast) -> None:
-        """One block: the endpoint, who computes what, who does not and why, and what is predicted."""
+        """The startup block: the endpoint, layers of each device, devices that are left out and why, and the
+        forecast."""
         why = [await self._left_out(epoch, forecast, left) for left in ring.plan.left_out[:MAX_EXPLAINED]]
         if self._serving != epoch:
             return
@@ -412,8 +411,8 @@ class Rings:
         why += [left_out_line(left.device, left.reason, None) for left in ring.plan.left_out[MAX_EXPLAINED:]]
         self._reporter.resolve()
         self._reporter.report_line(
-            f"{self._model.id} is served at {self._service.options.url}/v1 with {forecast.context_tokens} tokens of context"
-            + (f" ({forecast.why_context})" if forecast.why_context else "")
+            f"{self._model.id} is served at {self._service.options.url}/v1 with {forecast.context_tokens} tokens of "
+            "context" + (f" ({forecast.why_context})" if forecast.why_context else "")
         )
         is_default = self._service.options.run.context_tokens is None
         if is_default and (small := too_small_for(forecast.context_tokens, self._model.profile)):
@@ -422,7 +421,7 @@ class Rings:
         if line := attention_line(forecast):
             self._reporter.report_line(line)
         if (embedding := self._service.options.embedding) is not None:
-            self._reporter.report_line(f"{model_id(embedding)} gives embeddings there, on this device alone")
+            self._reporter.report_line(f"{model_id(embedding)} serves embeddings there, on this device alone")
         for line in [*ring.describe(), *why]:
             self._reporter.report_line(line)
         options, has_cache = self._service.options, self._node.config.kv_cache is not None
@@ -437,9 +436,7 @@ class Rings:
         if not self._page_told:
             self._page_told = True
             url = self._service.options.url
-            self._reporter.report_line(
-                f"the page to chat and to see the ring is at {url}; 'primad page' opens it as yours"
-            )
+            self._reporter.report_line(f"the page is at {url}; 'primad page' opens it with the owner's rights")
 
     async def _left_out(self, epoch: int, forecast: Forecast, left: LeftOut) -> str:
         slowdown = None

@@ -1,4 +1,4 @@
-"""Where the devices of a ring find each other, and the layers that they lack."""
+"""The addresses of a ring's devices for each other, and the sources of layers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from primad.settings.config import LOOPBACK, is_loopback
 
 
 class RingAddresses:
-    """The addresses by which the devices of one ring reach each other, as the links were measured."""
+    """The addresses by which the devices of one ring reach each other, according to measured links."""
 
     def __init__(self, inputs: RingInputs) -> None:
         self._inputs = inputs
 
     async def sources(self, worker: WorkerLink) -> list[Contact]:
-        """Who may have layers that ``worker`` lacks: this head, and every worker that it reaches."""
+        """Sources of layers for ``worker``: this head, and every worker that it reaches."""
         sources = [
             Contact(
                 device=self._inputs.forecast.plan.head,
@@ -33,12 +33,12 @@ class RingAddresses:
             if name == worker.name:
                 continue
             host = self.host_for(worker.name, name)
-            if is_address(host):  # host names mean something here only
+            if is_address(host):  # host names are meaningful only here
                 sources.append(Contact(device=name, key=other.key, addresses=[host], port=other.layer_port))
         return sources[:MAX_CONTACTS]
 
     def own_sources(self) -> list[Contact]:
-        """Who may have what this head lacks: every worker."""
+        """Sources for this head: every worker."""
         head = self._inputs.forecast.plan.head
         return [
             Contact(device=name, key=worker.key, addresses=[self.host_for(head, name)], port=worker.layer_port)
@@ -48,7 +48,7 @@ class RingAddresses:
     async def to_head(self, worker: WorkerLink) -> str:
         """The address of this head that ``worker`` can reach: the one that packets to it leave from.
 
-        Raises ``StageError`` where no address of the worker has a way to it.
+        Raises ``StageError`` if no address of the worker is routable.
         """
         if is_loopback(self._inputs.node.config.host) or is_loopback(worker.end.host):
             return LOOPBACK
@@ -56,16 +56,17 @@ class RingAddresses:
         return await self._leaving_for(worker, [worker.end.host, *([measured] if measured else [])])
 
     async def to_first(self, worker: WorkerLink) -> str:
-        """Where the head reaches ``worker``, to which it sends its steps. Raises ``StageError`` as ``to_head``.
+        """The address at which the head reaches ``worker``, to which it sends its steps. Raises ``StageError`` like
+        ``to_head``.
 
-        A ring process that is told of an address to which there is no way ends.
+        A ring process with an unroutable address ends.
         """
         host = self.host_for(self._inputs.forecast.plan.head, worker.name)
         await self._leaving_for(worker, [host])
         return host
 
     async def _leaving_for(self, worker: WorkerLink, hosts: Sequence[str]) -> str:
-        """Where packets to ``worker`` leave from by the first of ``hosts`` to which there is a way."""
+        """The local address of packets to ``worker`` for the first routable one of ``hosts``."""
         reasons = []
         for host in dict.fromkeys(hosts):
             try:
@@ -75,6 +76,6 @@ class RingAddresses:
         raise StageError("; ".join(reasons), worker.name, UNREACHED)
 
     def host_for(self, source: str, target: str) -> str:
-        """Where ``source`` reaches the worker ``target``; only the head itself is told a scope."""
+        """The address at which ``source`` reaches the worker ``target``; only the head itself gets a scope."""
         host = self._inputs.devices.links.address(source, target) or self._inputs.devices.holders[target].end.host
         return host if source == self._inputs.forecast.plan.head else bare(host)

@@ -1,4 +1,4 @@
-"""What ``/status`` and the owner are told about a ring: plain data and lines."""
+"""A ring's part of ``/status`` and lines for the owner: plain data."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from primad.ring.messages import Status
 from primad.settings.quantities import show_count
 
 WINDOW_S: Final = 10.0
-"""The means are of the passes of so many seconds, however often somebody asks meanwhile."""
+"""Means are over passes of this many seconds, however often the status is queried."""
 _GAP_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The sums of a status that counted, and when it came."""
+    """The sums of a status that counted, and its time."""
 
     at_s: float
     steps: int
@@ -34,11 +34,12 @@ class _Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What reading weights cost one device: the sums of its last statuses that counted, and the means until the latest.
+    """The cost of reading weights on one device: the sums of its last statuses that counted, and the means until the
+    latest.
 
-    The means are of one pass through all windows of the device, which is a token in decode; a chunk of a prompt is one pass
-    too. They are of the passes since the latest status that counted and is ``WINDOW_S`` old, whoever asked for that one, or
-    of all since the ring process was opened. A status after which no pass came does not count: the means stay.
+    The means are per pass through all windows of the device, which is a token in decode; a prompt chunk is one pass
+    too. They are over the passes since the latest status that counted and is ``WINDOW_S`` old, or over all since the
+    ring process was opened. A status without a new pass does not count: the means stay.
     """
 
     marks: tuple[_Mark, ...] = (_Mark(-math.inf, 0, 0, 0.0),)
@@ -46,7 +47,7 @@ class Costs:
     stall_ms_per_token: float | None = None
 
     def after(self, status: Status, windows: int, now_s: float) -> Costs:
-        """With what the next ``status`` of a device with so many ``windows`` says, which came at ``now_s``."""
+        """With the next ``status`` of a device with this many ``windows``, from ``now_s``."""
         memory = status.memory
         if memory is None:
             return Costs()
@@ -57,7 +58,7 @@ class Costs:
         first = max((i for i, each in enumerate(before.marks) if each.at_s <= now_s - WINDOW_S), default=0)
         base, *later = before.marks[first:]
         if len(later) > 1 and later[-1].at_s - later[-2].at_s < _GAP_S:
-            later.pop()  # who asks all the time fills no memory
+            later.pop()  # frequent queries fill no memory
         passes = (mark.steps - base.steps) / windows
         return Costs(
             marks=(base, *later, mark),
@@ -67,7 +68,7 @@ class Costs:
 
 
 def _goes_on(before: _Mark, status: Status) -> bool:
-    """Whether ``status`` counts on from ``before``; a ring process that was opened again begins at nothing."""
+    """Whether ``status`` continues ``before``; a ring process that was opened again restarts its counters."""
     memory = status.memory
     return (
         memory is not None
@@ -78,7 +79,7 @@ def _goes_on(before: _Mark, status: Status) -> bool:
 
 
 def plan_lines(plan: Plan, assignments: Mapping[str, Assignment]) -> list[str]:
-    """Who computes what, a line a device."""
+    """Layers of each device, one line each."""
     lines = []
     for name in plan.devices:
         windows = ", ".join(
@@ -90,13 +91,13 @@ def plan_lines(plan: Plan, assignments: Mapping[str, Assignment]) -> list[str]:
         on_gpu = f", {kept.gpu_layers} of them on the GPU" if kept.gpu_layers else ""
         experts_on_cpu = sum(window.cpu_experts for window in kept.windows)
         on_gpu += f" (the experts of {experts_on_cpu} in RAM)" if experts_on_cpu else ""
-        prefill_offload = ", prompts with the help of the GPU" if name in plan.prefill_offload else ""
+        prefill_offload = ", prefill offload to the GPU" if name in plan.prefill_offload else ""
         lines.append(f"{name}: {show_count(kept.layers, 'layer')} ({windows}){on_gpu}{streams}{prefill_offload}")
     return lines
 
 
 def left_out_line(device: str, reason: str, slowdown: float | None) -> str:
-    """Why ``device`` has no layers; with it the ring would be slower by the share ``slowdown`` (None: not known)."""
+    """Why ``device`` has no layers; with it the ring would be slower by the share ``slowdown`` (None: unknown)."""
     if slowdown is None:
         return f"{device} is left out: {reason}"
     how = f"{slowdown:.0%} slower" if slowdown >= 0.005 else "no faster"
@@ -114,8 +115,8 @@ def device_status(
     *,
     computes: bool = False,
 ) -> DeviceStatus:
-    """What the device ``name`` computes, did, holds and was planned to keep; ``status`` is None when it did not answer,
-    which it does not while it ``computes`` a step.
+    """Layers, state, counters and planned memory of the device ``name``; ``status`` is None if it did not reply, as
+    while it ``computes`` a step.
     """
     return DeviceStatus(
         name=name,
@@ -132,47 +133,47 @@ def device_status(
 
 
 def at_once_line(forecast: Forecast) -> str:
-    """How many answers are written at once, why not more, if that is known, and whether they depend on each other."""
+    """The number of concurrent requests, why not more, if known, and whether they affect each other."""
     why = f" ({forecast.why_sequences})" if forecast.why_sequences else ""
     if forecast.sequences == 1:
-        return f"1 answer at a time{why}"
-    line = f"{forecast.sequences} answers at once, each with that context{why}"
+        return f"1 request at a time{why}"
+    line = f"{forecast.sequences} concurrent requests, each with that context{why}"
     if forecast.is_exact:
-        return f"{line}; each is what it is alone"
-    return f"{line}; computed together, which may change how one is worded (--batching exact keeps that from it)"
+        return f"{line}; output is identical to running alone"
+    return f"{line}; batching may change the text (--batching exact avoids that)"
 
 
 def attention_line(forecast: Forecast) -> str:
-    """With which setting llama.cpp gives the same texts; empty where others or a GPU may change the last bits."""
+    """The setting with which llama.cpp gives the same texts; empty if batching or a GPU may change the last bits."""
     if not forecast.is_exact or forecast.plan.uses_gpu or forecast.plan.prefill_offload:
         return ""
-    return f"texts are those of llama.cpp with --flash-attn {'on' if forecast.flash else 'off'}"
+    return f"output equals llama.cpp's with --flash-attn {'on' if forecast.flash else 'off'}"
 
 
 def chains_line(forecast: Forecast, keep_rows: int | None) -> str:
-    """What keeps the drafts of a step from being a tree where they could be one; empty where they are, or none could."""
+    """The reason why drafts of a step are not a tree although they could be; empty otherwise."""
     planned, drafting = forecast.drafting, forecast.drafting_with(keep_rows)
     if planned is None or drafting is None or planned.branches == drafting.branches:
         return ""
     asks = ["--sequences 1"] * (forecast.sequences > 1) + ["--kv-backup off without --kv-cache"] * (
         keep_rows is not None
     )
-    return f"drafts of a step are a chain; a tree, which may win more, takes {' and '.join(asks)}"
+    return f"drafts are chains; trees, which may gain more, need {' and '.join(asks)}"
 
 
 def predicted_line(prediction: Prediction, load: UnderLoad | None, prompt_tokens: int) -> str:
-    """What is predicted of one answer, and of several together."""
+    """The forecast for one request, and for several together."""
     together = ""
     if load is not None and load.sequences > 1:
-        together = f" ({load.tokens_per_s:.3g} of {load.sequences} answers together)"
+        together = f" ({load.tokens_per_s:.3g} with {load.sequences} requests)"
     return (
-        f"predicted {1 / prediction.tpot_s:.3g} tokens/s{together}, first token of an answer to {prompt_tokens} tokens "
-        f"after {prediction.ttft_s:.2g} s"
+        f"forecast: {1 / prediction.tpot_s:.3g} tokens/s{together}, TTFT {prediction.ttft_s:.2g} s "
+        f"for a prompt of {prompt_tokens} tokens"
     )
 
 
 def predicted_status(prediction: Prediction) -> RingForecast:
-    """What a plan forecasts one answer."""
+    """The plan's forecast for one request."""
     return RingForecast(
         tokens_per_s=1 / prediction.tpot_s,
         tpot_ms=prediction.tpot_s * 1e3,

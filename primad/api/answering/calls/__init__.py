@@ -1,1 +1,1 @@
-"""From the text of an answer to what it calls, thinks and says: one reader, and the forms of model families. Pure."""
+"""From the text of a response to its calls, thoughts and text: one reader, and the formats of model families. Pure."""

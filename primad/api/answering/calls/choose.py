@@ -1,4 +1,4 @@
-"""Which form a model calls in, and whether it thinks, as its chat template shows. Pure."""
+"""The call format of a model, and whether it thinks, detected from its chat template. Pure."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ _THOUGHTS: Final = (
 
 
 def form_of(template: str) -> ToolForm:
-    """The form that ``template``, the source of a chat template, shows; Hermes' where it shows none."""
+    """The format that ``template``, the source of a chat template, shows; Hermes' by default."""
     return FORMS[next((name for sign, name in _SIGNS if sign in template), "hermes")]
 
 
 def thinks(template: str) -> Thinking | None:
-    """The markers of thoughts in ``template``, or None where there are none."""
+    """The markers of thoughts in ``template``, or None."""
     return next((Thinking(begin=begin, end=end) for sign, begin, end in _THOUGHTS if sign in template), None)

@@ -1,4 +1,4 @@
-"""What is read in an answer."""
+"""Events read from a response."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPart:
-    """What is added to the calls of an answer: with a ``name`` a call begins, with None the last one goes on.
+    """An addition to the calls of a response: with a ``name`` a call starts, with None the last one continues.
 
-    ``arguments`` is what its arguments, a JSON object as text, go on with. They end here if it ``is_whole``; a call that
-    never is was cut short.
+    ``arguments`` continue its arguments, a JSON object as text. They end here if it ``is_whole``; a call that never is
+    was cut off.
     """
 
     name: str | None
@@ -28,7 +28,7 @@ class CallPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPiece:
-    """What a piece of the model's text adds, each part in its own place; a call that goes on does so before the rest."""
+    """What a piece of the model's text adds, by kind; a call that continues precedes the rest."""
 
     text: str = ""
     thought: str = ""

@@ -1,4 +1,4 @@
-"""How the bodies of calls are read that are not JSON alone, family by family. Pure."""
+"""Reads the bodies of calls that are not plain JSON, by model family. Pure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SOLAR: Final = re.compile(r"[^<]*<\|tool_call:name\|>([^<]+)<\|tool_call:args\|
 _M3_SPACE: Final = "]<]minimax[>["
 _M3_TAG: Final = re.compile(r"<(/?)([^<>]+)>(.*)", re.DOTALL)
 MAX_ELEMENTS: Final = 64
-"""Inside of each other."""
+"""The depth of nesting."""
 _GEMMA: Final = re.compile(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", re.DOTALL)
 _JSON_WORDS: Final = {"None": "null", "True": "true", "False": "false"}
 _PYTHON_WORD: Final = re.compile(r"\b(?:None|True|False)\b(?!\":)")
@@ -55,7 +55,8 @@ _GEMMA_KEY: Final = re.compile(r"([{,]\s*)([^\s\"{}\[\],:][^\"{}\[\],:]*):")
 
 
 def parse_qwen_coder(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``<function=f><parameter=key>value</parameter></function>``, several of them, or JSON, in their place or inside."""
+    """``<function=f><parameter=key>value</parameter></function>``, several of them, or JSON in their place or
+    inside."""
     text = body.strip()
     if text[:1] in ("{", "["):
         return parse_json(text, functions)
@@ -106,7 +107,7 @@ def parse_invoke(body: str, functions: Functions) -> Sequence[Call] | None:
 
 
 def parse_minimax_m3(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``name="f">``, then elements that are called as the parameters are, lists and objects with elements inside."""
+    """``name="f">``, then elements named after the parameters, with nested elements for lists and objects."""
     head, *parts = body.split(_M3_SPACE)
     found = _INVOKE.fullmatch(head)
     if found is None:
@@ -136,7 +137,7 @@ class _Element:
     text: str
 
     def value(self) -> Any:
-        """What is inside: a list where all elements are items, unless an object is wanted."""
+        """The content: a list if all elements are items, unless an object is wanted."""
         is_list = self.place.is_for("array") or not self.place.is_for("object")
         if self.inner:
             is_list = is_list and all(tag == "item" for tag, _ in self.inner)
@@ -210,7 +211,7 @@ def _matched(pattern: re.Pattern[str], body: str, functions: Functions) -> Seque
 
 
 def parse_gemma(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``call:name{key:value}`` with bare keys, and strings between marks of their own; or what is in a block of code."""
+    """``call:name{key:value}`` with bare keys, and strings between special marks; or the content of a block of code."""
     found = _GEMMA.fullmatch(body)
     if found is None:
         return parse_any(body, functions)
@@ -222,7 +223,7 @@ def parse_gemma(body: str, functions: Functions) -> Sequence[Call] | None:
 
 
 def _gemma_words(text: str) -> str:
-    """``text`` between strings as JSON has it: keys, and Python's words, which the template writes."""
+    """``text`` outside strings as JSON: keys, and Python's words, which the template writes."""
     text = _GEMMA_KEY.sub(lambda key: f'{key[1]}"{key[2].strip()}":', text)
     return _PYTHON_WORD.sub(lambda word: _JSON_WORDS[word[0]], text)
 
@@ -239,7 +240,8 @@ def parse_python(body: str, functions: Functions) -> Sequence[Call] | None:
 
 
 def _python_lines(text: str) -> list[ast.stmt]:
-    """``text`` as Python; where it is none, with what templates do not escape in texts escaped: line ends and quotes."""
+    """``text`` as Python; if it is not valid, with line ends and quotes in texts escaped, which templates leave as they
+    are."""
     try:
         return ast.parse(text).body
     except SyntaxError:

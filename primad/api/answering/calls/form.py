@@ -1,4 +1,4 @@
-"""A form in which models write that they call functions: what stands around a call, and how it is read. Pure."""
+"""A format of function calls: the markers around a call, and how it is read. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from primad.api.answering.calls.values import Functions, loaded
 from primad.api.answering.grammar import CallForm
 
 Parse = Callable[[str, Functions], Sequence[Call] | None]
-"""The calls in a body; None for what is no call of the functions. Raises ``UnfinishedCallError``."""
+"""The calls in a body; None if it is not a call of the functions. Raises ``UnfinishedCallError``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Markers:
-    """What stands around a body. Without ``end`` it ends where its JSON does, which may stand behind what ``prefix``
-    matches, with strings in ``quotes``; without ``begin`` only what begins an answer is one."""
+    """The markers around a body. Without ``end`` it ends with its JSON, which may follow what ``prefix`` matches, with
+    strings in ``quotes``; without ``begin`` only the start of a response is a call."""
 
     begin: str
     end: str
@@ -30,14 +30,14 @@ class Markers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolForm:
-    """How a model family calls: ``name`` is what ``--tool-parser`` takes.
+    """A model family's call format: ``name`` is the value for ``--tool-parser``.
 
-    ``call_form`` is the same for a grammar, None where arguments are not JSON. ``head`` is what stands in a body before
-    arguments that are a JSON object, with the function's name as its only group that matches: behind it a call is told as it
-    forms, while a body that does not begin so is read by ``parse`` when it is whole. ``noise`` are markers around calls that
-    mean nothing, ``frames`` those around whole answers, which are left out also where nothing may be called. Markers may be
-    control tokens if it ``uses_control_tokens``. An answer that is made of messages has a ``reader`` of its own instead of
-    markers (of functions, and whether thoughts are part of the text), which finds thoughts if it ``has_thoughts``.
+    ``call_form`` is the same for a grammar, None if arguments are not JSON. ``head`` matches a body up to arguments
+    that are a JSON object, with the function's name as its only matching group: after it a call streams, while a body
+    without it is read by ``parse`` when it is whole. ``noise`` are meaningless markers around calls, ``frames`` those
+    around whole responses, which are removed even if no calls are allowed. Markers may be control tokens if it
+    ``uses_control_tokens``. A response made of messages has its own ``reader`` instead of markers (given functions, and
+    whether thoughts are part of the text), which finds thoughts if it ``has_thoughts``.
     """
 
     name: str
@@ -52,12 +52,12 @@ class ToolForm:
     has_thoughts: bool = False
 
     def __str__(self) -> str:
-        """Its name, which is told in its place."""
+        """The marker's name, which is shown in its place."""
         return self.name
 
     @property
     def reads_text(self) -> bool:
-        """Whether it is needed to read an answer in which nothing may be called."""
+        """Whether it is needed to read a response without calls."""
         return self.reader is not None or bool(self.frames)
 
 
@@ -67,13 +67,13 @@ JSON_HEAD: Final = (
     r"""\s*(?:\[\s*)?\{\s*(?:"(?:id|type|tool_call_id)"\s*:\s*"[^"\\<`]*"\s*,\s*)?"(?:name|function|tool_name)"\s*:\s*"([^"\\<`]+)"\s*,"""
     rf"""\s*"(?:arguments|parameters|args)"\s*:{ARGUMENTS}"""
 )
-"""What stands before the arguments in what ``parse_json`` reads, as nearly all models write it."""
+"""The text before the arguments for ``parse_json``, as nearly all models write it."""
 _NAMES: Final = ("name", "function", "tool_name")
 _ARGUMENTS: Final = ("arguments", "parameters", "args")
 
 
 def parse_json(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``{"name": ..., "arguments": {...}}``, or a list or lines of such; the names that models give to the two vary."""
+    """``{"name": ..., "arguments": {...}}``, or a list or lines of such; models use different names for the two."""
     return all_of(_call_of(item, functions) for item in _items(body))
 
 
@@ -87,7 +87,7 @@ def parse_named(body: str, functions: Functions) -> Sequence[Call] | None:
 
 
 def _items(body: str) -> list[Any]:
-    """The values in a list, or one behind the other; none where ``body`` is no JSON."""
+    """The values in a list, or one after the other; none if ``body`` is not JSON."""
     try:
         value = loaded(body)
     except ValueError:
@@ -109,13 +109,13 @@ def _call_of(item: Any, functions: Functions) -> Call | None:
 
 
 def all_of(calls: Iterable[Call | None]) -> Sequence[Call] | None:
-    """All ``calls``, or None where one is none, or there are none."""
+    """All ``calls``, or None if there are none or one is invalid."""
     found = list(calls)
     return None if not found or None in found else [call for call in found if call is not None]
 
 
 def call_of(name: str, arguments: Any, functions: Functions) -> Call | None:
-    """A call with ``arguments``, an object or its text; None unless it is of ``functions``.
+    """A call with ``arguments``, an object or its text; None if it is not one of ``functions``.
 
     Raises ``UnfinishedCallError``.
     """
@@ -128,6 +128,6 @@ def call_of(name: str, arguments: Any, functions: Functions) -> Call | None:
         return None
     try:
         text = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
-    except (ValueError, TypeError):  # infinity is no JSON
+    except (ValueError, TypeError):  # infinity is not JSON
         return None
-    return Call(name=name, arguments=text.encode(errors="replace").decode())  # JSON can write halves of characters
+    return Call(name=name, arguments=text.encode(errors="replace").decode())  # JSON can contain unpaired surrogates

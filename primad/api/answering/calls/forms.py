@@ -1,4 +1,4 @@
-"""The forms in which models call, as a table. Pure."""
+"""The call formats of models, as a table. Pure."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def _json(
     frames: tuple[str, ...] = (),
     uses_control_tokens: bool = True,
 ) -> ToolForm:
-    """A form whose arguments are JSON, between ``markers`` (each its beginning and its end). ``call`` is what a grammar has
-    before the name, behind it and behind the arguments: a list of objects between the first markers unless it is said."""
+    """A format with JSON arguments, between ``markers`` (pairs of begin and end). ``call`` is a grammar's text before
+    the name, after it and after the arguments; by default a list of objects between the first markers."""
     begin, end = markers[0]
     before, middle, behind = call or (f'{begin}[{{"name": "', '", "arguments": ', f"}}]{end}")
     return ToolForm(
@@ -41,7 +41,7 @@ def _json(
 
 
 def _marks(*texts: str) -> tuple[Markers, ...]:
-    """Markers that begin and end with every two of ``texts``."""
+    """Pairs of markers from every two of ``texts``."""
     return tuple(Markers(begin=begin, end=end) for begin, end in zip(texts[::2], texts[1::2], strict=True))
 
 

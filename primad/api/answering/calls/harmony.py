@@ -1,8 +1,8 @@
-"""Reads an answer of gpt-oss, which is made of messages in channels: analysis, commentary and final. Pure.
+"""Reads a response of gpt-oss, which consists of messages in channels: analysis, commentary and final. Pure.
 
-A message is a header, ``<|message|>`` and its content. The header may name the channel and, with ``to=functions.NAME``, the
-function that the content calls. Markers are no part of the text; what is between them and makes no sense is. Muse writes
-the same without channels: its thoughts are messages ``to=self``, and its calls are no JSON, so each is told as a whole.
+A message is a header, ``<|message|>`` and its content. The header may name the channel and, with ``to=functions.NAME``,
+the function that the content calls. Markers are not part of the text; nonsense between them is. Muse writes the same
+without channels: its thoughts are messages ``to=self``, and its calls are not JSON, so each is sent whole.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ _INVOKED: Final = re.compile(
 )
 
 MAX_HEADER_CHARS: Final = 512
-"""What is longer is no header."""
+"""Anything longer is not a header."""
 MAX_FAILED: Final = 200
-"""After so many ends that were none, reading no other call that is told as a whole keeps it linear."""
+"""After this many false ends no other call that is sent whole is read, which keeps reading linear."""
 
 
 class HarmonyReader(StepReader):
-    """As ``Reader``; with ``keeps_thoughts`` they are part of the text. If it ``continues`` the final message is begun."""
+    """Like ``Reader``; with ``keeps_thoughts`` they are part of the text. If it ``continues`` the final message has
+    begun."""
 
     def __init__(self, functions: Functions, keeps_thoughts: bool, continues: bool) -> None:
         super().__init__(self._content if continues else self._between)
@@ -49,7 +50,7 @@ class HarmonyReader(StepReader):
         self._looked = self._failed = 0
 
     def _between(self, is_last: bool) -> bool:
-        """Between messages, and before the first, whose header the prompt may have begun."""
+        """Between messages, and before the first, whose header the prompt may have started."""
         self._held = self._held.lstrip()
         end = next((mark for mark in _ENDS if self._held.startswith(mark)), None)
         if end is not None:
@@ -68,7 +69,7 @@ class HarmonyReader(StepReader):
         near = self._held[:MAX_HEADER_CHARS]
         at = near.find(_MESSAGE)
         ends = [found for mark in _ENDS if (found := near.find(mark)) >= 0]
-        if ends and (at < 0 or min(ends) < at):  # a header that is none
+        if ends and (at < 0 or min(ends) < at):  # an invalid header
             self._say(_HEADER.sub("", self._held[: min(ends)]).strip())
             self._held, self._step = self._held[min(ends) :], self._between
             return True
@@ -98,7 +99,7 @@ class HarmonyReader(StepReader):
         return bool(found)
 
     def _call(self, is_last: bool) -> bool:
-        """A call's arguments, which may contain markers; what is no JSON any more is text."""
+        """A call's arguments, which may contain markers; what follows the JSON is text."""
         begun = self._held.lstrip()
         if self._is_called or _OBJECT.match(begun):
             if not self._is_called:
@@ -117,7 +118,7 @@ class HarmonyReader(StepReader):
         return self._step != self._call
 
     def _invoked(self, is_last: bool) -> bool:
-        """A call that is told when it is whole; an argument may contain what looks like its end."""
+        """A call that is sent when it is whole; an argument may contain a false end."""
         while self._failed < MAX_FAILED and (at := self._held.find(_INVOKE_END, self._looked)) >= 0:
             self._looked = at + len(_INVOKE_END)
             found = _INVOKED.fullmatch(self._held, 0, self._looked)

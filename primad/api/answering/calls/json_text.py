@@ -1,4 +1,4 @@
-"""A JSON object that is written piece by piece: what of it is certain, where it ends, and where it goes wrong. Pure."""
+"""A JSON object that arrives in pieces: its certain part, its end, and its first error. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 MAX_DEPTH: Final = 128
 MAX_SCALAR_CHARS: Final = 400
-"""Of a number: Python reads no integer of many thousand digits."""
+"""For a number: Python reads no integer of many thousand digits."""
 
 _PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]+')
 _ESCAPE: Final = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
@@ -21,14 +21,14 @@ _WORD: Final = re.compile(r"[-+.\w]*")
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _LITERALS: Final = ("true", "false", "null")
 _VALUE: Final = '{["0'
-"""How values begin; 0 stands for all that is a word: numbers, true, false and null."""
+"""How values start; 0 stands for words: numbers, true, false and null."""
 
 
 class JsonText:
-    """Reads one JSON object from its beginning on.
+    """Reads one JSON object from its start.
 
-    It is taken as it is written, but control characters in strings are escaped, and half of a character is a question mark.
-    All that was taken is the beginning of an object that ``json.loads`` reads; numbers and words are taken whole.
+    The text is kept as it is, but control characters in strings are escaped, and half a character becomes a question
+    mark. The accepted part is a prefix of an object that ``json.loads`` reads; numbers and words are accepted whole.
     """
 
     def __init__(self) -> None:
@@ -38,8 +38,8 @@ class JsonText:
         self.is_whole = self.is_wrong = False
 
     def take(self, text: str, *, is_last: bool) -> tuple[str, int]:
-        """What is certain in ``text``, and how many of its characters that is. The others are to come again with more of
-        them behind, or stand behind the object, or cannot be in one. With ``is_last`` nothing comes."""
+        """The certain part of ``text``, and its number of characters. The caller passes the rest again with more text,
+        unless it follows the object or cannot be part of one. With ``is_last`` nothing follows."""
         taken, at = [], 0
         while not self.is_whole and at < len(text):
             piece, end = self._in_string(text, at) if self._is_in_string else self._token(text, at)
@@ -82,7 +82,7 @@ class JsonText:
         word = _WORD.match(text, at)
         if word is not None and word[0]:
             end = word.end()
-            if end == len(text) and end - at <= MAX_SCALAR_CHARS:  # more of it may come
+            if end == len(text) and end - at <= MAX_SCALAR_CHARS:  # more of it may follow
                 return "", at
             kind = "0" if _is_scalar(word[0]) else ""
         if not kind or kind not in self._next or len(self._closers) == MAX_DEPTH:
@@ -92,7 +92,7 @@ class JsonText:
         return text[at:end], end
 
     def _follow(self, kind: str) -> None:
-        """What may come behind what begins with ``kind``."""
+        """What may follow something that starts with ``kind``."""
         match kind:
             case "{":
                 self._closers.append("}")
@@ -120,5 +120,5 @@ def _is_scalar(word: str) -> bool:
 
 
 def _may_begin(word: str) -> bool:
-    """Whether ``word`` is one, or may become one."""
+    """Whether ``word`` is valid, or may become valid."""
     return _is_scalar(word) or _is_scalar(word + "0") or any(literal.startswith(word) for literal in _LITERALS)

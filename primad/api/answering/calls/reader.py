@@ -1,10 +1,9 @@
-"""Reads one answer as it grows: thoughts first, then text with calls in it. Pure.
+"""Reads a growing response: thoughts first, then text with calls in it. Pure.
 
-What could still become a marker is held back, and so is a call until the JSON of its arguments begins behind its name. From
-there on it is told as it forms and cannot be taken back: what is no JSON any more is text, and so is what does not close it.
-A call that is written in another way is held back until it is whole. White space around calls and thoughts belongs to
-neither. What turns out to be no call is text, and so are markers around calls where no call is, unless they are control
-tokens.
+Text that could still become a marker is held back, and so is a call until the JSON of its arguments starts after its
+name. From there on it streams and cannot be taken back: invalid JSON becomes text, and so does anything that does not
+close the call. A call in another format is held back until it is whole. White space around calls and thoughts belongs
+to neither. A false call is text, and so are markers around calls without a call, unless they are control tokens.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from primad.api.answering.calls.steps import StepReader
 from primad.api.answering.calls.values import UnfinishedCallError
 
 MAX_FAILED: Final = 200
-"""After so many beginnings or ends of calls that were none, the rest of an answer is text: reading stays linear."""
+"""After this many false starts or ends of calls the rest of a response is text, which keeps reading linear."""
 FAILED_CHARS: Final = 4096
-"""One in a text that is longer counts for more, as it takes longer to read on behind it."""
+"""A false start in a longer text counts for more, since reading on after it takes longer."""
 
 MAX_PREFIX_CHARS: Final = 256
-"""Between a marker and the JSON behind it."""
+"""Between a marker and the JSON after it."""
 
 _CONTROL: Final = ("|", "｜")
 """Markers with one of these are control tokens: they are never text."""
@@ -40,7 +39,7 @@ _NEXT_LINE: Final = re.compile(r"\s*\n\s*(?=\{)")
 
 
 class Reader(StepReader):
-    """``feed`` it the text of an answer piece by piece, then ``finish``; together that says all of it."""
+    """Pass the text of a response to ``feed`` piece by piece, then call ``finish``; together they return all of it."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class Reader(StepReader):
         opened: bool,
         functions: Mapping[str, Mapping[str, Any] | None],
     ) -> None:
-        """``form`` None: no calls are looked for. ``opened``: the prompt ended inside thoughts. ``functions``: those that
+        """``form`` None: no calls are detected. ``opened``: the prompt ended inside thoughts. ``functions``: those that
         may be called, by name, with the JSON schemas of their parameters."""
         super().__init__(self._text if thinking is None else self._begin)
         self._form, self._thinking, self._functions = form, thinking, functions
@@ -69,7 +68,8 @@ class Reader(StepReader):
             self._texts.append(self._noisy.lstrip() if self._is_blank else self._noisy)
 
     def _begin(self, is_last: bool) -> bool:
-        """Whether the answer opens thoughts, which some models do again. Each step says whether there is another to take."""
+        """Whether the response opens thoughts; some models do it repeatedly. Each step returns whether there is another
+        one."""
         assert self._thinking is not None
         begun, begin = self._held.lstrip(), self._thinking.begin
         end = self._thinking.end
@@ -113,8 +113,8 @@ class Reader(StepReader):
         self._held = self._held[count:]
 
     def _is_called_in_thoughts(self, begin: int, markers: Markers) -> bool | None:
-        """Whether the marker at ``begin`` begins a call, None while that is open. It names its function at once; words are
-        thoughts about calls. Only the end of the answer can tell whether a call in thoughts is one that is made."""
+        """Whether the marker at ``begin`` starts a call, None while undecided. A call names its function at once; words
+        are thoughts about calls. Only the end of the response can tell whether a call in thoughts is made."""
         assert self._form is not None
         body = begin + len(markers.begin)
         near = self._held[body : body + MAX_PREFIX_CHARS]
@@ -164,17 +164,17 @@ class Reader(StepReader):
 
     @property
     def _noise(self) -> Sequence[str]:
-        """What is no text: markers around calls and answers, and those of thoughts that are control tokens."""
+        """Non-text: markers around calls and responses, and those of thoughts that are control tokens."""
         thoughts = () if self._thinking is None else (self._thinking.begin, self._thinking.end)
         marks = tuple(mark for mark in thoughts if _is_control(mark))
         return marks if self._form is None else (*marks, *self._form.noise, *self._form.frames)
 
     def _is_dropped(self, mark: str) -> bool:
-        """Whether ``mark`` is no text wherever it stands."""
+        """Whether ``mark`` is never text."""
         return _is_control(mark) or (self._form is not None and mark in self._form.frames)
 
     def _begun(self) -> tuple[int, Markers] | None:
-        """Where a call may begin, and the markers there."""
+        """Where a call may start, and its markers."""
         space = len(self._held) - len(self._held.lstrip())
         found = []
         for markers in () if self._form is None else self._form.markers:
@@ -213,7 +213,7 @@ class Reader(StepReader):
         return True
 
     def _opens(self, begin: int, body: int) -> re.Match[str] | None:
-        """The head at ``body`` of a call that can be told as it forms, if there is one. Then it is begun, and left out from
+        """The head at ``body`` of a call that can stream, if any. The call has then begun, and is removed from
         ``begin`` on."""
         assert self._form is not None
         head = self._form.head and self._form.head.match(self._held, body, body + MAX_PREFIX_CHARS)
@@ -233,7 +233,7 @@ class Reader(StepReader):
         return self._step != self._in_arguments
 
     def _behind_arguments(self, is_last: bool) -> bool:
-        """What closes a call; in a list another one may follow."""
+        """The text that closes a call; in a list another one may follow."""
         assert self._markers is not None
         while self._closing:
             found = self._closing[0].match(self._held, 0, MAX_PREFIX_CHARS)
@@ -243,7 +243,7 @@ class Reader(StepReader):
             again = _NEXT_LINE.match(self._held, 0, MAX_PREFIX_CHARS) if found is None else None
             if (
                 again is not None and len(self._closing) == 1 and self._markers.end
-            ):  # some models write one object behind the other
+            ):  # some models write one object after the other
                 self._held, self._step = self._held[again.end() - 1 :], self._next_in_list
                 return True
             if found is None:
@@ -268,17 +268,17 @@ class Reader(StepReader):
         return True
 
     def _end_call(self) -> None:
-        """What follows is text or another call; nothing but text where this one was not closed."""
+        """Text or another call follows; only text if this one was not closed."""
         is_closed = self._arguments.is_whole and not self._closing
         self._step, self._is_blank = self._text, self._is_blank and is_closed
 
     def _fails(self) -> bool:
-        """What was looked at is no call; whether that was one too many."""
+        """The text was not a call; returns whether that was one too many."""
         self._failed += 1 + len(self._held) // FAILED_CHARS
         return self._failed >= MAX_FAILED
 
     def _end_by_marker(self, end: str) -> tuple[int, int]:
-        """Where the body and the marker behind it end; -1 and the body's beginning while they have not."""
+        """Where the body and the marker after it end; -1 and the body's start while unknown."""
         at = self._held.find(end, self._looked)
         if at < 0:
             self._looked = max(self._looked, len(self._held) - len(end) + 1)
@@ -294,7 +294,7 @@ class Reader(StepReader):
         return (at, at) if at >= 0 else (-1, self._body)
 
     def _say(self, count: int) -> None:
-        """Give ``count`` characters as text, behind what was dropped since other text."""
+        """Emit ``count`` characters as text, after any removed ones."""
         text, self._held = self._held[:count], self._held[count:]
         if text:
             text = (self._noisy.lstrip() if self._is_blank else self._noisy) + text
@@ -303,7 +303,7 @@ class Reader(StepReader):
             self._dropped = self._noisy = ""
 
     def _drop(self, space: int, count: int, *, is_noise: bool) -> None:
-        """Leave out ``count`` characters behind ``space`` white ones, and the white space behind them. It ``is_noise`` where
+        """Remove ``count`` characters after ``space`` white ones, and the white space after them. It ``is_noise`` if
         they are text unless a call follows."""
         self._dropped += self._held[:space]
         self._noisy = self._noisy + self._held[: space + count] if is_noise else self._dropped

@@ -1,7 +1,7 @@
-"""Reads an answer of Functionary 3.2, which is made of messages to recipients: all, or a function. Pure.
+"""Reads a response of Functionary 3.2, which consists of messages to recipients: all, or a function. Pure.
 
-A message is ``>>>``, its recipient, a line's end and its content. The prompt ends with the first ``>>>``. What stands behind
-another one and names nobody is text, as Python's prompt is.
+A message is ``>>>``, its recipient, a newline and its content. The prompt ends with the first ``>>>``. Another ``>>>``
+without a recipient is text, such as Python's prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HALF_OBJECT: Final = re.compile(r"\s*(?:\{\s*)?")
 
 
 class RecipientReader(StepReader):
-    """As ``Reader``; such a model has no thoughts. If it ``continues`` a text is begun."""
+    """Like ``Reader``; such a model has no thoughts. If it ``continues`` a text has begun."""
 
     def __init__(self, functions: Functions, keeps_thoughts: bool, continues: bool) -> None:
         super().__init__(self._content if continues else self._begin)

@@ -1,4 +1,4 @@
-"""Where things end in a text that grows. Pure."""
+"""Finds ends in a growing text. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 class JsonScan:
-    """Finds the end of the object or list that begins at ``at``; ``quotes`` are those around strings."""
+    """Finds the end of the object or list that starts at ``at``; ``quotes`` delimit strings."""
 
     def __init__(self, at: int, quotes: str = '"') -> None:
         self._at, self._quotes = at, quotes
         self._depth, self._quote = 0, ""
 
     def end(self, text: str) -> int:
-        """The place behind it, -1 while it is not whole."""
+        """The position after it, -1 while it is incomplete."""
         while self._at < len(text):
             char = text[self._at]
             if self._quote and char == "\\":
@@ -35,7 +35,7 @@ class JsonScan:
 
 
 def certain(text: str, markers: Sequence[str]) -> int:
-    """How much of ``text`` cannot belong to one of ``markers``, nor to the white space before it."""
+    """The length of the prefix of ``text`` that cannot belong to one of ``markers`` or to the white space before it."""
     earliest = len(text)
     for marker in markers:
         for length in range(min(len(marker) - 1, len(text)), 0, -1):

@@ -1,4 +1,4 @@
-"""What all readers of answers have in common: text comes in pieces, and is read step by step. Pure."""
+"""Common to all readers of responses: text arrives in pieces and is read in steps. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from primad.api.answering.calls.json_text import JsonText
 
 
 class StepReader:
-    """``feed`` it the text of an answer piece by piece, then ``finish``; together that says all of it.
+    """Pass the text of a response to ``feed`` piece by piece, then call ``finish``; together they return all of it.
 
-    A step reads from what is ``_held``, adds to texts, thoughts and calls, and says whether there is another one to take. It
-    is told whether the text has ended.
+    A step reads from ``_held``, adds to texts, thoughts and calls, and returns whether there is another step. Its
+    argument is whether the text has ended.
     """
 
     def __init__(self, first: Callable[[bool], bool]) -> None:
-        """``first`` is the step to begin with."""
+        """``first`` is the first step."""
         self._step = first
         self._held = ""
         self._texts: list[str] = []
@@ -25,12 +25,12 @@ class StepReader:
         self._arguments = JsonText()
 
     def feed(self, text: str) -> TextPiece:
-        """What ``text`` adds."""
+        """The events of ``text``."""
         self._held += text
         return self._read(is_last=False)
 
     def finish(self) -> TextPiece:
-        """What was held back."""
+        """The text that was held back."""
         return self._read(is_last=True)
 
     def _read(self, *, is_last: bool) -> TextPiece:
@@ -43,15 +43,15 @@ class StepReader:
         return told
 
     def _end(self) -> None:
-        """No step is left to take."""
+        """No more steps."""
 
     def _open_call(self, name: str) -> None:
-        """A call begins, and its arguments with what is held."""
+        """A call starts, and its arguments with the held text."""
         self._calls.append(CallPart(name=name, arguments="", is_whole=False))
         self._arguments = JsonText()
 
     def _add_arguments(self, is_last: bool) -> None:
-        """Move what is certain of the arguments from what is held to the call."""
+        """Move the certain part of the arguments from the held text to the call."""
         added, count = self._arguments.take(self._held, is_last=is_last)
         self._held = self._held[count:]
         if added:

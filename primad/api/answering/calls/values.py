@@ -1,7 +1,7 @@
-"""What a text means as an argument, by the JSON schema of the function's parameters. Pure.
+"""Interprets a text as an argument, by the JSON schema of the function's parameters. Pure.
 
-Forms that are not JSON write all arguments as text. Where the schema allows texts it stays as it was written: what looks
-like a number may be a house number. References, unions, enums and ``nullable`` are looked through; no pattern is tried.
+Formats other than JSON write all arguments as text. If the schema allows strings the text is kept: what looks like a
+number may be a house number. References, unions, enums and ``nullable`` are resolved; patterns are not checked.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 Functions = Mapping[str, Mapping[str, Any] | None]
-"""By name the JSON schema of the parameters, or None."""
+"""The JSON schema of the parameters by name, or None."""
 
 _ANY: Final = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 _PYTHON: Final = {"True": True, "False": False, "None": None}
 _MISSING: Final = object()
 MAX_LOOK: Final = 100
-"""So many references and unions inside of each other are looked through."""
+"""The depth to which nested references and unions are resolved."""
 
 
 class UnfinishedCallError(Exception):
-    """The body goes on: what looked like its end is part of an argument."""
+    """The body continues: its apparent end is part of an argument."""
 
 
 def loaded(text: str) -> Any:
-    """``text`` as JSON. Raises ``ValueError``, and ``UnfinishedCallError`` where it ends inside a string."""
+    """``text`` as JSON. Raises ``ValueError``, and ``UnfinishedCallError`` if it ends inside a string."""
     try:
         return json.loads(text, strict=False)
     except json.JSONDecodeError as exc:
@@ -40,10 +40,10 @@ def loaded(text: str) -> Any:
 
 
 class ArgumentPlace:
-    """A place in the parameters of a function: what may stand there."""
+    """A place in the parameters of a function, with its allowed values."""
 
     def __init__(self, schemas: Sequence[Any], root: Any) -> None:
-        """``schemas`` are those of which one has to fit, of the document ``root``; none allows everything."""
+        """One of ``schemas``, of the document ``root``, has to match; an empty one allows everything."""
         self._schemas, self._root = schemas, root
 
     @classmethod
@@ -74,12 +74,12 @@ class ArgumentPlace:
         return ArgumentPlace(found, self._root)
 
     def is_for(self, kind: str) -> bool:
-        """Whether a value of ``kind`` may stand here, and not everything may."""
+        """Whether a value of ``kind`` is allowed here, and not just any value."""
         kinds, _ = self._look()
         return kinds != _ANY and kind in kinds
 
     def value(self, text: str, *, is_text: bool | None = None) -> Any:
-        """What ``text`` means here; ``is_text`` is what its writer says of it, if anything."""
+        """The value of ``text`` here; ``is_text`` is what the model states about it, if anything."""
         if is_text:
             return text
         kinds, members = self._look()
@@ -101,7 +101,7 @@ class ArgumentPlace:
         return text if texts and kind not in kinds else value
 
     def _look(self) -> tuple[frozenset[str], list[Any]]:
-        """The kinds of values that may stand here, and single values beside them."""
+        """The kinds of values that are allowed here, and additional single values."""
         members: list[Any] = []
         seen: dict[str, frozenset[str]] = {}
         kinds = [self._kinds(schema, members, seen, MAX_LOOK) for schema in self._schemas]
@@ -135,7 +135,7 @@ class ArgumentPlace:
         return kinds | {"null"} if schema.get("nullable") is True else kinds
 
     def _parts(self) -> Iterator[dict[str, Any]]:
-        """The schemas that say what is inside: those here, and those that they refer to or join."""
+        """The schemas of the content: those here, and those that they refer to or combine."""
         waiting, seen = list(self._schemas), set[int]()
         while waiting:
             schema = waiting.pop()
@@ -149,7 +149,7 @@ class ArgumentPlace:
                 waiting += schema[word] if isinstance(schema.get(word), list) else []
 
     def _at(self, reference: str) -> Any:
-        """The schema that ``reference`` leads to; one that allows everything where it leads nowhere."""
+        """The schema of ``reference``; one that allows everything if it does not exist."""
         at = self._root
         for step in reference.removeprefix("#").split("/")[1:] if reference.startswith("#") else ["?"]:
             name = step.replace("~1", "/").replace("~0", "~")
@@ -163,7 +163,7 @@ def parameter(functions: Functions, name: str, key: str) -> ArgumentPlace:
 
 
 def _named(kind: Any) -> frozenset[str]:
-    """The kinds that the keyword ``type`` names; all where it names one that there is not."""
+    """The kinds of the keyword ``type``; all if it names an unknown one."""
     named = frozenset(each.lower() for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str))
     if not named or not named <= _ANY:
         return _ANY
@@ -178,7 +178,7 @@ def _kind(value: Any) -> str:
 
 
 def _parsed(text: str, *, with_python: bool) -> Any:
-    """``text`` as JSON; Python's words too, and its lists and dictionaries ``with_python``."""
+    """``text`` as JSON; also Python's words, and its lists and dictionaries ``with_python``."""
     word = text.strip()
     if word in _PYTHON:
         return _PYTHON[word]

@@ -1,4 +1,4 @@
-"""What ``/v1/messages`` answers: a message of content blocks, whole or as named events; and its errors. Pure."""
+"""The responses of ``/v1/messages``: a message of content blocks, whole or as named events; and its errors. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KINDS: Final = {
 
 
 class AnthropicErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong, in one line."""
+    """The error in one line."""
 
     type: str
     message: str
@@ -40,7 +40,7 @@ class AnthropicError(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"
 
 
 class AnthropicUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of a request; of the prompt ``input_tokens`` are what was not read from a cache."""
+    """Token counts of a request; ``input_tokens`` are the prompt's without those from the cache."""
 
     input_tokens: int
     output_tokens: int
@@ -49,7 +49,7 @@ class AnthropicUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnthropicMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    """A whole answer."""
+    """A whole response."""
 
     id: str
     role: Literal["assistant"] = "assistant"
@@ -61,7 +61,8 @@ class AnthropicMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="typ
 
 
 def anthropic_error(exc: PrimadError) -> AnthropicError:
-    """Anthropic's error object for ``exc``. Of a prompt that is too long clients know the first words, and shorten it."""
+    """Anthropic's error object for ``exc``. Clients recognise a prompt that is too long by the first words, and shorten
+    it."""
     status = status_of(exc)
     kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     message = str(exc)
@@ -77,7 +78,7 @@ def error_event(exc: PrimadError) -> NamedEvent:
 
 @dataclass(slots=True, kw_only=True)
 class MessageResponse:
-    """One answer, with its thoughts if it ``shows_thoughts``. A stream is ``opening``, then ``events`` of what is written,
+    """One response, with its thoughts if it ``shows_thoughts``. A stream is ``opening``, then ``events`` of each part,
     the last of which ends it."""
 
     id: str
@@ -101,15 +102,15 @@ class MessageResponse:
         return self._message(content, reason, answered.stopped_by, answered.sampled)
 
     def opening(self) -> NamedEvent:
-        """The message that the rest fills."""
+        """The message that the stream fills."""
         message = msgspec.to_builtins(self._message([], None, None, 0))
         return NamedEvent("message_start", {"type": "message_start", "message": message})
 
     def events(self, written: Written) -> Iterator[NamedEvent]:
-        """What ``written`` adds."""
+        """The events for ``written``."""
         self.sampled += written.sampled
         for part in written.calls:
-            if not part.begins:  # of the block that is open
+            if not part.begins:  # of the open block
                 yield self._delta(type="input_json_delta", partial_json=part.arguments)
         if written.thought and self.shows_thoughts:
             yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
@@ -133,7 +134,7 @@ class MessageResponse:
             yield NamedEvent("message_stop", {"type": "message_stop"})
 
     def _open(self, kind: str, block: dict[str, Any]) -> Iterator[NamedEvent]:
-        """Make ``block`` the one that is written, unless one of its ``kind`` is; each call has its own."""
+        """Make ``block`` the open one, unless one of its ``kind`` is; each call has its own."""
         if self.open_kind == kind != "tool_use":
             return
         yield from self._close()
@@ -175,5 +176,5 @@ class MessageResponse:
 
 
 def _tool_use(call: GivenCall | GivenPart) -> dict[str, Any]:
-    """The block of a call, whose input is still to come."""
+    """The block of a call, whose input follows."""
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}

@@ -18,16 +18,16 @@ from primad.api.dialects.anthropic.schema import (
 from primad.api.dialects.openai.schema import ChatRequest, build
 
 _BILLING: Final = "x-anthropic-"
-"""A system block that begins so is the client's note to Anthropic; it changes with every request."""
+"""A system block that starts like this is the client's note to Anthropic; it changes with every request."""
 NAMES: Final = {"json_schema": "output_config.format"}
-"""What fields of the core are called here."""
+"""Names of the core's fields here."""
 _CHOICES: Final = {"auto": "auto", "none": "none", "any": "required"}
 
 
 def chat_request(ask: CountRequest, served: ModelSettings) -> ChatRequest:
-    """``ask`` as a chat request. Raises ``RequestError`` for what the core does not serve.
+    """``ask`` as a chat request. Raises ``RequestError`` for unsupported features.
 
-    Whoever says ``claude-...`` means the model that is there: clients have these names built in.
+    Every ``claude-...`` name means the served model: clients have these names built in.
     """
     fields: dict[str, Any] = {
         "model": None if ask.model.startswith("claude-") or ask.model == served.id else ask.model,
@@ -69,7 +69,7 @@ def _system(ask: CountRequest) -> list[dict[str, Any]]:
 
 
 def _messages(turn: Turn) -> list[dict[str, Any]]:
-    """One turn as messages: tools' results first, as chat templates want them, then what was said."""
+    """One turn as messages: results of tools first, as chat templates want them, then the text."""
     if turn.content is None or isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     results = [
@@ -106,7 +106,7 @@ def _tool(tool: Tool) -> dict[str, Any]:
 
 
 def stop_reason(finish: str, stopped_by: str | None) -> str:
-    """Anthropic's word for how an answer ended."""
+    """Anthropic's word for the reason why a response ended."""
     if finish == "tool_calls":
         return "tool_use"
     if finish == "length":

@@ -1,4 +1,4 @@
-"""Models as Anthropic lists them, to who says which version of its API it speaks. Pure."""
+"""Models in Anthropic's form, for clients that send an API version. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import msgspec
 from primad.api.dialects.openai.shapes import Model
 
 ANTHROPIC: Final = "anthropic-version"
-"""The header of clients that speak its dialect."""
+"""The header of Anthropic's clients."""
 
 
 class AnthropicModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that can be asked; ``max_input_tokens`` is its context."""
+    """The served model; ``max_input_tokens`` is its context."""
 
     type: Literal["model"] = "model"
     id: str

@@ -1,4 +1,4 @@
-"""What the text process makes of Anthropic's requests. Pure."""
+"""The text process's handling of Anthropic's requests. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreparedMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """A job, and how its answer is told."""
+    """A job, and the form of its response."""
 
     job: Job
     model: str
@@ -45,7 +45,7 @@ def messages(body: bytes, asking: Asking) -> PreparedMessage:
 
 
 def count(body: bytes, asking: Asking) -> TokenCount:
-    """``POST /v1/messages/count_tokens``: how many tokens a conversation has, also one that is too long."""
+    """``POST /v1/messages/count_tokens``: the number of tokens of a conversation, even of one that is too long."""
     asked = chat_request(parse(CountRequest, body), asking.served)
     check_model(asked.model, [asking.served])
     text = chat_text(asked, asking.served, now=asking.now)

@@ -46,11 +46,11 @@ class _Routes:
         self._endpoint = endpoint
 
     async def hello(self, request: Request) -> Response:
-        """Whether somebody is here; some clients ask before anything else."""
+        """Liveness; some clients ask before anything else."""
         return json_response({"message": "hello"})
 
     async def count(self, request: Request) -> Response:
-        """How many tokens a conversation has, also one that is too long."""
+        """The number of tokens of a conversation, even of one that is too long."""
         served = self._endpoint.serving()
         return json_response(await self._endpoint.prepare(request, prepared.count, served))
 

@@ -1,4 +1,4 @@
-"""What ``/v1/messages`` is asked, as Anthropic's API reference has it. Pure."""
+"""Requests of ``/v1/messages``, as in Anthropic's API reference. Pure."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from primad.api.dialects.openai.schema import MAX_STOP_CHARS, MAX_STOPS
 _NOT_SERVED = {
     "image": "this model reads text only",
     "document": "this model reads text only; send the document's text",
-    "server_tool_use": "this server runs no tools of its own",
+    "server_tool_use": "this server runs no tools itself",
     "container_upload": "this server has no containers",
 }
 
 
 class TextBlock(Strict):
-    """A part of a message that is text."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class ThinkingBlock(Strict):
-    """What the model thought in an earlier turn."""
+    """The model's thoughts in an earlier turn."""
 
     type: Literal["thinking"]
     thinking: str
@@ -49,7 +49,7 @@ class ToolUseBlock(Strict):
 
 
 class ToolResultBlock(Strict):
-    """What a tool gave back."""
+    """The result of a tool."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -87,7 +87,7 @@ class Tool(Strict):
 
 
 class ToolChoice(Strict):
-    """Whether tools are called: ``any`` of them, or the one of ``name``."""
+    """Tool choice: ``any`` of them, or the one named ``name``."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -95,21 +95,21 @@ class ToolChoice(Strict):
 
 
 class ThinkingChoice(Strict):
-    """Whether the model thinks first, where its template has a choice."""
+    """Whether the model thinks first, if its template has a choice."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
 
 
 class OutputFormat(Strict):
-    """What the answer must be."""
+    """The required form of the response."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(Strict):
-    """How the answer is to be."""
+    """Options of the response."""
 
     format: OutputFormat | None = None
 
@@ -142,11 +142,11 @@ class MessagesRequest(CountRequest):
     stream: bool | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    """What ``output_config.format`` was called before."""
+    """The earlier name of ``output_config.format``."""
 
 
 def _as_texts(value: Any) -> Any:
-    """Blocks that have a text as blocks of text: documents, what a search found, tools that a tool found."""
+    """Blocks with a text, as blocks of text: documents, search results, found tools."""
     if not isinstance(value, list):
         return value
     found = []
@@ -159,7 +159,7 @@ def _as_texts(value: Any) -> Any:
 
 
 def _text_in(block: Any) -> str | None:
-    """The text of ``block`` where it is another one than of text."""
+    """The text of ``block`` if it is not a text block."""
     kind = block.get("type") if isinstance(block, dict) else None
     if kind == "tool_reference" and isinstance(block.get("tool_name"), str):
         return str(block["tool_name"])
@@ -174,7 +174,7 @@ def _text_in(block: Any) -> str | None:
 
 
 def _check_blocks(value: Any) -> Any:
-    """Raise an error that names the block that is known and not served."""
+    """Raise an error that names a known but unsupported block."""
     for block in value if isinstance(value, list) else ():
         kind = block.get("type") if isinstance(block, dict) else None
         if isinstance(kind, str) and kind in _NOT_SERVED:

@@ -1,4 +1,4 @@
-"""What llama-server's own paths answer, in its shapes. Pure."""
+"""The responses of llama-server's own paths, in its form. Pure."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CompletionEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenChance(msgspec.Struct, frozen=True, kw_only=True):
-    """A token that could have come."""
+    """An alternative token."""
 
     id: int
     token: str
@@ -68,13 +68,13 @@ class TokenChance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampledChance(TokenChance, frozen=True, kw_only=True):
-    """A token that came, with the likeliest ones at its place, best first."""
+    """A generated token, with the likeliest alternatives at its position, best first."""
 
     top_logprobs: list[TokenChance]
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
-    """A place where answers are written, one after another."""
+    """A slot in which requests run, one after another."""
 
     id: int = 0
     n_ctx: int
@@ -84,8 +84,9 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class RawCompletion:
-    """A choice of ``/completion`` as it is written, for who calls the model ``model``, with the text of its ``prompt`` and
-    its ``settings``; times are those of the ``clock``. If it ``times_parts``, each part of a stream has its timings."""
+    """A choice of ``/completion`` as it is generated, for a client that calls the model ``model``, with the text of its
+    ``prompt`` and its ``settings``; times are those of the ``clock``. If it ``times_parts``, each part of a stream has
+    its timings."""
 
     model: str
     prompt: str
@@ -98,7 +99,7 @@ class RawCompletion:
     has_new_line: bool = False
 
     def part(self, written: Written, now_s: float) -> CompletionPart:
-        """What ``written`` adds."""
+        """The event of ``written``."""
         self.clock.count(written.sampled, written.cached, now_s)
         self.has_new_line = self.has_new_line or "\n" in written.text
         return CompletionPart(
@@ -112,7 +113,7 @@ class RawCompletion:
         )
 
     def chances(self, tokens: Iterable[Placed[Sampled]]) -> Iterator[SampledChance]:
-        """The probabilities of ``tokens`` one by one, if they are told."""
+        """The probabilities of ``tokens`` one by one, if requested."""
         if not self.with_probs:
             return
         for placed in tokens:
@@ -127,7 +128,7 @@ class RawCompletion:
         return {"id": token, "token": text, "bytes": list(piece), "logprob": max(logprob, IMPOSSIBLE)}
 
     def whole(self, answered: WrittenChoice, chances: Any, now_s: float) -> CompletionEnd:
-        """All of it at once, with its ``chances``; the ``clock`` saw it written."""
+        """The whole response, with its ``chances``; the ``clock`` observed its generation."""
         end = self.end(answered.finish, answered.stopped_by, now_s)
         return msgspec.structs.replace(
             end,
@@ -159,8 +160,8 @@ class RawCompletion:
 
 
 def picked(end: CompletionEnd, fields: Sequence[str]) -> Any:
-    """The ``fields`` of ``end``, those that it has, under their last names; all of it for none. ``timings/prompt_n`` is one
-    within another."""
+    """The existing ``fields`` of ``end``, under their last names; all for none. ``timings/prompt_n`` is a nested
+    one."""
     if not fields:
         return end
     whole = msgspec.json.decode(msgspec.json.encode(end))
@@ -175,7 +176,7 @@ def picked(end: CompletionEnd, fields: Sequence[str]) -> Any:
 
 
 def props(served: ServedModel) -> dict[str, Any]:
-    """``GET /props``. What a template can do is read off the names that it mentions."""
+    """``GET /props``. The template's features are read off the names that it mentions."""
     template = served.vocabulary.chat_template or CHATML
     return {
         "default_generation_settings": {"id": 0, "n_ctx": served.context_tokens, "params": _usual(served)},
@@ -198,7 +199,7 @@ def props(served: ServedModel) -> dict[str, Any]:
 
 
 def _usual(served: ServedModel) -> dict[str, Any]:
-    """How answers are sampled where a request says nothing of it."""
+    """Default sampling settings."""
     usual = asdict(served.sampling)
     reach = usual.pop("penalty_tokens")
     return usual | {"repeat_last_n": reach, "n_predict": -1, "max_tokens": -1, "stop": []}

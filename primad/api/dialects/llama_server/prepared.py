@@ -1,4 +1,4 @@
-"""What the text process makes of the requests of llama-server's own dialect. Pure."""
+"""The text process's handling of the requests of llama-server's own dialect. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from primad.api.dialects.openai.tool_use import chat_text
 
 
 class PreparedRaw(msgspec.Struct, frozen=True, kw_only=True):
-    """A job, and how its answer is told to who calls the model ``model``; ``fields`` are those of it, none for all."""
+    """A job, and the form of its response for a client that calls the model ``model``; ``fields`` selects some of it,
+    none for all."""
 
     job: Job
     model: str
@@ -30,19 +31,19 @@ class PreparedRaw(msgspec.Struct, frozen=True, kw_only=True):
     times_parts: bool
     fields: list[str]
     prompts: list[str]
-    """The text of each of the job's prompts, control tokens by their names; "" where all of them together are too long."""
+    """The text of each of the job's prompts, control tokens by their names; "" if all of them together are too long."""
     settings: GenerationSettings
-    """Those of the first answer."""
+    """Those of the first choice."""
 
 
 class WholeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, as the JSON that it is sent as."""
+    """The response, as the JSON to send."""
 
     body: bytes
 
 
 class TokenList(msgspec.Struct, frozen=True, kw_only=True):
-    """``POST /tokenize``: ids, or with pieces objects of ``id`` and ``piece`` (text, or bytes where it is no text)."""
+    """``POST /tokenize``: ids, or with pieces objects of ``id`` and ``piece`` (text, or bytes if it is not text)."""
 
     tokens: list[Any]
 
@@ -131,7 +132,7 @@ def _said(tokens: list[int], vocabulary: Vocabulary) -> str:
 
 
 def apply_template(body: bytes, asking: Asking) -> WholeBody:
-    """``POST /apply-template``: messages as the prompt that the model's template makes of them."""
+    """``POST /apply-template``: the prompt that the model's template makes of the messages."""
     prompt = chat_text(parse(TemplateRequest, body), asking.served, now=asking.now)
     return _whole(TemplatedPrompt(prompt=prompt))
 
@@ -141,7 +142,7 @@ def _whole(answer: msgspec.Struct) -> WholeBody:
 
 
 def pieces(tokens: list[int], vocabulary: Vocabulary) -> list[dict[str, Any]]:
-    """Each token with its text, or with its bytes where they are no text by themselves."""
+    """Each token with its text, or with its bytes if they are not valid text."""
     return [{"id": token, "piece": _text_or_bytes(vocabulary.piece(token))} for token in tokens]
 
 

@@ -50,7 +50,7 @@ class _Routes:
         return await self._whole(request, prepared.detokenize)
 
     async def apply_template(self, request: Request) -> Response:
-        """Messages as the prompt that the model's template makes of them."""
+        """The prompt that the model's template makes of the messages."""
         return await self._whole(request, prepared.apply_template)
 
     async def _whole(self, request: Request, preparation: Preparation[prepared.WholeBody]) -> Response:
@@ -62,7 +62,7 @@ class _Routes:
         return json_response(props(self._endpoint.serving()))
 
     async def slots(self, request: Request) -> Response:
-        """Where answers are being written."""
+        """Running requests."""
         served = self._endpoint.serving()
         busy = self._endpoint.answers_open
         return json_response(
@@ -74,7 +74,7 @@ class _Routes:
         return await self._respond(request, prepared.completion)
 
     async def infill(self, request: Request) -> Response:
-        """Write what belongs between two texts."""
+        """Fill the gap between two texts."""
         return await self._respond(request, prepared.infill)
 
     async def _respond(self, request: Request, preparation: Preparation[prepared.PreparedRaw]) -> Response:

@@ -1,4 +1,4 @@
-"""What llama-server's own paths are asked, as its documentation has them. Pure."""
+"""Requests of llama-server's own paths, as in its documentation. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TemplateRequest(ChatFields):
 
 
 class RawCompletionRequest(FreeSamplers, CompletionRequest):
-    """``POST /completion``: samplers as in OpenAI's dialect without its bounds, the rest as llama-server has it."""
+    """``POST /completion``: samplers as in OpenAI's dialect without its bounds, the rest as in llama-server."""
 
     prompt: Annotated[  # type: ignore[assignment]
         str
@@ -53,18 +53,19 @@ class RawCompletionRequest(FreeSamplers, CompletionRequest):
     n_predict: Annotated[int, Whole, Field(ge=-2, le=MAX_TOKENS)] | None = None
     n_probs: Annotated[int, Whole, Field(ge=0, le=MAX_PROBS)] | None = None
     post_sampling_probs: Annotated[Any, only(None, False, why="probabilities are the model's own")] = None
-    logprobs: Annotated[Any, only(None, why="say it as n_probs, or use /v1/completions")] = None
+    logprobs: Annotated[Any, only(None, why="use n_probs, or /v1/completions")] = None
     response_fields: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=64)] | None = None
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens of an answer, or None for what the context leaves; 0: the prompt is computed, for the cache."""
+        """The most tokens of a response, or None for the rest of the context; 0: only compute the prompt, for the
+        cache."""
         limit = self.max_tokens if self.n_predict is None else self.n_predict
         return None if limit is None or limit < 0 else limit
 
     @property
     def mixed_prompts(self) -> list[str | list[int | str]]:
-        """Each prompt by itself: a text, or ids and texts in turn. Strings alone are a prompt each."""
+        """Each prompt by itself: a text, or ids and texts in turn. Strings alone are one prompt each."""
         whole: Any = self.prompt
         if isinstance(whole, str):
             return [whole]
@@ -73,24 +74,24 @@ class RawCompletionRequest(FreeSamplers, CompletionRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt; those of ids and texts are ids by now."""
+        """Each prompt; mixed ones of ids and texts are ids by now."""
         return self.mixed_prompts  # type: ignore[return-value]
 
     @property
     def logprob_count(self) -> int | None:
-        """How many alternatives each token lists, or None without log-probabilities."""
+        """The number of alternatives per token, or None without log-probabilities."""
         return self.n_probs or None
 
 
 class ExtraFile(Strict):
-    """A file that lies beside the one with the gap."""
+    """Another file next to the one with the gap."""
 
     filename: str = "file"
     text: str
 
 
 class InfillRequest(RawCompletionRequest):
-    """``POST /infill``: what stands between ``input_prefix`` with ``prompt`` behind it, and ``input_suffix``."""
+    """``POST /infill``: fill between ``input_prefix``, followed by ``prompt``, and ``input_suffix``."""
 
     prompt: str = ""
     input_prefix: str
@@ -99,11 +100,11 @@ class InfillRequest(RawCompletionRequest):
 
     @property
     def gap(self) -> Gap:
-        """What the answer is to fill."""
+        """The gap to fill."""
         files = tuple((file.filename, file.text) for file in self.input_extra or ())
         return Gap(after=self.input_suffix, param="input_suffix", files=files)
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """What precedes the gap."""
+        """The text before the gap."""
         return [self.input_prefix + self.prompt]

@@ -1,4 +1,4 @@
-"""How an answer was sampled, under llama-server's names. Pure."""
+"""The sampling settings of a response, under llama-server's names. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from primad.ring.messages import Sampling
 
 
 class Bias(msgspec.Struct, frozen=True, kw_only=True):
-    """What is added to the logit of a token; None: it never comes, for JSON knows no infinity."""
+    """The bias added to a token's logit; None: never, since JSON has no infinity."""
 
     token: int
     bias: float | None
 
 
 class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request asked for, and what held where it did not say. The names are llama-server's, and what there is no
-    choice about here is as it has it where it is off."""
+    """The requested settings, and the defaults. The names are llama-server's; settings without a choice here have its
+    value for "off"."""
 
     n_ctx: int
     model: str
@@ -82,7 +82,7 @@ def settings_of(
     n_probs: int = 0,
     times_parts: bool = False,
 ) -> GenerationSettings:
-    """The settings that ``sampling`` and what is beside it are; ``n_predict`` -1: as many tokens as there is room for."""
+    """The settings of ``sampling`` and the other options; ``n_predict`` -1: as many tokens as fit."""
     return GenerationSettings(
         **{name: getattr(sampling, name) for name in _SAME},
         n_ctx=n_ctx,

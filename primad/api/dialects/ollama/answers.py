@@ -1,4 +1,4 @@
-"""What Ollama's paths answer: lines of JSON, and what they say of models. Pure.
+"""The responses of Ollama's paths: lines of JSON, and facts about models. Pure.
 
 Times of day are Unix seconds when they come in and ISO 8601 when they go out; durations go out in nanoseconds.
 """
@@ -27,18 +27,18 @@ from primad.api.dialects.openai.shapes import TokenLogprob
 from primad.errors import PrimadError
 
 API_VERSION: Final = "0.12.0"
-"""The Ollama whose paths these are: clients refuse to talk to one that is too old for them."""
+"""The Ollama version that is reported: clients refuse older ones."""
 _UNITS: Final = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
 
 
 class OllamaError(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong, in one line."""
+    """The error in one line."""
 
     error: str
 
 
 class OllamaGivenFunction(msgspec.Struct, frozen=True, kw_only=True):
-    """What is called, with its arguments as an object."""
+    """The called function, with its arguments as an object."""
 
     name: str
     arguments: dict[str, Any]
@@ -51,7 +51,7 @@ class OllamaGivenCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What a chat's answer adds, or all of it."""
+    """A part of a chat's response, or all of it."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -85,8 +85,8 @@ def ollama_error(exc: PrimadError) -> OllamaError:
 
 @dataclass(slots=True, kw_only=True)
 class LinesResponse:
-    """One answer, with its thoughts if it ``shows_thoughts``; ``model`` is the name that the client said. Times are those of
-    the ``clock``, but ``created``."""
+    """One response, with its thoughts if it ``shows_thoughts``; ``model`` is the client's name for it. Times are those
+    of the ``clock``, except ``created``."""
 
     model: str
     is_chat: bool
@@ -94,12 +94,12 @@ class LinesResponse:
     created: float
     clock: CompletionClock
     vocabulary: TokenPieces | None = None
-    """Of the log-probabilities, if they are told."""
+    """Log-probabilities, if requested."""
     begun: list[GivenPart] = field(default_factory=list, init=False)
-    """Of the call that is not whole yet: lines have whole calls."""
+    """The incomplete call: lines have whole calls."""
 
     def part(self, written: Written, now_s: float) -> OllamaLine | None:
-        """What ``written`` adds, if that is enough for a line; the last one ends the answer."""
+        """The line for ``written``, if there is enough for one; the last one ends the response."""
         self.clock.count(written.sampled, written.cached, now_s)
         self.begun += written.calls
         if written.finish is not None:
@@ -111,20 +111,20 @@ class LinesResponse:
         return self._line(written, calls) if is_something else None
 
     def entries(self, answered: WrittenChoice) -> Iterator[bytes]:
-        """Its log-probabilities, if they are told."""
+        """Its log-probabilities, if requested."""
         return iter(()) if self.vocabulary is None else encoded_chat(answered.tokens, self.vocabulary)
 
     def whole(self, answered: WrittenChoice, entries: Any, now_s: float) -> OllamaLine:
-        """All of it at once, with its ``entries``; the ``clock`` saw it written."""
+        """The whole response, with its ``entries``; the ``clock`` observed its generation."""
         line = self._end(answered, answered.calls, answered.finish, now_s)
         return msgspec.structs.replace(line, logprobs=entries) if entries else line
 
     def nothing(self) -> OllamaLine:
-        """What says that there is nothing yet."""
+        """A keep-alive without content."""
         return self._line(None)
 
     def loaded(self) -> OllamaLine:
-        """The answer to who asks for nothing but the model."""
+        """The response to a request that only loads the model."""
         return self._line(None, done=True, done_reason="load")
 
     def _end(self, said: Written | WrittenChoice, calls: Sequence[GivenCall], finish: str, now_s: float) -> OllamaLine:
@@ -161,7 +161,7 @@ def _given(call: GivenCall) -> OllamaGivenCall:
 
 
 def _cut(call: GivenCall) -> str:
-    """A call that is not whole is text, since clients would make it as it is."""
+    """An incomplete call is text, since clients would execute it."""
     return f'{{"name": {json.dumps(call.name, ensure_ascii=False)}, "arguments": {call.arguments}'
 
 
@@ -202,7 +202,7 @@ def shown(served: ServedModel) -> dict[str, Any]:
 
 
 def _capabilities(served: ServedModel) -> list[str]:
-    """What the chat template shows that the model was trained for."""
+    """The model's capabilities, from its chat template."""
     template = served.vocabulary.chat_template or CHATML
     thinks = manner_of(template, served.tool_parser).is_thinking
     has = {"tools": mentions(template, "tools"), "thinking": thinks}
@@ -245,5 +245,5 @@ def iso(unix_s: float) -> str:
 
 
 def nanoseconds(seconds: float) -> int:
-    """A duration in seconds as Ollama counts it."""
+    """A duration in seconds, in Ollama's unit."""
     return round(1e9 * seconds)

@@ -1,4 +1,4 @@
-"""Ollama's paths for embeddings: ``/api/embed``, and ``/api/embeddings`` as it was before."""
+"""Ollama's paths for embeddings: ``/api/embed``, and the older ``/api/embeddings``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from primad.api.http.vectors import embed
 
 
 class OllamaEmbedded(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of ``/api/embed``; durations are nanoseconds."""
+    """The response of ``/api/embed``; durations are nanoseconds."""
 
     model: str
     embeddings: list[list[float]]
@@ -31,7 +31,7 @@ class OllamaEmbedded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaEmbedding(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of ``/api/embeddings``."""
+    """The response of ``/api/embeddings``."""
 
     embedding: list[float]
 
@@ -41,7 +41,7 @@ class _Handlers:
         self._endpoint = endpoint
 
     async def embed(self, request: Request) -> Response:
-        """Vectors of texts; none for no text, which only asks for the model to be there."""
+        """Vectors of texts; none without texts, which only loads the model."""
         begun_s = time.perf_counter()
         asked = await self._endpoint.prepare(request, prepared.embed)
         vectors: Any = []
@@ -59,7 +59,7 @@ class _Handlers:
         return long.response(answer)
 
     async def embed_one(self, request: Request) -> Response:
-        """The vector of a prompt; none for no prompt."""
+        """The vector of a prompt; none without a prompt."""
         asked = await self._endpoint.prepare(request, prepared.embed_one)
         vector = list[float]()
         if asked.texts is not None:
@@ -80,7 +80,7 @@ def routes(endpoint: Endpoint) -> tuple[Route, ...]:
 
 
 def listed(embeddings: Embeddings) -> dict[str, Any]:
-    """The embedding model as one of ``GET /api/tags``."""
+    """The embedding model as an entry of ``GET /api/tags``."""
     name = embeddings.name + LATEST
     return {
         "name": name,

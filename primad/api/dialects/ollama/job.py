@@ -17,7 +17,7 @@ from primad.api.dialects.openai.free_samplers import is_count
 from primad.api.dialects.openai.schema import ChatRequest, CompletionRequest, build
 
 LATEST: Final = ":latest"
-"""What Ollama's clients put behind a name without a tag."""
+"""The tag of Ollama's clients for a name without one."""
 _OPTIONS: Final = (
     "temperature",
     "top_p",
@@ -34,7 +34,7 @@ _OPTIONS: Final = (
     "mirostat_eta",
     "stop",
 )
-"""Options that are the core's fields. Others say how Ollama loads a model (``num_ctx``, ``num_gpu``), and are ignored."""
+"""Options that are fields of the core. Others are about loading a model (``num_ctx``, ``num_gpu``), and are ignored."""
 
 NAMES: Final = {name: f"options.{name}" for name in _OPTIONS} | {
     "max_tokens": "options.num_predict",
@@ -42,16 +42,16 @@ NAMES: Final = {name: f"options.{name}" for name in _OPTIONS} | {
     "json_schema": "format",
     "reasoning_effort": "think",
 }
-"""What fields of the core are called here."""
+"""Names of the core's fields here."""
 
 
 def plain(name: str) -> str:
-    """A model's name without the tag that says nothing."""
+    """A model's name without the default tag."""
     return name.removesuffix(LATEST)
 
 
 def chat_request(ask: OllamaChatRequest) -> ChatRequest:
-    """``ask`` as a chat request. Raises ``RequestError`` for what the core does not serve."""
+    """``ask`` as a chat request. Raises ``RequestError`` for unsupported features."""
     fields: dict[str, Any] = {"messages": [_message(message) for message in ask.messages or ()]}
     if ask.tools:
         fields["tools"] = ask.tools
@@ -59,7 +59,8 @@ def chat_request(ask: OllamaChatRequest) -> ChatRequest:
 
 
 def generate_request(ask: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
-    """``ask`` as a chat request of one message, with ``raw`` or ``suffix`` as a completion; raises as ``chat_request``."""
+    """``ask`` as a chat request of one message, with ``raw`` or ``suffix`` as a completion; raises like
+    ``chat_request``."""
     if ask.raw or ask.suffix:
         fields: dict[str, Any] = {"max_tokens": -1} | _shared(ask) | {"prompt": ask.prompt or "", "suffix": ask.suffix}
         fields["logprobs"] = fields.pop("top_logprobs", 0) if fields.get("logprobs") else None

@@ -1,4 +1,4 @@
-"""What the text process makes of Ollama's requests. Pure."""
+"""The text process's handling of Ollama's requests. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from primad.errors import RequestError
 
 
 class PreparedLines(msgspec.Struct, frozen=True, kw_only=True):
-    """A job (None: only load the model), and how its answer is told to who calls the model ``model``."""
+    """A job (None: only load the model), and the form of its response for a client that calls the model ``model``."""
 
     job: Job | None
     model: str
@@ -30,13 +30,13 @@ class PreparedLines(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """The name of a model that is served here."""
+    """The name of a served model."""
 
     name: str
 
 
 class PreparedEmbedding(msgspec.Struct, frozen=True, kw_only=True):
-    """Texts to embed, None for none, for who calls the model ``model``."""
+    """Texts to embed, None for none, for a client that calls the model ``model``."""
 
     model: str
     texts: PreparedTexts | None
@@ -49,7 +49,7 @@ class _OfModel(Strict):
 
 
 class OllamaEmbedRequest(_OfModel):
-    """``POST /api/embed``. Texts that are too long are cut, unless ``truncate`` is false."""
+    """``POST /api/embed``. Texts that are too long are truncated, unless ``truncate`` is false."""
 
     input: Annotated[
         str | Texts | Annotated[list[str], Field(max_length=0)],

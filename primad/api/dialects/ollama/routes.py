@@ -43,7 +43,7 @@ def _error(exc: PrimadError) -> bytes:
 
 
 _LINES: Final = Framing(media_type="application/x-ndjson", message=_line, error=_error, end=b"", waiting=b"")
-"""JSON, a line each. Clients take no other line: while nothing comes, an answer adds nothing to itself."""
+"""JSON lines. Clients accept nothing else, so a keep-alive is a line without content."""
 
 
 class _Routes:
@@ -51,21 +51,21 @@ class _Routes:
         self._endpoint = endpoint
 
     async def version(self, request: Request) -> Response:
-        """The version of Ollama whose paths these are."""
+        """The Ollama version of these paths."""
         return json_response({"version": API_VERSION})
 
     async def tags(self, request: Request) -> Response:
-        """The models that can be asked."""
+        """The served models."""
         served, beside = self._endpoint.model(), self._endpoint.embeddings
         is_other = beside is not None and (served is None or beside.name not in served.all_names)
         return json_response(tags(served, [embedding.listed(beside)] if beside is not None and is_other else []))
 
     async def running(self, request: Request) -> Response:
-        """The models that are loaded."""
+        """The loaded models."""
         return json_response(running(self._endpoint.model()))
 
     async def show(self, request: Request) -> Response:
-        """What is known of a model."""
+        """Facts about a model."""
         served = self._endpoint.serving()
         await self._endpoint.prepare(request, prepared.show, served)
         return json_response(shown(served))

@@ -1,4 +1,4 @@
-"""What Ollama's paths are asked, as its API documentation has them. Pure."""
+"""Requests of Ollama's paths, as in its API documentation. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NoImages = Annotated[Any, only(None, [], why="this model reads text only")]
 
 
 class OllamaFunction(Strict):
-    """The function that a model called, with its arguments as an object, or as the text of one."""
+    """The called function, with its arguments as an object, or as text."""
 
     name: str
     arguments: dict[str, Any] | str | None = None
@@ -38,14 +38,14 @@ class OllamaMessage(Strict):
 
 
 class ModelRequest(Strict):
-    """``POST /api/show``. ``name`` is what ``model`` was called before."""
+    """``POST /api/show``. ``name`` is the older name of ``model``."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
     name: Annotated[str, Field(max_length=512)] | None = None
 
 
 class OllamaRequest(Strict):
-    """What chat and generate share. ``keep_alive`` is taken and means nothing: the model stays."""
+    """Common to chat and generate. ``keep_alive`` is accepted and ignored: the model stays."""
 
     model: Annotated[str, Field(max_length=512)]
     stream: bool | None = None
@@ -60,14 +60,14 @@ class OllamaRequest(Strict):
 
 
 class OllamaChatRequest(OllamaRequest):
-    """``POST /api/chat``. Without messages it only asks for the model to be there."""
+    """``POST /api/chat``. Without messages it only loads the model."""
 
     messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest):
-    """``POST /api/generate``. ``raw`` leaves out the chat template."""
+    """``POST /api/generate``. ``raw`` skips the chat template."""
 
     prompt: str | None = None
     system: str | None = None
@@ -79,12 +79,12 @@ class OllamaGenerateRequest(OllamaRequest):
 
 
 class FreeChatRequest(FreeSamplers, ChatRequest):
-    """What the core makes of a chat; numbers are Ollama's."""
+    """The core's fields of a chat, with Ollama's numbers."""
 
     max_tokens: Annotated[TokenLimit | None, Whole] = None
 
 
 class FreeCompletionRequest(FreeSamplers, CompletionRequest):
-    """What the core makes of a raw prompt, or one with a suffix."""
+    """The core's fields of a raw prompt, or one with a suffix."""
 
     max_tokens: Annotated[TokenLimit | None, Whole] = None

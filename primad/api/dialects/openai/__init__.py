@@ -1,1 +1,1 @@
-"""The OpenAI dialect of the HTTP interface: its schema, its answers, its errors."""
+"""The OpenAI dialect of the HTTP interface: its schema, responses and errors."""

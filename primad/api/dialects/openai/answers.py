@@ -1,4 +1,4 @@
-"""The two kinds of answer, chat and completion: how what is written becomes chunks of a stream or one whole body. Pure."""
+"""Chat and completion responses: generated parts become chunks of a stream or one body. Pure."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ from primad.ring.messages import Sampled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Headed:
-    """What every chunk of an answer repeats. ``created`` is in Unix seconds; ``include_usage``: a last chunk has ``counts``.
+    """Common to all chunks of a response. ``created`` is in Unix seconds; ``include_usage``: the last chunk has
+    ``counts``.
 
-    A choice that streams is its ``opening``, if its shape has one, ``progress`` of its prompt if that was asked for, each
-    ``piece`` and its ``closing``; an answer that does not stream is ``whole``, with the lists of each choice's
+    A choice that streams is its ``opening``, if its shape has one, ``progress`` of its prompt if requested, each
+    ``piece`` and its ``closing``; a response that does not stream is ``whole``, with the lists of each choice's
     log-probabilities, whose ``entries`` are made some at a time.
     """
 
@@ -53,7 +54,7 @@ class _Headed:
 
     @property
     def _no_usage(self) -> UnsetType | None:
-        """The ``usage`` of a chunk before the last: null when the last will have it, else left out."""
+        """The ``usage`` of a chunk before the last: null if the last will have it, else omitted."""
         return None if self.include_usage else UNSET
 
 
@@ -160,7 +161,7 @@ class CompletionResponse(_Headed):
 
 
 ApiResponse = ChatResponse | CompletionResponse
-"""A request's answer in the shapes of its endpoint."""
+"""A request's response in the shapes of its endpoint."""
 
 
 def _message(answered: WrittenChoice) -> AssistantMessage:

@@ -1,8 +1,8 @@
-"""A conversation as a request has it: its messages, what goes to the chat template beside them, and its tools.
+"""A conversation in a request: its messages, the chat template's variables, and its tools.
 
-Which messages of a conversation that became too long for the context are left out: the oldest ones. Pure.
+Drops the oldest messages of a conversation that became too long for the context. Pure.
 
-What a request may say to the model's own chat template beside the messages.
+Request fields for the model's own chat template.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from primad.api.dialects.openai.history import understood
 from primad.api.dialects.openai.thinking_fields import thinking_variables
 from primad.api.dialects.openai.tool_fields import ToolCall, ToolFields
 
-NO_AUDIO = only(None, why="this server answers with text only")
+NO_AUDIO = only(None, why="this server returns text only")
 _TOLD: Final = ("system", "developer")
 _MIN_SHARE: Final = 4
-"""At least one of so many tokens of the context is left for an answer that says no limit."""
+"""At least one token in this many of the context is left for a response without a limit."""
 MAX_DOCUMENTS: Final = 128
 MAX_TEMPLATE_VARIABLES: Final = 32
 _OURS: Final = frozenset(
@@ -37,11 +37,11 @@ _OURS: Final = frozenset(
         "raise_exception",
     }
 )
-"""What the template is given by the server, which a request cannot replace."""
+"""Template variables that the server sets, which a request cannot replace."""
 
 
 class TemplateFields(Strict):
-    """Variables of the chat template. What a template does not mention changes nothing."""
+    """Variables of the chat template. Unused ones have no effect."""
 
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = None
     enable_thinking: bool | None = None
@@ -52,11 +52,11 @@ class TemplateFields(Strict):
     @classmethod
     def _none_of_ours(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         for name in sorted(_OURS.intersection(value or ())):
-            raise PydanticCustomError("reserved", "'{name}' is what the server gives; leave it out", {"name": name})
+            raise PydanticCustomError("reserved", "'{name}' is set by the server; leave it out", {"name": name})
         return value
 
     def variables_for(self, template: str) -> dict[str, Any]:
-        """The variables of ``template``, by its own names. ``chat_template_kwargs`` is nearest to it: the last word."""
+        """The variables of ``template``, by its own names. ``chat_template_kwargs`` overrides the others."""
         said = thinking_variables(template, self.enable_thinking, self.reasoning_effort)
         documents = {} if self.documents is None else {"documents": self.documents}
         return said | documents | (self.chat_template_kwargs or {})
@@ -70,7 +70,7 @@ class TextPart(Strict):
 
 
 class Message(Strict):
-    """One message of a conversation. Only an assistant calls."""
+    """One message of a conversation. Only an assistant makes calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
@@ -105,19 +105,19 @@ class Message(Strict):
 
     @property
     def is_begun(self) -> bool:
-        """Whether it is a text of the assistant's, with which an answer may go on."""
+        """Whether it is text of the assistant's, which a response can continue."""
         return self.role == "assistant" and not self.tool_calls and not self.is_empty
 
     @property
     def is_empty(self) -> bool:
-        """Whether it is the assistant's and says nothing."""
+        """Whether it is the assistant's and empty."""
         said = self.for_template()
         return self.role == "assistant" and not (
             said["content"].strip() or said.get("tool_calls") or said.get("reasoning_content", "").strip()
         )
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it: text parts joined by newlines, null content as ""."""
+        """The message for chat templates: text parts joined by newlines, null content as ""."""
         match self.content:
             case None:
                 text = ""
@@ -135,8 +135,8 @@ class Message(Strict):
 
 
 class ChatFields(TemplateFields, ToolFields):
-    """What makes a chat's prompt. The answer goes on where the last message ends if that is the assistant's, unless a new
-    turn is asked for."""
+    """The parts of a chat's prompt. The response continues the last message if that is the assistant's, unless a new
+    turn is requested."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     continue_final_message: bool | None = None
@@ -147,51 +147,51 @@ class ChatFields(TemplateFields, ToolFields):
     def _final_message(cls, value: bool | None, info: ValidationInfo) -> bool | None:
         messages: list[Message] = info.data.get("messages") or []
         if value and messages and not messages[-1].is_begun:
-            raise PydanticCustomError("messages", "the last message is no text of the assistant's, to go on with")
+            raise PydanticCustomError("messages", "the last message is not text of the assistant's to continue")
         return value
 
     @field_validator("add_generation_prompt")
     @classmethod
     def _one_of_both(cls, value: bool | None, info: ValidationInfo) -> bool | None:
         if value and info.data.get("continue_final_message"):
-            raise PydanticCustomError("messages", "does not go with continue_final_message; set one of them to false")
+            raise PydanticCustomError("messages", "contradicts continue_final_message; set one of them to false")
         return value
 
     @property
     def continues(self) -> bool:
-        """Whether the answer goes on where the last message ends."""
+        """Whether the response continues the last message."""
         if self.continue_final_message is not None:
             return self.continue_final_message
         return self.messages[-1].is_begun and not self.add_generation_prompt
 
     @property
     def opens_turn(self) -> bool:
-        """Whether a turn of the assistant is to begin behind the messages."""
+        """Whether an assistant's turn starts after the messages."""
         return self.add_generation_prompt is not False
 
     @property
     def begun(self) -> str:
-        """What the answer goes on from, "" for a new turn."""
+        """The text that the response continues, "" for a new turn."""
         last = self.messages[-1].for_template()
         return str(last["content"] or last.get("reasoning_content", "")) if self.continues else ""
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages as chat templates read them, without an empty one of the assistant's that clients end with."""
+        """The messages for chat templates, without an empty last one of the assistant's that some clients send."""
         found = [message.for_template() for message in self.messages]
         return found[:-1] if len(found) > 1 and self.messages[-1].is_empty else found
 
 
 def answer_room(context_tokens: int, limit: int | None) -> int:
-    """How many tokens are to be left for an answer of at most ``limit``: never more than half of the context."""
+    """The number of tokens to leave for a response of at most ``limit``: never more than half of the context."""
     return min(context_tokens // _MIN_SHARE if limit is None else limit, context_tokens // 2)
 
 
 def shifted(messages: Sequence[Message], fits: Callable[[list[Message]], bool]) -> list[Message]:
-    """``messages`` without as few of the oldest exchanges as makes it ``fits``.
+    """``messages`` without the fewest oldest exchanges such that it ``fits``.
 
-    An exchange begins with a user's message, so that calls keep their results. What the system says stays, and the last
-    exchange in any case.
+    An exchange starts with a user's message, so that calls keep their results. System messages and the last exchange
+    always stay.
     """
     starts = [i for i, message in enumerate(messages) if message.role == "user"]
 

@@ -1,4 +1,4 @@
-"""Embeddings as OpenAI has them, and documents in order as Jina and llama-server have it."""
+"""Embeddings as in OpenAI's API, and reranking as in Jina's and llama-server's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TextEmbedding(msgspec.Struct, frozen=True, kw_only=True, tag_field="object
 
 
 class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="list"):
-    """The answer of ``POST /v1/embeddings``."""
+    """The response of ``POST /v1/embeddings``."""
 
     model: str
     data: list[TextEmbedding]
@@ -46,14 +46,14 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True, tag_field="object
 
 
 class RankedDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """The document ``index``; the score is the cosine of its embedding and the query's."""
+    """The document ``index``; the score is the cosine similarity of its embedding and the query's."""
 
     index: int
     relevance_score: float
 
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="list"):
-    """The answer of ``POST /v1/rerank``, the best document first."""
+    """The response of ``POST /v1/rerank``, the best document first."""
 
     model: str
     results: list[RankedDocument]
@@ -75,7 +75,7 @@ class _Handlers:
         return long.response(EmbeddingList(model=found.model, data=listed, usage=_usage(found.tokens)))
 
     async def rerank(self, request: Request) -> Response:
-        """Documents in order of their likeness to a query."""
+        """Documents ranked by similarity to a query."""
         asked = await self._endpoint.prepare(request, prepared.ranking)
         documents = PreparedTexts(model=asked.model, texts=list(asked.documents), param="documents", numbered=True)
         found = await embed(self._endpoint, request, documents, query=asked.query)
@@ -109,7 +109,7 @@ def routes(endpoint: Endpoint) -> tuple[Route, ...]:
 
 
 def listed(embeddings: Embeddings) -> Model:
-    """The embedding model as one of the models."""
+    """The embedding model as an entry of the models."""
     maximum = embeddings.max_text_tokens
     return Model(
         id=embeddings.name,

@@ -1,4 +1,4 @@
-"""What the fields of requests are made of: strict models, and validators that say what is wrong in one sentence."""
+"""Building blocks of request fields: strict models, and validators with one-sentence errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Strict(BaseModel):
 
 
 def expecting(what: str) -> WrapValidator:
-    """One clear sentence in place of what each member of a union has to say."""
+    """One clear sentence instead of an error of each member of a union."""
 
     def check(value: object, handler: ValidatorFunctionWrapHandler) -> object:
         try:
@@ -25,7 +25,7 @@ def expecting(what: str) -> WrapValidator:
 
 
 def only(*allowed: object, why: str) -> AfterValidator:
-    """A feature that is known and not served: only the values that ask for nothing pass."""
+    """A known but unsupported feature: only values that do not use it pass."""
 
     def check(value: object) -> object:
         if not any(type(value) is type(harmless) and value == harmless for harmless in allowed):

@@ -1,6 +1,6 @@
-"""The samplers of the dialects that are not OpenAI's: whatever number llama.cpp takes, with its meaning of each.
+"""The samplers of the other dialects: every number that llama.cpp accepts, with its meaning.
 
-JSON knows one kind of number, so 40.0 is 40. What is less than the least that does something means off, as there.
+JSON has one kind of number, so 40.0 is 40. Values below the smallest effective one mean off, as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_PENALTY: Final = 100
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a number, and no truth value."""
+    """Whether it is a number and not a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

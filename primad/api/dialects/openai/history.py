@@ -1,7 +1,7 @@
-"""What clients send back of earlier turns, in the one shape in which messages are read. Pure.
+"""Normalises what clients send back of earlier turns. Pure.
 
-Each server, gateway and client keeps answers in its own way, and sends all of them again with each turn: what cannot be read
-ends the chat for good. So what can be understood is; what cannot stays as it is, and is refused by name.
+Each server, gateway and client stores responses in its own way, and sends all of them with each turn: an error would
+end the chat for good. So everything that can be understood is; the rest is kept, and refused by name.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 _TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of parts that say something, with the field in which they do."""
+"""Types of parts with text, with the field that has it."""
 _THOUGHTS: Final = {"thinking": "thinking", "reasoning": "reasoning", "redacted_thinking": ""}
 _SAID_AS: Final = ("reasoning", "thinking")
-"""What else ``reasoning_content`` is called: by vLLM and OpenRouter, by Ollama."""
+"""Other names of ``reasoning_content``: of vLLM and OpenRouter, of Ollama."""
 
 
 def understood(message: Any) -> Any:
-    """``message`` of a chat as ``Message`` reads it."""
+    """``message`` of a chat in the form of ``Message``."""
     if not isinstance(message, dict):
         return message
     message = dict(message)
@@ -46,7 +46,7 @@ def understood(message: Any) -> Any:
 
 
 def understood_call(call: Any) -> Any:
-    """A call of an earlier answer as ``ToolCall`` reads it."""
+    """A call of an earlier response in the form of ``ToolCall``."""
     if not isinstance(call, dict):
         return call
     custom = call.get("custom")
@@ -62,12 +62,12 @@ def understood_call(call: Any) -> Any:
 
 
 def arguments_of(value: Any) -> str:
-    """Arguments of a call as text, however they are given."""
+    """Arguments of a call as text, in whatever form they come."""
     return "{}" if value is None else as_text(value)
 
 
 def result_of(value: Any) -> Any:
-    """What a tool gave back, as text or parts, however it is given."""
+    """A tool's result, as text or parts, in whatever form it comes."""
     is_read = value is None or (
         isinstance(value, list) and all(isinstance(part, str) or _has_type(part) for part in value)
     )
@@ -75,12 +75,12 @@ def result_of(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """``value`` as text; what is none as JSON."""
+    """``value`` as text; other types as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _call_id(name: Any) -> str:
-    """The id of a call that has none: its result names the function alone."""
+    """The id of a call without one: its result only names the function."""
     return f"call_{name}"
 
 
@@ -93,7 +93,7 @@ def _is_thought(part: Any) -> bool:
 
 
 def _thoughts(parts: Any) -> list[str]:
-    """What was thought in ``parts``, as one text, if anything was."""
+    """The thoughts in ``parts``, as one text, if there are any."""
     found = []
     for part in parts if isinstance(parts, list) else ():
         thought = part.get(_THOUGHTS[part["type"]]) if _is_thought(part) else None

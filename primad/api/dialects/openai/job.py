@@ -1,4 +1,4 @@
-"""From a valid request to the work it means for the served model: prompts as token ids, budgets and sampling. Pure."""
+"""From a valid request to the work for the served model: prompts as token ids, budgets and sampling. Pure."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from primad.errors import PromptTooLongError, RequestError
 
 
 def chat_job(request: ChatRequest, served: TextModel, *, seed: int, now: datetime) -> Job:
-    """The work of a chat request. ``seed`` counts when the request has none; ``now`` is the template's clock.
+    """The work of a chat request. ``seed`` is used if the request has none; ``now`` is the template's clock.
 
-    Where the context shifts, the oldest messages are left out of a conversation that is too long for it.
+    With context shift, the oldest messages of a conversation that is too long are dropped.
 
-    Raises ``RequestError`` for what the served model cannot do and ``ModelError`` for a broken chat template.
+    Raises ``RequestError`` for what the served model does not support and ``ModelError`` for a broken chat template.
     """
     check_model(request.model, [served])
     text = chat_text(request, served, now=now)
@@ -45,9 +45,9 @@ def chat_job(request: ChatRequest, served: TextModel, *, seed: int, now: datetim
 
 
 def completion_job(request: CompletionRequest, served: TextModel, *, seed: int) -> Job:
-    """The work of a completion request. ``seed`` counts when the request has none.
+    """The work of a completion request. ``seed`` is used if the request has none.
 
-    Raises ``RequestError`` for what the served model cannot do.
+    Raises ``RequestError`` for what the served model does not support.
     """
     check_model(request.model, [served])
     vocabulary = served.vocabulary
@@ -82,7 +82,7 @@ def _job(
     seed: int,
     at: str,
 ) -> Job:
-    """Each prompt, with its echo, ``n`` times; ``at`` names the field that the prompts came from."""
+    """Each prompt, with its echo, ``n`` times; ``at`` names the field of the prompts."""
     n = request.n or 1
     if len(prompts) * n > MAX_CHOICES:
         raise RequestError(f"{len(prompts)} prompts with n = {n} are more than {MAX_CHOICES} choices", param="n")
@@ -111,7 +111,7 @@ def _prompt(tokens: list[int], echo: str, served: TextModel, limit: int | None, 
 
 
 def _room(prompt: list[int], served: TextModel, at: str) -> int:
-    """How many tokens the context leaves for the answer, at least one."""
+    """The number of tokens that the context leaves for the response, at least one."""
     if not prompt:
         raise RequestError("the prompt has no tokens", param=at)
     room = served.context_tokens - len(prompt)
@@ -121,7 +121,7 @@ def _room(prompt: list[int], served: TextModel, at: str) -> int:
 
 
 def check_length(text: str, served: TextModel, *, at: str) -> None:
-    """Raise ``PromptTooLongError`` for a ``text`` that cannot fit the context, however it is cut into tokens."""
+    """Raise ``PromptTooLongError`` for a ``text`` that cannot fit the context, however it is tokenized."""
     longest = served.vocabulary.longest_chars
     minimum = 0 if longest is None else -(-len(text) // longest)
     if minimum >= served.context_tokens:

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in the two forms that OpenAI's API has. Pure."""
+"""Log-probabilities of tokens in the two forms of OpenAI's API. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from primad.api.dialects.openai.shapes import ChatLogprobs, CompletionLogprobs, 
 from primad.ring.messages import Sampled
 
 IMPOSSIBLE: Final = -9999.0
-"""What OpenAI answers for a token that cannot come: JSON has no minus infinity."""
+"""OpenAI's value for an impossible token: JSON has no minus infinity."""
 
 
 def chat_logprobs(tokens: Sequence[Placed[Sampled]], vocabulary: TokenPieces) -> ChatLogprobs:
@@ -48,7 +48,8 @@ def encoded_completion(tokens: Sequence[Placed[Sampled]], vocabulary: TokenPiece
 
 
 def token_text(token: int, vocabulary: TokenPieces) -> str:
-    """A token as text: its characters, ``bytes:\\xf0\\x9f`` when it is not whole characters, or a special token's name."""
+    """A token as text: its characters, ``bytes:\\xf0\\x9f`` if it is not whole characters, or a special token's
+    name."""
     piece = vocabulary.piece(token)
     if not piece:
         return vocabulary.name(token)

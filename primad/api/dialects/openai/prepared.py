@@ -1,4 +1,4 @@
-"""What the text process makes of OpenAI's requests. Pure."""
+"""The text process's handling of OpenAI's requests. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Lists = Annotated[list[_Ids], Field(min_length=1, max_length=MAX_TEXTS, fail_fa
 
 
 class PreparedCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """A job, and how its answer is told to who calls the model ``model``."""
+    """A job, and the form of its response for a client that calls the model ``model``."""
 
     job: Job
     model: str
@@ -37,7 +37,7 @@ class PreparedCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreparedRanking(msgspec.Struct, frozen=True, kw_only=True):
-    """Documents to put in order of their likeness to ``query``; the best ``top_n``, None for all."""
+    """Documents to rank by similarity to ``query``; the best ``top_n``, None for all."""
 
     model: str | None
     query: str
@@ -78,7 +78,7 @@ def count(body: bytes, asking: Asking) -> InputTokens:
 
 
 def counted(ask: ChatRequest, asking: Asking) -> InputTokens:
-    """How many tokens the conversation of ``ask`` has, also one that is too long."""
+    """The number of tokens of the conversation of ``ask``, even of one that is too long."""
     check_model(ask.model, [asking.served])
     text = chat_text(ask, asking.served, now=asking.now)
     return InputTokens(input_tokens=len(tokenize_prompt(asking.served.vocabulary, text)))

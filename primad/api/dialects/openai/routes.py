@@ -54,7 +54,7 @@ EVENTS: Final = Framing(
     end=b"data: [DONE]\n\n",
     waiting=b": waiting for the next token\n\n",
 )
-"""Server-sent events without names; ``[DONE]`` ends an answer that is whole."""
+"""Server-sent events without names; ``[DONE]`` ends a complete response."""
 
 
 class _Routes:
@@ -85,7 +85,7 @@ class _Routes:
         return _model(served, served.id if served.names.any_model else name)
 
     async def count(self, request: Request) -> Response:
-        """How many tokens a conversation has, also one that is too long."""
+        """The number of tokens of a conversation, even of one that is too long."""
         return json_response(await self._endpoint.prepare(request, preparations.count, self._endpoint.serving()))
 
     async def chat(self, request: Request) -> Response:

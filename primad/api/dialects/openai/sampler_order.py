@@ -1,5 +1,5 @@
-"""A request's list of ``samplers``: those that it leaves out do nothing, and their order must be llama.cpp's, unless another
-one gives the same tokens. Pure."""
+"""A request's list of ``samplers``: omitted ones are off, and the order must be llama.cpp's, unless another one gives
+the same tokens. Pure."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _OFF: Final[dict[str, dict[str, Any]]] = {
     "xtc": {"xtc_probability": 0.0},
     "temperature": {"temperature": 1.0, "temperature_range": 0.0},
 }
-"""In llama.cpp's order, with what each sampler is where it does nothing."""
+"""In llama.cpp's order, with the neutral value of each sampler."""
 SAMPLERS: Final = tuple(_OFF)
 _LETTERS: Final = dict(zip("edskypmxt", SAMPLERS, strict=True))
 _ALIASES: Final = {"typical_p": "typ_p", "typical": "typ_p", "typ": "typ_p", "temp": "temperature", "nucleus": "top_p"}
 _KEEP_THE_LIKELIEST: Final = frozenset({"top_n_sigma", "top_k", "top_p", "min_p"})
 _EITHER_WAY: Final = frozenset({("top_k", "min_p"), ("top_k", "temperature"), ("top_n_sigma", "temperature")})
-"""Pairs of which neither changes what the other one does."""
+"""Pairs that commute."""
 
 
 def in_order(sampling: Sampling, samplers: str | Sequence[str]) -> Sampling:
-    """``sampling`` with the ``samplers`` of the list alone. Names that llama.cpp has and we have not, as ``infill``, are
-    left out as unknown ones are there.
+    """``sampling`` with only the ``samplers`` of the list. Names that only llama.cpp has, such as ``infill``, are
+    ignored, like unknown ones there.
 
     Raises ``RequestError`` (400) for an order that would change something.
     """
     if sampling.mirostat:
-        return sampling  # which takes the place of all
+        return sampling  # which replaces all
     given = [_LETTERS.get(letter, "") for letter in samplers] if isinstance(samplers, str) else map(_known, samplers)
     named = [name for name in dict.fromkeys(given) if name]
     chosen = msgspec.structs.replace(
@@ -49,7 +49,8 @@ def in_order(sampling: Sampling, samplers: str | Sequence[str]) -> Sampling:
     for first, second in combinations(active, 2):
         if SAMPLERS.index(first) > SAMPLERS.index(second) and not _is_the_same(first, second, chosen):
             raise RequestError(
-                f"'samplers': not supported: {second} comes before {first}, as in llama.cpp's order: {', '.join(SAMPLERS)}",
+                f"'samplers': not supported: {second} comes before {first}, as in llama.cpp's order: "
+                f"{', '.join(SAMPLERS)}",
                 param="samplers",
                 code="unsupported_parameter",
             )

@@ -1,4 +1,4 @@
-"""How a client may ask for its tokens to be sampled: OpenAI's fields, and those of llama.cpp's server beside them."""
+"""Sampling fields of a request: OpenAI's fields, and those of llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_SAMPLERS: Final = 64
 MAX_BREAKERS: Final = 16
 MAX_BREAKER_CHARS: Final = 40
 MAX_BREAKERS_CHARS: Final = 128
-"""Of all breakers together: llama.cpp looks through the vocabulary for each, and takes longer where they are longer."""
+"""All breakers together: llama.cpp searches the vocabulary for each, longer for longer ones."""
 
 _Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 _Reach = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
@@ -23,8 +23,8 @@ _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Bias = Annotated[float, Field(ge=-100, le=100)] | Literal[False]
 _Breaker = Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)]
 _BiasPair = Annotated[list[int | str | float | bool], Field(min_length=2, max_length=2)]
-_Unguided = Annotated[Any, only(None, why="say it as response_format, json_schema or grammar")]
-_NoStops = Annotated[Any, only(None, [], why="say it as stop or logit_bias")]
+_Unguided = Annotated[Any, only(None, why="use response_format, json_schema or grammar")]
+_NoStops = Annotated[Any, only(None, [], why="use stop or logit_bias")]
 
 
 def _few_chars(breakers: list[str]) -> list[str]:
@@ -34,7 +34,7 @@ def _few_chars(breakers: list[str]) -> list[str]:
 
 
 class NamedSchema(Strict):
-    """A JSON schema with what OpenAI has around it. It is followed strictly whatever ``strict`` says."""
+    """A JSON schema in OpenAI's wrapper. It is always followed strictly, whatever ``strict`` is."""
 
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     name: str | None = None
@@ -43,7 +43,7 @@ class NamedSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """What the answer must be. ``schema`` beside ``json_object`` is as llama.cpp's server has it."""
+    """The required form of the response. ``schema`` with ``json_object`` is llama.cpp's server's form."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -105,7 +105,7 @@ class SamplerFields(Strict):
         | None,
         expecting("a list of samplers' names, or llama.cpp's letters for them"),
     ] = None
-    grammar_lazy: Annotated[Any, only(None, False, why="a grammar holds from the first token")] = None
+    grammar_lazy: Annotated[Any, only(None, False, why="a grammar applies from the first token")] = None
     lora: Annotated[Any, only(None, [], why="the model is served as its file is")] = None
     guided_json: _Unguided = None
     guided_grammar: _Unguided = None

@@ -1,7 +1,7 @@
-"""From a request's fields to the sampling of its answers. Pure.
+"""From a request's fields to the sampling of its responses. Pure.
 
-A field that is absent is what the model file recommends (``general.sampling.*``), else what llama.cpp's programs have.
-Penalties look at the last 64 tokens unless the request says otherwise; -1, or more than the context, means all of it.
+The default of a field is the model file's (``general.sampling.*``), else llama.cpp's. Penalties cover the last 64
+tokens by default; -1, or more than the context, means all of it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from primad.errors import RequestError, printable
 from primad.ring.messages import GREEDY, Sampling
 
 BREAKERS: Final = ("\n", ":", '"', "*")
-"""Where DRY lets a repetition begin anew, as in llama.cpp."""
+"""Where DRY lets a repetition restart, as in llama.cpp."""
 
 
 def first_seed(request: SamplerFields, random: int) -> int:
-    """The seed of a request's first answer: its own, or ``random`` when it has none (-1 says the same)."""
+    """The seed of a request's first choice: its own, or ``random`` if it has none (or -1)."""
     return random if request.seed is None or request.seed == -1 else request.seed
 
 
 def sampling_of(request: SamplerFields, served: TextModel, *, seed: int, grammar: str | None) -> Sampling:
-    """How ``request`` wants its answer sampled by ``served``, which must fit ``grammar``.
+    """The sampling of ``request`` for ``served``, whose response must match ``grammar``.
 
-    Raises ``RequestError`` (400) for a bias on what is no token, and for samplers in an order that would change something.
+    Raises ``RequestError`` (400) for a bias on an invalid token, and for an order of samplers that would change
+    something.
     """
     usual = served.sampling
 
@@ -72,9 +73,9 @@ def sampling_of(request: SamplerFields, served: TextModel, *, seed: int, grammar
 
 
 def grammar_of(request: SamplerFields) -> str | None:
-    """What the answer to ``request`` must look like, None for anything.
+    """The required form of the response to ``request``, None for anything.
 
-    Raises ``RequestError`` (400) for what cannot be followed, and when it is said more than once.
+    Raises ``RequestError`` (400) for an unsupported one, and if several are given.
     """
     found: list[tuple[str, Any]] = []
     wanted = request.response_format
@@ -95,7 +96,9 @@ def grammar_of(request: SamplerFields) -> str | None:
         found.append(("grammar", request.grammar))
     if len(found) > 1:
         names = " and ".join(f"'{name}'" for name, _ in found)
-        raise RequestError(f"{names} both say what the answer is; say it once", param=found[1][0], code="invalid_value")
+        raise RequestError(
+            f"{names} both constrain the response; use one of them", param=found[1][0], code="invalid_value"
+        )
     if not found:
         return None
     name, what = found[0]
@@ -110,7 +113,7 @@ def _logit_bias(
     for key, bias in pairs:
         if bias is True or isinstance(bias, str) or not -maximum <= bias <= maximum:
             raise _bad_bias(
-                f"{str(bias)[:40]!r} is no bias; they go from -{maximum:.0f} to {maximum:.0f}, or are false"
+                f"{str(bias)[:40]!r} is not a bias; they go from -{maximum:.0f} to {maximum:.0f}, or are false"
             )
         for token in _tokens_of(key, vocabulary):
             by_token[token] = -math.inf if bias is False else float(bias)
@@ -118,7 +121,7 @@ def _logit_bias(
 
 
 def _tokens_of(key: int | str | float | bool, vocabulary: Vocabulary) -> list[int]:
-    """The tokens that ``key`` means: an id, as a number or in digits, or a text. A text that is a number is a mistake."""
+    """The tokens of ``key``: an id, as a number or in digits, or a text. A text that is a number is a mistake."""
     if isinstance(key, str) and not (key.isascii() and key.isdigit()):
         if not key or _is_number(key):
             raise _bad_bias(f"{printable(key, 40)!r} is neither a token id nor a text")

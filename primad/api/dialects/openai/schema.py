@@ -1,8 +1,8 @@
-"""What a client may ask: the requests of OpenAI's API reference, and the samplers that local clients know beside them.
+"""Requests of OpenAI's API reference, with the samplers of local clients.
 
-Everything is strict (no number in a string) and bounded; null means the default; a field we do not know is ignored, with a
-line in the log, because clients send many that change nothing (``user``, ``store``, ``metadata``); a field we know and
-cannot honour is refused, because ignoring it would change the answer. What depends on the served model (token ids, context
+Everything is strict (no number in a string) and bounded; null means the default; an unknown field is ignored with a log
+line, because clients send many without effect (``user``, ``store``, ``metadata``); a known field that cannot be
+honoured is refused, because ignoring it would change the response. What depends on the served model (token ids, context
 length) is checked in ``job``.
 """
 
@@ -26,18 +26,18 @@ from primad.errors import RequestError, printable
 logger = logging.getLogger(__name__)
 
 MAX_CHOICES: Final = 128
-"""Answers of one request: prompts times ``n``."""
+"""Choices of one request: prompts times ``n``."""
 MAX_ECHO_CHARS: Final = 4 << 20
-"""Of the prompts that a request has returned, each ``n`` times; one of 128,000 tokens has some 600,000."""
+"""The most echoed characters, counting each prompt ``n`` times; a prompt of 128,000 tokens has some 600,000."""
 
 MAX_STOPS: Final = 64
 """Editors send as many as a language has keywords."""
 MAX_STOP_CHARS: Final = 256
 MAX_TOP_LOGPROBS: Final = 20
 MAX_PRIORITY: Final = 2**31 - 1
-"""Of vLLM, where the lower ones are sooner."""
+"""vLLM's field, with lower values first."""
 MAX_TOLD: Final = 8
-"""Fields that are ignored, of one request, by which they are told."""
+"""The most ignored fields of one request that are named."""
 _HARMLESS: Final = frozenset(
     {
         "user",
@@ -51,14 +51,14 @@ _HARMLESS: Final = frozenset(
         "verbosity",
     }
 )
-"""Fields of OpenAI's that change nothing here; nobody needs to hear of them."""
+"""Fields of OpenAI's without effect here; they are not logged."""
 
 
 _ESCAPE: Final = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
     re.DOTALL,
 )
-"""An escape in JSON; half of a pair by itself stands for no character."""
+"""An escape in JSON; an unpaired surrogate is not a character."""
 _StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]], Field(min_length=1, fail_fast=True)]
 TokenLimit = Annotated[
@@ -73,9 +73,9 @@ class StreamOptions(Strict):
 
 
 class SamplingRequest(SamplerFields):
-    """What chat and completion requests share. ``model`` may be left out: there is only one."""
+    """Common to chat and completion requests. ``model`` may be left out: there is only one."""
 
-    model_config = ConfigDict(extra="allow")  # so that what is ignored can be told
+    model_config = ConfigDict(extra="allow")  # so that ignored fields can be logged
 
     model: Annotated[str, Field(max_length=512)] | None = None
     stop: Annotated[
@@ -99,13 +99,13 @@ class SamplingRequest(SamplerFields):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings. An empty one says nothing."""
+        """The stop strings, without empty ones."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(filter(None, given))
 
     @property
     def include_usage(self) -> bool:
-        """Whether a streamed answer ends with its token counts."""
+        """Whether a stream ends with its token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
@@ -115,7 +115,7 @@ class ChatRequest(ChatFields, SamplingRequest):
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    modalities: Annotated[Any, only(None, ["text"], why="this server answers with text only")] = None
+    modalities: Annotated[Any, only(None, ["text"], why="this server returns text only")] = None
     audio: Annotated[Any, NO_AUDIO] = None
     web_search_options: Annotated[Any, only(None, why="this server does not search the web")] = None
 
@@ -128,13 +128,13 @@ class ChatRequest(ChatFields, SamplingRequest):
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens of an answer, or None for what the context leaves."""
+        """The most tokens of a response, or None for the rest of the context."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return None if limit == -1 else limit
 
     @property
     def logprob_count(self) -> int | None:
-        """How many alternatives each token lists, or None without log-probabilities."""
+        """The number of alternatives per token, or None without log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -169,18 +169,18 @@ class CompletionRequest(SamplingRequest):
 
     @property
     def gap(self) -> Gap | None:
-        """What the answer is to fill, None where it only continues."""
+        """The gap to fill, None for a plain continuation."""
         return Gap(after=self.suffix, param="suffix") if self.suffix else None
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens of an answer, by OpenAI's default 16, or None for what the context leaves."""
+        """The most tokens of a response, by OpenAI's default 16, or None for the rest of the context."""
         limit = 16 if self.max_tokens is None else self.max_tokens
         return None if limit == -1 else limit
 
     @property
     def logprob_count(self) -> int | None:
-        """How many alternatives each token lists, or None without log-probabilities."""
+        """The number of alternatives per token, or None without log-probabilities."""
         return self.logprobs
 
     @property
@@ -196,9 +196,9 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def parse(model: type[R], body: bytes) -> R:
-    """A request body as ``model``. Raises ``RequestError`` (400) that names the first field that is wrong.
+    """A request body as ``model``. Raises ``RequestError`` (400) that names the first wrong field.
 
-    Half of a character, which clients that cut texts send, is U+FFFD.
+    Unpaired surrogates, which clients that cut texts send, become U+FFFD.
     """
     try:
         request = _validated(model, body)
@@ -218,7 +218,7 @@ def _validated(model: type[R], body: bytes) -> R:
 
 
 def build(model: type[R], fields: dict[str, Any]) -> R:
-    """``fields``, which a dialect translated, as ``model``. Raises ``RequestError`` (400) as ``parse`` does."""
+    """``fields``, which a dialect translated, as ``model``. Raises ``RequestError`` (400) like ``parse``."""
     try:
         return model.model_validate(fields)
     except ValidationError as exc:
@@ -227,7 +227,7 @@ def build(model: type[R], fields: dict[str, Any]) -> R:
 
 @contextmanager
 def said_as(names: Mapping[str, str]) -> Iterator[None]:
-    """A field that is refused in here is called as ``names`` has it: as the client of a dialect wrote it."""
+    """Errors name a field as in ``names``: as the client of a dialect wrote it."""
     try:
         yield
     except RequestError as exc:
@@ -243,7 +243,7 @@ def _refusal(exc: ValidationError) -> RequestError:
     loc = error["loc"]
     param = _path(loc[:1] if loc[:1] == ("logit_bias",) else loc)  # its keys are the client's, of any length
     if error["type"] == "json_invalid" and str(error["ctx"]["error"]).startswith("recursion limit exceeded"):
-        return RequestError("the body is nested too deeply: about 200 levels are taken", code="nested_too_deeply")
+        return RequestError("the body is nested too deeply: about 200 levels are accepted", code="nested_too_deeply")
     if error["type"] == "json_invalid":
         return RequestError(f"the body is not valid JSON: {error['ctx']['error']}")
     if error["type"] == "missing" and param:
@@ -259,7 +259,7 @@ def _notify_ignored(request: BaseModel) -> None:
     if unknown:
         named = ", ".join(printable(name, 40) for name in unknown[:MAX_TOLD])
         more = f" and {len(unknown) - MAX_TOLD} more" if len(unknown) > MAX_TOLD else ""
-        logger.info("a request had fields that are not known here and were ignored: %s%s", named, more)
+        logger.info("unknown fields of a request were ignored: %s%s", named, more)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

@@ -1,6 +1,6 @@
-"""What the API answers, field by field as OpenAI's API reference has it (platform.openai.com/docs/api-reference).
+"""The API's responses, field by field as in OpenAI's API reference (platform.openai.com/docs/api-reference).
 
-A field of type ``UnsetType`` is left out of the JSON while it is ``UNSET``, which is not the same as ``null``.
+A field of type ``UnsetType`` is omitted from the JSON while it is ``UNSET``, which differs from ``null``.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from primad.api.http.status import StatusBody
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the tokens of a prompt, those that were computed for a prompt before."""
+    """The prompt's tokens from the cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens that were drafted and computed ahead, and were in the answer, or were not."""
+    """Accepted and rejected draft tokens."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of a whole request; an end-of-generation token is not counted. Details of the
-    completion are there where tokens of it were drafted.
+    """Token counts of a whole request; an end-of-generation token is not counted. The completion has details if tokens
+    of it were drafted.
     """
 
     prompt_tokens: int
@@ -53,7 +53,7 @@ class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One token of the answer and the most likely tokens at its place, best first."""
+    """One token of the response and the most likely tokens at its position, best first."""
 
     token: str
     logprob: float
@@ -81,7 +81,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GivenFunction(msgspec.Struct, frozen=True, kw_only=True):
-    """What is called; ``arguments`` is a JSON object as text."""
+    """The called function; ``arguments`` is a JSON object as text."""
 
     name: str
     arguments: str
@@ -96,14 +96,14 @@ class MessageCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is called, as it begins, and what its ``arguments`` go on with."""
+    """The called function at its start, and then the next piece of its ``arguments``."""
 
     name: str | UnsetType = UNSET
     arguments: str
 
 
 class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is added to the ``index``-th call of a message, which begins where it has an ``id``."""
+    """An addition to the ``index``-th call of a message, which starts with the ``id``."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -112,7 +112,7 @@ class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of one choice. ``content`` is null where there are only calls."""
+    """The message of one choice. ``content`` is null if there are only calls."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -122,7 +122,7 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the ``n`` answers."""
+    """One of the ``n`` choices."""
 
     index: int
     message: AssistantMessage
@@ -131,7 +131,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="chat.completion"):
-    """The answer to a chat request that does not stream. ``created`` is in Unix seconds."""
+    """The response to a chat request that does not stream. ``created`` is in Unix seconds."""
 
     id: str
     created: int
@@ -142,7 +142,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True, tag_field="objec
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a chunk adds to the message."""
+    """An addition to the message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -160,7 +160,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """How many of the ``total`` tokens of a prompt were ``processed`` after so long, ``cache`` of them for one before."""
+    """The number of ``processed`` tokens of a prompt of ``total`` after this time, ``cache`` of them from the cache."""
 
     total: int
     cache: int
@@ -169,7 +169,7 @@ class ReadPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="chat.completion.chunk"):
-    """One event of a streamed chat answer. ``created`` is in Unix seconds."""
+    """One event of a streamed chat response. ``created`` is in Unix seconds."""
 
     id: str
     created: int
@@ -184,7 +184,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", t
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer, or what a streamed chunk adds to it (then ``finish_reason`` is null until the last)."""
+    """One choice, or a chunk's addition to it (with ``finish_reason`` null until the last)."""
 
     text: str
     index: int
@@ -193,7 +193,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="text_completion"):
-    """The answer to a completion request, or one event of it. ``created`` is in Unix seconds."""
+    """The response to a completion request, or one event of it. ``created`` is in Unix seconds."""
 
     id: str
     created: int
@@ -208,14 +208,14 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", 
 
 
 class ModelMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """What llama-server says of a model's context, in tokens: as it is served, and as the model was trained."""
+    """llama-server's facts about a model's context, in tokens: as served, and as trained."""
 
     n_ctx: int
     n_ctx_train: int
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="model"):
-    """A model that can be asked. ``created`` is in Unix seconds; ``max_model_len`` is vLLM's word for the context."""
+    """A served model. ``created`` is in Unix seconds; ``max_model_len`` is vLLM's name of the context."""
 
     id: str
     created: int
@@ -231,7 +231,7 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", t
 
 
 class InputTokens(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="response.input_tokens"):
-    """How many tokens a prompt has."""
+    """The number of tokens of a prompt."""
 
     input_tokens: int
 
@@ -245,4 +245,4 @@ class HealthBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ANSWERS = (ChatCompletion, ChatChunk, Completion, Model, ModelList, InputTokens, HealthBody, StatusBody, ErrorBody)
-"""Everything that a route answers with, for the OpenAPI document."""
+"""All response types of a route, for the OpenAPI document."""

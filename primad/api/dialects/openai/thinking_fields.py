@@ -1,8 +1,8 @@
-"""Whether and how much a model thinks, in the words of its own chat template. Pure.
+"""Whether and how much a model thinks, in the words of its chat template. Pure.
 
-Templates call it ``enable_thinking``, ``thinking``, ``reasoning`` or otherwise. What one does not mention changes nothing,
-so all switches are set at once; an effort is text that some templates write into the prompt, so it is set where it is known.
-Nemotron Nano v2 has no variable for it: there the user says a word.
+Templates call it ``enable_thinking``, ``thinking``, ``reasoning`` or otherwise. Unused variables have no effect, so all
+switches are set; an effort is text that some templates write into the prompt, so it is set only if it is known.
+Nemotron Nano v2 has a word in the user's message instead of a variable.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import Any, Final
 from primad.api.answering.tool_prompt import mentions
 
 NO_EFFORT: Final = "none"
-"""The effort that turns thinking off, as OpenAI calls it."""
+"""OpenAI's effort that turns thinking off."""
 _MIN: Final = ("no_think", NO_EFFORT, "minimal", "low")
-"""What templates call the least effort, the least one first."""
+"""Templates' names for the least effort, the least one first."""
 _SCALE: Final = (*_MIN, "medium", "high", "xhigh", "max")
 _VARIABLE: Final = re.compile(r"(?<![.\w])enable_thinking(?!\s*=[^=])")
-"""Where a template reads a variable of that name, and not one of its own."""
+"""Where a template reads a variable of that name that it does not set itself."""
 _EFFORTS: Final = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 
 
 def thinking_variables(template: str, thinks: bool | None, effort: str | None) -> dict[str, Any]:
-    """The variables of ``template`` that say whether the model ``thinks``, and with which ``effort``; None: as it likes."""
+    """The variables of ``template`` for whether the model ``thinks``, and with which ``effort``; None: the model's
+    choice."""
     if effort == NO_EFFORT and thinks is None:
         thinks = False
     found: dict[str, Any] = {} if thinks is None else _switches(thinks)
@@ -37,7 +38,7 @@ def thinking_variables(template: str, thinks: bool | None, effort: str | None) -
 def with_word(
     messages: list[dict[str, Any]], template: str, thinks: bool | None, effort: str | None
 ) -> list[dict[str, Any]]:
-    """``messages``, the last one of the user's with the word for what is asked where ``template`` looks for that alone."""
+    """``messages``, with the thinking word in the user's last one if ``template`` only knows that."""
     thinks = False if thinks is None and effort == NO_EFFORT else thinks
     last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=None)
     if thinks is None or last is None or "/no_think' in" not in template or _VARIABLE.search(template):
@@ -56,7 +57,7 @@ def _switches(thinks: bool) -> dict[str, Any]:
 
 
 def _effort(template: str, name: str, thinks: bool | None, effort: str | None) -> str | None:
-    """What the variable ``name`` is set to; None: nothing."""
+    """The value of the variable ``name``; None: unset."""
     none = next((word for word in _MIN[:2] if _is_quoted(template, word)), None)
     if thinks is False and effort in (None, NO_EFFORT):
         return next((word for word in _MIN if _is_quoted(template, word)), "low")

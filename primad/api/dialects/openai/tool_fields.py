@@ -1,4 +1,4 @@
-"""What a chat request may say of functions that the model can call, and of its thoughts."""
+"""Request fields for functions that the model can call, and for its thoughts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Name = Annotated[str, Field(min_length=1, max_length=MAX_TOOL_NAME_CHARS)]
 
 
 class FunctionSpec(Strict):
-    """A function that the model may call. ``parameters`` is a JSON schema; ``strict`` is kept where calls are demanded."""
+    """A function that the model may call. ``parameters`` is a JSON schema; ``strict`` applies if calls are required."""
 
     name: _Name
     description: str | None = None
@@ -29,13 +29,13 @@ class FunctionSpec(Strict):
 
 
 class FunctionTool(Strict):
-    """A tool. There are no others than functions."""
+    """A tool. Functions are the only kind."""
 
     type: Literal["function"]
     function: FunctionSpec
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates read it, with nothing missing."""
+        """The tool for chat templates, complete."""
         function = self.function
         parameters = {"type": "object", "properties": {}} if function.parameters is None else function.parameters
         inner = {"name": function.name, "description": function.description or "", "parameters": parameters}
@@ -56,7 +56,7 @@ class NamedChoice(Strict):
 
 
 _WORDS: Final = ("none", "auto", "required", "any")
-"""How a choice may be said; Mistral and Anthropic say ``any`` for ``required``."""
+"""Names of a choice; Mistral and Anthropic say ``any`` for ``required``."""
 
 
 class AllowedTool(Strict):
@@ -88,7 +88,7 @@ def _understood_choice(value: Any) -> Any:
 
 
 class ToolFields(Strict):
-    """Functions that the model may call, whether it must, and where its thoughts go."""
+    """Functions that the model may call, whether it must, and the place of its thoughts."""
 
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Annotated[
@@ -98,8 +98,8 @@ class ToolFields(Strict):
     ] = None
     parallel_tool_calls: bool | None = None
     reasoning_format: Literal["none", "auto", "deepseek"] | None = None
-    functions: Annotated[Any, only(None, [], why="say it as tools")] = None
-    function_call: Annotated[Any, only(None, "none", "auto", why="say it as tool_choice")] = None
+    functions: Annotated[Any, only(None, [], why="use tools")] = None
+    function_call: Annotated[Any, only(None, "none", "auto", why="use tool_choice")] = None
 
     @field_validator("tools")
     @classmethod
@@ -107,11 +107,11 @@ class ToolFields(Strict):
         names: set[str] = set()
         for name in (tool.function.name for tool in value or ()):
             if name in names:
-                raise PydanticCustomError("tools", "two tools are called '{name}'", {"name": printable(name, 64)})
+                raise PydanticCustomError("tools", "two tools are named '{name}'", {"name": printable(name, 64)})
             names.add(name)
         chars = sum(len(tool.model_dump_json()) for tool in value or ())
         if chars > MAX_TOOLS_CHARS:
-            message = "the tools have {chars} characters as JSON; at most {most} are taken"
+            message = "the tools have {chars} characters as JSON; at most {most} are accepted"
             raise PydanticCustomError("tools", message, {"chars": chars, "most": MAX_TOOLS_CHARS})
         return value
 
@@ -129,7 +129,7 @@ class ToolFields(Strict):
 
     @property
     def callable_tools(self) -> list[FunctionTool]:
-        """The tools that the model is told of and may call."""
+        """The tools that the model sees and may call."""
         if self.tools is None or self.tool_choice == "none":
             return []
         allowed = _named(self.tool_choice) if isinstance(self.tool_choice, AllowedChoice) else None
@@ -137,7 +137,7 @@ class ToolFields(Strict):
 
     @property
     def demanded_tools(self) -> list[FunctionTool]:
-        """The tools one of which must be called; none where the model decides."""
+        """The tools one of which must be called; none if the model decides."""
         if isinstance(self.tool_choice, NamedChoice):
             name = self.tool_choice.function.name
             return [tool for tool in self.callable_tools if tool.function.name == name]
@@ -147,26 +147,26 @@ class ToolFields(Strict):
 
     @property
     def several_calls(self) -> bool:
-        """Whether an answer may call more than once."""
+        """Whether a response may have several calls."""
         return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedChoice)
 
 
 def _named(choice: Any) -> list[str]:
-    """The functions that ``choice`` names."""
+    """The functions in ``choice``."""
     if isinstance(choice, AllowedChoice):
         return [tool.function.name for tool in choice.allowed_tools.tools]
     return [choice.function.name] if isinstance(choice, NamedChoice) else []
 
 
 class CalledFunction(Strict):
-    """What was called: ``arguments`` is a JSON object as text, as the model wrote it."""
+    """The called function: ``arguments`` is a JSON object as text, as the model wrote it."""
 
     name: str
     arguments: str = "{}"
 
 
 class ToolCall(Strict):
-    """A call in an earlier answer."""
+    """A call in an earlier response."""
 
     id: str = ""
     type: Literal["function"] = "function"

@@ -1,4 +1,4 @@
-"""What a chat says of tools and thoughts becomes a prompt, a way to read the answer, and a grammar. Pure."""
+"""Turns a chat's tools and thoughts into a prompt, a reader of the response, and a grammar. Pure."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from primad.errors import RequestError
 _OPEN: Final = frozenset(
     {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "propertyNames"}
 )
-"""Where one of these is, the schema says itself which other properties there may be."""
+"""With one of these the schema itself defines which other properties are allowed."""
 
 
 def chat_text(request: ChatFields, served: TextModel, *, now: datetime) -> str:
-    """The prompt of ``request`` as text. Raises as ``render`` does."""
+    """The prompt of ``request`` as text. Raises like ``render``."""
     template = served.vocabulary.chat_template or ""
     named = (request.chat_template_kwargs or {}).get("enable_thinking")
     thinks = named if isinstance(named, bool) else request.enable_thinking
@@ -43,19 +43,20 @@ def chat_text(request: ChatFields, served: TextModel, *, now: datetime) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRules:
-    """How an answer is read (None: it is all text), and the grammar that binds it (None: nothing does)."""
+    """How a response is read (None: it is all text), and its grammar (None: unconstrained)."""
 
     reading: CompletionReading | None
     grammar: str | None
 
 
 def answer_rules(request: ChatRequest, served: TextModel, text: str) -> CompletionRules:
-    """The rules for the answer to ``request``, whose prompt is ``text``.
+    """The rules for the response to ``request``, whose prompt is ``text``.
 
-    A call that is demanded is bound to its form and its function's parameters. Where only the text is bound, an answer may
-    call instead, if there are tools. Both hold behind thoughts if the prompt opens them, else from the first token.
+    A required call is constrained to its format and its function's parameters. If only the text is constrained, a
+    response may call instead, if there are tools. Both apply after thoughts if the prompt opens them, else from the
+    first token.
 
-    Raises ``RequestError`` (400) for what cannot be followed.
+    Raises ``RequestError`` (400) for unsupported constraints.
     """
     manner = _manner(served)
     wanted = _wanted(request, manner)
@@ -84,7 +85,7 @@ def answer_rules(request: ChatRequest, served: TextModel, text: str) -> Completi
 
 
 def _is_opened(text: str, begun: str, thinking: Thinking) -> bool:
-    """Whether the prompt ``text`` ends in thoughts; ``begun`` is its end that the client gave."""
+    """Whether the prompt ``text`` ends in thoughts; ``begun`` is its end from the client."""
     if thinking.begin in begun or thinking.end in begun:
         return begun.rfind(thinking.begin) > begun.rfind(thinking.end)
     return text[: len(text) - len(begun)].rstrip().endswith(thinking.begin)
@@ -94,7 +95,7 @@ def _wanted(request: ChatRequest, manner: Manner) -> str | None:
     demanded = request.demanded_tools
     if request.callable_tools and request.grammar:
         raise RequestError(
-            "'grammar' does not go with tools; say it as response_format, or leave out the tools",
+            "'grammar' cannot be combined with tools; use response_format, or leave out the tools",
             param="grammar",
             code="invalid_value",
         )
@@ -107,7 +108,7 @@ def _wanted(request: ChatRequest, manner: Manner) -> str | None:
 
 
 def _closed(parameters: dict[str, Any] | None) -> dict[str, Any] | None:
-    """``parameters`` without others than those named, where they do not say: small models make some up."""
+    """``parameters`` without unnamed ones, if they do not say: small models invent some."""
     if parameters is None or "properties" not in parameters or _OPEN.intersection(parameters):
         return parameters
     return parameters | {"additionalProperties": False}
@@ -118,7 +119,7 @@ def _manner(served: TextModel) -> Manner:
 
 
 def _is_control(vocabulary: Vocabulary, thinking: Thinking | None) -> bool:
-    """Whether the marker that ends thoughts is a control token, of which ``piece`` says nothing."""
+    """Whether the marker that ends thoughts is a control token, which has no ``piece``."""
     if thinking is None:
         return False
     tokens = vocabulary.tokenize(thinking.end, add_special=False, parse_special=True)

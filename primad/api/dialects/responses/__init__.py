@@ -1,1 +1,1 @@
-"""OpenAI's Responses, without any state: what was said comes with each request."""
+"""OpenAI's Responses, stateless: each request has the whole conversation."""

@@ -1,4 +1,4 @@
-"""What ``/v1/responses`` answers: thoughts, a message and calls as items of a response, whole or as named events. Pure."""
+"""The responses of ``/v1/responses``: thoughts, a message and calls as items, whole or as named events. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOGPROBS: Final[dict[OutputKind, dict[str, Any]]] = {"reasoning": {}, "message"
 
 
 class ResponseBody(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="response"):
-    """A response. ``created_at`` is in Unix seconds; of what was asked the short fields are said again."""
+    """A response. ``created_at`` is in Unix seconds; short request fields are repeated."""
 
     id: str
     created_at: int
@@ -46,7 +46,7 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True, tag_field="object"
 
 @dataclass(slots=True, kw_only=True)
 class ResponseStream:
-    """One response. A stream is its ``opening``, then ``events`` of what is written; the last one ends it, or ``failed``."""
+    """One response. A stream is its ``opening``, then ``events`` of each part; the last one ends it, or ``failed``."""
 
     id: str
     created: int
@@ -75,12 +75,12 @@ class ResponseStream:
         return self._body(status, self.output)
 
     def opening(self) -> Iterator[NamedEvent]:
-        """The response that the rest fills."""
+        """The response that the stream fills."""
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=msgspec.to_builtins(self._body("in_progress", [])))
 
     def events(self, written: Written) -> Iterator[NamedEvent]:
-        """What ``written`` adds."""
+        """The events for ``written``."""
         self.sampled, self.cached = self.sampled + written.sampled, written.cached
         for part in written.calls:
             if not part.begins:
@@ -157,7 +157,7 @@ class ResponseStream:
         return {"item_id": self._id(_PREFIXES[kind]), "output_index": len(self.output), "content_index": 0}
 
     def _id(self, prefix: str) -> str:
-        """The id of the item that comes next; the first ones are called as the response is."""
+        """The id of the next item; the first ones are named after the response."""
         number = len(self.output)
         return self.id.replace("resp", prefix, 1) + (f"_{number}" if number else "")
 

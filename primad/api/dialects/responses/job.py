@@ -11,11 +11,11 @@ from primad.errors import RequestError
 
 T = TypeVar("T")
 NAMES: Final = {"response_format": "text.format", "messages": "input", "reasoning_effort": "reasoning.effort"}
-"""What fields of the core are called here."""
+"""Names of the core's fields here."""
 
 
 def chat_request(ask: ResponsesRequest) -> ChatRequest:
-    """``ask`` as a chat request. Raises ``RequestError`` for what the core does not serve."""
+    """``ask`` as a chat request. Raises ``RequestError`` for unsupported features."""
     fields: dict[str, Any] = {
         "model": ask.model,
         "messages": [*_instructions(ask), *_messages(ask.input)],
@@ -40,7 +40,7 @@ def _instructions(ask: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def _messages(given: str | list[InputItem]) -> Iterator[dict[str, Any]]:
-    """Items as messages: thoughts and calls belong to one message of the assistant, with the text beside them."""
+    """Items as messages: thoughts and calls belong to one assistant's message, with the text next to them."""
     if isinstance(given, str):
         yield {"role": "user", "content": given}
         return

@@ -1,4 +1,4 @@
-"""What the text process makes of a Responses request. Pure."""
+"""The text process's handling of a Responses request. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from primad.api.dialects.responses.schema import ResponsesRequest
 
 
 class EchoedFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What a response says again of what was asked."""
+    """The request fields that a response repeats."""
 
     instructions: str | None
     max_output_tokens: int | None
@@ -29,7 +29,7 @@ class EchoedFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreparedResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A job, and how its answer is told."""
+    """A job, and the form of its response."""
 
     job: Job
     model: str

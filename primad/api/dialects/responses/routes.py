@@ -32,7 +32,7 @@ class _Routes:
         self._endpoint = endpoint
 
     async def count(self, request: Request) -> Response:
-        """How many tokens a conversation has, also one that is too long."""
+        """The number of tokens of a conversation, even of one that is too long."""
         return json_response(await self._endpoint.prepare(request, preparations.count, self._endpoint.serving()))
 
     async def respond(self, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""What ``/v1/responses`` is asked, as OpenAI's API reference has it. Pure."""
+"""Requests of ``/v1/responses``, as in OpenAI's API reference. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from primad.api.dialects.openai.history import result_of
 from primad.api.dialects.openai.samplers import MAX_TOKENS
 from primad.errors import printable
 
-_STATELESS = "nothing is kept between requests; send the whole conversation as 'input'"
+_STATELESS = "nothing is stored between requests; send the whole conversation as 'input'"
 
 
 _PartKind = Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"]
@@ -20,11 +20,11 @@ _ItemKind = Literal[
     "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
 ]
 _RECORDS = frozenset({"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"})
-"""Items that only say what another server did by itself; what came of it is in its answer."""
+"""Items about another server's own actions, which are ignored; their results are in its response."""
 
 
 class ContentPart(Strict):
-    """A part of an item: text that was put in or came out, or a refusal."""
+    """A part of an item: input or output text, or a refusal."""
 
     type: _PartKind
     text: str | None = None
@@ -38,7 +38,7 @@ _Parts = Annotated[
 
 
 class InputItem(Strict):
-    """One item of a conversation: a message, a call of a function, what it gave back, or thoughts."""
+    """One item of a conversation: a message, a function call, its result, or thoughts."""
 
     type: _ItemKind = "message"
     role: Literal["user", "assistant", "system", "developer"] = "user"
@@ -52,7 +52,7 @@ class InputItem(Strict):
 
 
 class TextFormat(Strict):
-    """What the answer must be."""
+    """The required form of the response."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -60,13 +60,13 @@ class TextFormat(Strict):
 
 
 class TextOptions(Strict):
-    """How the answer's text is to be."""
+    """Options of the response's text."""
 
     format: TextFormat | None = None
 
 
 class ReasoningOptions(Strict):
-    """How much the model thinks, where its template has a choice."""
+    """How much the model thinks, if its template has a choice."""
 
     effort: str | None = None
 
@@ -108,7 +108,7 @@ class ResponsesRequest(Strict):
 
 
 def _understood(value: Any) -> Any:
-    """Items of earlier turns as the other ones are: Codex' calls of a shell are calls."""
+    """Items of earlier turns in the common form: Codex' shell calls are calls."""
     if not isinstance(value, list):
         return value
     found = []
@@ -132,7 +132,7 @@ def _as_function(item: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _check_items(value: Any) -> Any:
-    """Raise an error that names the item that is of another type than those served, or has such a part."""
+    """Raise an error that names the item of an unsupported type, or with an unsupported part."""
     for number, item in enumerate(value if isinstance(value, list) else ()):
         if not isinstance(item, dict):
             continue
@@ -149,6 +149,6 @@ def _check_kind(given: Any, known: Any, what: str) -> None:
     if isinstance(kind, str) and kind not in get_args(known):
         raise PydanticCustomError(
             "unsupported",
-            "{what} of type '{kind}', which is not supported: this server reads text and calls of functions",
+            "{what} of type '{kind}', which is not supported: this server reads text and function calls",
             {"what": what, "kind": printable(kind, 64)},
         )
