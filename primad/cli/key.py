@@ -48,7 +48,7 @@ def add(
 
     if not KEY_NAME.fullmatch(name):
         raise ConfigError(
-            f"{printable(name, 70)!r} not a valid name of a key; use up to 62 letters, digits, '.', '_' and '-'"
+            f"{printable(name, 70)!r} is not a valid name of a key; use up to 62 letters, digits, '.', '_' and '-'"
         )
     path, key = _file(file, home), new_key()
     add_key(path, ApiKey(name=name, digest=digest_of(key), requests_per_min=requests, tokens_per_min=tokens))

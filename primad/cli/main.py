@@ -77,7 +77,7 @@ def _options(
     del version
     level = (os.environ.get("PRIMAD_LOG") or ("DEBUG" if verbose else "WARNING")).upper()
     if level not in logging.getLevelNamesMapping():
-        raise ConfigError(f"PRIMAD_LOG: {level!r} not a log level; use DEBUG, INFO, WARNING or ERROR")
+        raise ConfigError(f"PRIMAD_LOG: {level!r} is not a log level; use DEBUG, INFO, WARNING or ERROR")
     start_logging(level, "%(levelname)s %(name)s: %(message)s")
     os.environ["PRIMAD_LOG"] = level  # for the ring process
     try:

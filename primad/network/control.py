@@ -134,7 +134,7 @@ class HeadEnd:
             self._socket.connect(endpoint(host, port))
         except zmq.ZMQError as exc:
             self._socket.close()
-            raise ClusterError(f"{host} not an address to connect to: {exc.strerror}") from exc
+            raise ClusterError(f"{host} is not an address to connect to: {exc.strerror}") from exc
 
     @property
     def address(self) -> str:

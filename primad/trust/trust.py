@@ -88,7 +88,7 @@ def trusted_now(device: str, key: str, how: str, role: TrustRole = WORKER) -> Tr
     """A device to trust. Raises ``ConfigError`` for an invalid name or key."""
     if not NAME.fullmatch(device):
         raise ConfigError(
-            f"{printable(device, 70)!r} not a device name; use up to 62 letters, digits, '.', '_' and '-'"
+            f"{printable(device, 70)!r} is not a device name; use up to 62 letters, digits, '.', '_' and '-'"
         )
     if not is_key(key):
         raise ConfigError(f"the key of {device} is not a device key; give the one that 'primad devices' shows there")

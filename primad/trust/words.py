@@ -62,7 +62,7 @@ def parse_code(text: str) -> Code:
     parts = re.findall(r"[^\W_]+", text.lower())
     if len(parts) != 3 or not re.fullmatch(r"[0-9]{1,2}", parts[0]) or int(parts[0]) == 0:
         raise ConfigError(
-            f"--code: {printable(text, 40)!r} not a code; a code is a number and two words, such as 7-lamp-river"
+            f"--code: {printable(text, 40)!r} is not a code; a code is a number and two words, such as 7-lamp-river"
         )
     for word in parts[1:]:
         if word not in WORDS:

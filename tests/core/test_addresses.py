@@ -92,7 +92,7 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are(chosen):
 
 
 def test_an_interface_and_another_ones_address_contradict_each_other():
-    with pytest.raises(ClusterError, match=r"192\.168\.1\.20 is no address of it"):
+    with pytest.raises(ClusterError, match=r"192\.168\.1\.20 is not an address of it"):
         usable_addresses(ALL, "192.168.1.20", "wlan0")
 
 

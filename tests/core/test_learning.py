@@ -342,7 +342,7 @@ def test_a_home_that_cannot_be_written_is_no_reason_to_end(tmp_path, caplog):
     learning = Learning(tmp_path / "gone")
     learning.planned(PROFILES)
     assert learning.answered(1, FORECAST, LAP_SLOW) is not None
-    assert "cannot be kept" in caplog.text
+    assert "cannot save corrections" in caplog.text
     assert learning.corrections.devices["lap"].compute == pytest.approx(1.5)
 
 
@@ -365,8 +365,8 @@ def test_a_plan_that_is_off_is_told_of_with_its_term_once(tmp_path, caplog):
     assert measured.wrong.device == "lap"
     assert not measured.wrong.is_beyond
     assert [record.getMessage() for record in caplog.records] == [
-        "epoch 1: a token takes 84.0 ms, not 54.0 ms as the plan says; "
-        "most wrong is computing on lap: 60.0 ms, not 30.0 ms"
+        "epoch 1: a token takes 84.0 ms, not 54.0 ms as planned; "
+        "the worst term is computing on lap: 60.0 ms, not 30.0 ms"
     ]
     learning.answered(1, FORECAST, LAP_SLOW | {"desk": status(0.05, token_s=0.114)})
     assert len(caplog.records) == 1

@@ -140,7 +140,7 @@ def test_a_code_has_its_time():
     proof = answered(inviter, Joiner(CODE, PI), LIFETIME_S + 4.9)
     assert inviter.receive("a", proof, LIFETIME_S + 5)[1] is None
     assert inviter.outcome(LIFETIME_S + 5) is CodeOutcome.EXPIRED
-    with pytest.raises(ClusterError, match="its time is over"):
+    with pytest.raises(ClusterError, match="has expired"):
         run(inviter, Joiner(CODE, PI), LIFETIME_S + 5)
 
 
@@ -228,7 +228,7 @@ def test_who_names_things_that_cannot_be_is_refused_though_it_knows_the_code():
         msgspec.structs.replace(PI, key="short"),
         msgspec.structs.replace(PI, cluster=""),
     ):
-        with pytest.raises(ProtocolError, match="cannot be"):
+        with pytest.raises(ProtocolError, match="is invalid"):
             run(Inviter(CODE, DESK, 0.0), Joiner(CODE, who))
 
 
@@ -317,13 +317,13 @@ def test_codes_are_read_as_people_type_them(text: str):
     ("text", "error"),
     {
         "": "not a code",
-        "lamp-river": "is no code",
-        "0-lamp-river": "is no code",
-        "100-lamp-river": "is no code",
-        "7-lamp-river-stone": "is no code",
+        "lamp-river": "not a code",
+        "0-lamp-river": "not a code",
+        "100-lamp-river": "not a code",
+        "7-lamp-river-stone": "not a code",
         "7-lamp-rivre": "is it 'river'",
         "7-lamp-qqqqqq": "check the code",
-        "7-lamp-\x1b": "is no code",
+        "7-lamp-\x1b": "not a code",
     }.items(),
 )
 def test_what_is_no_code_is_said_before_a_try_is_spent(text: str, error: str):

@@ -25,7 +25,7 @@ def test_a_code_is_proven_five_times_whoever_asks_and_after_every_restart(tmp_pa
         proofs.check()
         proofs.count()
     for refused in (proofs.check, proofs.count, Proofs(tmp_path, IDENTITY, CODE).check):
-        with pytest.raises(ClusterError, match=r"--code 7-...: was given to devices 5 times .* ask for a new one"):
+        with pytest.raises(ClusterError, match=r"--code 7-...: was tried 5 times .* get a new one"):
             refused()
     Proofs(tmp_path, IDENTITY, Code(7, "lamp", "stone")).count()
 

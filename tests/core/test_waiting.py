@@ -31,14 +31,14 @@ def test_each_device_is_named_with_what_it_waits_for():
     shell.notify(m.Seen("bo", False))
     assert line(shell, "mini") == (
         "waiting for 3 of 3 devices: bo is in sight, but not paired ('primad pair' shows a code for it); "
-        "mini is paired and measures itself, about 6 s more; start 'primad join' on the others"
+        "mini is paired and is measuring itself, about 6 s more; start 'primad join' on the others"
     )
 
 
 def test_a_device_that_refused_is_told_with_its_reason():
     shell = head(1)
     shell.notify(m.Seen("ada", True))
-    assert line(shell) == "waiting for 1 of 1 devices: ada is paired, and is asked what it measured"
+    assert line(shell) == "waiting for 1 of 1 devices: ada is paired, and is being asked for its profile"
     shell.notify(m.DeviceRefused("ada", "it works for another head"))
     assert line(shell) == "waiting for 1 of 1 devices: ada is paired, but it works for another head"
 

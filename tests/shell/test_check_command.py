@@ -146,7 +146,7 @@ def test_a_verdict_that_cannot_be_kept_is_shown_all_the_same(checks, tmp_path):
     code, out, err = checks(path)
     assert code == 0
     assert out.rstrip().endswith("certified")
-    assert "the verdict cannot be kept" in err
+    assert "cannot save the verdict" in err
 
 
 def test_plan_names_the_verdict_and_keeps_to_it(command, gemma3, tmp_path):

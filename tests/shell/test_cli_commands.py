@@ -128,7 +128,7 @@ def test_a_flag_can_switch_off_what_the_file_switches_on(command, joined, home):
         (("--nice", "low"), "--nice"),
         (("--interface", ""), "--interface: "),
         (("--interface", "no-such0"), "--interface no-such0: this machine has no such interface"),
-        (("--code", "lamp"), "--code: 'lamp' is no code"),
+        (("--code", "lamp"), "--code: 'lamp' is not a code"),
         (("--host", "nowhere..example"), "--host: "),
         (("--insecure-lan",), "--insecure-lan"),
     ],
@@ -240,7 +240,7 @@ def test_a_code_is_brought_to_the_daemon_that_runs(command, daemon):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--code", "lamp"), "--code: 'lamp' is no code"),
+        (("--code", "lamp"), "--code: 'lamp' is not a code"),
         (("--code", "7-lamp-river", "--device", "desk:x"), "--device: 'desk:x' is no device address"),
         (("--device", "desk:4711"), "needs the other device's --code too"),
         (("--code", "7-lamp-river", "--json"), "--json: "),

@@ -250,7 +250,7 @@ def test_a_link_that_is_closed_says_so():
 def test_what_is_no_address_is_one_clear_error(host):
     async def once() -> None:
         async with gated() as context:
-            with pytest.raises(ClusterError, match="is no address to connect to: Invalid argument"):
+            with pytest.raises(ClusterError, match="is not an address to connect to: Invalid argument"):
                 HeadEnd(context, host, 1, identity=HEAD, key=WORKER.public)
 
     asyncio.run(once())

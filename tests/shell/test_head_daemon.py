@@ -383,7 +383,7 @@ def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_knows(la
             await stream.ends()
             await here.daemon._rings._learner
         assert ring.measured.wrong.device == "nas"
-        assert "most wrong is computing on nas: 60.0 ms, not 30.0 ms" in caplog.text
+        assert "the worst term is computing on nas: 60.0 ms, not 30.0 ms" in caplog.text
         assert await here.says("nas: figures are corrected; looking for a better plan")
         await here.solver.wait(lambda: here.solver.asked == [("desk", "nas")] * 2)
         assert here.solver.step_s["desk"] == as_measured["desk"]
@@ -1118,7 +1118,7 @@ def test_only_other_devices_that_are_trusted_are_lent(lab, device):
     async def test(here: Lab) -> None:
         here.start()
         await here.serves()
-        with pytest.raises(ClusterError, match="no other device"):
+        with pytest.raises(ClusterError, match="not another device"):
             await here.daemon.admin_api.limit_device(DeviceLimit(device=device, is_paused=True))
 
     run(lab, test)

@@ -112,11 +112,11 @@ def test_what_is_not_what_the_hub_says_is_removed(primad, hub, tmp_path):
         (("pull", "hf:acme/Gated:F16"), "ask for your consent"),
         (("pull", f"hf:{REPO}:Q2_K"), "the repository has, Q8_0, F16, Q5_K_M, Q6_K"),
         (("pull", f"hf:{REPO}:Q5_K_M"), "lacks part 1"),
-        (("pull", "hf:acme"), "is no model of the hub"),
-        (("pull", "llama.gguf"), "is no model of the hub"),
-        (("rm", f"hf:{REPO}"), "is not here"),
+        (("pull", "hf:acme"), "not a model of the hub"),
+        (("pull", "llama.gguf"), "not a model of the hub"),
+        (("rm", f"hf:{REPO}"), "not downloaded"),
         (("plan", "--model", f"hf:{REPO}", "--fleet", "apple-home"), "primad pull"),
-        (("serve", "--model", "hf:acme/../x", "--alone"), "is no model of the hub"),
+        (("serve", "--model", "hf:acme/../x", "--alone"), "not a model of the hub"),
     ],
 )
 def test_mistakes_are_named(primad, hub, arguments, says):

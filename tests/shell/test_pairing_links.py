@@ -213,7 +213,7 @@ def test_something_else_on_the_port_is_one_line(answer: bytes):
 
 def test_a_silent_other_side_is_given_up():
     async def once() -> None:
-        with socket.create_server((HOST, 0)) as silent, pytest.raises(ClusterError, match="no answer within"):
+        with socket.create_server((HOST, 0)) as silent, pytest.raises(ClusterError, match="no response within"):
             await brought(silent.getsockname()[1], timeout_s=0.2)
 
     asyncio.run(once())

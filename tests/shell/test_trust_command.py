@@ -73,7 +73,7 @@ def test_a_device_is_trusted_by_its_key_in_either_spelling_and_revoked_by_name_o
     ("words", "error"),
     [
         (("trust", "pi", "--key", "x"), "not a device key"),
-        (("trust", "a b", "--key", KEY), "no device name"),
+        (("trust", "a b", "--key", KEY), "not a device name"),
         (("revoke", "pi"), "no device 'pi' is trusted"),
     ],
 )

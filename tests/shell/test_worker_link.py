@@ -221,7 +221,7 @@ def test_without_a_key_or_an_address_the_error_says_what_to_do():
                 await probe(caller(context), [(HOST, 1)], [])
             with pytest.raises(ClusterError, match="it has no address"):
                 await probe(caller(context), [], [KEY])
-            with pytest.raises(ClusterError, match="no address is no address to connect to"):
+            with pytest.raises(ClusterError, match="no address is not an address to connect to"):
                 await probe(caller(context), [("no address", 1)], [KEY])
 
     asyncio.run(once())

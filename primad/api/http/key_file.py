@@ -51,7 +51,7 @@ def _key(words: list[str], where: str) -> ApiKey:
     for word in words[2:]:
         found = _LIMIT.fullmatch(word)
         if found is None or found[1] in limits or int(found[2]) > MAX_LIMIT:
-            raise ConfigError(f"{where}: {printable(word, 60)!r} not a limit; write requests=60 or tokens=100000")
+            raise ConfigError(f"{where}: {printable(word, 60)!r} is not a limit; write requests=60 or tokens=100000")
         limits[found[1]] = int(found[2])
     return ApiKey(
         name=words[0],
