@@ -79,18 +79,18 @@ def test_an_answer_is_stopped_regenerated_edited_and_kept(open_page):
         page = open_page(url)
         say(page, "Tell me a story")
         expect(page.locator(".message.assistant .text")).to_contain_text("word word")
-        page.get_by_label("Stop the answer").click()
+        page.get_by_label("Stop", exact=True).click()
         expect(page.locator(".stats")).to_contain_text("stopped")
         page.get_by_label("Regenerate").click()
-        expect(page.get_by_label("Stop the answer")).to_be_visible()
-        page.get_by_label("Stop the answer").click()
+        expect(page.get_by_label("Stop", exact=True)).to_be_visible()
+        page.get_by_label("Stop", exact=True).click()
         expect(page.locator(".message.assistant")).to_have_count(1)
         page.get_by_label("Edit").click()
         page.get_by_label("Edit the message").fill("Tell me another one")
         page.get_by_role("button", name="Send again").click()
         expect(page.locator(".message.user .said")).to_have_text("Tell me another one")
         expect(page.locator(".message.assistant .text")).to_contain_text("word word")
-        page.get_by_label("Stop the answer").click()
+        page.get_by_label("Stop", exact=True).click()
         expect(page.locator(".stats")).to_contain_text("stopped")
         page.reload()
         expect(page.locator(".message.user .said")).to_have_text("Tell me another one")
@@ -108,8 +108,8 @@ def test_a_page_that_is_closed_while_it_is_answered_keeps_the_question_and_what_
         expect(page.locator(".message.user .said")).to_have_text("Tell me a story")
         expect(page.locator(".message.assistant .text")).to_contain_text("word word")
         page.get_by_label("Regenerate").click()
-        expect(page.get_by_label("Stop the answer")).to_be_visible()
-        page.get_by_label("Stop the answer").click()
+        expect(page.get_by_label("Stop", exact=True)).to_be_visible()
+        page.get_by_label("Stop", exact=True).click()
         page.evaluate("""() => {
             const [chat] = JSON.parse(localStorage["primad.chats"]);
             localStorage["primad.chats"] = JSON.stringify([{ ...chat, messages: chat.messages.slice(0, 1) }]);
@@ -117,7 +117,7 @@ def test_a_page_that_is_closed_while_it_is_answered_keeps_the_question_and_what_
         page.reload()
         page.get_by_label("Answer", exact=True).click()
         expect(page.locator(".message.assistant .text")).to_contain_text("word word")
-        page.get_by_label("Stop the answer").click()
+        page.get_by_label("Stop", exact=True).click()
         expect(page.locator(".stats")).to_contain_text("stopped")
 
 
@@ -142,7 +142,7 @@ def test_a_key_is_asked_for_and_kept(open_page, serious):
     with served(answering("Hi"), door=Door(lambda: [ApiKey(name="guest", digest=digest_of(GUEST))])) as url:
         page = open_page(url)
         dialog = page.get_by_role("dialog")
-        expect(dialog).to_contain_text("asks for a key")
+        expect(dialog).to_contain_text("requires a key")
         assert serious(page) == []
         page.get_by_label("API key", exact=True).last.fill(GUEST)
         page.keyboard.press("Enter")
@@ -232,7 +232,7 @@ def test_the_owner_pauses_caps_and_approves(open_page):
         expect(page.get_by_role("button", name="Resume")).to_be_visible()
         page.get_by_label("Memory at most").fill("2.5")
         page.keyboard.press("Enter")
-        expect(page.locator("#news")).to_have_text("At most 2.5 GB of mini are used.")
+        expect(page.locator("#news")).to_have_text("At most 2.5 GB of mini will be used.")
         page.get_by_role("button", name="Approve").click()
         expect(page.get_by_role("dialog")).to_contain_text("primad devices trust desk --key")
         page.get_by_role("dialog").get_by_role("button", name="Approve").click()

@@ -59,7 +59,7 @@ def test_it_loads_and_chats(owned, serious):
     page.get_by_label("Settings").first.click()
     say(page, "Write a Python function that adds two numbers, and explain how it works.", maximum=104)
     expect(page.get_by_label("Regenerate")).to_be_visible()
-    expect(page.locator(".stats")).to_have_text(re.compile(r"\d+ tokens · decode .* tokens/s · first token "))
+    expect(page.locator(".stats")).to_have_text(re.compile(r"\d+ tokens · decode .* tokens/s · TTFT "))
     assert len(page.locator(".message.assistant .text").inner_text()) > 10
     assert serious(page) == []
 

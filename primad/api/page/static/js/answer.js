@@ -1,4 +1,4 @@
-// One answer as it is written: its text, thoughts and calls, and how quick it was.
+// One response as it is generated: its text, thoughts and calls, and its speed.
 
 import { events } from "./server.js";
 
@@ -21,13 +21,13 @@ export function asked(chat, values) {
   for (const name of ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"]) {
     if (values[name] === "") continue;
     body[name] = Number(values[name]);
-    if (!Number.isFinite(body[name])) throw new Error(`${name}: is no number`);
+    if (!Number.isFinite(body[name])) throw new Error(`${name}: not a number`);
   }
   if (values.tools.trim()) {
     try {
       body.tools = JSON.parse(values.tools);
     } catch (error) {
-      throw new Error(`tools: are no JSON (${error.message})`);
+      throw new Error(`tools: not valid JSON (${error.message})`);
     }
   }
   return body;

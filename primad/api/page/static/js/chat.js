@@ -14,7 +14,7 @@ const SAMPLING = [
   ["top_p", "Top p", "0 to 1"],
   ["top_k", "Top k", "0 takes all"],
   ["min_p", "Min p", "0 to 1"],
-  ["max_tokens", "Max tokens", "of an answer"],
+  ["max_tokens", "Max tokens", "of a response"],
   ["seed", "Seed", "the same seed gives the same answer"],
 ];
 
@@ -45,7 +45,7 @@ export function startChat(panel) {
     }),
     send: h("button", { class: "send", type: "submit" }),
     failed: h("div", {}),
-    model: h("p", { class: "hint", id: "model-line" }, served, h("span", { class: "keys" }, "Shift+Enter begins a new line")),
+    model: h("p", { class: "hint", id: "model-line" }, served, h("span", { class: "keys" }, "Shift+Enter starts a new line")),
   };
   const history = h(
     "aside",
@@ -123,7 +123,7 @@ function form() {
     "form",
     { onsubmit: (event) => event.preventDefault() },
     h("h2", {}, "Settings"),
-    area("system", "System prompt", 4, "How the model is to answer"),
+    area("system", "System prompt", 4, "Instructions for the model"),
     SAMPLING.map(([name, label, hint]) =>
       h(
         "div",
@@ -142,7 +142,7 @@ function form() {
       ),
     ),
     area("tools", "Tools (JSON)", 5, '[{"type": "function", "function": {"name": …}}]'),
-    h("p", { class: "hint" }, "Empty fields take the model's defaults. Tool calls are shown; you type their results."),
+    h("p", { class: "hint" }, "Empty fields use the model's defaults. Tool calls are shown; you type their results."),
   );
 }
 
@@ -239,7 +239,7 @@ async function answer() {
     draw();
     showFailed(error?.message);
   });
-  announce(error ? `The answer ended with an error: ${error.message}` : "The answer is complete.");
+  announce(error ? `The response ended with an error: ${error.message}` : "The response is complete.");
 }
 
 /** Does `change`; who reads the end goes on to, and who reads elsewhere stays there. */
@@ -264,12 +264,12 @@ function draw() {
   parts.log.replaceChildren(...chat.messages.map(drawn));
   if (!chat.messages.length) {
     parts.log.append(
-      h("div", { class: "empty" }, h("p", { class: "big" }, "What would you like to know?"), h("p", {}, "Your devices answer; nothing leaves your network.")),
+      h("div", { class: "empty" }, h("p", { class: "big" }, "What would you like to know?"), h("p", {}, "Your devices compute the response; nothing leaves your network.")),
     );
   }
   parts.send.replaceChildren(icon(stopping ? "stop" : "send"));
-  parts.send.setAttribute("aria-label", stopping ? "Stop the answer" : "Send");
-  parts.send.title = stopping ? "Stop the answer" : "Send";
+  parts.send.setAttribute("aria-label", stopping ? "Stop" : "Send");
+  parts.send.title = stopping ? "Stop" : "Send";
   drawHistory(parts.list, chat, { open, show: showChat, draw });
   parts.log.scrollTop = before;
 }
@@ -386,7 +386,7 @@ function statsLine(stats) {
   const words = [];
   if (stats.tokens) words.push(count(stats.tokens, "token"));
   if (stats.perSecond) words.push(decode(stats.perSecond));
-  if (stats.firstMs) words.push(`first token ${ms(stats.firstMs)}`);
+  if (stats.firstMs) words.push(`TTFT ${ms(stats.firstMs)}`);
   if (ENDS[stats.end]) words.push(ENDS[stats.end]);
   return h("span", { class: "stats" }, words.join(" · "));
 }

@@ -108,10 +108,10 @@ function showCode(code, own) {
           h("p", {}, "On the other device type:"),
           command(`primad join --code ${code.code}`),
           h("p", { class: "muted" }, "Good for one device. ", parts.left),
-          code.addresses.length ? h("p", { class: "muted" }, `Where multicast is blocked, add the address of ${own.device}:`) : null,
+          code.addresses.length ? h("p", { class: "muted" }, `If multicast is blocked, add the address of ${own.device}:`) : null,
           ...code.addresses.map((at) => command(`primad join --code ${code.code} --device ${at}`)),
         ]
-      : [h("p", { class: "muted" }, "A short code pairs two devices once; after that they know each other by their keys."), button]),
+      : [h("p", { class: "muted" }, "A short code pairs two devices once; then they know each other's keys."), button]),
   );
   tickCode();
 }
@@ -139,7 +139,7 @@ function bringForm() {
     h("p", {}, "Type this on that device, then enter the code that it shows:"),
     command("primad pair"),
     h("p", { class: "row" }, h("label", { for: "bring-code" }, "Its code"), code, h("label", { for: "bring-at" }, "Its address"), at, button),
-    h("p", { class: "muted" }, "Only where multicast is blocked: an address that ", h("code", {}, "primad pair"), " shows there, as in ", h("code", {}, "192.168.1.20:7770"), "."),
+    h("p", { class: "muted" }, "Only if multicast is blocked: an address that ", h("code", {}, "primad pair"), " shows there, such as ", h("code", {}, "192.168.1.20:7770"), "."),
   );
 }
 
@@ -174,7 +174,7 @@ function drawn(device, member, own) {
       "p",
       { class: "row" },
       isTrusted
-        ? h("button", { type: "button", class: "danger", onclick: () => confirm(`Revoke ${device.device}?`, "It loses its layers at once and stays out until you pair with it again.", "Revoke", () => change("/ui/revoke", { device: device.device, key: device.key }, `${device.device} is revoked.`)) }, "Revoke")
+        ? h("button", { type: "button", class: "danger", onclick: () => confirm(`Revoke ${device.device}?`, "It leaves the ring at once until you pair it again.", "Revoke", () => change("/ui/revoke", { device: device.device, key: device.key }, `${device.device} is revoked.`)) }, "Revoke")
         : h("button", { type: "button", onclick: () => approve(device, own) }, "Approve"),
       isTrusted ? pauseButton(device) : null,
       isTrusted ? cap(device) : null,
@@ -187,9 +187,9 @@ function elsewhere(device, member, own) {
   if (device.trusted === "yes" && device.how === BY_HAND && !SPOKEN_TO.has(member?.phase))
     return [h("p", {}, `It has to trust this head, too. On ${device.device} type:`), command(`primad devices trust ${own.device} --key ${own.key} --head`)];
   if (device.trusted === "yes" && device.is_paused)
-    return [h("p", { class: "muted" }, "This head gives it no work. To pause it for every head, type there: ", h("code", {}, "primad pause"))];
+    return [h("p", { class: "muted" }, "This head does not use it. To pause it for every head, type there: ", h("code", {}, "primad pause"))];
   if (device.trusted === "revoked")
-    return [h("p", { class: "muted" }, "This head and its devices ignore it. So that it trusts this head no longer either, type there: ", h("code", {}, `primad devices revoke ${own.device}`))];
+    return [h("p", { class: "muted" }, "This head and its devices ignore it. To end its trust in this head too, type there: ", h("code", {}, `primad devices revoke ${own.device}`))];
   return [];
 }
 
@@ -205,7 +205,7 @@ function cap({ device, is_paused, ram_bytes }) {
   input.addEventListener("change", () => {
     if (!input.reportValidity()) return;
     const bytes = input.value === "" ? null : Math.round(Number(input.value) * 1e9);
-    change("/ui/lend", { device, is_paused, ram_bytes: bytes }, bytes === null ? `All memory of ${device} may be used.` : `At most ${input.value} GB of ${device} are used.`);
+    change("/ui/lend", { device, is_paused, ram_bytes: bytes }, bytes === null ? `All memory of ${device} may be used.` : `At most ${input.value} GB of ${device} will be used.`);
   });
   return h("span", { class: "cap" }, h("label", { for: id }, "Memory at most"), input, "GB");
 }
@@ -221,7 +221,7 @@ function approve(device, own) {
       command(`primad devices trust ${own.device} --key ${own.key} --head`),
     ),
     "Approve",
-    () => change("/ui/trust", { device: device.device, key: device.key }, `${device.device} is approved here; on it trust is still to be typed.`),
+    () => change("/ui/trust", { device: device.device, key: device.key }, `${device.device} is approved here; now type the command on it.`),
   );
 }
 

@@ -182,7 +182,7 @@ function words({ devices, rounds }) {
     const streams = memory.streamed ? `, ${memory.streamed} of them streamed from disk` : "";
     return `${name} computes ${count(layers, "layer")} (${ranges(windows)})${gpu ? `, ${gpu} on its GPU` : ""}${streams}`;
   });
-  return `A ring of ${count(devices.length, "device")}, ${count(rounds ?? 1, "round")} a token: ${each.join("; ")}.`;
+  return `A ring of ${count(devices.length, "device")}, ${count(rounds ?? 1, "round")} per token: ${each.join("; ")}.`;
 }
 
 /** What the signs of the picture mean. */

@@ -98,7 +98,7 @@ function writeCentre(status, now, isForming, isConnected) {
   big.textContent = isShown && figure ? speed(figure) : isForming ? "…" : "–";
   under.textContent = isShown ? "tokens/s decode" : "";
   second.textContent = !isShown ? "" : now ? "now" : figure ? "latest request" : idle(status.tokens);
-  parts.detail.textContent = isShown ? "" : isConnected ? status.detail : "The head does not answer.";
+  parts.detail.textContent = isShown ? "" : isConnected ? status.detail : "The head does not respond.";
   const pulse = parts.picture.querySelector(".pulse");
   pulse.classList.toggle("moves", Boolean(now) && isConnected);
   if (now) pulse.style.animationDuration = `${Math.max(0.5, Math.min(8, 1 / now)).toFixed(1)}s`;
@@ -124,7 +124,7 @@ function sparkline() {
   const points = speeds.map((each, i) => `${(((KEPT - speeds.length + i) * width) / (KEPT - 1)).toFixed(1)},${(height - 2 - (each / most) * (height - 6)).toFixed(1)}`);
   return svg(
     "svg",
-    { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": `Tokens a second of all requests in the last two minutes, at most ${speed(most)}` },
+    { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": `Tokens per second of all requests in the last two minutes, at most ${speed(most)}` },
     svg("polyline", { points: points.join(" ") }),
   );
 }
@@ -143,7 +143,7 @@ function facts(status, now) {
   if (status.tokens) add("requests open", `${status.tokens.answers_open}${status.sequences ? ` of ${status.sequences} at once` : ""}`);
   if (status.tokens) add("written", count(status.tokens.completion, "token"));
   if (status.drafts?.drafted) add("draft tokens accepted", `${Math.round((100 * status.drafts.accepted) / status.drafts.drafted)} %`);
-  if (status.epoch) add("plan", `ring ${status.epoch}, ${count(status.rounds ?? 1, "round")} a token`);
+  if (status.epoch) add("plan", `ring ${status.epoch}, ${count(status.rounds ?? 1, "round")} per token`);
   if (status.kv?.replicated_bytes) add("KV cache replicated", bytes(status.kv.replicated_bytes));
   return rows;
 }
@@ -152,8 +152,8 @@ function showWrong(status) {
   const wrong = status.measured?.wrong;
   parts.wrong.hidden = !wrong;
   if (!wrong) return;
-  const terms = { compute: `computing on ${wrong.device}`, disk: `the disk of ${wrong.device}`, hops: "the hops between devices" };
-  parts.wrong.textContent = `Furthest from the forecast: ${terms[wrong.term] ?? wrong.term}, ${ms(wrong.measured_ms)} a token instead of ${ms(wrong.predicted_ms)}.`;
+  const terms = { compute: `compute on ${wrong.device}`, disk: `the disk of ${wrong.device}`, hops: "the hops between devices" };
+  parts.wrong.textContent = `Largest error of the forecast: ${terms[wrong.term] ?? wrong.term}, ${ms(wrong.measured_ms)} per token instead of ${ms(wrong.predicted_ms)}.`;
 }
 
 function card(device, news) {
@@ -165,9 +165,9 @@ function card(device, news) {
   const rows = [
     row("resident layers", number(memory.resident), number(planned.resident)),
     row("streamed layers", number(memory.streamed) + (memory.streams_output ? " + output" : ""), number(planned.streamed)),
-    row("compute, a token", ms(ring?.compute_ms_per_token), ms(planned.compute_ms_per_token), ratio(ring?.compute_ms_per_token, planned.compute_ms_per_token)),
-    row("wait for disk, a token", ms(memory.stall_ms_per_token), ms(planned.stall_ms_per_token), memory.stall_ms_per_token > 1 ? ratio(memory.stall_ms_per_token, planned.stall_ms_per_token) : null),
-    row("read, a token", bytes(memory.bytes_read_per_token), bytes(planned.bytes_read_per_token)),
+    row("compute per token", ms(ring?.compute_ms_per_token), ms(planned.compute_ms_per_token), ratio(ring?.compute_ms_per_token, planned.compute_ms_per_token)),
+    row("disk wait per token", ms(memory.stall_ms_per_token), ms(planned.stall_ms_per_token), memory.stall_ms_per_token > 1 ? ratio(memory.stall_ms_per_token, planned.stall_ms_per_token) : null),
+    row("read per token", bytes(memory.bytes_read_per_token), bytes(planned.bytes_read_per_token)),
     row("read now", reads === null ? "?" : `${bytes(reads)}/s`, ""),
     row("hop overhead", ring?.hop_median_s == null ? "?" : ms(ring.hop_median_s * 1000), ms(planned.hop_ms)),
     row("memory", bytes(ring?.rss_bytes), bytes(planned.ram_bytes), ratio(ring?.rss_bytes, planned.ram_bytes)),
@@ -185,7 +185,7 @@ function card(device, news) {
     ),
     h("p", { class: "muted" }, `${count(device.layers, "layer")}: ${ranges(device.windows)}${device.gpu_layers ? `, ${device.gpu_layers} on the GPU` : ""}`),
     h("table", { class: isPlanned ? null : "unplanned" }, h("thead", {}, h("tr", {}, h("td", {}), h("th", { scope: "col" }, "now"), h("th", { scope: "col" }, "plan"))), h("tbody", {}, rows)),
-    next ? h("p", { class: "muted" }, `→ ${next.target}: ${ms(next.round_trip_ms)} there and back, ${speed(next.mbit_per_s)} Mbit/s`) : null,
+    next ? h("p", { class: "muted" }, `→ ${next.target}: ${ms(next.round_trip_ms)} round trip, ${speed(next.mbit_per_s)} Mbit/s`) : null,
   );
 }
 

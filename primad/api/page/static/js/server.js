@@ -58,7 +58,7 @@ async function request(path, { body, signal, ...options } = {}) {
   if (!response.ok) {
     const error = (await response.json().catch(() => null))?.error;
     if (response.status === 401) askForKey(Boolean(key));
-    throw new Refused(error?.message ?? `the head answered ${response.status}`, response.status, error?.code);
+    throw new Refused(error?.message ?? `the head returned ${response.status}`, response.status, error?.code);
   }
   return response;
 }

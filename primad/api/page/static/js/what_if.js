@@ -94,7 +94,7 @@ function showAnswer(found) {
       { class: "if-figure" },
       h("strong", {}, `Forecast: ${decode(found.tokens_per_s)}`),
       change === null ? null : h("span", { class: tone }, ` ${percent(change)}`),
-      h("span", { class: "muted" }, ` first token ${ms(found.ttft_ms)}${found.now_ttft_ms ? `, now ${ms(found.now_ttft_ms)}` : ""}`),
+      h("span", { class: "muted" }, ` TTFT ${ms(found.ttft_ms)}${found.now_ttft_ms ? `, now ${ms(found.now_ttft_ms)}` : ""}`),
     ),
     h("ul", { class: "if-layers" }, layers),
   );
