@@ -156,7 +156,7 @@ def _error(response: httpx.Response) -> str:
     try:
         return str(response.json()["error"]["message"])
     except (json.JSONDecodeError, KeyError, TypeError):
-        return f"answered {response.status_code}; is it a primad endpoint?"
+        return f"returned {response.status_code}; is it a primad endpoint?"
 
 
 def _greeting(there: Reached) -> str:

@@ -386,6 +386,6 @@ def test_what_alone_keeps_guesses_from_being_a_tree_is_named():
 
     assert not line(1, None)
     assert not line(2, 16, branches=0), "the plan has none"
-    assert line(2, None).endswith("takes --sequences 1")
-    assert line(1, 16).endswith("takes --kv-backup off without --kv-cache")
-    assert line(2, 16).endswith("takes --sequences 1 and --kv-backup off without --kv-cache")
+    assert line(2, None).endswith("need --sequences 1")
+    assert line(1, 16).endswith("need --kv-backup off without --kv-cache")
+    assert line(2, 16).endswith("need --sequences 1 and --kv-backup off without --kv-cache")

@@ -122,7 +122,7 @@ def test_strangers_pair_by_a_code_and_know_each_other_until_one_is_revoked(tiny,
         before = len(head.run.lines)
         revoked = ours.run("devices", "revoke", "worker")
         assert revoked.returncode == 0
-        assert revoked.stdout.startswith("worker is not trusted here any more")
+        assert revoked.stdout.startswith("worker is no longer trusted here")
         head.run.wait_for("^worker is gone: it is no longer trusted", start=before)
         wait_until(lambda: head.health()[0] == 200, "the head goes on alone")
         head.run.wait_for("^head: 6 layers", start=before)

@@ -1031,7 +1031,7 @@ def test_a_link_that_does_not_work_is_named_with_its_cause_and_no_plan_is_made_f
         here.device("nas").garbles = True
         here.start(use_all=True)
         await here.serves()
-        assert "(it answers too late at 127.0.0.1:" in await here.says("desk does not reach nas")
+        assert "(it replies too late at 127.0.0.1:" in await here.says("desk does not reach nas")
         assert (await here.says("nas is left out: desk does not reach nas (")).endswith("or use a cable")
 
     run(lab, test)
@@ -1085,7 +1085,7 @@ def test_a_device_that_is_paused_has_no_layers_until_it_is_resumed(lab):
         here.start()
         first = await here.serves("lap", "nas")
         await here.daemon.admin_api.limit_device(DeviceLimit(device="nas", is_paused=True))
-        await here.says("nas: the owner lends less of it")
+        await here.says("nas: the owner lowered its limit")
         second = await here.serves("lap", after=first.epoch)
         assert first.drained
         status = await here.backend.status()

@@ -39,8 +39,8 @@ def test_keys_may_be_in_any_file(command, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("add", "a b"), "'a b' is no name of a key"),
-        (("add", "--", "-x"), "'-x' is no name of a key"),
+        (("add", "a b"), "'a b' is not a valid name of a key"),
+        (("add", "--", "-x"), "'-x' is not a valid name of a key"),
         (("add", "x", "--requests", "0"), "--requests"),
         (("remove", "nobody"), "has no key nobody; there are: none"),
     ],

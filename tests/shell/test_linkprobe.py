@@ -379,7 +379,7 @@ def test_a_device_that_was_too_busy_to_answer_is_measured_again_when_that_is_ask
             dead.add(b.key)
             await book.measure(workers, {}, lines)
             said = list(lines.said)
-            where = f"(it answers too late at 127.0.0.1:{b.port})"
+            where = f"(it replies too late at 127.0.0.1:{b.port})"
             assert [line.partition(";")[0] for line in said] == [f"{o} does not reach b {where}" for o in ("desk", "a")]
             assert lines.measured == 3
             assert book.unreached(["a", "b"]) == every("desk", "a", "b") - every("desk", "a")

@@ -66,7 +66,7 @@ def test_a_device_is_trusted_by_its_key_in_either_spelling_and_revoked_by_name_o
             primad("revoke", "pi-2", "--home", str(home))
             primad("revoke", name, "--home", str(home))
             assert not store.trusts(KEY)
-            assert "pi is not trusted here any more" in capsys.readouterr().out
+            assert "pi is no longer trusted here" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ class Allowance:
                 bucket.fill(now_s)
                 wait_s = bucket.wait_s(1)
                 if wait_s:
-                    return f"{bucket.per_min} {what} a minute", wait_s
+                    return f"{bucket.per_min} {what} per minute", wait_s
         if self._requests is not None:
             self._requests.left -= 1
         return None
