@@ -412,7 +412,7 @@ def test_the_owner_may_give_another_template(tmp_path):
     for content, told in (
         (b"{% if %}", "Expected"),
         (b" ", "is empty"),
-        (b"\xff", "no text"),
+        (b"\xff", "not text"),
         (b"x" * (1 << 20 | 1), "larger"),
     ):
         file.write_bytes(content)

@@ -801,7 +801,7 @@ def test_the_owner_who_lends_less_or_more_of_a_device_need_not_wait_for_the_next
     shell.notify(m.DeviceMemoryLow("bo"))
     no_plan(shell)
     assert shell.notify(m.DeviceMemoryLow("bo", by_owner=True)) == [
-        m.OwnerLine("bo: the owner lowered its limit; looking for a plan that asks less of it"),
+        m.OwnerLine("bo: the owner lowered its limit; looking for a plan that uses less of it"),
         m.Solve(3, frozenset({"ada", "bo"}), 1),
     ]
     solve(shell, "ada", value=2.0)

@@ -94,7 +94,7 @@ def test_who_knows_the_code_is_let_in_and_the_port_is_closed_then():
 def test_a_wrong_code_is_said_and_the_right_one_waits_for_its_turn(caplog):
     async def once() -> None:
         async with invited() as desk:
-            with pytest.raises(ClusterError, match=r"pairing with 127\.0\.0\.1:\d+: the code is not the one .*4 tries"):
+            with pytest.raises(ClusterError, match=r"pairing with 127\.0\.0\.1:\d+: wrong code .*4 tries"):
                 await brought(desk.port, OTHER)
             assert desk.paired == []
             await brought(desk.port)

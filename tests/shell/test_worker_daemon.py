@@ -608,8 +608,8 @@ def test_a_key_that_is_revoked_is_refused_at_once_on_a_connection_that_stands(la
                 Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"),
             ):
                 await desk.report_line(message)
-                assert (await desk.hear(Refused)).reason == "lap does not trust this device any more"
-            await lap.says("head desk is not trusted as a head any more")
+                assert (await desk.hear(Refused)).reason == "lap no longer trusts this device"
+            await lap.says("head desk is no longer trusted as a head")
             assert not lap.daemon._stages.is_serving, "what it asked for before does not go on either"
 
     asyncio.run(once())
@@ -707,7 +707,7 @@ def test_a_worker_that_nobody_dismisses_ends_after_a_while(lab):
             await desk.loads(a_load(1))
             lap.daemon.leave()
             await lap.running
-            assert "head desk found nobody to take over within 0.2 s" in lap.said
+            assert "head desk found no replacement within 0.2 s" in lap.said
 
     asyncio.run(once())
 

@@ -112,7 +112,7 @@ def test_whom_a_head_introduces_may_do_what_a_ring_needs_as_long_as_that_head_ma
             assert (lap.home / "trust.json").stat().st_ino == written, "nobody but the owner writes there"
             lap.trust.revoke("desk")
             assert not await is_let_in(neighbour)
-            await lap.says("head desk is not trusted as a head any more; waiting for a head")
+            await lap.says("head desk is no longer trusted as a head; waiting for a head")
             await tower.takes()
             assert not await is_let_in(neighbour)
             await tower.report_line(introduces(nas, DESK))
@@ -157,7 +157,7 @@ def test_a_head_that_the_owner_revokes_or_makes_a_worker_loses_its_rings_at_once
                 await desk.takes(session=number, gone_after_s=3600.0)
                 await desk.loads(a_load(number + 1))
                 end(DESK.public)
-                await lap.says("head desk is not trusted as a head any more")
+                await lap.says("head desk is no longer trusted as a head")
                 described = await lap.admin(Describe())
                 assert not described.status["serving"]
                 await lap.head("tower", TOWER).takes(session=number, gone_after_s=SILENCE_S)
