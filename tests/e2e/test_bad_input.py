@@ -370,7 +370,7 @@ def test_a_busy_worker_refuses_another_head(tiny, new_home, cluster, temporary):
     ):
         arguments = ("--cluster", cluster, "--port", port, "--name", "second", "--wait", 1)
         with primad("serve", "--model", tiny, "--home", home, *arguments, temporary=temporary) as second:
-            second.wait_for("^worker is left out: worker works for the head first now$")
+            second.wait_for("^worker is left out: worker works for the head first$")
             assert second.stop() == 0
         assert head.health()[0] == 200
     assert_clean(home)

@@ -528,12 +528,12 @@ def test_too_few_devices_are_counted_in_the_line_that_ends_the_program(lab):
     async def test(here: Lab) -> None:
         here.device("nas")
         busy = here.device("lap")
-        busy.refuses = "lap works for the head tower now"
+        busy.refuses = "lap works for the head tower"
         here.start(wait=2)
         with pytest.raises(ExceptionGroup) as failed:
             await here.running
         (error,) = failed.value.exceptions
-        assert str(error).startswith("--wait 2: found 1 of 2 devices in 1 s (lap: lap works for the head tower now)")
+        assert str(error).startswith("--wait 2: found 1 of 2 devices in 1 s (lap: lap works for the head tower)")
 
     run(lab, test)
 

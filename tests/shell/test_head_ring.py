@@ -343,7 +343,7 @@ def test_nobody_is_to_blame_for_layers_that_are_loaded_again():
 def test_a_first_worker_that_the_heads_process_does_not_reach_is_to_blame():
     class Blocked:
         async def listen(self, heard: Callable[[RingEvent], None]) -> NoReturn:
-            raise NextDeviceError("the next device took no step for 30 s; it is gone or hangs")
+            raise NextDeviceError("the next device accepted no step for 30 s; it is gone or hangs")
 
     async def once() -> None:
         ring = Home(lap="192.168.1.7", tab="192.168.1.8").ring

@@ -795,7 +795,7 @@ def test_what_the_device_before_it_sent_is_told_as_that_devices_doing(worker):
 @pytest.mark.parametrize(
     ("event", "fault", "error"),
     [
-        (Overdue(step=5, waited_s=12.4), "next", "the next device took no step for 12 s; it is gone or hangs"),
+        (Overdue(step=5, waited_s=12.4), "next", "the next device accepted no step for 12 s; it is gone or hangs"),
         (Sampled(request=1, token=1, logprob=None, top=()), "ring", "the ring process of a worker sent Sampled"),
     ],
     ids=["a step that nobody takes", "nonsense"],

@@ -380,7 +380,7 @@ def test_a_second_head_is_refused_with_the_name_of_the_first(lab):
             await lap.head().takes()
             tower = lap.head("tower", TOWER)
             await tower.hello()
-            assert (await tower.hear(Refused)).reason == "lap works for the head desk now"
+            assert (await tower.hear(Refused)).reason == "lap works for the head desk"
             await tower.report_line(a_load(1))
             assert "works for another head" in (await tower.hear(Refused)).reason
             assert lap.processes.all == []
@@ -692,7 +692,7 @@ def test_a_worker_that_leaves_goes_on_until_it_is_dismissed(lab):
             assert not lap.running.done()
             tower = lap.head("tower", TOWER)
             await tower.hello()
-            assert (await tower.hear(Refused)).reason == "lap works for the head desk now"
+            assert (await tower.hear(Refused)).reason == "lap works for the head desk"
             await desk.report_line(Dismiss())
             await lap.running
 
