@@ -182,6 +182,7 @@ def proof_part(question: Question, found: Solution) -> Proof:
         bound_ms=found.bound_s * 1e3,
         gap=found.gap,
         proven=found.proven,
+        given_up_ms=found.given_up_s * 1e3,
     )
 
 

@@ -27,7 +27,7 @@ from primad.planning.draft_gain import draft_part, with_room_for_draft
 from primad.planning.extra_buffers import why_extra
 from primad.planning.plan import Planned, PlanRequest, plan, search
 from primad.planning.question import Question
-from primad.planning.schema import SCHEMA, Explanation, LeftOutJson, SingleDeviceJson, WhatIf
+from primad.planning.schema import SCHEMA, Explanation, GivenUpJson, LeftOutJson, SingleDeviceJson, WhatIf
 from primad.settings.quantities import show_ms
 
 MAX_LEFT_OUT: Final = 8
@@ -72,6 +72,7 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
         what_if=earlier,
         draft=draft_part(question.draft, chosen.drafting, chosen.draft_device, chosen.plan, chosen.question),
         tail=_tail(as_solved, solution),
+        given_up=[GivenUpJson(what=each.what, objective_ms=each.objective_s * 1e3) for each in solution.given_up],
     )
 
 
@@ -230,6 +231,9 @@ def _verdict(question: Question, slower_s: float, tpot_s: float, objective_s: fl
     if objective_s > _SAME * best_s:
         more = f"would make {what} take {show_ms(objective_s * 1e3)} more (+{100 * objective_s / best_s:.3g} %)"
         return f"{more}, {quicker}" if share < -_SAME else more
+    if objective_s < -_SAME * best_s:
+        less = f"{show_ms(-objective_s * 1e3)} less (-{-100 * objective_s / best_s:.3g} %)"
+        return f"would make {what} take {less}, too little for what it asks"
     return f"would not make {what} quicker, {quicker}" if share < -_SAME else "would make nothing faster"
 
 

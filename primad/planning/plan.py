@@ -177,6 +177,7 @@ def _search(request: PlanRequest, work: Workload, require: frozenset[str]) -> Fo
                 time_limit_s=min(HURRIED_S, request.time_limit_s) if hurries else request.time_limit_s,
                 offloads=run.may_help,
                 experts=run.experts,
+                settles=True,
             )
 
         return solved_as_planned(of, devices, request.model, run.extra_buffers)

@@ -12,7 +12,7 @@ import msgspec
 
 from primad.settings.old_names import with_old_keys
 
-SCHEMA: Final = 4
+SCHEMA: Final = 5
 
 
 class WindowJson(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,10 +190,18 @@ class SingleDeviceJson(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None
 
 
+class GivenUpJson(msgspec.Struct, frozen=True, kw_only=True):
+    """``what`` a quicker plan would have asked of devices; without it the objective is ``objective_ms`` longer."""
+
+    what: str
+    objective_ms: float
+
+
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
     """How good the plan is known to be: what it makes small, its value, and a value that no plan can beat.
 
-    ``gap`` is the share that could at most be missing, 0 when ``proven``. It and the bound are null for a plan by hand.
+    The plan may be ``given_up_ms`` slower than the quickest one found, as it fills the ring or asks less of devices. ``gap``
+    is the share that could at most be missing of that one, 0 when ``proven``. It and the bound are null for a plan by hand.
     """
 
     objective: str
@@ -201,6 +209,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     bound_ms: float | None
     gap: float | None
     proven: bool
+    given_up_ms: float = 0.0
 
 
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,6 +255,7 @@ class Explanation(RingJson, frozen=True, kw_only=True):
     ``load`` is there for several sequences. ``checked`` says whether windows of the model were
     found to be exact; null for a shape, and where one device has it whole. ``draft`` is the draft model, null without
     one. ``tail`` says what it costs that the last window has some layers at the least, null where it costs nothing.
+    ``given_up`` has what a quicker plan would ask of devices, at most 5 % of what the plan makes small.
     """
 
     schema: int
@@ -261,6 +271,7 @@ class Explanation(RingJson, frozen=True, kw_only=True):
     checked: str | None = None
     draft: DraftJson | None = None
     tail: str | None = None
+    given_up: list[GivenUpJson] = []
 
 
 def encode(answer: Explanation) -> bytes:

@@ -41,6 +41,8 @@ _UNDER: Final = {
     **dict.fromkeys(("windows", "GPU", "resident", "streamed"), "layers"),
     **dict.fromkeys(_WHEN, "a token"),
 }
+_NOTHING: Final = 0.001
+"""Share of the objective that is not worth a line."""
 _GOALS: Final = {
     "latency": "the time of a token",
     "ttft": "the time to the first token",
@@ -167,6 +169,8 @@ def _facts(answer: Explanation) -> Table:
     if answer.short:
         table.add_row("does not fit", _short(answer))
     table.add_row("how good", _proof(answer.proof))
+    if given_up := _given_up(answer):
+        table.add_row("given up", given_up)
     for i, left in enumerate(answer.left_out):
         table.add_row("left out" if i == 0 else "", f"{left.name}: {left.reason}")
     table.add_row("best alone", _single_device(answer))
@@ -233,8 +237,18 @@ def _proof(proof: Proof) -> str:
     if proof.gap is None:
         return "set by hand; without --windows the best one is found"
     if proof.proven:
-        return f"proven best for {goal}"
+        return f"proven best for {goal}" if not proof.given_up_ms else f"close to the proven best for {goal}"
     return f"within {100 * proof.gap:.3g} % of the best possible for {goal}; more --time-limit may find better"
+
+
+def _given_up(answer: Explanation) -> str:
+    """By what the plan is slower than the quickest one found, and what it does without for that; empty where by nothing."""
+    proof = answer.proof
+    if not proof.objective_ms or proof.given_up_ms < _NOTHING * proof.objective_ms:
+        return ""
+    what = " and ".join(each.what for each in answer.given_up) or "a ring in which one machine computes most"
+    share = 100 * proof.given_up_ms / (proof.objective_ms - proof.given_up_ms)
+    return f"{show_ms(proof.given_up_ms)} of {_GOALS[proof.objective]} (+{share:.2g} %), without {what}"
 
 
 def _single_device(answer: Explanation) -> str:

@@ -26,6 +26,7 @@ from primad.settings.limits import NO_LIMITS, OwnerLimits
 from primad.settings.profiles import Implausible, check_profile
 from primad.system.memory import children, memory
 from primad.system.process_start import measuring
+from primad.system.processors import bound_cores
 from primad.system.wireless import is_wireless
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ def _compose(name: str, home: Path, machine: MachineRecord, disk: HomeRecord, wa
         disk=replace(disk.disk, free_bytes=shutil.disk_usage(home).free, disk_id=disk_name(layers, host)),
         gpu=None if gpu is None else gpu_now(gpu, list_gpus()),
         wireless=is_wireless(),
+        cores=bound_cores(),
     )
 
 

@@ -78,6 +78,7 @@ _BOUNDS: Final[dict[type, dict[str, tuple[float, float]]]] = {
     },
 }
 """Least and most of every figure."""
+_MAX_CORES: Final = 4096
 _COSTS: Final = ("step_s", "layer_s", "token_s", "wake_s")
 _Measured = TypeVar("_Measured", CpuProfile, GpuProfile)
 _MAX_ENTRIES: Final = 256
@@ -129,6 +130,8 @@ def check_profile(profile: DeviceProfile) -> None:
             f"more than {_MAX_READ_ALL_S:g} s at ram_read_bytes_per_s, which is {profile.ram_read_bytes_per_s:g}; "
             "check the units of both",
         )
+    if len(profile.cores) > _MAX_CORES or not all(0 <= core < _MAX_CORES for core in profile.cores):
+        raise Implausible("cores", shown(profile.cores), f"expected numbers of processors below {_MAX_CORES}")
     check_cpu(profile.cpu, profile.ram_read_bytes_per_s)
     check_disk(profile.disk)
     if profile.gpu is not None:

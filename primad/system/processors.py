@@ -38,13 +38,23 @@ def usable_cores() -> int:
     return max(1, min(physical, int(usable_cpus())))
 
 
+def bound_cores() -> tuple[int, ...]:
+    """The logical processors that this process is bound to; none where it may use all, or the system does not say."""
+    allowed = _affinity()
+    return () if len(allowed) >= (os.cpu_count() or 1) else allowed
+
+
 def _allowed() -> float:
     """Logical processors that this process may run on; all of them where the system does not say."""
+    return float(len(_affinity()) or os.cpu_count() or 1)
+
+
+def _affinity() -> tuple[int, ...]:
     process = psutil.Process()
     if hasattr(process, "cpu_affinity"):  # Linux, Windows, FreeBSD
         with contextlib.suppress(psutil.Error, OSError):
-            return float(len(process.cpu_affinity() or ()) or os.cpu_count() or 1)
-    return float(os.cpu_count() or 1)
+            return tuple(sorted(process.cpu_affinity() or ()))
+    return ()
 
 
 def _quota(folder: Path, version: int) -> float | None:

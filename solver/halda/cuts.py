@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from halda.evaluate import Objective, regular_tails
+from halda.evaluate import Objective, RequestWeights, regular_tails, request_weights
 from halda.instance import Instance, Member, Phase
 from halda.orders import hops_around, ring_order
 from halda.plan import Window
@@ -33,25 +33,6 @@ _MAX_TAILS: Final = 6
 _MAX_TAILS_OF_ROUNDS: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """What a second of decode and of a prompt's chunk counts for in the objective."""
-
-    decode: float
-    prefill: float
-
-
-def _weights(objective: Objective, instance: Instance) -> _Weights:
-    """The weights that stand for ``objective`` where times of devices add up."""
-    match objective:
-        case "latency" | "throughput":
-            return _Weights(1.0, 0.0)
-        case "ttft":
-            return _Weights(0.0, 1.0)
-        case "balanced":
-            return _Weights(float(instance.workload.answer_tokens), 1.0)
-
-
 def good_cuts(
     instance: Instance, orders: Iterable[Sequence[int]], rounds: int, objective: Objective, required: frozenset[int]
 ) -> list[tuple[float, tuple[Window, ...]]]:
@@ -61,7 +42,7 @@ def good_cuts(
     """
     orders, found = list(orders), []
     for columns, tail in _shapes(instance, max(2, 1 + len(required - {0})), rounds):
-        pricing = _Pricing(instance, rounds, columns, tail, _weights(objective, instance))
+        pricing = _Pricing(instance, rounds, columns, tail, request_weights(objective, instance.workload))
         for order in orders:
             cut = pricing.cheapest(order, required)
             if cut is not None and sum(end > first for first, end in pairwise([0, *(each.end for each in cut[1])])) > 1:
@@ -153,7 +134,7 @@ class _Need(NamedTuple):
 class _Pricing:
     """Prices of windows for rounds of ``columns`` layers and a tail from layer ``tail`` on."""
 
-    def __init__(self, instance: Instance, rounds: int, columns: int, tail: int, weights: _Weights) -> None:
+    def __init__(self, instance: Instance, rounds: int, columns: int, tail: int, weights: RequestWeights) -> None:
         self._instance = instance
         self._rounds = rounds
         self._columns = columns

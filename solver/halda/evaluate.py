@@ -17,17 +17,36 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
-from halda.instance import Instance, Member, Phase, disk_of, grouped
+from halda.instance import Instance, Member, Phase, disk_of, grouped, sharing_cores
 from halda.laps import Hop, Stop, all_chunks
 from halda.plan import Plan, Streaming, Window
+from halda.profile import Workload
 from halda.streaming import held_read_ahead, is_held
 
 Objective = Literal["latency", "ttft", "throughput", "balanced"]
 OBJECTIVES: Final[tuple[Objective, ...]] = ("latency", "ttft", "throughput", "balanced")
 _READ_AHEAD_TRIALS: Final = (0.25, 0.5, 0.75, 1.0)
 """Of what makes waiting needless."""
+
+
+class RequestWeights(NamedTuple):
+    """What a second of decode and of a prompt's chunk counts for in an objective, where times of devices add up."""
+
+    decode: float
+    prefill: float
+
+
+def request_weights(objective: Objective, workload: Workload) -> RequestWeights:
+    """The weights that stand for ``objective``."""
+    match objective:
+        case "latency" | "throughput":
+            return RequestWeights(1.0, 0.0)
+        case "ttft":
+            return RequestWeights(0.0, 1.0)
+        case "balanced":
+            return RequestWeights(float(workload.answer_tokens), 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,7 +307,7 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
         _prompt_s(plan, instance, shares, prefill, chunk_hops, occupied[1], chunks) for chunks in (1, instance.chunks)
     )
     ttft_s += sum(outputs)
-    busy = max(sum(decode[i] for i in host) for host in hosts)
+    busy = max(sum(decode[i] for i in here) for here in _by_processor(shares))
     period_s = max(tpot_s / instance.workload.sequences, busy, disk_s, occupied[0])
     ram, vram, short = _memory(plan, instance, shares, hosts, disks)
     slowest = max(range(len(shares)), key=lambda i: disk[i])
@@ -385,7 +404,7 @@ def _prompt_s(
     once_more_s = max(following[0][1], occupied_s / rounds)
     ring_passes_s, last_s, minimum = max(ring_pass_s, chunks * occupied_s / rounds), (chunks - 1) * once_more_s, 0.0
     reading_s = [0.0] * len(shares)
-    for host in _by_host(shares):
+    for host in _by_processor(shares):
         stop_s = sum(stops[i] for i in host)
         train_s = sum(trains[i] for i in host)
         minimum = max(minimum, rounds * train_s + chunks * following[0][1] if 0 in host else 0.0)
@@ -419,7 +438,7 @@ def _picking_prompt_s(plan: Plan, instance: Instance, shares: Sequence[_Share], 
             stop += 1
         seconds[stop] = shares[stop % count].picking_s(window, plan, instance)
         stop += 1
-    host_of = {i: host for host in _by_host(shares) for i in host}
+    host_of = {i: host for host in _by_processor(shares) for i in host}
     ring_passes = [
         [Stop(ring_pass[i], sum(ring_pass[other] for other in host_of[i])) for i in range(count)]
         for ring_pass in (seconds[first : first + count] for first in range(0, len(seconds), count))
@@ -583,6 +602,10 @@ def _by_kind(layers: Sequence[int], instance: Instance) -> tuple[int, ...]:
 
 def _by_host(shares: Sequence[_Share]) -> tuple[tuple[int, ...], ...]:
     return grouped(share.member.profile.host for share in shares)
+
+
+def _by_processor(shares: Sequence[_Share]) -> tuple[tuple[int, ...], ...]:
+    return sharing_cores([share.member.profile for share in shares])
 
 
 def _by_disk(shares: Sequence[_Share]) -> tuple[tuple[int, ...], ...]:

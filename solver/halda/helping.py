@@ -74,5 +74,5 @@ def with_offload(found: Solution, question: Instance, able: frozenset[str]) -> S
         plan=plan,
         prediction=prediction,
         objective_s=objective_s,
-        bound_s=min(found.bound_s, objective_s),
+        bound_s=min(found.bound_s, objective_s - found.given_up_s),
     )

@@ -214,6 +214,11 @@ class Instance:
         return grouped(device.host for device in self.devices)
 
     @cached_property
+    def processors(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the members of each processor: those of one machine, unless they are bound to cores of their own."""
+        return sharing_cores(self.devices)
+
+    @cached_property
     def disks(self) -> tuple[tuple[int, ...], ...]:
         """Indices of the members of each disk: what one of them reads the others wait for."""
         return grouped(disk_of(device) for device in self.devices)
@@ -335,7 +340,7 @@ class Instance:
             round_trip_s=DEFAULT_ROUND_TRIP_S,
             bytes_per_s=DEFAULT_LINK_BYTES_PER_S,
         )
-        if here.host != there.host:
+        if not here.shares_cores(there):
             return found
         return replace(found, round_trip_s=found.round_trip_s + 2 * there.cpu.wake_s)
 
@@ -490,6 +495,16 @@ def grouped(keys: Iterable[Hashable]) -> tuple[tuple[int, ...], ...]:
     for place, key in enumerate(keys):
         found.setdefault(key, []).append(place)
     return tuple(map(tuple, found.values()))
+
+
+def sharing_cores(devices: Sequence[DeviceProfile]) -> tuple[tuple[int, ...], ...]:
+    """The places of devices that compute on the same cores, in the order of the first of each."""
+    found: list[list[int]] = []
+    for place, device in enumerate(devices):
+        shared = [here for here in found if any(device.shares_cores(devices[other]) for other in here)]
+        found = [here for here in found if here not in shared]
+        found.append(sorted([place, *(other for here in shared for other in here)]))
+    return tuple(map(tuple, sorted(found)))
 
 
 def _minimum(available: int, limit: int | None) -> int:

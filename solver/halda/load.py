@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, replace
 
 from halda.evaluate import evaluate
-from halda.instance import Instance
+from halda.instance import Instance, sharing_cores
 from halda.plan import Plan
 from halda.play import simulated_period_s
 
@@ -40,8 +40,11 @@ class UnderLoad:
 
 def under_load(plan: Plan, instance: Instance, *, sequences: int, max_rows: int | None = None) -> UnderLoad:
     """What ``plan`` gives so many ``sequences``, with at most ``max_rows`` rows a step, or as many as are of use."""
-    hosts = {device.device: device.host for device in instance.devices}
-    machines = 1 if plan.streaming else len({hosts[name] for name in plan.devices})
+    machines = (
+        1
+        if plan.streaming
+        else len(sharing_cores([device for device in instance.devices if device.device in plan.devices]))
+    )
     rows = min(math.ceil(sequences / machines), max_rows or sequences)
     steps = math.ceil(sequences / rows)
     asked = replace(

@@ -147,7 +147,7 @@ class PickedPrompt:
 
     def _of_machine(self, m: int, r: int, stops: Sequence[Sequence[Expression]]) -> Expression:
         """What the machine of ``m`` computes in round ``r``; less than nothing if ``m`` takes no part."""
-        host = next(host for host in self.instance.hosts if m in host)
+        host = next(here for here in self.instance.processors if m in here)
         if len(host) == 1:
             return stops[m][r]
         maximum = MS * sum(self._max_s(other) for other in host)

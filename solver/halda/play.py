@@ -49,9 +49,9 @@ def simulated_period_s(plan: Plan, instance: Instance, steps: int) -> float:
     return sum(ends[-1] - ends[WARM_UP] for ends in ends_s) / (steps * TOKENS) / steps
 
 
-def _stops(plan: Plan, instance: Instance) -> list[tuple[str, str, float]]:
+def _stops(plan: Plan, instance: Instance) -> list[tuple[str, tuple[int, ...], float]]:
     """Device, machine and seconds of each stop of a token. The tail and the next token's first window are one."""
-    hosts = {device.device: device.host for device in instance.devices}
+    hosts = {instance.devices[m].device: here for here in instance.processors for m in here}
     windows = zip(plan.route, route_s(plan, instance), strict=True)
     stops = [
         (device, hosts[device], sum(seconds for _, seconds in group))

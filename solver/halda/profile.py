@@ -210,6 +210,7 @@ class DeviceProfile:
     ``host`` is equal for devices that are processes on one machine: they share its memory and its cores, and
     its disk unless that has other names (``disk.disk_id``).
     ``ram_available_bytes`` respects limits of cgroups; ``ram_read_bytes_per_s`` is what all cores together read.
+    ``cores`` are those of the machine that it is bound to; none: it may use all.
     ``wireless`` devices of a cluster share one air: a cluster is one subnet, and so, as a rule, one access point.
     """
 
@@ -224,6 +225,12 @@ class DeviceProfile:
     disk: DiskProfile
     gpu: GpuProfile | None
     wireless: bool = False
+    cores: tuple[int, ...] = ()
+
+    def shares_cores(self, other: DeviceProfile) -> bool:
+        """Whether both compute on the same cores."""
+        bound = bool(self.cores and other.cores)
+        return self.host == other.host and not (bound and set(self.cores).isdisjoint(other.cores))
 
     def with_extra_buffers(self, types: Collection[str]) -> DeviceProfile:
         """The device whose processor has extra buffers for weights of ``types`` at most."""

@@ -22,6 +22,7 @@ import pulp
 
 from halda.cuts import good_cuts
 from halda.evaluate import Objective, Prediction, evaluate, is_regular, residency, stream
+from halda.filling import filled
 from halda.helping import OF_FIRST_TOKEN, able_to_offload, others_to_try, with_offload
 from halda.instance import ExpertPlace, Instance, instance
 from halda.milp.build import EVEN_MS, Program, build
@@ -39,6 +40,7 @@ from halda.orders import (
 )
 from halda.plan import CutOff, Infeasible, LeftOut, Plan, Window
 from halda.profile import KV_TYPES, DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
+from halda.simpler import simpler
 from halda.solution import Solution
 from halda.solving import Outcome, run
 from halda.variables import MS
@@ -63,6 +65,8 @@ _HURRIED_S: Final = 1.0
 is."""
 _HURRIED_SHARE: Final = 0.25
 """Nor for a larger share of the time that there is."""
+_SIMPLER_SHARE: Final = 0.1
+"""Of the time that there is, for each simpler plan that is looked for."""
 _LONG_S: Final = 1.5
 """With more devices than orders are tried of, a program ends after so long. By then its plans are near the best, and so is
 its bound."""
@@ -101,6 +105,7 @@ def solve(
     time_limit_s: float = 10.0,
     offloads: bool = False,
     experts: ExpertPlace = "auto",
+    settles: bool = False,
 ) -> Solution:
     """The plan that makes ``objective`` smallest, with the best of ``heads`` (none: the first device) as head.
 
@@ -108,16 +113,42 @@ def solve(
     devices that must take part. Where layers stream, a chunk of the prompt may have as many rows as one of ``chunks``
     says instead of ``workload.chunk_rows``; where there is no plan, those with the fewest rows come first. With
     ``offloads`` GPUs may help with prompts, as in ``helping.py``; ``experts`` of layers on a GPU are where the plan has
-    them, or all in its memory, or all in RAM. Raises ``Infeasible``, which says which limit is short and by
-    how much, and ``CutOff`` where a link that does not work would be needed.
+    them, or all in its memory, or all in RAM. Where it ``settles`` for a plan about as good, that fills the ring
+    (``filling.py``) and asks less of devices (``simpler.py``). Raises ``Infeasible``, which says which limit is short
+    and by how much, and ``CutOff`` where a link that does not work would be needed.
     """
     question = replace(instance(devices, links, model, workload, limits or {}), experts=experts)
-    able = able_to_offload(question) if offloads else frozenset[str]()
     heads = heads or [devices[0].device]
+
+    def ask(question: Instance, heads: Sequence[str], time_limit_s: float) -> Solution:
+        there = require.intersection(device.device for device in question.devices)
+        return _with_offload(question, heads, objective, there, chunks, time_limit_s, offloads=offloads, fills=settles)
+
+    found = ask(question, heads, time_limit_s)
+    if settles:
+        hurried_s = _SIMPLER_SHARE * time_limit_s
+        found = simpler(found, question, heads, require, lambda asked, others: ask(asked, others, hurried_s))
+    _check_links(found.plan.devices, question)
+    return found
+
+
+def _with_offload(
+    question: Instance,
+    heads: Sequence[str],
+    objective: Objective,
+    require: frozenset[str],
+    chunks: Sequence[int],
+    time_limit_s: float,
+    *,
+    offloads: bool,
+    fills: bool,
+) -> Solution:
+    """The best plan, with prompts helped by GPUs where that is allowed. Raises ``Infeasible``."""
+    able = able_to_offload(question) if offloads else frozenset[str]()
 
     def best(prefill_offload: frozenset[str], time_limit_s: float) -> Solution:
         found = _with_best_head(
-            replace(question, prefill_offload=prefill_offload), heads, objective, require, chunks, time_limit_s
+            replace(question, prefill_offload=prefill_offload), heads, objective, require, chunks, time_limit_s, fills
         )
         return with_offload(found, question.with_head(found.plan.head), able) if able else found
 
@@ -127,7 +158,6 @@ def solve(
         with suppress(Infeasible):
             other = best(prefill_offload, time_limit_s / (1 + len(tried)))
             found = min(found, other, key=lambda each: each.objective_s)
-    _check_links(found.plan.devices, question)
     return found
 
 
@@ -148,6 +178,7 @@ def _with_best_head(
     require: frozenset[str],
     chunks: Sequence[int],
     time_limit_s: float,
+    fills: bool,
 ) -> Solution:
     """The plan with the best of ``heads``. Raises ``Infeasible``."""
     best: Solution | None = None
@@ -155,7 +186,7 @@ def _with_best_head(
     heads = question.unlike(heads)
     for head in heads:
         try:
-            found = _with_head(question.with_head(head), objective, require, chunks, time_limit_s / len(heads))
+            found = _with_head(question.with_head(head), objective, require, chunks, time_limit_s / len(heads), fills)
         except Infeasible as exc:
             failures.append(exc)
             continue
@@ -164,12 +195,28 @@ def _with_best_head(
             best = found
     if best is None:
         raise min(failures, key=lambda failure: failure.short_bytes)
-    proven = bound_s >= best.objective_s * (1 - _PROVEN)
-    return replace(best, bound_s=min(bound_s, best.objective_s), proven=proven)
+    proven = bound_s >= best.quickest_s * (1 - _PROVEN)
+    return replace(best, bound_s=min(bound_s, best.quickest_s), proven=proven)
+
+
+def _filled(found: Solution, question: Instance) -> Solution:
+    """``found``, or a plan about as good that fills the ring."""
+    plan = filled(found.plan, question, found.objective)
+    if plan is found.plan:
+        return found
+    prediction = evaluate(plan, question)
+    objective_s = prediction.objective_s(found.objective, question.workload.answer_tokens)
+    given_up_s = found.given_up_s + objective_s - found.objective_s
+    return replace(found, plan=plan, prediction=prediction, objective_s=objective_s, given_up_s=given_up_s)
 
 
 def _with_head(
-    question: Instance, objective: Objective, require: frozenset[str], chunks: Sequence[int], time_limit_s: float
+    question: Instance,
+    objective: Objective,
+    require: frozenset[str],
+    chunks: Sequence[int],
+    time_limit_s: float,
+    fills: bool,
 ) -> Solution:
     """The best plan with the head of ``question``."""
 
@@ -186,7 +233,7 @@ def _with_head(
         first = search(question)
     if not first.found:
         raise first.infeasible()
-    found = first.solution()
+    found = _filled(first.solution(), question) if fills else first.solution()
     other = _other_chunks(found, question, chunks)
     if other is None and fewest < question.workload.chunk_rows and _is_short(found.plan, question):
         # Smaller buffers may also let other windows, or more layers of a GPU, be the best.
@@ -198,7 +245,10 @@ def _with_head(
         return found
     # With another buffer other layers may be the best ones to stream, so it is worth another search.
     again = search(other)
-    return again.solution() if again.found and again.solution().objective_s < found.objective_s else found
+    if not again.found:
+        return found
+    better = _filled(again.solution(), other) if fills else again.solution()
+    return better if better.objective_s < found.objective_s else found
 
 
 def _is_short(plan: Plan, question: Instance) -> bool:

@@ -125,7 +125,7 @@ class ProgramTime:
         problem += last >= link * ((chunks - 1) / rounds), "chunks on a link"
         for i, here in enumerate(self._instance.disks):
             problem += prompt >= pulp.lpSum(self._first_read(m, chunks, 1) for m in here), f"disk {i} is busy"
-        for i, host in enumerate(self._instance.hosts):
+        for i, host in enumerate(self._instance.processors):
             first, busy = (pulp.lpSum(each[m] for m in host) for each in (chunk.windows, chunk.following))
             problem += prompt >= chunks * (busy + chunk.tails * (0 in host)), f"machine {i} is busy"
             problem += ring_passes >= busy * (chunks / rounds), f"ring passes of machine {i}"
@@ -182,7 +182,7 @@ class ProgramTime:
         problem += last >= following * chunk.tail, "chunks in the tail"
         problem += last >= link * (following / rounds), "chunks on a link"
         problem += prompt >= link * chunks + (hops - link) * (1 / rounds) + chunk.tail, "all chunks pass a link"
-        for i, host in enumerate(self._instance.hosts):
+        for i, host in enumerate(self._instance.processors):
             of_tail, busy = int(0 in host), positive(problem, f"busy_{i}")
             problem += (
                 busy >= pulp.lpSum(chunk.windows[m] for m in host) + of_tail * chunk.tail,
@@ -245,7 +245,7 @@ class ProgramTime:
     def _period(self) -> Expression:
         period = positive(self._problem, "period")
         self._problem += period * self._instance.workload.sequences >= self._token(), "sequences take turns"
-        for i, host in enumerate(self._instance.hosts):
+        for i, host in enumerate(self._instance.processors):
             self._problem += period >= pulp.lpSum(self._decode_ms[m] for m in host), f"machine {i} is busy with tokens"
         for i, disk in enumerate(self._disks(self._decode)):
             self._problem += period >= disk, f"disk {i} is busy with tokens"

@@ -1,0 +1,143 @@
+"""Of plans that take a request about as long, the one that fills the ring.
+
+Any split of a model between like devices takes one user's token the same time. What differs is what several requests at
+once, drafts, and the chunks of a prompt get of it: they follow each other as fast as the busiest machine computes. So a
+second of that for a typical request counts as ``WEIGHT`` seconds of the request itself.
+
+Layers go one cut at a time from the busiest machine to one that does not become as busy, where that costs the request
+least. Where a layer costs a device the same wherever it is, no plan with the same busiest machine is quicker than one on
+that path: the device with the cheapest layers is always full. The best plan of the path is taken. Where layers stream
+every step reads all of them, so nothing follows anything; such plans stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from halda.evaluate import Objective, Prediction, evaluate, request_weights
+from halda.instance import Instance
+from halda.plan import Plan, Window
+
+WEIGHT: Final = 0.02
+"""Seconds of a request that a second of the busiest machine is worth."""
+_SAME: Final = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    plan: Plan
+    objective_s: float
+    busy_s: dict[str, float]
+    """By device: what all devices compute for a request that share its processor."""
+
+    @property
+    def busiest_s(self) -> float:
+        return max(self.busy_s.values())
+
+    @property
+    def cost_s(self) -> float:
+        return self.objective_s + WEIGHT * self.busiest_s
+
+
+def filled(plan: Plan, question: Instance, objective: Objective) -> Plan:
+    """``plan``, or one of the same ring that is about as good for ``objective`` and has a less busy machine."""
+    if plan.streaming or len(plan.devices) == 1:
+        return plan
+    now = _tried(plan, question, objective)
+    assert now is not None
+    best, worst_s = now, now.cost_s
+    while now.objective_s < worst_s:
+        found = [
+            trial
+            for moved in _with_less_of_busiest(now, question)
+            if (trial := _tried(moved, question, objective)) is not None and _is_less_busy(trial, now)
+        ]
+        if not found:
+            break
+        now = min(found, key=lambda each: (each.objective_s, each.busiest_s))
+        if now.cost_s < best.cost_s * (1 - _SAME):
+            best = now
+    return best.plan
+
+
+def busy_s(prediction: Prediction, question: Instance, objective: Objective) -> dict[str, float]:
+    """By device of the plan: seconds in which a typical request keeps its processor busy, whoever computes there."""
+    of_token, of_chunk = request_weights(objective, question.workload)
+    own = {
+        each.device: of_token * each.compute_s + of_chunk * question.chunks * each.prefill_s
+        for each in prediction.devices
+    }
+    shared = {
+        question.devices[m].device: [question.devices[other].device for other in here]
+        for here in question.processors
+        for m in here
+    }
+    return {name: sum(own.get(other, 0.0) for other in shared[name]) for name in own}
+
+
+def _tried(plan: Plan, question: Instance, objective: Objective) -> _Tried | None:
+    prediction = evaluate(plan, question)
+    if prediction.short:
+        return None
+    objective_s = prediction.objective_s(objective, question.workload.answer_tokens)
+    return _Tried(plan, objective_s, busy_s(prediction, question, objective))
+
+
+def _is_less_busy(trial: _Tried, before: _Tried) -> bool:
+    """Whether nothing became as busy as the busiest device was, and of those that were as busy one is no longer."""
+    at_most = before.busiest_s * (1 - _SAME)
+    were = {name for name, seconds in before.busy_s.items() if seconds > at_most}
+    return {name for name, seconds in trial.busy_s.items() if seconds > at_most} < were
+
+
+def _with_less_of_busiest(now: _Tried, question: Instance) -> Iterator[Plan]:
+    """Plans in which one of the busiest devices has a cut less, and one that is not busy a cut more."""
+    busiest_s, route = now.busiest_s * (1 - _SAME), now.plan.route
+    givers = [i for i, window in enumerate(route) if now.busy_s[window.device] > busiest_s]
+    takers = [i for i, window in enumerate(route) if now.busy_s[window.device] <= busiest_s]
+    for giver in givers:
+        for taker in takers:
+            yield from _moved(now.plan, question, giver, taker)
+
+
+def _moved(plan: Plan, question: Instance, giver: int, taker: int) -> Iterator[Plan]:
+    """``plan`` with a cut of layers of window ``giver`` in window ``taker``, on its processor or on its GPU."""
+    model, cut = question.model, question.model.cut_multiple
+    sizes = [len(window.layers) for window in plan.route]
+    sizes[giver] -= cut
+    sizes[taker] += cut
+    bounds = [0]
+    for size in sizes:
+        bounds.append(bounds[-1] + size)
+    if sizes[giver] <= 0 or any(bound not in model.cut_points for bound in bounds[1:-1]):
+        return
+    given, taken = plan.route[giver], plan.route[taker]
+    has_gpu = {member.name: member.has_gpu for member in question.members}
+    gives = {min(given.gpu_layers, sizes[giver]), max(0, given.gpu_layers - cut)}
+    may_take = has_gpu[taken.device] and (plan.output_on_gpu or taker < len(plan.route) - 1)
+    takes = {taken.gpu_layers, taken.gpu_layers + cut * may_take}
+    for gpu_given in gives:
+        for gpu_taken in takes:
+            for experts in _experts(taken, gpu_taken, question):
+                changed = {giver: (gpu_given, given.cpu_experts), taker: (gpu_taken, experts)}
+                yield replace(plan, route=_route(plan.route, bounds, changed, question))
+
+
+def _experts(taken: Window, on_gpu: int, question: Instance) -> set[int]:
+    """Of how many of so many layers ``on_gpu`` the experts may be in RAM."""
+    if not question.parts:
+        return {taken.cpu_experts}
+    return {on_gpu} if question.experts == "cpu" else {taken.cpu_experts, taken.cpu_experts + on_gpu - taken.gpu_layers}
+
+
+def _route(
+    route: Sequence[Window], bounds: Sequence[int], changed: dict[int, tuple[int, int]], question: Instance
+) -> tuple[Window, ...]:
+    windows = []
+    for i, (window, first, last) in enumerate(zip(route, bounds, bounds[1:], strict=False)):
+        on_gpu, experts = changed.get(i, (window.gpu_layers, window.cpu_experts))
+        on_gpu = question.model.openable(range(first, last), on_gpu)
+        windows.append(replace(window, first=first, last=last, gpu_layers=on_gpu, cpu_experts=min(experts, on_gpu)))
+    return tuple(windows)

@@ -1,0 +1,96 @@
+"""No price for a small gain: of plans that take nearly as long, the one that asks less of its devices.
+
+A device on Wi-Fi roams and sleeps, and takes the ring with it; as head it takes every request along. One whose memory is
+nearly full has to give it back as soon as its owner needs some. So a plan without them is taken if it takes at most ``GAIN``
+longer than the quickest, and says what was given up. Devices that must take part do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from halda.instance import NO_LIMITS, Instance
+from halda.plan import Infeasible, LeftOut
+from halda.solution import GivenUp, Solution
+
+GAIN: Final = 0.05
+"""Share of the objective that what a plan asks of such devices must gain."""
+FULL: Final = 0.95
+"""A device of whose memory a plan takes more is nearly full."""
+MAX_TRIED: Final = 4
+_SAME: Final = 1e-9
+
+Ask = Callable[[Instance, Sequence[str]], Solution]
+"""Solve a question with the best of some heads. Raises ``Infeasible``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Simpler:
+    """A question that asks less of devices, and what would be given up for that."""
+
+    what: str
+    question: Instance
+    heads: tuple[str, ...]
+
+
+def simpler(found: Solution, question: Instance, heads: Sequence[str], require: frozenset[str], ask: Ask) -> Solution:
+    """``found``, the best plan of ``question`` with one of ``heads``, or a simpler one that takes hardly longer."""
+    taken, quickest_s, given_up = found, found.quickest_s, list[GivenUp]()
+    tried, asked = set[str](), _Simpler("", question, tuple(heads))
+    while len(tried) < MAX_TRIED:
+        trial = next((each for each in _with_less(taken, asked, require) if each.what not in tried), None)
+        if trial is None:
+            break
+        tried.add(trial.what)
+        try:
+            other = ask(trial.question, trial.heads)
+        except Infeasible:
+            continue
+        if other.objective_s > quickest_s * (1 + GAIN):
+            continue
+        if other.objective_s > taken.objective_s * (1 + _SAME):
+            given_up.append(GivenUp(what=trial.what, objective_s=other.objective_s - taken.objective_s))
+        quickest_s = min(quickest_s, other.quickest_s)
+        taken, asked = other, trial
+    if taken is found:
+        return found
+    left_out = tuple(
+        LeftOut(device=device.device, reason="the others are about as fast without it")
+        for device in question.devices
+        if device.device not in taken.plan.devices
+    )
+    return replace(
+        taken,
+        plan=replace(taken.plan, left_out=left_out),
+        bound_s=min(found.bound_s, quickest_s),
+        proven=found.proven and quickest_s >= found.quickest_s * (1 - _SAME),
+        given_up_s=taken.objective_s - quickest_s,
+        given_up=tuple(given_up),
+    )
+
+
+def _with_less(found: Solution, asked: _Simpler, require: frozenset[str]) -> Iterator[_Simpler]:
+    """Questions of which the plans ask less than ``found`` does: of a head, of wireless devices, of full ones."""
+    plan, question = found.plan, asked.question
+    wireless = [each.device for each in question.devices if each.wireless and each.device in plan.devices]
+    others = tuple(head for head in asked.heads if head not in wireless)
+    if plan.head in wireless and others:
+        yield _Simpler(f"{plan.head} as head, which is on Wi-Fi", question, others)
+    roaming = [name for name in wireless if name not in require and name != plan.head]
+    for names in [roaming, *([name] for name in roaming)]:
+        if names:
+            left = tuple(each for each in question.devices if each.device not in names)
+            heads = tuple(head for head in asked.heads if head not in names)
+            yield _Simpler(f"{' and '.join(names)}, on Wi-Fi", replace(question, devices=left), heads)
+    if plan.streaming:
+        return  # whatever it can have it uses
+    limits = {member.name: member.ram_limit for member in question.members}
+    full = [each.device for each in found.prediction.devices if each.ram_bytes > FULL * limits[each.device]]
+    if full:
+        less = {
+            name: replace(question.limits.get(name, NO_LIMITS), ram_bytes=int(FULL * limits[name])) for name in full
+        }
+        what = f"the last {1 - FULL:.0%} of the memory of {' and '.join(full)}"
+        yield _Simpler(what, replace(question, limits={**question.limits, **less}), asked.heads)
