@@ -2,7 +2,8 @@
 
 What a chunk computes depends, in the last bits, on which rows are computed together. So the end of a chunk depends on the
 tokens up to it alone: prompts that begin alike have the same chunks as far as they are alike, and what one of them has
-computed the other would compute, bit for bit.
+computed the other would compute, bit for bit. The next ring may have chunks of another size; an answer that was begun goes
+on with those that its prompt was computed in (``ChunkSize``).
 
 A chunk ends after ``rows`` tokens, or once it has ``minimum`` of them before a token that begins something: in a chat each
 message begins with one. So the next turn computes what is new, and the answer before it, which was computed row by row.
@@ -15,8 +16,9 @@ chunk is found again as well: its pieces are what they were in another chunk tha
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +51,35 @@ class Pieces:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkSize:
+    """Chunks of at most ``rows`` tokens, and of at least ``minimum`` before a token that begins something."""
+
+    rows: int
+    minimum: int
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.minimum <= self.rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunking:
     """Chunks of at most ``rows`` tokens, and of at least ``minimum`` before a token that ``begins`` something.
 
-    They are computed in ``pieces`` beside other generations, or whole.
+    They are computed in ``pieces`` beside other generations, or whole. A step may have ``step_rows`` (0: as a chunk).
     """
 
     rows: int
     minimum: int
     begins: Callable[[int], bool]
     pieces: Pieces | None = None
+    step_rows: int = 0
+
+    def of(self, size: ChunkSize | None) -> Chunking:
+        """Chunks of ``size`` instead, if it is known and a step may have as many rows."""
+        own = ChunkSize(rows=self.rows, minimum=self.minimum)
+        if size is None or size == own or size.rows > max(self.rows, self.step_rows):
+            return self
+        return replace(self, rows=size.rows, minimum=size.minimum)
 
     def piece(self, first: int, end: int, until: int, writing: int) -> int:
         """The end of the next piece of a chunk up to ``end``, of a prompt up to ``until``; what is before ``first`` is
@@ -82,7 +103,7 @@ class Chunking:
         while end < len(prompt):
             end = self.end(prompt, end)
             is_last = end == len(prompt) and not (is_whole and prompt == before.prompt)
-            if is_last or end not in before.ends or prompt[found:end] != before.prompt[found:end]:
+            if is_last or before.end_behind(found) != end or prompt[found:end] != before.prompt[found:end]:
                 return found + self._pieces_of_both(prompt, before, found, end)
             found = end
         return found
@@ -92,7 +113,7 @@ class Chunking:
         multiple with enough rows behind them in both."""
         if self.pieces is None:
             return 0
-        multiple, was_end = self.pieces.multiple, next((each for each in before.ends if each > first), first)
+        multiple, was_end = self.pieces.multiple, before.end_behind(first)
         maximum = min(end, was_end) - multiple - first
         rows = next((row for row in range(maximum) if prompt[first + row] != before.prompt[first + row]), maximum)
         return max(0, rows) // multiple * multiple
@@ -103,7 +124,7 @@ class Chunking:
         return self.end(prompt, first) if cells > first else 0
 
     def common(self, prompt: Sequence[int], other: Sequence[int]) -> int:
-        """How many tokens of ``prompt`` are in chunks that ``other`` has as well; never all."""
+        """How many tokens of ``prompt`` are in chunks that ``other``, in chunks of that size, has as well; never all."""
         found = 0
         while (end := self.end(prompt, found)) < len(prompt):
             if self.end(other, found) != end or prompt[found:end] != other[found:end]:
@@ -118,3 +139,8 @@ class Computed:
 
     prompt: Sequence[int] = ()
     ends: list[int] = field(default_factory=list)
+
+    def end_behind(self, first: int) -> int:
+        """The end of the chunk in which the rows behind ``first`` are; ``first`` if they are in none."""
+        place = bisect_right(self.ends, first)
+        return self.ends[place] if place < len(self.ends) else first

@@ -164,7 +164,11 @@ def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple
     streams.begin({**windows, opening.route - 1: tail})
     controls = control_tokens(header)
     chunking = Chunking(
-        rows=part.chunk_rows, minimum=part.min_rows, begins=lambda token: token in controls, pieces=part.pieces
+        rows=part.chunk_rows,
+        minimum=part.min_rows,
+        begins=lambda token: token in controls,
+        pieces=part.pieces,
+        step_rows=opening.options.rows,
     )
     kv_writer = open_kv_writer(opening, (*windows.values(), tail))
     head = Head(

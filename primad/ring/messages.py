@@ -38,7 +38,7 @@ from primad.errors import (
 )
 from primad.kv.cells import CellShape, is_block, is_key
 from primad.kv.keys import KvBlock
-from primad.ring.chunks import Pieces
+from primad.ring.chunks import ChunkSize, Pieces
 from primad.ring.grouping import Batching
 from primad.ring.speculation.drafter import Drafting
 from primad.ring.speculation.messages import Drafted, DraftModel, TextTask
@@ -259,6 +259,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     Its cells are kept under ``root`` (empty: they are not), and those of ``blocks``, a chain from position 0 on, are held by
     every device of the ring, which says of each when it is forgotten, whether it was of use or not.
     ``replays_rows``: what of ``sampled`` is in no block is computed row by row, as it was before, and else in chunks.
+    Its prompt is computed in ``chunks`` of the ring where it was begun, or of this one.
     It ``speculates``: where the ring computes drafts there are some of it as well; the answer is the same without.
     """
 
@@ -276,6 +277,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     blocks: list[KvBlock] = []
     replays_rows: bool = True
     speculates: bool = True
+    chunks: ChunkSize | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -58,6 +58,8 @@ class Running:
     started_s: float
     sampled: list[int]
     """All tokens after the prompt, those of earlier epochs first."""
+    chunking: Chunking
+    """How its prompt is cut."""
     reused: int
     """Tokens of the prompt whose cells were there, until that is told."""
     chunk_end: int = 0
@@ -183,6 +185,7 @@ class Slots:
             started_s=now,
             sampled=list(generate.sampled),
             sequence=self._free[0],
+            chunking=self._chunking.of(generate.chunks),
             reused=0,
             mirostat_mu=generate.sampling.mirostat_mu,
         )
@@ -245,13 +248,13 @@ class Slots:
             if not generate.reuses:
                 return 0
             is_whole = sequence.ending is not None and not generate.sampled
-            return self._chunking.reused(generate.prompt, sequence.computed, is_whole=is_whole)
+            return running.chunking.reused(generate.prompt, sequence.computed, is_whole=is_whole)
 
         kept, _, sequence = max(
             ((reused(each), -each.used, each) for each in self._free), key=lambda candidate: candidate[:2]
         )
-        loaded = usable(self._chunking, generate) if self._keep_rows is not None and generate.blocks else None
-        leader, shared = self._leader(generate, others)
+        loaded = usable(running.chunking, generate) if self._keep_rows is not None and generate.blocks else None
+        leader, shared = self._leader(running, others)
         if shared - max(kept, loaded.end if loaded is not None else 0) > self._minimum:
             running.behind, running.shared = leader, shared
             running.sequence = min(self._free, key=lambda each: (each.used, each.number))
@@ -270,7 +273,7 @@ class Slots:
         self._begin_chain(running, sequence.chain, kept)
         ends = [end for end in sequence.computed.ends if end <= kept]
         sequence.computed, sequence.cells = Computed(generate.prompt, ends), kept
-        running.chunk_end = self._chunking.begun(generate.prompt, ends, kept)
+        running.chunk_end = running.chunking.begun(generate.prompt, ends, kept)
         sequence.ops = [KvRemove(sequence.number, kept, -1)] if sequence.used or sequence.ops else []
 
     def _load(self, running: Running, loaded: Usable) -> None:
@@ -291,14 +294,15 @@ class Slots:
             blocks = source.before(cells, root) if root else []
             self._keeping.begin(running.sequence.chain, running.generate, blocks, told=False)
 
-    def _leader(self, generate: Generate, others: Collection[Running]) -> tuple[Running | None, int]:
-        """The one of the ``others`` whose prompt has most in common with that of ``generate``, and how much."""
+    def _leader(self, running: Running, others: Collection[Running]) -> tuple[Running | None, int]:
+        """The one of the ``others`` whose prompt has most in common with that of ``running``, and how much."""
+        generate, chunking = running.generate, running.chunking
         best: tuple[Running | None, int] = (None, 0)
         for each in others if generate.reuses else ():
-            if each.behind is None and not each.is_foreign:
+            if each.behind is None and not each.is_foreign and each.chunking == chunking:
                 prompt = each.generate.prompt
                 is_same = not each.is_decoding and prompt == generate.prompt
-                common = len(prompt) if is_same else self._chunking.common(generate.prompt, prompt)
+                common = len(prompt) if is_same else chunking.common(generate.prompt, prompt)
                 best = max(best, (each, common), key=lambda pair: pair[1])
         return best
 

@@ -489,7 +489,7 @@ def lacks_flash(backend: str, model: ModelProfile) -> bool:
 
 def _largest_rows(workload: Workload) -> int:
     """Rows of the largest step: those of a chunk, or all that the context holds."""
-    return min(workload.chunk_rows, workload.context_tokens * workload.sequences)
+    return min(workload.step_rows, workload.context_tokens * workload.sequences)
 
 
 def hidden_bytes(model: ModelProfile, workload: Workload) -> int:
@@ -544,4 +544,4 @@ def _weights(bytes_by_type: Mapping[str, int]) -> float:
 def logits_bytes(model: ModelProfile, workload: Workload) -> int:
     """Compute buffer of the window with the output matrix when its layers are done: logits of a few rows and what they
     come from. Of the embedding, which is mapped, single rows are read."""
-    return min(LOGIT_ROWS, workload.chunk_rows) * (model.vocabulary + 4 * model.width) * ACTIVATION_BYTES
+    return min(LOGIT_ROWS, workload.step_rows) * (model.vocabulary + 4 * model.width) * ACTIVATION_BYTES

@@ -99,7 +99,8 @@ class Short:
 class Prediction:
     """What a plan costs: ``tpot_s`` a token, ``ttft_s`` to the first one, ``period_s`` between tokens of all sequences.
 
-    Prompts are computed ``chunk_rows`` rows at a time, of which a chunk takes ``prefill_chunk_s``.
+    Prompts are computed ``chunk_rows`` rows at a time, of which a chunk takes ``prefill_chunk_s``; a step may have
+    ``step_rows``.
     """
 
     tpot_s: float
@@ -111,6 +112,7 @@ class Prediction:
     disk_s: float
     prefill_chunk_s: float
     chunk_rows: int
+    step_rows: int
     devices: tuple[DevicePrediction, ...]
     short: tuple[Short, ...]
 
@@ -326,6 +328,7 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
         disk_s=disk_s,
         prefill_chunk_s=chunk_s,
         chunk_rows=instance.workload.chunk_rows,
+        step_rows=instance.workload.step_rows,
         devices=tuple(
             DevicePrediction(
                 device=share.member.name,

@@ -20,7 +20,7 @@ from halda.evaluate import Objective, Prediction, evaluate, request_weights
 from halda.instance import Instance
 from halda.plan import Plan, Window
 
-WEIGHT: Final = 0.02
+WEIGHT: Final = 0.05
 """Seconds of a request that a second of the busiest machine is worth."""
 _SAME: Final = 1e-9
 
@@ -43,7 +43,7 @@ class _Tried:
 
 def filled(plan: Plan, question: Instance, objective: Objective) -> Plan:
     """``plan``, or one of the same ring that is about as good for ``objective`` and has a less busy machine."""
-    if plan.streaming or len(plan.devices) == 1:
+    if plan.streaming or plan.rounds > 1 or len(plan.devices) == 1:
         return plan
     now = _tried(plan, question, objective)
     assert now is not None

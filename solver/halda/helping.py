@@ -51,7 +51,7 @@ def others_to_try(able: frozenset[str]) -> list[frozenset[str]]:
 
 def with_offload(found: Solution, question: Instance, able: frozenset[str]) -> Solution:
     """``found``, of ``question``, in which those of the devices ``able`` to be helped are for which that is better."""
-    question = question.with_rows(found.prediction.chunk_rows)
+    question = question.with_rows(found.prediction.chunk_rows, found.prediction.step_rows)
     plan, prediction = found.plan, found.prediction
 
     def value(prediction: Prediction) -> float:

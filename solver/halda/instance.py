@@ -254,9 +254,10 @@ class Instance:
                 return False
         return True
 
-    def with_rows(self, chunk_rows: int) -> Instance:
-        """The same question with chunks of so many rows."""
-        return replace(self, workload=replace(self.workload, chunk_rows=chunk_rows))
+    def with_rows(self, chunk_rows: int, step_rows: int = 0) -> Instance:
+        """The same question with chunks of so many rows, and buffers of as many or of ``step_rows``."""
+        buffer_rows = step_rows if step_rows > chunk_rows else 0
+        return replace(self, workload=replace(self.workload, chunk_rows=chunk_rows, buffer_rows=buffer_rows))
 
     def offloading(self, plan: Plan) -> Instance:
         """The same question where those devices of ``plan`` are helped that are in it."""

@@ -439,6 +439,7 @@ class Workload:
     """What the plan is for: ``sequences`` at once, each with ``context_tokens`` of KV cache of type ``kv_type``.
 
     A typical request has ``prompt_tokens`` and ``answer_tokens``; prompts are computed ``chunk_rows`` rows at a time.
+    Buffers hold as many, or ``buffer_rows`` if that is more: a ring that follows may go on with larger chunks.
     Attention is llama.cpp's ``flash`` attention, or keeps the scores of all tokens: that takes more memory, and on a CPU
     less time for a token.
     """
@@ -450,3 +451,9 @@ class Workload:
     answer_tokens: int
     chunk_rows: int
     flash: bool = True
+    buffer_rows: int = 0
+
+    @property
+    def step_rows(self) -> int:
+        """Rows that a step may have."""
+        return max(self.chunk_rows, self.buffer_rows)

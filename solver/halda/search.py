@@ -51,6 +51,13 @@ them, or a smaller buffer leaves more room for layers."""
 MAX_CHUNK_S: Final = 60.0
 """A chunk that takes longer is not made larger: nothing else is computed meanwhile, and a ring whose step does not come back
 counts as broken after a while."""
+RING_CHUNKS: Final = (256, 128, 64, 32)
+"""Rows of a chunk with which a ring may have a prompt sooner: one device computes a chunk while another has the next.
+Buffers stay as they are."""
+RING_GAIN: Final = 0.01
+"""Share of the objective that each smaller chunk must gain then; other prompts are hardly slower with it."""
+_OVERLAP_ROWS: Final = 128
+"""With chunks of so many rows it is looked for rings that are worth having for prompts alone."""
 FEWER_GAIN: Final = 0.05
 """Share of the objective that fewer rows must gain: with other prompts than the typical one they may be slower."""
 EXACT_CUTS: Final = 160
@@ -65,6 +72,8 @@ _HURRIED_S: Final = 1.0
 is."""
 _HURRIED_SHARE: Final = 0.25
 """Nor for a larger share of the time that there is."""
+_AGAIN_SHARE: Final = 0.5
+"""To look for the best plan with the chunks that a ring is to have."""
 _SIMPLER_SHARE: Final = 0.1
 """Of the time that there is, for each simpler plan that is looked for."""
 _LONG_S: Final = 1.5
@@ -241,6 +250,8 @@ def _with_head(
         hurried = _Search(question.with_rows(fewest), objective, require, hurried_s)
         if hurried.run() and hurried.solution().objective_s < found.objective_s * (1 - FEWER_GAIN):
             other = question.with_rows(fewest)
+    if other is None and chunks and objective in OF_FIRST_TOKEN:
+        return _overlapping(found, question, require, time_limit_s, fills)
     if other is None:
         return found
     # With another buffer other layers may be the best ones to stream, so it is worth another search.
@@ -249,6 +260,50 @@ def _with_head(
         return found
     better = _filled(again.solution(), other) if fills else again.solution()
     return better if better.objective_s < found.objective_s else found
+
+
+def _overlapping(
+    found: Solution, question: Instance, require: frozenset[str], time_limit_s: float, fills: bool
+) -> Solution:
+    """``found``, or a plan that has a prompt sooner, as several devices compute smaller chunks of it at the same time.
+
+    In one round: with more of them chunks follow each other a little closer, and tokens go round more often.
+    """
+    may_gain = found.prediction.ttft_s > FEWER_GAIN * found.objective_s
+    if len(question.processors) == 1 or found.plan.streaming or not may_gain:
+        return found
+
+    def searched(rows: int, share: float) -> Solution:
+        asked = question.with_rows(rows, question.workload.step_rows)
+        search = _Search(asked, found.objective, require, share * time_limit_s, is_one_round=True)
+        if not search.run() or search.solution().plan.streaming:
+            return found
+        return _filled(search.solution(), asked) if fills else search.solution()
+
+    best, other = _in_smaller_chunks(found, question), found
+    if question.workload.prompt_tokens > _OVERLAP_ROWS < question.workload.chunk_rows:
+        other = _in_smaller_chunks(searched(_OVERLAP_ROWS, _HURRIED_SHARE), question)
+    if other.objective_s < best.objective_s * (1 - (FEWER_GAIN if best is found else _SAME)):
+        best = other
+    if best.prediction.chunk_rows == found.prediction.chunk_rows:
+        return found
+    again = searched(best.prediction.chunk_rows, _AGAIN_SHARE)
+    if again.quickest_s <= best.quickest_s * (1 + _SAME):
+        return again
+    return replace(best, bound_s=min(again.bound_s, best.quickest_s), proven=False)
+
+
+def _in_smaller_chunks(found: Solution, question: Instance) -> Solution:
+    """``found`` with the chunks of a prompt that suit its ring best."""
+    best, work = found, question.workload
+    for rows in RING_CHUNKS:
+        if rows >= min(best.prediction.chunk_rows, work.prompt_tokens):
+            continue
+        prediction = evaluate(found.plan, question.with_rows(rows, work.step_rows))
+        objective_s = prediction.objective_s(found.objective, work.answer_tokens)
+        if not prediction.short and objective_s < best.objective_s * (1 - RING_GAIN):
+            best = replace(found, prediction=prediction, objective_s=objective_s, proven=False)
+    return best
 
 
 def _is_short(plan: Plan, question: Instance) -> bool:
@@ -284,8 +339,17 @@ def _other_chunks(found: Solution, question: Instance, chunks: Sequence[int]) ->
 class _Search:
     """One search: what was found, what is left of the time, and below what no plan can be."""
 
-    def __init__(self, question: Instance, objective: Objective, require: frozenset[str], time_limit_s: float) -> None:
+    def __init__(
+        self,
+        question: Instance,
+        objective: Objective,
+        require: frozenset[str],
+        time_limit_s: float,
+        *,
+        is_one_round: bool = False,
+    ) -> None:
         self._instance = question
+        self._is_one_round = is_one_round
         self._objective: Objective = objective
         self._required = frozenset(m for m, device in enumerate(question.devices) if device.device in require)
         self._left_s = time_limit_s
@@ -303,7 +367,7 @@ class _Search:
 
     def run(self) -> bool:
         """Look for the best plan. Answers whether there is any."""
-        max_rounds = self._instance.model.max_rounds
+        max_rounds = 1 if self._is_one_round else self._instance.model.max_rounds
         if not self._required - {0}:
             self._single_device()
         if len(self._instance.devices) > 1:
@@ -314,8 +378,16 @@ class _Search:
                 return self.found  # with many devices it takes seconds to look for plans that there are not
             self._begin(max_rounds)
             self._rounds(1, orders)
-            self._more_rounds(max_rounds, orders)
+            if self._is_one_round:
+                self._leave_more_rounds(orders)
+            else:
+                self._more_rounds(max_rounds, orders)
         return self.found
+
+    def _leave_more_rounds(self, orders: Sequence[RingOrder] | None) -> None:
+        """Of more rounds only the bound is of interest: how much better they might be."""
+        if self._instance.model.max_rounds > 1 and self._may_win(2, orders):
+            self._open_bound_s = min(self._open_bound_s, self._min_s)
 
     def _more_rounds(self, max_rounds: int, orders: Sequence[RingOrder] | None) -> None:
         """Rings of two rounds or more: first of as many as the best so far has: others are then soon known to be worse.

@@ -48,7 +48,7 @@ def simpler(found: Solution, question: Instance, heads: Sequence[str], require: 
             other = ask(trial.question, trial.heads)
         except Infeasible:
             continue
-        if other.objective_s > quickest_s * (1 + GAIN):
+        if other.objective_s > quickest_s * (1 + GAIN) or _burdens(other, trial.question) >= _burdens(taken, question):
             continue
         if other.objective_s > taken.objective_s * (1 + _SAME):
             given_up.append(GivenUp(what=trial.what, objective_s=other.objective_s - taken.objective_s))
@@ -71,10 +71,30 @@ def simpler(found: Solution, question: Instance, heads: Sequence[str], require: 
     )
 
 
+def _wireless(found: Solution, question: Instance) -> list[str]:
+    return [each.device for each in question.devices if each.wireless and each.device in found.plan.devices]
+
+
+def _full(found: Solution, question: Instance) -> list[str]:
+    """Devices of which the plan takes nearly all memory. Where layers stream it takes whatever it can have."""
+    limits = {member.name: member.ram_limit for member in question.members}
+    return [
+        each.device
+        for each in found.prediction.devices
+        if each.ram_bytes > FULL * limits[each.device] and not found.plan.streaming
+    ]
+
+
+def _burdens(found: Solution, question: Instance) -> tuple[bool, int]:
+    """What the plan asks of devices, to be compared: of one that streams, its disks too."""
+    wireless = _wireless(found, question)
+    return bool(found.plan.streaming), len(wireless) + (found.plan.head in wireless) + len(_full(found, question))
+
+
 def _with_less(found: Solution, asked: _Simpler, require: frozenset[str]) -> Iterator[_Simpler]:
     """Questions of which the plans ask less than ``found`` does: of a head, of wireless devices, of full ones."""
     plan, question = found.plan, asked.question
-    wireless = [each.device for each in question.devices if each.wireless and each.device in plan.devices]
+    wireless, full = _wireless(found, question), _full(found, question)
     others = tuple(head for head in asked.heads if head not in wireless)
     if plan.head in wireless and others:
         yield _Simpler(f"{plan.head} as head, which is on Wi-Fi", question, others)
@@ -84,11 +104,8 @@ def _with_less(found: Solution, asked: _Simpler, require: frozenset[str]) -> Ite
             left = tuple(each for each in question.devices if each.device not in names)
             heads = tuple(head for head in asked.heads if head not in names)
             yield _Simpler(f"{' and '.join(names)}, on Wi-Fi", replace(question, devices=left), heads)
-    if plan.streaming:
-        return  # whatever it can have it uses
-    limits = {member.name: member.ram_limit for member in question.members}
-    full = [each.device for each in found.prediction.devices if each.ram_bytes > FULL * limits[each.device]]
     if full:
+        limits = {member.name: member.ram_limit for member in question.members}
         less = {
             name: replace(question.limits.get(name, NO_LIMITS), ram_bytes=int(FULL * limits[name])) for name in full
         }

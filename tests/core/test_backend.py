@@ -16,6 +16,7 @@ from primad.errors import PromptTooLongError, RequestError, RingError
 from primad.head.rings.backend import A_MOMENT_S, MAX_RINGS, MAX_UNREAD, GoOn, RingBackend
 from primad.kv import keys
 from primad.kv.keys import KvBlock
+from primad.ring.chunks import ChunkSize
 from primad.ring.messages import (
     Cancel,
     Finished,
@@ -772,6 +773,27 @@ def test_rows_are_computed_one_by_one_as_long_as_they_are_not_too_many(maximum, 
         )
         assert ring.generates[0].replays_rows == by_rows
         await reader.cancel()
+
+    asyncio.run(once())
+
+
+def test_an_answer_that_was_begun_keeps_its_chunks_and_the_others_have_those_of_the_next_ring():
+    async def once() -> None:
+        backend, sent = RingBackend(), []
+        sizes = [ChunkSize(rows=rows, minimum=rows) for rows in (512, 128, 64)]
+        readers = list[Reader]()
+        for epoch, size in enumerate(sizes, 1):
+            ring = FakeRing(epoch)
+            cells = GoOn(root=lambda _: "", blocks={}, max_rows=None, chunks=size)
+            await backend.attach(SERVED, epoch, ring.send, ring.status, "", cells)
+            sent.append([(each.request, each.chunks) for each in ring.generates])
+            readers.append(Reader(ask(backend, epoch)))
+            await settled()
+            if epoch == 1:
+                backend.deliver(1, sampled(1, 7))
+        assert sent == [[], [(1, sizes[0])], [(1, sizes[0]), (2, sizes[2])]]
+        for reader in readers:
+            await reader.cancel()
 
     asyncio.run(once())
 

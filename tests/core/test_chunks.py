@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.ring.chunks import Chunking, Computed, Pieces
+from primad.ring.chunks import Chunking, ChunkSize, Computed, Pieces
 
 FEW = st.lists(st.integers(0, 9), min_size=1, max_size=60)
 
@@ -94,3 +94,19 @@ def test_the_same_prompt_computes_its_last_chunk_again():
     of = chunking()
     prompt = [1] * 20
     assert of.reused(prompt, Computed(prompt, ends(of, prompt))) == 16
+
+
+def test_chunks_of_another_size_are_not_reused_even_where_both_end():
+    prompt = list(range(20))
+    in_fours = Computed(prompt, [4, 8, 12, 16])
+    assert chunking(8, 8).reused(prompt, in_fours) == 0
+    assert chunking(4, 4).reused(prompt, in_fours) == 16
+    assert chunking(4, 4).reused(prompt, Computed(prompt, [4, 12, 16])) == 4
+
+
+def test_an_answer_goes_on_in_the_chunks_that_its_prompt_was_computed_in_if_a_step_may_have_them():
+    own = Chunking(rows=8, minimum=4, begins=lambda _: False, step_rows=16)
+    larger = ChunkSize(rows=16, minimum=16)
+    assert own.of(None) is own
+    assert (own.of(larger).rows, own.of(larger).minimum) == (16, 16)
+    assert own.of(ChunkSize(rows=32, minimum=32)) is own

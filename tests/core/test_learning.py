@@ -92,6 +92,7 @@ def prediction(desk: DevicePrediction, lap: DevicePrediction, *, hop_s: float = 
         disk_s=0.0,
         prefill_chunk_s=1.0,
         chunk_rows=512,
+        step_rows=512,
         devices=both,
         short=(),
     )

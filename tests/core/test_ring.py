@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from primad.errors import AlteredStepError, EngineError, NotFiniteError, RingError, SenderError
 from primad.kv.keys import KvBlock
-from primad.ring.chunks import Pieces
+from primad.ring.chunks import ChunkSize, Pieces
 from primad.ring.grouping import Batching
 from primad.ring.head import Notify, Send, log_softmax, most_likely
 from primad.ring.keeping import prompt_blocks
@@ -872,6 +872,18 @@ def test_the_beginning_of_a_chunk_is_found_again_in_pieces(data, multiple, seed)
         rows = [step for step in ring.windows[0].steps[before:] if step and step[0] < len(text)]
         assert [row for step in rows for row in step] == list(range(reused(ring, request), len(text)))
         assert all(step[-1] + 1 in (len(text), (step[0] // 16 + 1) * 16) for step in rows)
+
+
+def test_what_was_begun_in_other_chunks_goes_on_in_them_and_new_prompts_have_those_of_the_ring():
+    ring, text = FakeRing(*SMALL, rows=4, step_rows=16, sequences=2), prompt(30)
+    before = ring.model.answer(text, 8, GREEDY)
+    tokens, _ = ring.ask(generate(1, text, sampled=before[:3], chunks=ChunkSize(rows=16, minimum=16)))
+    assert tokens == before[3:]
+    assert [len(step) for step in ring.windows[0].steps if step and step[0] < len(text)] == [16, 14]
+    done = len(ring.windows[0].steps)
+    ring.ask(generate(2, text[:16] + prompt(8, 1)))
+    assert reused(ring, 2) == 0, "its chunks are others"
+    assert [len(step) for step in ring.windows[0].steps[done:] if step and step[0] < 24] == [4] * 6
 
 
 @rings

@@ -75,6 +75,7 @@ PREDICTION = Prediction(
     disk_s=0.1,
     prefill_chunk_s=1.0,
     chunk_rows=512,
+    step_rows=512,
     devices=(DESK, LAP),
     short=(),
 )

@@ -16,7 +16,7 @@ import numpy as np
 
 from primad.engine.protocol import GREEDY, EngineOptions, Hidden, HiddenWindow, LogitsWindow, Sampling
 from primad.kv.keys import KvBlock
-from primad.ring.chunks import Chunking, Pieces
+from primad.ring.chunks import Chunking, ChunkSize, Pieces
 from primad.ring.grouping import Batching
 from primad.ring.head import MASKS_LOOK_S, Head, HeadEvent, Notify, Send
 from primad.ring.messages import Cancel, Finished, Generate, Sampled, Skip, Step, StepLimits, decode_route
@@ -59,6 +59,7 @@ def generate(
     root: str = "",
     blocks: Sequence[KvBlock] = (),
     replays_rows: bool = True,
+    chunks: ChunkSize | None = None,
 ) -> Generate:
     """A generation of ``tokens`` tokens at most, of which an earlier ring has ``sampled`` some and kept ``blocks``."""
     return Generate(
@@ -71,6 +72,7 @@ def generate(
         root=root,
         blocks=list(blocks),
         replays_rows=replays_rows,
+        chunks=chunks,
     )
 
 
@@ -98,6 +100,7 @@ class FakeRing:
         keep_rows: int | None = None,
         shelves: Sequence[FakeKvWriter] = (),
         seed: int = 0,
+        step_rows: int = 0,
         drafting: Drafting | None = None,
         drafter: BeginsDrafter = PromptLookup,
     ) -> None:
@@ -106,7 +109,7 @@ class FakeRing:
         options = EngineOptions(
             context=context,
             sequences=sequences,
-            rows=max(rows, sequences),
+            rows=max(rows, sequences, step_rows),
             threads=1,
             batch_threads=1,
             kv_type="f16",
@@ -141,7 +144,11 @@ class FakeRing:
             for device in range(len(held))
         ]
         chunking = Chunking(
-            rows=rows, minimum=minimum or rows, begins=begins_message if minimum else never, pieces=pieces
+            rows=rows,
+            minimum=minimum or rows,
+            begins=begins_message if minimum else never,
+            pieces=pieces,
+            step_rows=step_rows,
         )
         self.scheduler = Scheduler(
             SchedulerState(

@@ -122,7 +122,14 @@ def prediction(*, desk_s: float, nas_s: float) -> Prediction:
     token_s = desk_s + nas_s
     return Prediction(
         **dict.fromkeys((each.name for each in fields(Prediction)), 0.0)
-        | {"tpot_s": token_s, "period_s": token_s, "chunk_rows": 16, "devices": tuple(devices), "short": ()}
+        | {
+            "tpot_s": token_s,
+            "period_s": token_s,
+            "chunk_rows": 16,
+            "step_rows": 16,
+            "devices": tuple(devices),
+            "short": (),
+        }
     )
 
 
@@ -314,7 +321,7 @@ def test_prompts_are_computed_in_the_chunks_that_the_plan_reckons_with(lab, larg
     async def test(here: Lab) -> None:
         if larger is not None:
             here.solver.prediction = SimpleNamespace(
-                chunk_rows=larger, prefill_chunk_s=1.0, devices=(), tpot_s=0.5, ttft_s=3.0
+                chunk_rows=larger, step_rows=larger, prefill_chunk_s=1.0, devices=(), tpot_s=0.5, ttft_s=3.0
             )
         here.start()
         ring = await here.serves()

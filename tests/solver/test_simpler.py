@@ -53,7 +53,7 @@ def test_a_device_that_must_take_part_does():
 
 
 def test_the_last_of_a_devices_memory_is_left_where_that_costs_little():
-    devices = [device("fast", ram=int(4.3 * GB), rate=21e9, disk=1e7), device("desk", ram=12 * GB, disk=1e7)]
+    devices = [device("fast", ram=int(4.3 * GB), rate=24e9, disk=1e7), device("desk", ram=12 * GB, disk=1e7)]
     tight, taken = (found(devices, settles=settles) for settles in (False, True))
     limit = devices[0].ram_available_bytes
     used = [{each.device: each.ram_bytes for each in plan.prediction.devices}["fast"] for plan in (tight, taken)]

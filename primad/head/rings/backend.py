@@ -18,6 +18,7 @@ import msgspec
 from primad.api.answering.backend import Health, ModelSettings, Preparation, Prepared, ServedModel, TokenPieces
 from primad.errors import PrimadError, PromptTooLongError, RequestError, RingError
 from primad.kv.keys import KvBlock
+from primad.ring.chunks import ChunkSize
 from primad.ring.messages import (
     Cancel,
     Finished,
@@ -59,12 +60,13 @@ class GoOn:
     """The state of the requests that a ring resumes: the ``blocks`` of KV cache that all its devices hold, by request.
 
     ``root`` names, by owner, whose cache it is; empty without a cache. At most ``max_rows`` tokens of a request are
-    recomputed one by one.
+    recomputed one by one. It cuts new prompts into ``chunks``.
     """
 
     root: Callable[[str], str]
     blocks: Mapping[int, Sequence[KvBlock]]
     max_rows: int | None
+    chunks: ChunkSize | None = None
 
 
 class Preparing(Protocol):
@@ -102,6 +104,8 @@ class _Open:
     chain: list[KvBlock] = field(default_factory=list)
     """The blocks that its ring keeps, from the first position on."""
     mirostat_mu: float | None = None
+    chunks: ChunkSize | None = None
+    """In which its prompt is computed, if that is known."""
     begun: bool = False
     ended: bool = False
     moved: bool = False
@@ -125,6 +129,8 @@ class _Open:
     def to_go_on(self, cells: GoOn) -> Generate:
         """The request for a ring that has not seen it yet, but holds ``cells``."""
         self.chain = list(cells.blocks.get(self.generate.request, ()))
+        if not self.computed:
+            self.chunks = cells.chunks
         there = max(len(self.generate.prompt), self.chain[-1].end if self.chain else 0)
         return msgspec.structs.replace(
             self.generate,
@@ -133,6 +139,7 @@ class _Open:
             root=cells.root(self.generate.owner),
             blocks=list(self.chain),
             replays_rows=cells.max_rows is None or self.computed - there <= cells.max_rows,
+            chunks=self.chunks,
         )
 
     def give(self, event: GenerationEvent | PrimadError) -> None:
@@ -170,6 +177,7 @@ class _Ring:
     epoch: int
     send: SendCommands
     status: StatusOf
+    chunks: ChunkSize | None
 
 
 class RingBackend:
@@ -274,7 +282,7 @@ class RingBackend:
 
         One whose prompt does not fit the new context ends with an error.
         """
-        self._served, self._ring, self._detail = served, _Ring(epoch, send, status), detail
+        self._served, self._ring, self._detail = served, _Ring(epoch, send, status, cells.chunks), detail
         self._holding = False
         self._handing_over = False
         self._rest()
@@ -393,6 +401,7 @@ class RingBackend:
             generation = _Open(
                 generate=generate,
                 chain=list(generate.blocks),
+                chunks=None if self._ring is None else self._ring.chunks,
                 events=asyncio.Queue(MAX_UNREAD // (1 + (logprobs or 0)) + 1),
             )
             self._open[request] = generation

@@ -35,7 +35,7 @@ from primad.network.messages import MAX_BLOCKS, KvForget
 from primad.planning.batching import min_rows
 from primad.planning.forecast import Forecast
 from primad.planning.replicas import Kept, holders, replicas, token_bytes
-from primad.ring.chunks import Chunking
+from primad.ring.chunks import Chunking, ChunkSize
 from primad.ring.keeping import prompt_blocks
 from primad.system.tasks import Tasks
 
@@ -417,9 +417,13 @@ class KvBackup:
 
     def _chunking_of(self, forecast: Forecast) -> Chunking:
         """The chunks into which the head's ring process cuts prompts."""
+        size, controls = self.chunks(forecast), control_tokens(self._service.model.header)
+        return Chunking(rows=size.rows, minimum=size.minimum, begins=lambda token: token in controls)
+
+    def chunks(self, forecast: Forecast) -> ChunkSize:
+        """The size of chunks of new prompts."""
         rows = self._service.options.run.chunk_rows if forecast.prediction is None else forecast.prediction.chunk_rows
-        controls = control_tokens(self._service.model.header)
-        return Chunking(rows=rows, minimum=min_rows(forecast.plan, rows), begins=lambda token: token in controls)
+        return ChunkSize(rows=rows, minimum=min_rows(forecast.plan, rows))
 
     def max_rows(self, forecast: Forecast) -> int | None:
         """How many tokens of a request are recomputed one by one; None: all, since output must be exact."""

@@ -109,7 +109,7 @@ class Planner:
         )
         links = list(with_default_links(devices, links))
         known = instance(devices, links, await self._service.model.planned(), workload, {}, head=own.device)
-        prediction = evaluate(forecast.plan, known.with_rows(before.chunk_rows))
+        prediction = evaluate(forecast.plan, known.with_rows(before.chunk_rows, before.step_rows))
         return prediction.objective_s(run.objective, self._service.workload.answer_tokens)
 
     async def slowdown_with(

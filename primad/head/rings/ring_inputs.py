@@ -105,6 +105,12 @@ class RingInputs:
 
     @property
     def rows(self) -> int:
-        """Tokens per prompt chunk, as planned if the plan was solved."""
+        """Rows per step, as planned if the plan was solved."""
         prediction = self.forecast.prediction
-        return self.service.options.run.chunk_rows if prediction is None else prediction.chunk_rows
+        return self.service.options.run.chunk_rows if prediction is None else prediction.step_rows
+
+    @property
+    def chunk_rows(self) -> int:
+        """Tokens per prompt chunk, likewise."""
+        prediction = self.forecast.prediction
+        return self.rows if prediction is None else prediction.chunk_rows

@@ -352,7 +352,9 @@ class Rings:
             blocks = {}  # the cache has other contents then
         blocks = {request: blocks.get(request, []) for request in self._backend.chains()}  # some ended meanwhile
         self._kv.serve(ring, await ring.sources(), epoch, forecast, blocks)
-        cells = GoOn(root=self._kv.root, blocks=blocks, max_rows=self._kv.max_rows(forecast))
+        cells = GoOn(
+            root=self._kv.root, blocks=blocks, max_rows=self._kv.max_rows(forecast), chunks=self._kv.chunks(forecast)
+        )
         self._kv.went_on(*self._backend.rows_again(blocks))
         detail = f"serving with {show_count(len(ring.plan.devices), 'device')}"
         served = await self._served(forecast)

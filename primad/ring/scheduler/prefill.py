@@ -11,8 +11,8 @@ def chunk_step(state: SchedulerState, running: Running) -> PlannedStep:
     prompt, sequence = running.generate.prompt, running.sequence
     first = sequence.cells
     if first >= running.chunk_end:
-        running.chunk_end = state.chunking.end(prompt, first)
-    last = state.chunking.piece(first, running.chunk_end, len(prompt), state.decoding)
+        running.chunk_end = running.chunking.end(prompt, first)
+    last = running.chunking.piece(first, running.chunk_end, len(prompt), state.decoding)
     if last == running.chunk_end:
         sequence.computed.ends.append(last)
     sequence.cells = last
@@ -49,8 +49,8 @@ def replay_step(state: SchedulerState, running: Running) -> PlannedStep:
         last = state.batching.replayed(first, known)
     else:
         if first >= running.chunk_end:
-            running.chunk_end = min(first + state.chunking.rows, known)
-        last = state.chunking.piece(first, running.chunk_end, known, state.decoding - 1)
+            running.chunk_end = min(first + running.chunking.rows, known)
+        last = running.chunking.piece(first, running.chunk_end, known, state.decoding - 1)
     sequence.cells = last
     step = PlannedStep(
         step=state.steps,

@@ -107,7 +107,6 @@ class SchedulerState:
         self.losses = Losses()
         self.discarded: list[int] = []
         self.tally = Tally()
-        self.chunking = chunking
         self.batching = batching or Batching()
         self.depth = depth
         self.at_once = min(sequences, at_once or sequences)
