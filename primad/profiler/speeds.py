@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 MAIN: Final = TYPES[0]
 SMALL_LAYERS: Final = (2, 12)
-ROW_COUNTS: Final = (2, 4, 16)
+ROW_COUNTS: Final = (2, 4, 16, 128)
 """Counts of rows that the main type is measured with besides 1, ``BATCH_ROWS`` and a chunk of a prompt."""
 WORTH: Final = 0.97
 """Extra buffers double the memory that a window holds: a token or a prompt must take 3 % less with them."""

@@ -40,7 +40,7 @@ def simpler(found: Solution, question: Instance, heads: Sequence[str], require: 
     taken, quickest_s, given_up = found, found.quickest_s, list[GivenUp]()
     tried, asked = set[str](), _Simpler("", question, tuple(heads))
     while len(tried) < MAX_TRIED:
-        trial = next((each for each in _with_less(taken, asked, require) if each.what not in tried), None)
+        trial = next((each for each in _with_less(taken, question, asked, require) if each.what not in tried), None)
         if trial is None:
             break
         tried.add(trial.what)
@@ -48,7 +48,7 @@ def simpler(found: Solution, question: Instance, heads: Sequence[str], require: 
             other = ask(trial.question, trial.heads)
         except Infeasible:
             continue
-        if other.objective_s > quickest_s * (1 + GAIN) or _burdens(other, trial.question) >= _burdens(taken, question):
+        if other.objective_s > quickest_s * (1 + GAIN) or _burdens(other, question) >= _burdens(taken, question):
             continue
         if other.objective_s > taken.objective_s * (1 + _SAME):
             given_up.append(GivenUp(what=trial.what, objective_s=other.objective_s - taken.objective_s))
@@ -91,10 +91,10 @@ def _burdens(found: Solution, question: Instance) -> tuple[bool, int]:
     return bool(found.plan.streaming), len(wireless) + (found.plan.head in wireless) + len(_full(found, question))
 
 
-def _with_less(found: Solution, asked: _Simpler, require: frozenset[str]) -> Iterator[_Simpler]:
-    """Questions of which the plans ask less than ``found`` does: of a head, of wireless devices, of full ones."""
+def _with_less(found: Solution, whole: Instance, asked: _Simpler, require: frozenset[str]) -> Iterator[_Simpler]:
+    """Parts of the ``whole`` question whose plans ask less than ``found``: of a head, of wireless devices, of full ones."""
     plan, question = found.plan, asked.question
-    wireless, full = _wireless(found, question), _full(found, question)
+    wireless, full = _wireless(found, question), _full(found, whole)
     others = tuple(head for head in asked.heads if head not in wireless)
     if plan.head in wireless and others:
         yield _Simpler(f"{plan.head} as head, which is on Wi-Fi", question, others)
@@ -105,7 +105,7 @@ def _with_less(found: Solution, asked: _Simpler, require: frozenset[str]) -> Ite
             heads = tuple(head for head in asked.heads if head not in names)
             yield _Simpler(f"{' and '.join(names)}, on Wi-Fi", replace(question, devices=left), heads)
     if full:
-        limits = {member.name: member.ram_limit for member in question.members}
+        limits = {member.name: member.ram_limit for member in whole.members}
         less = {
             name: replace(question.limits.get(name, NO_LIMITS), ram_bytes=int(FULL * limits[name])) for name in full
         }
