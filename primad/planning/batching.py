@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
@@ -33,6 +33,8 @@ MAX_ROWS: Final = 256
 _ROWS: Final = (128, 64, 32, 16)
 MIN_ROWS: Final = 64
 """A processor computes so many rows of a chunk nearly as quickly as any number of them."""
+EFFICIENT: Final = 1.2
+"""In a piece a row may take so many times as long as in the best one: smaller pieces make everybody wait longer in all."""
 SHORT_S: Final = 0.5
 """Who reads an answer may wait so long once for another's prompt, which takes several times as long in pieces."""
 _LITTLE: Final = 0.01
@@ -140,26 +142,33 @@ def multiple_of_pieces(plan: Plan, question: Instance, sequences: int) -> int:
 def pieces_of(plan: Plan, question: Instance, sequences: int) -> Pieces | None:
     """The pieces in which chunks are computed while others of so many ``sequences`` write, and found again; None: in none.
 
-    The others wait for a piece no longer than for the tokens of all of them, and once for what is left of a prompt if that
-    takes ``SHORT_S`` at most. Where they are fewer than the machines of the ring, pieces follow each other between two
-    tokens of theirs.
+    A piece takes no longer than the tokens of all others, unless its rows would take much longer than in larger ones: who
+    waits for a prompt, and who waits behind it, would wait in vain. What is left of a prompt is one piece if that takes
+    ``SHORT_S`` at most. Where those that write are fewer than the machines of the ring, pieces follow each other between
+    two tokens of theirs.
     """
     multiple = multiple_of_pieces(plan, question, sequences)
     if not multiple:
         return None
     sizes = [multiple << i for i in range((question.workload.chunk_rows // multiple).bit_length())]
     took_s = {rows: _piece_s(plan, question, rows, behind=0) for rows in sizes}
-    rows = []
+    rows, efficient = list[int](), efficient_rows(took_s)
     for writing in range(1, sequences):
         load = under_load(plan, question, sequences=writing)
         between = max(1, load.machines - writing)
-        rows.append(max((size for size in sizes if between * took_s[size] <= load.tbt_s), default=multiple))
-    rows = rows or [multiple]
+        rows.append(max((size for size in sizes if between * took_s[size] <= load.tbt_s), default=efficient))
+    rows = [max(each, efficient) for each in rows] or [multiple]
     far = question.workload.context_tokens // 2
     slower_s = _piece_s(plan, question, rows[0], behind=far) - took_s[rows[0]]
     twice = max(1, round(far * took_s[rows[0]] / slower_s)) if slower_s > 0 else None
     short = max((size for size in sizes if took_s[size] <= SHORT_S), default=0)
     return Pieces(multiple=multiple, rows=tuple(rows), twice=twice, short=short)
+
+
+def efficient_rows(took_s: Mapping[int, float]) -> int:
+    """The fewest rows, of those that so many seconds are known of, that take about as little each as any number."""
+    least_s = min(seconds / rows for rows, seconds in took_s.items())
+    return min(rows for rows, seconds in took_s.items() if seconds <= EFFICIENT * least_s * rows)
 
 
 def _piece_s(plan: Plan, question: Instance, rows: int, *, behind: int) -> float:
@@ -174,8 +183,9 @@ def rows_of_chunks(plan: Plan, question: Instance, sequences: int, *, asked: boo
     """How many rows a chunk of a prompt has at most, where it cannot be cut into pieces.
 
     Other answers wait for each chunk. Where so many ``sequences`` were asked for, it takes no longer than the tokens of all
-    others do; where not, one is expected as a rule, whose prompt is quicker in larger ones. Each chunk reads all that
-    streams, and a GPU computes few rows not much quicker than many.
+    others do, unless its rows would take much longer than in larger ones; where not, one is expected as a rule, whose
+    prompt is quicker in larger ones. Each chunk reads all that streams, and a GPU computes few rows not much quicker than
+    many.
     """
     maximum = question.workload.chunk_rows
     if sequences == 1 or _needs_large(plan):
@@ -183,13 +193,9 @@ def rows_of_chunks(plan: Plan, question: Instance, sequences: int, *, asked: boo
     if not asked:
         return min(MAX_ROWS, maximum)
     ring_pass_s = under_load(plan, question, sequences=sequences).tbt_s
-    for rows in _ROWS:
-        if (
-            rows < maximum
-            and max(each.prefill_s for each in evaluate(plan, question.with_rows(rows)).devices) <= ring_pass_s
-        ):
-            return rows
-    return min(maximum, _ROWS[-1])
+    took_s = {rows: _piece_s(plan, question, rows, behind=0) for rows in (*_ROWS, maximum) if rows <= maximum}
+    fits = (rows for rows, seconds in took_s.items() if rows < maximum and seconds <= ring_pass_s)
+    return max(max(fits, default=0), efficient_rows(took_s))
 
 
 def min_rows(plan: Plan, rows: int) -> int:

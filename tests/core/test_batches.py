@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from halda import CHUNKS, DeviceProfile, TypeRows, evaluate, instance, residency, solve
+from halda import CHUNKS, DeviceProfile, RowSpeed, TypeRows, evaluate, instance, residency, solve
 from halda.instance import Instance
 from halda.load import under_load
 from primad.planning.batching import (
@@ -15,6 +15,7 @@ from primad.planning.batching import (
     SPLIT_CELLS,
     BatchingMode,
     batches_of,
+    efficient_rows,
     exact_rows,
     min_rows,
     piece_rows,
@@ -27,7 +28,7 @@ from primad.planning.question import ask, default_workload
 from primad.planning.table import render
 from primad.ring.grouping import Batching
 from primad.settings.quantities import show_speed
-from tests.fakes.planning import GB, device, model, wishes
+from tests.fakes.planning import GB, device, model, speed, wishes
 from tests.solver.test_simulate import ring
 
 PLAN = ring(("a", 9), ("b", 10), ("a", 1))
@@ -232,6 +233,19 @@ def test_pieces_of_a_chunk_take_no_longer_than_the_tokens_of_all_others():
     assert slower is not None
     assert slower.twice is not None
     assert slower.twice < found.twice
+
+
+def test_a_piece_has_as_many_rows_as_are_computed_about_as_fast_as_any():
+    assert efficient_rows({8: 4.0, 16: 4.0, 32: 4.4, 64: 8.0, 128: 16.0}) == 32
+    assert efficient_rows({8: 1.0, 16: 2.0, 32: 4.0}) == 8
+    steep = replace(speed(20e9), rows=tuple(RowSpeed(rows=rows, bytes_per_s=1e9) for rows in (16, 128)))
+    devices = [exactly(8, device(name)) for name in "ab"]
+    devices = [replace(each, cpu=replace(each.cpu, speeds=(steep,))) for each in devices]
+    asked = question(*devices)
+    found = pieces_of(PLAN, asked, 4)
+    assert found is not None
+    assert found.rows[0] >= 128, "16 rows take as long"
+    assert rows_of_chunks(PLAN, question(*devices, flash=True), 4, asked=True) >= 128
 
 
 def test_chunks_are_cut_only_where_that_is_known_to_be_exact_and_reads_nothing_twice():
