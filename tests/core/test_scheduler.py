@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primad.errors import RingError
-from primad.ring.chunks import Pieces
+from primad.ring.chunks import Chunking, Pieces
 from primad.ring.grouping import Batching
 from primad.ring.messages import Cancel, Finished, KvCopy, KvRemove, PromptProgress, Sampled
 from primad.ring.scheduler import state
@@ -19,13 +19,13 @@ from primad.ring.scheduler.admission import MIN_TURN
 from primad.ring.scheduler.scheduler import Scheduler
 from primad.ring.scheduler.state import PlannedStep, SampledToken, SchedulerState
 from primad.ring.slots import COPIED_CELLS
-from tests.fakes.ring import chunks_of, generate
+from tests.fakes.ring import chunks_of, generate, never
 
 FORGET = [KvRemove(0, 0, -1)]
 
 
 def scheduler(*, context: int = 100, rows: int = 4, depth: int = 3, **options) -> Scheduler:
-    return Scheduler(SchedulerState(context=context, chunking=chunks_of(rows), depth=depth, **options))
+    return Scheduler(SchedulerState(**{"context": context, "chunking": chunks_of(rows), "depth": depth} | options))
 
 
 def with_prompt(prompt, *, tokens: int = 8, **options) -> Scheduler:
@@ -390,6 +390,24 @@ def test_who_has_the_fewest_running_is_next():
     assert requests(made, 4) == [1, 4, 1, 4]
     made.cancel(Cancel(1))
     assert requests(made, 2) == [2, 4]
+
+
+@pytest.mark.parametrize("piece", [64, 8])
+def test_four_prompts_at_once_have_their_first_tokens_as_soon_as_their_rows_cost_in_pieces_worth_having(piece):
+    """A row costs 1, and no step less than 32; a step of next tokens as much."""
+    pieces = Pieces(multiple=8, rows=(piece,))
+    made = scheduler(
+        context=1000, depth=1, sequences=4, chunking=Chunking(rows=512, minimum=512, begins=never, pieces=pieces)
+    )
+    for request in range(1, 5):
+        made.submit(generate(request, [request] * 128, tokens=99))
+    now_s, waits = 0.0, {1, 2, 3, 4}
+    while waits:
+        step = next_step(made, now_s)
+        now_s += max(32, len(step.tokens))
+        waits -= {each.request for _, each in made.wants_samples(step.step)}
+        commit(made, step.step, sampled_of(9), now_s)
+    assert (now_s <= 1.2 * 4 * 128) == (piece == 64)
 
 
 def finish(made: Scheduler, request: int) -> list[int]:
