@@ -167,8 +167,8 @@ def pieces_of(plan: Plan, question: Instance, sequences: int) -> Pieces | None:
 
 def efficient_rows(took_s: Mapping[int, float]) -> int:
     """The fewest rows, of those that so many seconds are known of, that take about as little each as any number."""
-    least_s = min(seconds / rows for rows, seconds in took_s.items())
-    return min(rows for rows, seconds in took_s.items() if seconds <= EFFICIENT * least_s * rows)
+    min_s = min(seconds / rows for rows, seconds in took_s.items())
+    return min(rows for rows, seconds in took_s.items() if seconds <= EFFICIENT * min_s * rows)
 
 
 def _piece_s(plan: Plan, question: Instance, rows: int, *, behind: int) -> float:

@@ -55,8 +55,8 @@ def fitted(
     no more than to fit, and it is one where it is not known that they ``may_be_several``. With ``keeps_attention`` that is
     as in ``question``. ``why_context`` says why the context that was solved for is not what agents need, if so.
     """
-    plan, found = solution.plan, solution.prediction
-    question = question.with_rows(found.chunk_rows, found.step_rows)
+    plan, solved = solution.plan, solution.prediction
+    question = question.with_rows(solved.chunk_rows, solved.step_rows)
     work, why_sequences = question.workload, ""
     if run.sequences is None:
         count = 1 if served is None else served.sequences
@@ -66,8 +66,8 @@ def fitted(
     def attending(work: Workload) -> Workload:
         if keeps_attention:
             return work
-        least = replace(work, buffer_rows=0)  # of scores buffers for larger chunks hold as many more
-        plain = [each for each in (work, least) if attends_plainly(plan, question, each)]
+        smallest = replace(work, buffer_rows=0)  # of scores buffers for larger chunks hold as many more
+        plain = [each for each in (work, smallest) if attends_plainly(plan, question, each)]
         return replace(plain[0], flash=False) if plain else replace(work, flash=True)
 
     work = attending(work)

@@ -95,33 +95,33 @@ def _is_less_busy(trial: _Tried, before: _Tried) -> bool:
 def _with_less_of_busiest(now: _Tried, question: Instance) -> Iterator[Plan]:
     """Plans in which one of the busiest devices has a cut less, and one that is not busy a cut more."""
     busiest_s, route = now.busiest_s * (1 - _SAME), now.plan.route
-    givers = [i for i, window in enumerate(route) if now.busy_s[window.device] > busiest_s]
+    sources = [i for i, window in enumerate(route) if now.busy_s[window.device] > busiest_s]
     takers = [i for i, window in enumerate(route) if now.busy_s[window.device] <= busiest_s]
-    for giver in givers:
+    for source in sources:
         for taker in takers:
-            yield from _moved(now.plan, question, giver, taker)
+            yield from _moved(now.plan, question, source, taker)
 
 
-def _moved(plan: Plan, question: Instance, giver: int, taker: int) -> Iterator[Plan]:
-    """``plan`` with a cut of layers of window ``giver`` in window ``taker``, on its processor or on its GPU."""
+def _moved(plan: Plan, question: Instance, source: int, taker: int) -> Iterator[Plan]:
+    """``plan`` with a cut of layers of window ``source`` in window ``taker``, on its processor or on its GPU."""
     model, cut = question.model, question.model.cut_multiple
     sizes = [len(window.layers) for window in plan.route]
-    sizes[giver] -= cut
+    sizes[source] -= cut
     sizes[taker] += cut
     bounds = [0]
     for size in sizes:
         bounds.append(bounds[-1] + size)
-    if sizes[giver] <= 0 or any(bound not in model.cut_points for bound in bounds[1:-1]):
+    if sizes[source] <= 0 or any(bound not in model.cut_points for bound in bounds[1:-1]):
         return
-    given, taken = plan.route[giver], plan.route[taker]
+    given, taken = plan.route[source], plan.route[taker]
     has_gpu = {member.name: member.has_gpu for member in question.members}
-    gives = {min(given.gpu_layers, sizes[giver]), max(0, given.gpu_layers - cut)}
+    gives = {min(given.gpu_layers, sizes[source]), max(0, given.gpu_layers - cut)}
     may_take = has_gpu[taken.device] and (plan.output_on_gpu or taker < len(plan.route) - 1)
     takes = {taken.gpu_layers, taken.gpu_layers + cut * may_take}
     for gpu_given in gives:
         for gpu_taken in takes:
             for experts in _experts(taken, gpu_taken, question):
-                changed = {giver: (gpu_given, given.cpu_experts), taker: (gpu_taken, experts)}
+                changed = {source: (gpu_given, given.cpu_experts), taker: (gpu_taken, experts)}
                 yield replace(plan, route=_route(plan.route, bounds, changed, question))
 
 
