@@ -253,7 +253,7 @@ def _with_head(
     if other is None and chunks and objective in OF_FIRST_TOKEN:
         return _overlapping(found, question, require, time_limit_s, fills)
     if other is None:
-        return found
+        return _in_smaller_chunks(found, question) if chunks and not found.plan.streaming else found
     # With another buffer other layers may be the best ones to stream, so it is worth another search.
     again = search(other)
     if not again.found:
@@ -280,10 +280,15 @@ def _overlapping(
             return found
         return _filled(search.solution(), asked) if fills else search.solution()
 
-    best, other = _in_smaller_chunks(found, question), found
+    # Of like splits one in which no machine has most of a chunk gains most from smaller ones.
+    best, other = _in_smaller_chunks(_filled(found, question), question), found
     if question.workload.prompt_tokens > _OVERLAP_ROWS < question.workload.chunk_rows:
-        other = _in_smaller_chunks(searched(_OVERLAP_ROWS, _HURRIED_SHARE), question)
-    if other.objective_s < best.objective_s * (1 - (FEWER_GAIN if best is found else _SAME)):
+        other = searched(_OVERLAP_ROWS, _HURRIED_SHARE)
+        asked = question.with_rows(other.prediction.chunk_rows, question.workload.step_rows)
+        other = _in_smaller_chunks(_filled(other, asked), question)
+    if other.objective_s < best.objective_s * (
+        1 - (_SAME if best.prediction.chunk_rows < found.prediction.chunk_rows else FEWER_GAIN)
+    ):
         best = other
     if best.prediction.chunk_rows == found.prediction.chunk_rows:
         return found
@@ -294,15 +299,21 @@ def _overlapping(
 
 
 def _in_smaller_chunks(found: Solution, question: Instance) -> Solution:
-    """``found`` with the chunks of a prompt that suit its ring best."""
+    """``found`` with the chunks of a prompt that suit its ring best; for the first token where the objective is another."""
     best, work = found, question.workload
+
+    def value(prediction: Prediction) -> float:
+        is_of_prompts = found.objective in OF_FIRST_TOKEN
+        return prediction.objective_s(found.objective, work.answer_tokens) if is_of_prompts else prediction.ttft_s
+
     for rows in RING_CHUNKS:
-        if rows >= min(best.prediction.chunk_rows, work.prompt_tokens):
+        if rows >= min(work.chunk_rows, work.prompt_tokens):
             continue
         prediction = evaluate(found.plan, question.with_rows(rows, work.step_rows))
-        objective_s = prediction.objective_s(found.objective, work.answer_tokens)
-        if not prediction.short and objective_s < best.objective_s * (1 - RING_GAIN):
-            best = replace(found, prediction=prediction, objective_s=objective_s, proven=False)
+        if not prediction.short and value(prediction) < value(best.prediction) * (1 - RING_GAIN):
+            objective_s = prediction.objective_s(found.objective, work.answer_tokens)
+            is_as_before = objective_s >= found.objective_s * (1 - _SAME)
+            best = replace(found, prediction=prediction, objective_s=objective_s, proven=found.proven and is_as_before)
     return best
 
 

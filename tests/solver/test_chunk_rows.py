@@ -5,16 +5,31 @@ Where memory is short, in smaller ones, whose buffers leave more room for layers
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from halda import CHUNKS, Infeasible, Instance, Objective, Solution, Workload, evaluate, instance, solve
+from halda import (
+    CHUNKS,
+    OBJECTIVES,
+    Infeasible,
+    Instance,
+    Objective,
+    Plan,
+    Solution,
+    Window,
+    Workload,
+    evaluate,
+    instance,
+    solve,
+)
 from halda.profile import DeviceProfile, ModelProfile
-from halda.search import FEWER_GAIN
+from halda.search import FEWER_GAIN, RING_CHUNKS, RING_GAIN
 from halda.streaming import RESERVE_BYTES
 from tests.fakes import planning
-from tests.fakes.planning import GB, device
+from tests.fakes.planning import GB, device, link
+from tests.solver.test_filling import every_split
 
 WORK = Workload(context_tokens=8192, kv_type="f16", sequences=1, prompt_tokens=4096, answer_tokens=16, chunk_rows=512)
 SLOW_DISK = device("desk", ram=3 * GB, rate=100e9, disk=0.2e9)
@@ -153,3 +168,40 @@ def test_fewer_rows_are_not_taken_for_a_little():
     usual, fewer = (solved(work=replace(work, chunk_rows=rows), chunks=()) for rows in (512, 128))
     assert fewer.prediction.tpot_s < usual.prediction.tpot_s
     assert solved(work=work, chunks=(128, 256)).prediction.chunk_rows == 512
+
+
+PROMPT = replace(WORK, context_tokens=4096, prompt_tokens=512, answer_tokens=64)
+LINKS = [link(a, b) for a in "ab" for b in "ab" if a != b]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_ring_has_a_typical_prompt_in_chunks_that_fill_it_and_buffers_for_larger_ones(objective):
+    devices, of = [device("a"), device("b")], planning.model()
+    both = frozenset("ab")
+    found = solve(devices, LINKS, of, PROMPT, objective=objective, require=both, chunks=CHUNKS, settles=True)
+    whole = solve(devices[:1], [], of, PROMPT, objective=objective, chunks=CHUNKS)
+    assert whole.prediction.chunk_rows == 512
+    assert found.prediction.ttft_s <= 0.6 * whole.prediction.ttft_s
+    assert found.prediction.chunk_rows < 512 == found.prediction.step_rows
+    assert found.prediction == evaluate(
+        found.plan,
+        instance(devices, LINKS, of, replace(PROMPT, chunk_rows=found.prediction.chunk_rows, buffer_rows=512), {}),
+    )
+
+
+@pytest.mark.parametrize(("rate", "batch"), [(20e9, 0.5), (30e9, 0.05), (60e9, 0.5)])
+def test_no_split_with_any_chunk_has_a_request_sooner(rate, batch):
+    devices, of = [device("a"), device("b", rate=rate)], replace(planning.model(layers=8), layers=model().layers[:8])
+    slow = [replace(each, batch_bytes_per_s=batch * each.decode_bytes_per_s) for each in devices[0].cpu.speeds]
+    devices[0] = replace(devices[0], cpu=replace(devices[0].cpu, speeds=tuple(slow)))
+    found = solve(devices, LINKS, of, PROMPT, chunks=CHUNKS)
+    best_s = math.inf
+    for rows in (512, *RING_CHUNKS):
+        asked = instance(devices, LINKS, of, replace(PROMPT, chunk_rows=rows, buffer_rows=512), {})
+        alone = Window(device="a", first=0, last=8, gpu_layers=0)
+        single = Plan(rounds=1, route=(alone,), output_on_gpu=False, streaming=(), left_out=())
+        for plan in (single, *every_split(asked)):
+            prediction = evaluate(plan, asked)
+            if not prediction.short:
+                best_s = min(best_s, prediction.exchange_s(PROMPT.answer_tokens))
+    assert found.objective_s <= best_s * (1 + RING_GAIN)
