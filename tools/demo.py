@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,10 +119,12 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
 
 
 @contextmanager
-def daemon(arguments: list[str], homes: Path, stderr: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A primad daemon that is ended with the block."""
-    environment = _environment(homes)
-    process = subprocess.Popen([str(PRIMAD), *arguments], stdin=subprocess.DEVNULL, stderr=stderr, env=environment)
+def daemon(
+    arguments: list[str], homes: Path, stderr: Any, before: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A primad daemon that is ended with the block. Its command line has the words ``before`` in front, if any."""
+    command = [*before, str(PRIMAD), *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=stderr, env=environment(homes))
     try:
         yield process
     finally:
@@ -135,7 +137,7 @@ def daemon(arguments: list[str], homes: Path, stderr: Any) -> Iterator[subproces
             process.wait()
 
 
-def _environment(homes: Path) -> dict[str, str]:
+def environment(homes: Path) -> dict[str, str]:
     """None of the user's own settings, nothing beyond this machine, no trust in what else the user runs on it."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PRIMAD_")}
     return kept | {"PRIMAD_HOST": LOOPBACK, VARIABLE: str(homes / "local-trust")}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from primad.errors import EngineError
+from tools.lab.figures import Figure
 from tools.lab.report import BEGIN, END, PAGE, into_page, report
 
 RUN = {
@@ -23,42 +25,31 @@ RUN = {
 }
 
 
-def write(folder: Path, bench: str, rows: list[dict[str, object]], busy: float = 0.0) -> None:
-    content = {"bench": bench, "machine": {"busy_share_before": busy}, "rows": rows, "run": RUN}
+def write(folder: Path, bench: str, *figures: Figure, busy: float = 0.0) -> None:
+    judged = [dataclasses.asdict(each) | {"value": each.value} for each in figures]
+    content = {"bench": bench, "machine": {"busy_share_before": busy}, "run": RUN, "figures": judged, "rows": []}
     (folder / f"{bench}.json").write_text(json.dumps(content))
 
 
-def ring_row(processes: int, *ratios: float) -> dict[str, object]:
-    return {
-        "model": "tiny",
-        "processes": processes,
-        "decode_ratios": list(ratios),
-        "prefill_ratios": [1.0] if ratios else [],
-    }
-
-
 def test_a_figure_has_its_spread_and_what_falls_short_is_bold(tmp_path):
-    write(tmp_path, "ring", [ring_row(1), ring_row(1, 0.9, 0.8, 1.1), ring_row(2, 0.7)])
-    write(tmp_path, "solve", [{"devices": 4, "solved_s": [0.5, 2.0, 0.6]}, {"devices": 64, "solved_s": []}], busy=0.5)
     write(
         tmp_path,
-        "speculate",
-        [{"case": "far"}, {"what": "far: tokens/s", "value": 2.5, "at_least": 2.0, "at_most": None}],
+        "ring",
+        Figure(what="one process: decode", values=(0.9, 0.8, 1.1), at_least=0.98),
+        Figure(what="two processes: decode", values=(0.7,)),
     )
-    write(tmp_path, "serve", [{"what": "ring of three", "value": 0.7, "at_least": 0.9}])
-    made = report(tmp_path, ["memory"])
-    assert (
-        "| tiny, 1 local processes, of plain llama.cpp at its best setting: decode | **0.9** | 0.8 | 1.1 | at least 0.98 |"
-        in made
-    )
-    assert "of plain llama.cpp at its best setting: decode | 0.7 | 0.7 | 0.7 |  |" in made
+    solved = Figure(what="a plan for 4 devices: s of a processor", values=(0.5, 2.0, 0.6), at_most=1.0, is_ratio=False)
+    write(tmp_path, "solve", solved, busy=0.5)
+    made = report(tmp_path, ["ring", "memory", "solve"], ["memory"])
+    assert "| one process: decode | **0.9** | 0.8 | 1.1 | at least 0.98 |" in made
+    assert "| two processes: decode | 0.7 | 0.7 | 0.7 |  |" in made
     assert "| a plan for 4 devices: s of a processor | 0.6 | 0.5 | 2 | at most 1 |" in made
-    assert "| far: tokens/s | 2.5 | 2.5 | 2.5 | at least 2 |" in made
-    assert "| ring of three | **0.7** | 0.7 | 0.7 | at least 0.9 |" in made
     assert "2026-11-26, commit abc1234" in made
     assert "the machine was 50% busy before" in made
     assert made.endswith("Failed: memory.")
-    assert "<svg" in (tmp_path / "ratios.svg").read_text()
+    picture = (tmp_path / "ratios.svg").read_text()
+    assert "one process" in picture
+    assert "a plan for 4" not in picture
 
 
 def test_the_report_takes_the_place_of_the_last_one():

@@ -16,11 +16,17 @@ from primad.system.children.spawn import environment
 from tools.lab.names import LabError
 from tools.lab.plain_child import PlainChild
 from tools.lab.rpc_server import RpcServers
-from tools.lab.served import ONE_BATCH, RPC, Served, wanted
+from tools.lab.served import ONE_BATCH, RPC, Served
 
 
 def served(devices: int, streams: int, *rates: float, **changes: object) -> Served:
-    return Served(model="m", devices=devices, streams=streams, rows=4, tokens_per_s=list(rates), **changes)
+    return Served(
+        **{"model": "m", "devices": devices, "streams": streams, "rows": 4, "tokens_per_s": list(rates), **changes}
+    )
+
+
+def judged(rows: list[Served]) -> dict[str, tuple[float, float | None]]:
+    return {each.what: (each.value, each.at_least) for each in Served.figures(rows)}
 
 
 def test_a_ring_of_three_is_compared_with_other_servers_and_two_devices_with_twice_one():
@@ -34,21 +40,27 @@ def test_a_ring_of_three_is_compared_with_other_servers_and_two_devices_with_twi
         served(3, 4, 30, 60, system=RPC),
     ]
     told = "m: ring of {}, 4 rows, 4 streams, of {}".format
-    assert wanted(rows) == [
-        {"what": told(2, "2 x one device with one"), "value": pytest.approx(0.95), "at_least": 0.9},
-        {"what": told(3, ONE_BATCH), "value": 0.9, "at_least": 0.9},
-        {"what": told(3, RPC), "value": 1.5, "at_least": 1.5},
-    ]
+    assert judged(rows) == {
+        told(1, "one stream of it"): (pytest.approx(0.825), None),
+        told(2, "one stream of it"): (pytest.approx(2.9), None),
+        told(2, "2 x one device with one"): (pytest.approx(0.95), 0.9),
+        told(3, ONE_BATCH): (0.9, 0.9),
+        told(3, RPC): (1.5, 1.5),
+    }
+
+
+def test_what_is_planned_as_served_is_wanted_to_write_four_answers_together():
+    rows = [served(2, 1, 10, rows=None), served(2, 4, 16, rows=None)]
+    assert judged(rows) == {"m: ring of 2, as served, 4 streams, of one stream of it": (1.6, 1.7)}
 
 
 def test_devices_with_a_share_of_a_core_are_compared_with_as_many_times_one_of_them():
     rows = [served(1, 1, 10, cpus=0.5), served(4, 4, 30, cpus=0.5)]
-    (found,) = wanted(rows)
-    assert (found["value"], found["at_least"]) == (0.75, None)
+    assert list(judged(rows).values()) == [(0.75, None)]
 
 
 def test_without_the_system_that_it_is_compared_with_there_is_no_ratio():
-    assert wanted([served(3, 4, 45), served(2, 4, 18)]) == []
+    assert judged([served(3, 4, 45), served(2, 4, 18)]) == {}
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -15,12 +14,12 @@ from pathlib import Path
 from typing import Final
 
 import psutil
-from rich.console import Console
 
 from halda import Solution, Workload
 from primad.errors import PrimadError
 from primad.ring.messages import Sampled, Status
 from tools.lab import disk
+from tools.lab.figures import out
 from tools.lab.local_ring import LocalRing
 from tools.lab.memory import Counters, LimitedGroup
 from tools.lab.memory_runs import STEP_TIMEOUT_S, counted
@@ -32,8 +31,6 @@ DEVICE: Final = "d0"
 RUN_TIMEOUT_S: Final = 3600.0
 SAMPLE_S: Final = 1.0
 SAY_TOKENS: Final = 50
-
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

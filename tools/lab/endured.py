@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from primad.engine.protocol import KvType
+from tools.lab import figures
+from tools.lab.figures import mega
 
 Kind = Literal["prompt", "neighbour"]
 
 
-@dataclass(slots=True, kw_only=True)
-class Row:
+@dataclass(kw_only=True)
+class Row(figures.Row):
     """One run; ``broken`` says what must hold and did not. What was not reached before ``error`` is None.
 
     ``asked_prompt_tokens`` and ``asked_neighbour_bytes`` were asked for; ``prompt_tokens`` and ``neighbour_bytes`` are
@@ -30,6 +32,16 @@ class Row:
     where the kernel counts it; ``peak_bytes`` says whether the group was ever full.
     ``distinct_tokens``: how many different tokens the answer has.
     """
+
+    columns: ClassVar[str] = (
+        "limit_share=limit:g, limit_bytes=limit MB:MB, run, kv_type=KV, rows, prompt_tokens_per_s=prompt tok/s:.1f, "
+        "baseline_prompt_tokens_per_s=whole model:.1f, tokens_per_s=tok/s:.2f, baseline_tokens_per_s=its tok/s:.2f, "
+        "bytes_read_per_token=MB/token:MB, bytes_read_first=first:MB, bytes_read_last=last:MB, "
+        "max_read_bytes=at most MB:MB, "
+        "stall_ms_per_token=stall ms:.0f, streamed_bytes=streamed MB:MB, read_ahead_bytes=ahead MB:MB, "
+        "anonymous_bytes=anonymous MB:MB, max_anonymous_bytes=peak:MB, oom_kills=OOM, swap_bytes=swap MB:MB, tokens, "
+        "same_tokens=same, busy_share=busy:.0%, holds"
+    )
 
     model: str
     model_bytes: int
@@ -81,6 +93,21 @@ class Row:
     same_tokens: bool | None = None
     first_difference: int | None = None
     broken: list[str] = field(default_factory=list)
+
+    @property
+    def run(self) -> str:
+        """For a table."""
+        if self.kind == "neighbour":
+            return f"beside {mega(self.neighbour_bytes)} MB"
+        return f"prompt {self.prompt_tokens}"
+
+    @property
+    def holds(self) -> str:
+        """For a table."""
+        return "NO" if self.broken else "yes"
+
+    def failures(self) -> Sequence[str]:
+        return [f"{self.kind} at {self.limit_share:g}: {what}" for what in self.broken]
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:

@@ -1,13 +1,20 @@
-"""Real servers of this machine, asked over HTTP by a benchmark: primad's heads with their workers, and any other command."""
+"""Real servers of this machine, asked over HTTP by a benchmark: primad's heads with their workers, and any other command.
+
+What a daemon finds of itself is measured before any of them starts, one after the other, once for each name and number of
+threads. With ``machines`` each daemon has a host name of its own and one core: for primad a machine by itself, which shares
+neither processor nor memory with the others, so that its plans are those of several machines.
+"""
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
 import secrets
+import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -15,12 +22,14 @@ from typing import Any, Final
 import psutil
 
 from primad.head.model.options import model_id
-from tools.demo import daemon
+from tools.demo import PRIMAD, daemon, environment
 from tools.lab.names import LabError
 from tools.lab.ports import free_port
 
 START_S: Final = 300.0
 ANSWER_S: Final = 600.0
+PROFILE_S: Final = 300.0
+PROFILE_AGAIN: Final = 2
 
 
 class HttpServer:
@@ -43,56 +52,118 @@ class HttpServer:
     def stream(self, prompt: Sequence[int], tokens: int, **more: Any) -> list[float]:
         """When each token of a completion of so many came, as ``time.perf_counter`` has it. Raises ``LabError``."""
         asked = {"model": self._name, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, **more}
+        return [at_s for at_s, _ in self._events("/v1/completions", asked)][:-1]  # the last one only ends the answer
+
+    def sampled(self, prompt: Sequence[int], tokens: int, **more: Any) -> list[tuple[float, int]]:
+        """The tokens of a completion of so many, each with when it came. Only of primad. Raises ``LabError``."""
+        asked = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "stream": True, **more}
+        events = [(at_s, json.loads(body)) for at_s, body in self._events("/completion", asked)]
+        return [(at_s, token) for at_s, event in events[:-1] for token in event["tokens"]]
+
+    def _events(self, path: str, asked: dict[str, Any]) -> list[tuple[float, bytes]]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_S)
         try:
-            connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+            connection.request("POST", path, json.dumps(asked), {"Content-Type": "application/json"})
             answer = connection.getresponse()
             if answer.status != 200:
                 raise LabError(f"{self.url} answers {answer.status}: {answer.read(300).decode(errors='replace')}")
-            times = [time.perf_counter() for line in answer if line.startswith(b"data: {")]
+            return [(time.perf_counter(), line[6:]) for line in answer if line.startswith(b"data: {")]
         finally:
             connection.close()
-        return times[:-1]  # the last event only ends the answer
+
+    def status(self) -> dict[str, Any]:
+        """What primad says of itself."""
+        return dict(json.loads(self._get("/status", 60)[1]))
+
+    def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=timeout_s)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
 
     def wait(self, log: Path) -> None:
         """Wait until it serves; it writes to ``log``. Raises ``LabError`` when it does not."""
         until = time.monotonic() + START_S
         while time.monotonic() < until and self._process.poll() is None:
-            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
             try:
-                connection.request("GET", "/health")
-                if connection.getresponse().status == 200:
+                if self._get("/health", 5)[0] == 200:
                     return
             except OSError:
                 pass
-            finally:
-                connection.close()
             time.sleep(0.2)
         raise LabError(f"{self.url} does not serve: {log.read_text(errors='replace')[-500:]}")
 
 
+def as_machine(name: str, number: int) -> list[str]:
+    """The words before a command that runs as on a machine of its own: host name ``name``, and the core of this number.
+
+    Raises ``LabError`` where that cannot be.
+    """
+    unshare, bind = shutil.which("unshare"), shutil.which("taskset")
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if unshare is None or bind is None or number >= len(cores):
+        raise LabError(f"{name}: no machine of its own; that needs Linux, util-linux and a core for each")
+    rights = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    naming = [unshare, *rights, "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
+    return [*naming, bind, "--cpu-list", str(cores[number])]
+
+
 @contextmanager
 def head_here(
-    model: Path, homes: Path, workers: Sequence[str] = (), *, every: Sequence[str] = (), head: Sequence[str] = ()
+    model: Path,
+    homes: Path,
+    workers: Sequence[str] = (),
+    *,
+    every: Sequence[str] = (),
+    head: Sequence[str] = (),
+    machines: bool = False,
+    started: Callable[[int], None] = lambda _: None,
 ) -> Iterator[HttpServer]:
-    """A head and ``workers`` by name in a cluster of their own, each with a home in ``homes``.
+    """A head and ``workers`` by name in a cluster of their own, each with a home in ``homes``, a new folder in which no
+    daemon ran. What was measured before for the same daemon in a folder beside it is used again.
 
-    ``every`` one has these options, and the ``head`` some more. Raises ``LabError`` when it does not come.
+    ``every`` one has these options, and the ``head`` some more. ``started`` is given the process of each that starts.
+    Raises ``LabError`` when it does not come.
     """
-    cluster = f"bench-{secrets.token_hex(4)}"
-    port = free_port()
+    homes.mkdir(parents=True, exist_ok=True)
+    names, cluster, port = ["head", *workers], f"bench-{secrets.token_hex(4)}", free_port()
+    before = {name: as_machine(name, at) if machines else [] for at, name in enumerate(names)}
+    for name, words in before.items():
+        _profile(homes, name, words, every)
     others = ["--wait", str(len(workers)), "--wait-timeout", "300"] if workers else ["--alone"]
     with ExitStack() as stack:
 
         def start(name: str, *words: str) -> subprocess.Popen[bytes]:
             log = stack.enter_context((homes / f"{name}.log").open("wb"))
             own = ["--home", str(homes / name), "--name", name, "--cluster", cluster]
-            return stack.enter_context(daemon([*words, *own, *every], homes, stderr=log))
+            process = stack.enter_context(daemon([*words, *own, *every], homes, log, before[name]))
+            started(process.pid)
+            return process
 
         for name in workers:
             start(name, "join")
-        server = HttpServer(
-            start("head", "serve", "--model", str(model), "--port", str(port), *others, *head), port, model_id(model)
-        )
+        serve = ("serve", "--model", str(model), "--port", str(port), *others, *head)
+        server = HttpServer(start("head", *serve), port, model_id(model))
         server.wait(homes / "head.log")
         yield server
+
+
+def _profile(homes: Path, name: str, before: Sequence[str], every: Sequence[str]) -> None:
+    """Have the home of ``name`` profiled: as one beside it was, where that is the same, or now."""
+    options = [
+        word for option in ("--threads",) if option in every for word in (option, every[every.index(option) + 1])
+    ]
+    kept = homes.parent / "profiled" / "-".join((name, "machine" if before else "process", *options))
+    if not kept.exists():
+        command = [*before, str(PRIMAD), "profile", "--home", str(kept), "--name", name, *options]
+        how: dict[str, Any] = {"env": environment(homes), "timeout": PROFILE_S, "capture_output": True, "text": True}
+        done = subprocess.run(command, check=False, **how)
+        for _ in range(PROFILE_AGAIN):  # what a busy machine measures may be refused
+            if done.returncode:
+                done = subprocess.run([*command, "--remeasure"], check=False, **how)
+        if done.returncode:
+            raise LabError(f"{name}: cannot be profiled: {done.stderr.strip()[-300:]}")
+    shutil.copytree(kept, homes / name)

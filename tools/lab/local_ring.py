@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import msgspec
 
@@ -353,55 +354,44 @@ class LocalRing:
         prompt: Sequence[int],
         max_tokens: int,
         *,
-        replayed: Sequence[int] = (),
-        sampling: Sampling = GREEDY,
-        logprobs: int | None = None,
-        reuses: bool = False,
-        speculates: bool = True,
         heard: Callable[[Sampled], None] = lambda _: None,
         told: Callable[[Status], None] = lambda _: None,
+        **how: Any,
     ) -> tuple[list[Sampled], Finished]:
-        """Continue ``prompt`` behind ``replayed``, sampled for it before: what was sampled now, and how it ended.
+        """Continue ``prompt``, as ``ask`` is told ``how``: what was sampled now, and how it ended.
 
         ``heard`` is given each token as it comes, ``told`` what the head did and holds if ``report`` asks for it meanwhile.
         """
-        head = self.plan.head
-        request = await self.ask(prompt, max_tokens, replayed, sampling, logprobs, reuses=reuses, speculates=speculates)
-        sampled: list[Sampled] = []
-        while True:
-            event = await self._next(head)
-            match event:
-                case Sampled() if event.request == request:
-                    sampled.append(event)
-                    heard(event)
-                case Status():
-                    told(event)
-                case Finished() if event.request == request:
-                    return sampled, event
+        request = await self.ask(prompt, max_tokens, **how)
+        return (await self._follow([request], heard, told))[request]
 
     async def generate_all(
         self,
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
         *,
-        logprobs: int | None = None,
-        reuses: bool = False,
         heard: Callable[[Sampled], None] = lambda _: None,
+        **how: Any,
     ) -> list[list[Sampled]]:
         """Continue all ``prompts``, which are there from the start: what was sampled for each, and ``heard`` as it came."""
-        found: dict[int, list[Sampled]] = {}
-        for prompt in prompts:
-            found[await self.ask(prompt, max_tokens, (), GREEDY, logprobs, reuses=reuses)] = []
-        left = len(prompts)
-        while left:
-            event = await self._next(self.plan.head)
-            match event:
-                case Sampled():
-                    found[event.request].append(event)
+        requests = [await self.ask(prompt, max_tokens, **how) for prompt in prompts]
+        return [sampled for sampled, _ in (await self._follow(requests, heard, lambda _: None)).values()]
+
+    async def _follow(
+        self, requests: Sequence[int], heard: Callable[[Sampled], None], told: Callable[[Status], None]
+    ) -> dict[int, tuple[list[Sampled], Finished]]:
+        sampled: dict[int, list[Sampled]] = {request: [] for request in requests}
+        ended: dict[int, Finished] = {}
+        while len(ended) < len(requests):
+            match await self.next_event():
+                case Sampled() as event if event.request in sampled:
+                    sampled[event.request].append(event)
                     heard(event)
-                case Finished():
-                    left -= 1
-        return list(found.values())
+                case Status() as event:
+                    told(event)
+                case Finished() as event if event.request in sampled:
+                    ended[event.request] = event
+        return {request: (sampled[request], ended[request]) for request in requests}
 
     async def ask(
         self,
@@ -410,12 +400,10 @@ class LocalRing:
         replayed: Sequence[int] = (),
         sampling: Sampling = GREEDY,
         logprobs: int | None = None,
-        *,
-        reuses: bool = False,
-        speculates: bool = True,
-        owner: str = "",
+        **how: Any,
     ) -> int:
-        """Give the head a generation; its number. What it samples is told by ``next_event``."""
+        """Give the head a generation, behind ``replayed``, sampled for it before; its number. What it samples is told by
+        ``next_event``. ``how`` has more fields of ``Generate``."""
         self._requests += 1
         generate = Generate(
             request=self._requests,
@@ -424,9 +412,7 @@ class LocalRing:
             max_tokens=max_tokens,
             sampling=sampling,
             logprobs=logprobs,
-            reuses=reuses,
-            owner=owner,
-            speculates=speculates,
+            **{"reuses": False, **how},
         )
         await self.processes[self.plan.head].send(generate)
         return generate.request

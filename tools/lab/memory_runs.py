@@ -143,9 +143,20 @@ def prefetch_rate(path: Path) -> float:
     return statistics.median(rates)
 
 
+def file_bytes(path: Path) -> int:
+    """The size of a model."""
+    return path.stat().st_size
+
+
 def busy_share() -> float:
     """Share of the processors that others use right now."""
     return psutil.cpu_percent(interval=0.5) / 100
+
+
+def median_of(runs: Sequence[Run], figure: str) -> float | None:
+    """The median of a figure of all runs; None where some run has none."""
+    known = [value for run in runs if (value := getattr(run, figure)) is not None]
+    return float(statistics.median(known)) if len(known) == len(runs) else None
 
 
 def run_plain(

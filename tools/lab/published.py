@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 import msgspec
 
@@ -24,6 +24,8 @@ from primad.planning.plan import Planned
 from primad.planning.question import LinkSpeed, Question
 from primad.planning.run_config import RunConfig
 from tools.lab.data_sheets import SHEETS, Sheets, read_sheets
+from tools.lab.figures import Figure as Judged
+from tools.lab.figures import Row as BenchRow
 from tools.lab.named_devices import count_of, is_second_gpu, named_device
 
 FIGURES: Final = SHEETS.parent / "published.json"
@@ -76,8 +78,14 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     shape: str
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Row(BenchRow):
     """A figure and the forecast of it. ``note`` says what the plan leaves out, or why there is none."""
+
+    columns: ClassVar[str] = (
+        "id=figure, kind, decode_tok_s=decode:.4g, decode_planned_tok_s=planned:.4g, decode_ratio=ratio:.4g, "
+        "prefill_tok_s=prefill:.4g, prefill_planned_tok_s=planned prefill:.4g, prefill_ratio=prefill ratio:.4g, note"
+    )
 
     id: str
     kind: str
@@ -89,6 +97,31 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     prefill_planned_tok_s: float | None
     prefill_ratio: float | None
     note: str
+
+    @classmethod
+    def figures(cls, rows: Sequence[Row]) -> Iterator[Judged]:
+        for name, its in by_kind(rows):
+            for what, ratios in (("decode", decode_ratios(its)), ("prefill", prefill_ratios(its))):
+                if ratios:
+                    yield Judged(what=f"{name}: {what}, plan / published", values=tuple(ratios))
+
+
+def by_kind(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """The rows of each kind, those of single devices first, all together."""
+    kinds: dict[str, list[Row]] = {}
+    for row in rows:
+        kinds.setdefault(row.kind, []).append(row)
+    return [("single devices, all", [row for row in rows if row.is_single]), *sorted(kinds.items())]
+
+
+def decode_ratios(rows: Iterable[Row]) -> list[float]:
+    """Of those that there are."""
+    return [row.decode_ratio for row in rows if row.decode_ratio is not None]
+
+
+def prefill_ratios(rows: Iterable[Row]) -> list[float]:
+    """Of those that there are."""
+    return [row.prefill_ratio for row in rows if row.prefill_ratio is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +147,10 @@ def read_figures(path: Path) -> list[Figure]:
         raise ConfigError(f"{path}: has no figures as {FIGURES.name} has them: {exc}") from exc
 
 
-def rows(figures: Iterable[Figure]) -> list[Row]:
+def rows(published: Iterable[Figure]) -> list[Row]:
     """Each figure with the forecast of it."""
     sheets = read_sheets()
-    return [row(figure, sheets) for figure in figures]
+    return [row(figure, sheets) for figure in published]
 
 
 def row(figure: Figure, sheets: Sheets) -> Row:

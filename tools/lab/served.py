@@ -3,60 +3,85 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import ClassVar, Final
+
+from tools.lab.figures import Figure, Row, by_round, late
 
 PRIMAD: Final = "primad"
 ONE_BATCH: Final = "llama.cpp, one batch"
 """All answers in one process and one step, as llama-server has them."""
 RPC: Final = "llama.cpp, RPC"
+TOGETHER: Final = 1.7
+"""Four answers of a ring of two, of one of it, where it is as ``primad serve`` plans it."""
 
 
 @dataclass(kw_only=True)
-class Served:
+class Served(Row):
     """A system of so many devices with steps of so many rows at most, and so many streams: what each run gave; waits of all
-    runs, seconds. ``cpus`` is what a device has of a core's time, None for all of it."""
+    runs, seconds. ``rows`` is None where the plan says how many. ``cpus`` is what a device has of a core's time, None for
+    all of it; devices are machines where they share nothing. ``where`` says so for a table."""
+
+    columns: ClassVar[str] = (
+        "system, devices=n, where, shown_rows=rows, streams, tokens_per_s=all tok/s:.1f, first_s=first ms:ms"
+    )
 
     model: str
     system: str = PRIMAD
     devices: int
-    rows: int
+    rows: int | None
     streams: int
     cpus: float | None = None
+    where: str = ""
     tokens_per_s: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
     next_s: list[float] = field(default_factory=list)
 
+    @property
+    def shown_rows(self) -> str:
+        """In the name of a figure."""
+        return "as served" if self.rows is None else f"{self.rows} rows"
 
-def key(row: Served) -> tuple[str, str, int, int]:
-    """What tells its system from others."""
-    return row.model, row.system, row.devices, row.rows
+    def heading(self) -> str:
+        return self.model
 
+    def cells(self) -> Mapping[str, str]:
+        waits = f"{1e3 * statistics.median(self.next_s):.0f} ({1e3 * late(self.next_s):.0f})"
+        return {**super().cells(), "next token\nms (95 %)": waits}
 
-def times(row: Served, other: Served) -> float:
-    """How many times the tokens of ``other``: the median of runs of the same round."""
-    return statistics.median(by_round(row.tokens_per_s, other.tokens_per_s))
+    def of(self, other: Served) -> tuple[float, ...]:
+        """How many times the tokens of ``other``, of runs of the same round."""
+        return tuple(by_round(self.tokens_per_s, other.tokens_per_s))
 
+    def is_like(self, row: Served, **differs: object) -> bool:
+        """Whether this is ``row`` but for what differs."""
+        keys = ("model", "system", "devices", "rows", "streams", "cpus")
+        return all(getattr(self, key) == differs.get(key, getattr(row, key)) for key in keys)
 
-def by_round(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """``ours`` of ``theirs``, each of runs that stood side by side."""
-    return [a / b for a, b in zip(ours, theirs, strict=True)]
+    @classmethod
+    def figures(cls, rows: Sequence[Served]) -> Iterator[Figure]:
+        """Ratios of those systems that were run."""
 
+        def found(row: Served, **differs: object) -> Served | None:
+            return next((each for each in rows if each.is_like(row, **differs)), None)
 
-def wanted(rows: Sequence[Served]) -> list[dict[str, Any]]:
-    """Ratios that should be ``at_least`` so much (None: no bound), of those systems that were run."""
-    found = []
-    for row in (row for row in rows if row.system == PRIMAD):
-        what = f"{row.model}: ring of {row.devices}, {row.rows} rows, {row.streams} streams, of"
-        for system, minimum in ((ONE_BATCH, 0.9), (RPC, 1.5)) if (row.devices, row.streams) == (3, 4) else ():
-            for other in (each for each in rows if (each.model, each.system, each.streams) == (row.model, system, 4)):
-                found.append({"what": f"{what} {system}", "value": times(row, other), "at_least": minimum})
-        alone = next((each for each in rows if key(each) == (row.model, PRIMAD, 1, row.rows)), None)
-        if alone is None or alone.streams > 1 or not row.streams >= row.devices > 1:
-            continue
-        if row.devices == 2 or row.cpus is not None:  # others share cores
-            what = f"{what} {row.devices} x one device with one"
-            bound = 0.9 if row.devices == 2 else None
-            found.append({"what": what, "value": times(row, alone) / row.devices, "at_least": bound})
-    return found
+        for row in (row for row in rows if row.system == PRIMAD):
+            what = f"{row.model}: ring of {row.devices}, {row.shown_rows}, {row.streams} streams, of"
+            for system, minimum in ((ONE_BATCH, 0.9), (RPC, 1.5)) if (row.devices, row.streams) == (3, 4) else ():
+                for other in rows:
+                    if (other.model, other.system, other.streams) == (row.model, system, 4):
+                        yield Figure(what=f"{what} {system}", values=row.of(other), at_least=minimum)
+            one = found(row, streams=1)
+            if one is not None and row.streams > 1:
+                together = (
+                    TOGETHER if row.rows is None and (row.devices, row.streams, row.cpus) == (2, 4, None) else None
+                )
+                yield Figure(what=f"{what} one stream of it", values=row.of(one), at_least=together)
+            alone = found(row, devices=1, streams=1)
+            if alone is None or not row.streams >= row.devices > 1:
+                continue
+            if row.devices == 2 or row.cpus is not None:  # others share cores
+                values = tuple(each / row.devices for each in row.of(alone))
+                bound = 0.9 if row.devices == 2 else None
+                yield Figure(what=f"{what} {row.devices} x one device with one", values=values, at_least=bound)

@@ -1,7 +1,4 @@
-"""What must hold of one device with less memory than its model, for as long as a real question takes.
-
-    tools/bench memory --endure [prompt | neighbour] [--limits SHARE ...] [--tokens N] [--prompt N] [--neighbour MB]
-                       [--kv-type TYPE] [--answers FILE] [--model FILE.gguf] [--quick] [--json FILE]
+"""``memory --endure``: what must hold of one device with less memory than its model, for as long as a real question takes.
 
 ``prompt``: a prompt of 8,192 tokens and 200 tokens behind it. ``neighbour``: a short prompt and 200 tokens, while another
 program in the same cgroup takes and frees up to 500 MB at random. Each under 75, 50 and 30 % of the model. The KV cache is
@@ -21,25 +18,21 @@ next time.
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import psutil
-from rich.console import Console
-from rich.table import Table
 
-from halda import DeviceProfile, Infeasible, ModelProfile, Solution, Workload
+from halda import KV_TYPES, DeviceProfile, Infeasible, ModelProfile, Solution, Workload
 from primad.engine.build import build_id
-from primad.engine.protocol import KvType
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from tools.lab import LabError
 from tools.lab.endurance import DEVICE, Question, Ran, Whole, endure, whole
 from tools.lab.endured import Kind, Row, broken, first_difference
+from tools.lab.figures import mega
+from tools.lab.harness import Run
 from tools.lab.memory import LimitedGroup
 from tools.lab.memory_runs import (
     AFTER,
@@ -62,74 +55,41 @@ CONTEXT_STEP: Final = 256
 LESS: Final = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125, 0.0625)
 """Shares of the prompt that was asked for, in the order in which they are tried."""
 
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
-
-def bench(
-    models: Sequence[Path],
-    shares: Sequence[float],
-    kinds: Sequence[Kind],
-    *,
-    prompt_tokens: int,
-    tokens: int,
-    neighbour_bytes: int,
-    kv_types: Sequence[KvType],
-    threads: int,
-    profile: DeviceProfile,
-    answers: Path | None,
-    keep: Callable[[list[dict[str, Any]]], None],
-) -> list[dict[str, Any]]:
-    """All runs; each is printed and kept as it comes."""
+async def measure(run: Run, path: Path, profile: DeviceProfile) -> None:
+    """All runs of one model."""
+    options = run.options
     if not psutil.swap_memory().total:
-        out.print("this machine has no swap: that nothing is swapped is no news")
-    rows: list[Row] = []
-    for path in models:
-        bench_of = _Bench(path, tokens, threads, profile, kv_types, answers)
-        for share in shares:
-            for kind in kinds:
-                asked = (prompt_tokens, 0) if kind == "prompt" else (AFTER, neighbour_bytes)
-                rows.append(bench_of.run(kind, share, *asked))
-                keep([asdict(row) for row in rows])
-                show(rows[-1:])
-    show(rows)
-    return [asdict(row) for row in rows]
-
-
-# ---- runs -----------------------------------------------------------------------------------------------------------
+        run.say("this machine has no swap: that nothing is swapped is no news")
+    bench = _Bench(run, path, profile)
+    for share in options.limits or LIMITS:
+        for kind in KINDS[options.endure]:
+            asked = (options.prompt, 0) if kind == "prompt" else (AFTER, int(options.neighbour * 1e6))
+            run.add(await bench.measure(kind, share, *asked))
 
 
 class _Bench:
     """The runs of one model."""
 
-    def __init__(
-        self,
-        path: Path,
-        tokens: int,
-        threads: int,
-        profile: DeviceProfile,
-        kv_types: Sequence[KvType],
-        answers: Path | None,
-    ) -> None:
-        self.path = path
-        self.size_bytes = path.stat().st_size
-        self.model: ModelProfile = model_profile(open_model(path))
-        self._tokens = tokens
-        self._threads = threads
-        self._profile = profile
-        self._kv_types = kv_types
+    def __init__(self, run: Run, path: Path, profile: DeviceProfile) -> None:
+        self._run, self._path, self._profile = run, path, profile
+        self._size_bytes = path.stat().st_size
+        self._model: ModelProfile = model_profile(open_model(path))
+        self._tokens = run.options.tokens or TOKENS
+        self._kv_types = (run.options.kv_type,) if run.options.kv_type else KV_TYPES
         self._rate = prefetch_rate(path)
         self._wholes: dict[str, Whole] = {}
-        self._answers = answers
+        self._answers: Path | None = run.options.answers
 
-    def run(self, kind: Kind, share: float, prompt_tokens: int, neighbour_bytes: int) -> Row:
+    async def measure(self, kind: Kind, share: float, prompt_tokens: int, neighbour_bytes: int) -> Row:
         """One run with what there is room for."""
-        limit, busy = int(share * self.size_bytes), busy_share()
+        limit, busy = int(share * self._size_bytes), busy_share()
         ran, question, answer = Ran(), None, None
         try:
             question = self._question(limit, prompt_tokens, neighbour_bytes)
-            _report_line(self.path, share, question)
-            answer = self._whole(question)
-            ran = asyncio.run(endure(self.path, question, limit, threads=self._threads))
+            self._run.say(f"{self._path.stem} at {share:g}, {_plan_line(question)}")
+            answer = await asyncio.to_thread(self._whole, question)
+            ran = await endure(self._path, question, limit, threads=self._run.options.threads)
         except Infeasible as exc:
             ran.error = str(exc)
         return self._row(kind, share, (prompt_tokens, neighbour_bytes), question, answer, ran, busy)
@@ -147,7 +107,7 @@ class _Bench:
             except Infeasible as exc:
                 refused = refused or exc
                 continue
-            room = limit - reserved_bytes(solution, self.model) - 2 * self.model.largest_layer_bytes
+            room = limit - reserved_bytes(solution, self._model) - 2 * self._model.largest_layer_bytes
             return Question(
                 solution=solution,
                 workload=workload,
@@ -165,7 +125,7 @@ class _Bench:
         failure: Infeasible | None = None
         for kv_type in self._kv_types:
             try:
-                return plan_single_device(device, self.model, context, kv_type=kv_type, prompt_tokens=prompt)
+                return plan_single_device(device, self._model, context, kv_type=kv_type, prompt_tokens=prompt)
             except Infeasible as exc:
                 failure = exc
         assert failure is not None
@@ -175,14 +135,14 @@ class _Bench:
         """Computed once for each KV type, number of rows and prompt."""
         work = question.workload
         figures = (question.prompt_tokens, question.tokens, work.chunk_rows, work.kv_type, build_id())
-        key = " ".join(map(str, (self.path.name, self.path.stat().st_mtime_ns, *figures)))
+        key = " ".join(map(str, (self._path.name, self._path.stat().st_mtime_ns, *figures)))
         known = self._known()
         if key not in known:
-            known[key] = whole(self.path, question, threads=self._threads)
+            known[key] = whole(self._path, question, threads=self._run.options.threads)
             if self._answers is not None:
                 self._answers.write_bytes(msgspec.json.format(msgspec.json.encode(known)))
         else:
-            out.print("the answer of the whole model is known")
+            self._run.say("the answer of the whole model is known")
         return known[key]
 
     def _known(self) -> dict[str, Whole]:
@@ -194,8 +154,6 @@ class _Bench:
         except msgspec.MsgspecError as exc:
             raise LabError(f"--answers {self._answers}: {exc}; remove it, or name another file") from exc
 
-    # ---- figures ----------------------------------------------------------------------------------------------------
-
     def _row(
         self,
         kind: Kind,
@@ -206,11 +164,11 @@ class _Bench:
         ran: Ran,
         busy: float,
     ) -> Row:
-        limit = int(share * self.size_bytes)
+        limit = int(share * self._size_bytes)
         held = ran.counters
         row = Row(
-            model=self.path.stem,
-            model_bytes=self.size_bytes,
+            model=self._path.stem,
+            model_bytes=self._size_bytes,
             kind=kind,
             limit_share=share,
             limit_bytes=limit,
@@ -261,75 +219,21 @@ class _Bench:
         row.prompt_tokens, row.neighbour_bytes = question.prompt_tokens, question.neighbour_bytes
         row.predicted_tokens_per_s, row.predicted_prompt_s = prediction.tokens_per_s, prediction.ttft_s
         row.predicted_bytes_per_token = prediction.devices[0].disk_bytes_per_token
-        row.reserved_bytes = reserved_bytes(solution, self.model)
+        row.reserved_bytes = reserved_bytes(solution, self._model)
         row.streamed_bytes, row.read_ahead_bytes = streaming.streamed_bytes, streaming.read_ahead_bytes
         row.max_read_bytes = max_read_bytes(solution, ran.others_bytes)
         if row.prompt_s is not None:
             row.prompt_tokens_per_s = question.prompt_tokens / row.prompt_s
 
 
-def _report_line(path: Path, share: float, question: Question) -> None:
+def _plan_line(question: Question) -> str:
     work, prediction = question.workload, question.solution.prediction
     what = f"prompt of {question.prompt_tokens} tokens"
     if question.neighbour_bytes:
-        what += f" beside a program of {question.neighbour_bytes / 1e6:.0f} MB"
+        what += f" beside a program of {mega(question.neighbour_bytes)} MB"
     streaming = question.solution.plan.streaming_of(DEVICE)
-    out.print(
-        f"{path.stem} at {share:g}, {what}: KV cache {work.kv_type}, {work.chunk_rows} rows a step, "
-        f"{_mega(streaming.streamed_bytes)} MB streamed, {_mega(streaming.read_ahead_bytes)} read ahead; "
-        f"the plan forecasts a first token after "
-        f"{prediction.ttft_s:.0f} s and {prediction.tokens_per_s:.2f} tokens/s"
+    return (
+        f"{what}: KV cache {work.kv_type}, {work.chunk_rows} rows a step, {mega(streaming.streamed_bytes)} MB streamed, "
+        f"{mega(streaming.read_ahead_bytes)} read ahead; the plan forecasts a first token after {prediction.ttft_s:.0f} s "
+        f"and {prediction.tokens_per_s:.2f} tokens/s"
     )
-
-
-def show(rows: Sequence[Row]) -> None:
-    """Print the result, and what of it does not hold."""
-    table = Table(
-        "limit", "run", "KV", "rows", "prompt tok/s (whole model)", "tok/s (whole model)", "MB/token (first, last)"
-    )
-    for column in (
-        "at most MB",
-        "stall ms",
-        "streamed MB (ahead)",
-        "anonymous MB",
-        "OOM",
-        "swap",
-        "tokens",
-        "busy",
-        "holds",
-    ):
-        table.add_column(column)
-    for row in rows:
-        what = f"prompt {row.prompt_tokens}"
-        if row.kind == "neighbour":
-            what = f"beside {_mega(row.neighbour_bytes)} MB"
-        table.add_row(
-            f"{row.limit_share:g} ({row.limit_bytes / 1e6:.0f} MB)",
-            what,
-            row.kv_type or "-",
-            str(row.rows or "-"),
-            f"{_number(row.prompt_tokens_per_s, 1)} ({_number(row.baseline_prompt_tokens_per_s, 1)})",
-            f"{_number(row.tokens_per_s, 2)} ({_number(row.baseline_tokens_per_s, 2)})",
-            f"{_mega(row.bytes_read_per_token)} ({_mega(row.bytes_read_first)}, {_mega(row.bytes_read_last)})",
-            _mega(row.max_read_bytes),
-            _number(row.stall_ms_per_token, 0),
-            f"{_mega(row.streamed_bytes)} ({_mega(row.read_ahead_bytes)})",
-            f"{_mega(row.anonymous_bytes)} (peak {_mega(row.max_anonymous_bytes)})",
-            "-" if row.oom_kills is None else str(row.oom_kills),
-            _mega(row.swap_bytes),
-            "-" if row.same_tokens is None else f"{row.tokens} {'same' if row.same_tokens else 'DIFFERENT'}",
-            f"{row.busy_share:.0%}",
-            "NO" if row.broken else "yes",
-        )
-    out.print(table)
-    for row in rows:
-        for what in row.broken:
-            out.print(f"{row.kind} at {row.limit_share:g}: {what}")
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _mega(value: float | None) -> str:
-    return _number(None if value is None else value / 1e6, 0)

@@ -1,26 +1,26 @@
-"""``tools/bench serve --case``: what must hold of several answers at once, each case with its figures and its bound.
+"""``serve --case``: what must hold of several answers at once, each case with its figures and its bound.
 
 ``prompt``: four answers are written while a prompt of 4,000 tokens comes, and one of 50 behind it. ``keys``: one key asks
 for eight answers at once, another one for one. ``streaming``: four answers at once of a model that does not fit, and one.
 ``turn``: the second turn of a chat with 2,000 tokens before it. ``overhead``: what scheduler and Python take of a step.
+
+Rings are without daemons, on devices with a core each, with the batches and pieces that a plan for them has.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
-from rich.console import Console
 
-from halda import CpuProfile, DeviceProfile, DiskProfile, LinkProfile, arrange, instance
+from halda import CpuProfile, DeviceProfile, arrange, instance
 from primad.engine.protocol import GREEDY, LogitsWindow, Rows
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
@@ -29,30 +29,23 @@ from primad.planning.batching import Batches, batches_of
 from primad.planning.question import default_workload
 from primad.profiler.effort import Effort
 from primad.profiler.measure import measure_home, ram_read_bytes_per_s
-from primad.profiler.processors import measure_cpu
 from primad.ring.chunks import Chunking, Pieces
 from primad.ring.grouping import Batching
 from primad.ring.head import Head, Notify
 from primad.ring.messages import Finished, Generate, Sampled, StepLimits
 from primad.ring.scheduler.scheduler import Scheduler
 from primad.ring.scheduler.state import SampledToken, SchedulerState
-from tools.bench_solver import device_here, links_between
-from tools.lab.local_ring import LocalRing, even_windows, types_of
+from tools.lab.figures import Figure, Row, late
+from tools.lab.harness import Run
+from tools.lab.here import device_here, links_between, machines_here, measured_cpu
+from tools.lab.local_ring import LocalRing, even_windows
 from tools.lab.memory import LimitedGroup
 from tools.lab.memory_runs import device_in, plan_single_device, prefetch_rate
 from tools.lab.plain_llama import prompt_of
 
-out = Console(highlight=False)
-
 PIECES: Final = Pieces(multiple=8, rows=(16,))
 ROWS: Final = 256
 """Of a chunk."""
-HERE: Final = LinkProfile(source="", target="", address="", round_trip_s=0.0004, bytes_per_s=2e9)
-"""Between two processes of this machine."""
-NO_DISK: Final = DiskProfile(
-    prefetch_bytes_per_s=1e9, fault_bytes_per_s=1e9, random_bytes_per_s=1e9, free_bytes=1 << 40
-)
-"""Nothing streams."""
 LONG_TOKENS: Final = 4000
 SHORT_TOKENS: Final = 50
 HISTORY_TOKENS: Final = 2000
@@ -60,9 +53,28 @@ STREAMING_SHARE: Final = 0.5
 """Of the model that does not fit, so much memory is there, and 350 MB."""
 BESIDE_BYTES: Final = 350 << 20
 OVERHEAD_STREAMS: Final = 16
-_LATE: Final = 0.95
 _CALM_TOKENS: Final = 50
 """Of each answer, before a prompt comes and behind it."""
+
+
+class CaseRow(Row):
+    """What was ``found`` in a ``case``, and those of it that are ``judged``, each with its least and its most."""
+
+    def remarks(self) -> Iterator[str]:
+        told = (
+            f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in self.found.items()
+        )
+        yield f"{self.case}, {self.model}, {self.devices} devices: {', '.join(told)}"
+
+    @classmethod
+    def figures(cls, rows: Sequence[CaseRow]) -> Iterator[Figure]:
+        for row in rows:
+            for name, (minimum, maximum) in row.judged.items():
+                what = f"{row.model}, {row.devices} devices, case {row.case}: {name}"
+                is_ratio = not name.endswith("_us") and "_us_" not in name
+                values = (row.found[name],)
+                yield Figure(what=what, values=values, at_least=minimum, at_most=maximum, is_ratio=is_ratio)
 
 
 @dataclass
@@ -91,21 +103,14 @@ class _Told:
         return found
 
 
-def late(waits_s: Sequence[float]) -> float:
-    """95 of 100 are no longer."""
-    return sorted(waits_s)[round(_LATE * (len(waits_s) - 1))]
-
-
-def _as_served(path: Path, devices: int, context: int, sequences: int) -> tuple[Batches, CpuProfile]:
+def _as_served(run: Run, path: Path, devices: int, context: int, sequences: int) -> tuple[Batches, CpuProfile]:
     """The batches and pieces that ``serve`` would have, on devices with a core each as they are measured now."""
     model, names = model_profile(open_model(path)), [f"d{i}" for i in range(devices)]
-    with tempfile.TemporaryDirectory(prefix="primad-serve-") as name:
-        cpu = measure_cpu(Path(name), 1, lambda _: None, Effort(types=types_of(model)))
-    found = [replace(device_here(name, cpu, ram_read_bytes_per_s(1), NO_DISK), host=name) for name in names]
+    cpu = measured_cpu(run.folder(), 1, model)
     work = replace(default_workload(context, ROWS, "f16", sequences=sequences), flash=False)
     windows = even_windows(len(model.layers), devices) or [len(model.layers)]
     plan = arrange(names, windows, rounds=1, model=model)
-    question = instance(found, links_between(names, [HERE]), model, work, {}, plan.head)
+    question = instance(machines_here(names, cpu), links_between(names), model, work, {}, plan.head)
     return batches_of("exact", plan, question, sequences), cpu
 
 
@@ -115,10 +120,21 @@ def _ring(path: Path, devices: int, **options: Any) -> LocalRing:
     return LocalRing(path, even_windows(layers, devices), **made)
 
 
-async def long_prompt(path: Path, devices: int) -> dict[str, Any]:
+def _add(
+    run: Run,
+    case: str,
+    path: Path,
+    devices: int,
+    found: Mapping[str, Any],
+    **judged: tuple[float | None, float | None],
+) -> None:
+    run.add(CaseRow(case=case, model=path.stem, devices=devices, found=dict(found), judged=judged))
+
+
+async def long_prompt(run: Run, path: Path, devices: int) -> None:
     """A prompt of 4,000 tokens over four answers, and one of 50 behind it."""
     context, sequences = LONG_TOKENS + 96, 6
-    batches, cpu = _as_served(path, devices, context, sequences)
+    batches, cpu = _as_served(run, path, devices, context, sequences)
     how = {"batching": batches.batching, "pieces": batches.pieces, "cpu": cpu}
     async with _ring(path, devices, context=context, sequences=sequences, **how) as ring:
         told = _Told()
@@ -136,21 +152,20 @@ async def long_prompt(path: Path, devices: int) -> dict[str, Any]:
     spans = (calm_s, begin_s), (end_s, time.perf_counter()), (begin_s, end_s)
     before, after, beside = (late(told.waits_s(writing, *span)) for span in spans)
     calm = max(before, after)  # answers grow while the prompt is computed, and each of their tokens takes longer
-    return {
-        "case": "prompt",
+    found = {
         "rows": batches.batching.rows,
         "pieces": batches.pieces.rows if batches.pieces else None,
         "late_before_ms": 1e3 * before,
         "late_beside_ms": 1e3 * beside,
         "late_after_ms": 1e3 * after,
         "times": beside / calm,
-        "at_most": 2.0,
         "short_first_ms": 1e3 * (told.tokens_s[short][0] - begin_s),
         "long_first_ms": 1e3 * (end_s - begin_s),
     }
+    _add(run, "prompt", path, devices, found, times=(None, 2.0))
 
 
-async def keys(path: Path, devices: int) -> dict[str, Any]:
+async def keys(run: Run, path: Path, devices: int) -> None:
     """A key with eight answers against one with one, in steps of one row each: half of the tokens would be fair."""
     async with _ring(path, devices, context=512, sequences=9, batching=Batching(steps=devices)) as ring:
         told = _Told()
@@ -160,10 +175,11 @@ async def keys(path: Path, devices: int) -> dict[str, Any]:
         begin = Counter({request: told.count(request) for request in (*many, one)})
         await told.until(ring, lambda: told.count(one) >= 220)
         got = {request: told.count(request) - begin[request] for request in (*many, one)}
-    return {"case": "keys", "tokens": got, "of_fair_share": got[one] / (sum(got.values()) / 2), "at_least": 0.8}
+    found = {"tokens": got, "of_fair_share": got[one] / (sum(got.values()) / 2)}
+    _add(run, "keys", path, devices, found, of_fair_share=(0.8, None))
 
 
-async def second_turn(path: Path, devices: int) -> dict[str, Any]:
+async def second_turn(run: Run, path: Path, devices: int) -> None:
     """What the first token of a chat's second turn takes, of what that of the first took."""
     begins = min(control_tokens(open_model(path)))
     history: list[int] = []
@@ -181,38 +197,28 @@ async def second_turn(path: Path, devices: int) -> dict[str, Any]:
             sampled, _ = await ring.generate(history, 32, reuses=True, heard=heard)
             first_s.append(first[0] - begin_s)
             history = [*history, *(event.token for event in sampled), begins, *prompt_of(30)]
-    return {
-        "case": "turn",
-        "first_ms": 1e3 * first_s[0],
-        "second_ms": 1e3 * first_s[1],
-        "times": first_s[1] / first_s[0],
-        "at_most": 0.2,
-    }
+    found = {"first_ms": 1e3 * first_s[0], "second_ms": 1e3 * first_s[1], "times": first_s[1] / first_s[0]}
+    _add(run, "turn", path, devices, found, times=(None, 0.2))
 
 
-async def streaming(path: Path, devices: int) -> dict[str, Any]:
+async def streaming(run: Run, path: Path, devices: int) -> None:
     """Four answers at once against one, of a model with half of its memory, on one device with all cores."""
     model, threads = model_profile(open_model(path)), 2
+    folder = run.folder("/var/tmp")
+    cpu, disk = measured_cpu(folder, threads, model), measure_home(folder, lambda _: None, Effort()).disk
+    here = device_here("d0", cpu, ram_read_bytes_per_s(threads), disk)
     figures: dict[int, tuple[float, float]] = {}
-    with tempfile.TemporaryDirectory(prefix="primad-serve-", dir="/var/tmp") as name:
-        folder = Path(name)
-        cpu = measure_cpu(folder, threads, lambda _: None, Effort(types=types_of(model)))
-        here = device_here(
-            "d0", cpu, ram_read_bytes_per_s(threads), measure_home(folder, lambda _: None, Effort()).disk
-        )
-        for streams in (1, 4):
-            with LimitedGroup(_limit_bytes(path)) as group:
-                figures[streams] = await _streamed(path, group, here, streams, threads)
+    for streams in (1, 4):
+        with LimitedGroup(_limit_bytes(path)) as group:
+            figures[streams] = await _streamed(path, group, here, streams, threads)
     (one_tokens, one_bytes), (four_tokens, four_bytes) = figures[1], figures[4]
-    return {
-        "case": "streaming",
+    found = {
         "tokens_per_s": [one_tokens, four_tokens],
         "bytes_per_token": [one_bytes, four_bytes],
         "tokens_times": four_tokens / one_tokens,
-        "at_least": 3.0,
         "bytes_times": four_bytes / one_bytes,
-        "at_most": 0.3,
     }
+    _add(run, "streaming", path, devices, found, tokens_times=(3.0, None), bytes_times=(None, 0.3))
 
 
 def _limit_bytes(path: Path) -> int:
@@ -247,13 +253,13 @@ async def _streamed(
         return tokens / took_s, (group.counters().read_bytes - before) / tokens
 
 
-async def overhead(path: Path, devices: int) -> dict[str, Any]:
+async def overhead(run: Run, path: Path, devices: int) -> None:
     """Microseconds of a step at 16 streams: of the scheduler, and of the head with a model that computes nothing."""
-    found: dict[str, Any] = {"case": "overhead", "at_max_us": 100.0}
+    found: dict[str, float] = {}
     for rows in (1, 4):
         found[f"scheduler_us_{rows}_rows"] = statistics.median(_scheduler_s(rows) for _ in range(5)) * 1e6
         found[f"head_us_{rows}_rows"] = statistics.median(_head_s(rows) for _ in range(5)) * 1e6
-    return found
+    _add(run, "overhead", path, devices, found, **dict.fromkeys(found, (None, 100.0)))
 
 
 def _asked(tokens: int) -> list[Generate]:
@@ -336,19 +342,10 @@ def _head_s(rows: int) -> float:
     return (time.perf_counter() - begin_s) / steps
 
 
-CASES: Final[Mapping[str, Callable[[Path, int], Coroutine[Any, Any, dict[str, Any]]]]] = {
+CASES: Final[Mapping[str, Callable[[Run, Path, int], Awaitable[None]]]] = {
     "prompt": long_prompt,
     "keys": keys,
     "turn": second_turn,
     "streaming": streaming,
     "overhead": overhead,
 }
-
-
-def show(figures: Sequence[Mapping[str, Any]]) -> None:
-    """Print what each case gave."""
-    for each in figures:
-        told = (
-            f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in each.items()
-        )
-        out.print(", ".join(told))

@@ -1,6 +1,4 @@
-"""Memory pressure: what a ring takes of its devices' memory so that their owners' other programs cannot have it.
-
-    tools/bench memory --pressure [--devices N] [--memory GB] [--model FILE.gguf] [--context N] [--rows N] [--keep]
+"""``memory --pressure``: what a ring takes of its devices' memory so that their owners' other programs cannot have it.
 
 Measured as in the paper: the loss of available memory that primad causes, pages that the kernel can have back at once not
 counted, as a share of all memory. Each device is a ring process in a cgroup with that much memory, the page cache included,
@@ -18,18 +16,15 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 
 from halda import CHUNKS, CacheType, DeviceProfile, Infeasible, ModelProfile, Solution, Workload, solve
 from halda.cost import kv_bytes
@@ -43,7 +38,11 @@ from primad.settings.config import LOOPBACK
 from primad.system.memory import held_bytes
 from primad.trust.local_trust import VARIABLE as LOCAL_TRUST
 from tools import synthetic
+from tools.demo import PRIMAD
 from tools.lab import LabError
+from tools.lab.figures import Figure, Row
+from tools.lab.harness import Run
+from tools.lab.here import measured_profile
 from tools.lab.local_ring import LocalRing
 from tools.lab.memory import Counters, LimitedGroup
 from tools.lab.memory_runs import ROWS, busy_share, device_in, prefetch_rate
@@ -64,8 +63,6 @@ SAMPLE_S: Final = 1.0
 DAEMON_READY_S: Final = 180.0
 SETTLE_S: Final = 2.0
 
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-
 
 def pressure_share(before_available_bytes: int, available_bytes: int, total_bytes: int) -> float:
     """Memory pressure as the paper has it: the loss of available memory as a share of all memory.
@@ -76,8 +73,7 @@ def pressure_share(before_available_bytes: int, available_bytes: int, total_byte
     return max(0, before_available_bytes - available_bytes) / total_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pressure:
+class Pressure(Row):
     """One device of the ring; bytes are the most that any sample saw, from its start to the last token.
 
     ``pressure_share`` is ``held_bytes`` by the limit: the more of ``group_held_bytes`` and ``process_held_bytes``, less
@@ -89,96 +85,59 @@ class Pressure:
     the loss of what the whole machine has available as a share of all limits, other programs included, at the end.
     """
 
-    device: str
-    model: str
-    model_bytes: int
-    limit_bytes: int
-    pressure_share: float
-    drawing_share: float
-    with_kernel_share: float
-    with_daemon_share: float
-    before_bytes: int
-    held_bytes: int
-    group_held_bytes: int
-    process_held_bytes: int
-    unevictable_bytes: int
-    kernel_bytes: int
-    daemon_bytes: int
-    kv_bytes: int
-    reserved_bytes: int
-    peak_bytes: int
-    limit_hits: int
-    oom_kills: int
-    swap_bytes: int
-    layers: int
-    streamed_bytes: int
-    read_ahead_bytes: int
-    rounds: int
-    context: int
-    rows: int
-    prompt_tokens: int
-    tokens: int
-    prompt_read_bytes: int
-    bytes_read_per_token: float
-    prompt_s: float
-    tokens_per_s: float
-    predicted_tokens_per_s: float
-    machine_loss_share: float
-    busy_share: float
+    columns = (
+        "device, limit_bytes=limit MB:MB, pressure_share=pressure:.1%, drawing_share=drawing tokens:.1%, "
+        "with_kernel_share=with kernel:.1%, with_daemon_share=with daemon:.1%, held_bytes=held MB:MB, "
+        "group_held_bytes=group MB:MB, process_held_bytes=process MB:MB, reserved_bytes=planned MB:MB, kv_bytes=KV MB:MB, "
+        "kernel_bytes=kernel MB:MB, daemon_bytes=daemon MB:MB, peak_bytes=peak MB:MB, oom_kills=OOM kills, "
+        "swap_bytes=swap MB:MB, streamed_bytes=streamed MB:MB, read_ahead_bytes=ahead MB:MB, "
+        "bytes_read_per_token=MB/token:MB"
+    )
+
+    @classmethod
+    def figures(cls, rows: Sequence[Pressure]) -> Iterator[Figure]:
+        what, count = "of the memory of a device, the most of", len(rows)
+        maximum = max(row.pressure_share for row in rows)
+        drawing = max(row.drawing_share for row in rows)
+        yield Figure(what=f"pressure, {what} {count}", values=(maximum,), at_most=MAX_SHARE, is_ratio=False)
+        yield Figure(what=f"pressure while tokens are drawn, {what} {count}", values=(drawing,), is_ratio=False)
 
 
-def bench(
-    model: Path | None,
-    *,
-    devices: int,
-    memory_bytes: int,
-    context: int | None,
-    rows: int | None,
-    kv_type: CacheType,
-    tokens: int,
-    threads: int,
-    keep: bool,
-    profile: Callable[[], DeviceProfile],
-) -> list[dict[str, object]]:
-    """The figures of every device; prints a table. Raises ``LabError`` where the machine has no room for it."""
-    fleet_bytes = devices * memory_bytes
-    free = psutil.virtual_memory().available
+async def measure(run: Run, model: Path | None) -> None:
+    """The figures of every device. Raises ``LabError`` where the machine has no room for it."""
+    options, free = run.options, psutil.virtual_memory().available
+    memory_bytes, tokens = int(options.memory * 1e9), options.tokens or 10
+    fleet_bytes = options.devices * memory_bytes
     if fleet_bytes > free:
         raise LabError(
-            f"{devices} devices of {memory_bytes / 1e9:g} GB: this machine has {free / 1e9:.1f} GB available; choose a "
+            f"{options.devices} devices of {options.memory:g} GB: this machine has {free / 1e9:.1f} GB available; choose a "
             "smaller --memory"
         )
-    context = context or -(-(len(PROMPT) + tokens + 1) // CONTEXT_STEP) * CONTEXT_STEP
-    with _model(model, int(LARGER * fleet_bytes), keep) as path:
-        size = path.stat().st_size
-        out.print(f"{path.name}: {size / 1e9:.2f} GB, {size / fleet_bytes:.2f} x the memory of {devices} devices")
-        synthetic.check_room(path.parent, size, f"layer files of {path.name}")
-        fleet = _Fleet(path, devices, memory_bytes, profile())
-        solution, workload = fleet.solved(context, rows, kv_type)
-        _report_line(solution, workload)
-        with tempfile.TemporaryDirectory(prefix="primad-bench-", dir=path.parent) as folder:
-            found = asyncio.run(_run(fleet, solution, workload, Path(folder), threads=threads, tokens=tokens))
-    show(found)
-    return [asdict(row) for row in found]
+    context = options.context or -(-(len(PROMPT) + tokens + 1) // CONTEXT_STEP) * CONTEXT_STEP
+    path = _model(run, model, int(LARGER * fleet_bytes))
+    size = path.stat().st_size
+    run.say(f"{path.name}: {size / 1e9:.2f} GB, {size / fleet_bytes:.2f} x the memory of {options.devices} devices")
+    synthetic.check_room(path.parent, size, f"layer files of {path.name}")
+    fleet = _Fleet(path, options.devices, memory_bytes, measured_profile(run.folder(), options.threads))
+    solution, workload = fleet.solved(context, options.rows, options.kv_type or "f16")
+    run.say(_plan_line(solution, workload))
+    rows = await _measured(fleet, solution, workload, run.folder(path.parent), threads=options.threads, tokens=tokens)
+    run.add(*rows)
+    one = rows[0]
+    run.say(
+        f"prompt of {one.prompt_tokens} tokens in {one.prompt_s:.1f} s, then {one.tokens} tokens at "
+        f"{one.tokens_per_s:.2f} tokens/s (predicted {one.predicted_tokens_per_s:.2f}); the whole machine has "
+        f"{one.machine_loss_share:.1%} of all limits less available than before, whoever took it"
+    )
 
 
-# ---- the model ------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _model(given: Path | None, wanted_bytes: int, keep: bool) -> Iterator[Path]:
+def _model(run: Run, given: Path | None, wanted_bytes: int) -> Path:
     """``given``, or a synthetic model of that size, which is removed at the end unless it was there before."""
     if given is not None:
-        yield given.resolve()
-        return
+        return given.resolve()
     layers = layers_for(wanted_bytes, PRESET)
-    with synthetic.borrowed(
-        synthetic.model_path(PRESET, layers=layers), PRESET, layers=layers, cut=True, keep=keep
-    ) as path:
-        yield path
-
-
-# ---- the plan -------------------------------------------------------------------------------------------------------
+    path = synthetic.model_path(PRESET, layers=layers)
+    return run.stack.enter_context(synthetic.borrowed(path, PRESET, layers=layers, cut=True, keep=run.options.keep))
 
 
 class _Fleet:
@@ -222,22 +181,17 @@ class _Fleet:
         return solution, replace(workload, chunk_rows=solution.prediction.chunk_rows)
 
 
-def _report_line(solution: Solution, workload: Workload) -> None:
+def _plan_line(solution: Solution, workload: Workload) -> str:
     plan, prediction = solution.plan, solution.prediction
     windows = "+".join(str(len(window.layers)) for window in plan.route)
     sure = "" if solution.proven else f", perhaps not the best (gap {solution.gap:.0%})"
-    out.print(
+    still = [name for name in plan.devices if not plan.streaming_of(name).streamed_bytes]
+    fits = f"; {', '.join(still)}: all layers fit, so these are no figures of a model too large" if still else ""
+    return (
         f"plan: windows {windows}, {plan.rounds} rounds, {workload.chunk_rows} rows a step, context "
-        f"{workload.context_tokens}{sure}; it promises a first token after {prediction.ttft_s:.0f} s and "
-        f"{prediction.tokens_per_s:.2f} tokens/s"
+        f"{workload.context_tokens}{sure}; it forecasts a first token after {prediction.ttft_s:.0f} s and "
+        f"{prediction.tokens_per_s:.2f} tokens/s{fits}"
     )
-    if still := [name for name in plan.devices if not plan.streaming_of(name).streamed_bytes]:
-        out.print(
-            f"{', '.join(still)}: all layers fit, nothing streams; the figures are not those of a model too large"
-        )
-
-
-# ---- what is measured -----------------------------------------------------------------------------------------------
 
 
 class _Watch:
@@ -274,7 +228,7 @@ class _Watch:
             self.look()
 
 
-async def _run(
+async def _measured(
     fleet: _Fleet, solution: Solution, workload: Workload, folder: Path, *, threads: int, tokens: int
 ) -> list[Pressure]:
     """A ring of processes that computes a prompt and then ``tokens`` tokens. Raises ``LabError`` when it does not."""
@@ -403,7 +357,7 @@ def _daemon_bytes() -> int:
         home, log = Path(folder) / "home", Path(folder) / "log"
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [Path(sys.executable).with_name("primad"), "join", "--home", home, "--name", "waiting", "--port", "0"],
+                [PRIMAD, "join", "--home", home, "--name", "waiting", "--port", "0"],
                 env=kept | {"PRIMAD_HOST": LOOPBACK, LOCAL_TRUST: str(Path(folder) / "local-trust")},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -426,58 +380,3 @@ def _daemon_bytes() -> int:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-# ---- the table ------------------------------------------------------------------------------------------------------
-
-
-def show(rows: list[Pressure]) -> None:
-    """Print the result, and whether it is what is promised."""
-    table = Table(
-        "device", "limit MB", "pressure", "drawing tokens", "with kernel", "with daemon", "held MB (group, process)"
-    )
-    for column in (
-        "planned MB",
-        "KV MB",
-        "kernel MB",
-        "daemon MB",
-        "peak MB",
-        "OOM kills",
-        "swap MB",
-        "streamed MB",
-        "ahead MB",
-        "MB/token",
-    ):
-        table.add_column(column)
-    for row in rows:
-        held = f"{row.held_bytes / 1e6:.0f} ({row.group_held_bytes / 1e6:.0f}, {row.process_held_bytes / 1e6:.0f})"
-        table.add_row(
-            row.device,
-            f"{row.limit_bytes / 1e6:.0f}",
-            f"{row.pressure_share:.1%}",
-            f"{row.drawing_share:.1%}",
-            f"{row.with_kernel_share:.1%}",
-            f"{row.with_daemon_share:.1%}",
-            held,
-            f"{row.reserved_bytes / 1e6:.0f}",
-            f"{row.kv_bytes / 1e6:.0f}",
-            f"{row.kernel_bytes / 1e6:.0f}",
-            f"{row.daemon_bytes / 1e6:.0f}",
-            f"{row.peak_bytes / 1e6:.0f}",
-            str(row.oom_kills),
-            f"{row.swap_bytes / 1e6:.0f}",
-            f"{row.streamed_bytes / 1e6:.0f}",
-            f"{row.read_ahead_bytes / 1e6:.0f}",
-            f"{row.bytes_read_per_token / 1e6:.0f}",
-        )
-    out.print(table)
-    one = rows[0]
-    out.print(
-        f"prompt of {one.prompt_tokens} tokens in {one.prompt_s:.1f} s, then {one.tokens} tokens at "
-        f"{one.tokens_per_s:.2f} tokens/s (predicted {one.predicted_tokens_per_s:.2f}); the whole machine has "
-        f"{one.machine_loss_share:.1%} of all limits less available than before, whoever took it"
-    )
-    maximum = max(row.pressure_share for row in rows)
-    kept = "kept" if maximum <= MAX_SHARE else "NOT kept"
-    drawing = max(row.drawing_share for row in rows)
-    out.print(f"most pressure {maximum:.1%} ({drawing:.1%} while tokens are drawn), promised {MAX_SHARE:.0%}: {kept}")

@@ -1,0 +1,122 @@
+"""What all benches share: turns, options, the exit code, and the file of what was found."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from tools.lab import figures, harness
+from tools.lab.figures import Figure, Row, read_file
+from tools.lab.harness import Bench, Run, add_bench, execute, flag
+from tools.lab.names import LabError
+
+
+@dataclass(kw_only=True)
+class Turns(Row):
+    system: str
+    rounds: list[int]
+    failed: bool = False
+
+    def cells(self):
+        return {"system": self.system, "rounds": str(self.rounds)}
+
+    def failures(self):
+        return ["nothing holds"] if self.failed else []
+
+    @classmethod
+    def figures(cls, rows):
+        for row in rows:
+            yield Figure(what=row.system, values=tuple(row.rounds), at_most=1.5)
+
+
+async def measure(run: Run, model: None) -> None:
+    order: list[tuple[str, int]] = []
+
+    async def turn(number: int, system: str) -> int:
+        order.append((system, number))
+        return number
+
+    found = await run.alternate({system: lambda number, system=system: turn(number, system) for system in "ab"})
+    assert order == [(system, number) for number in range(run.options.rounds + 1) for system in "ab"]
+    for system, rounds in found.items():
+        run.add(Turns(system=system, rounds=rounds, failed=run.options.fails))
+    if run.options.ends:
+        raise LabError("no cgroups")
+
+
+BENCH = Bench(
+    help="turns",
+    measure=measure,
+    models=None,
+    quick={"rounds": 1},
+    flags=(flag("--fails", action="store_true"), flag("--ends", action="store_true")),
+)
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    monkeypatch.setattr(figures, "machine", lambda: {"busy_share_before": 0.0})
+    monkeypatch.setattr(figures, "run_facts", lambda _: {"day": "2026-11-28", "commit": "abc1234"})
+
+
+def options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_bench(parser.add_subparsers(dest="bench"), "turns", BENCH)
+    return parser.parse_args(["turns", *words])
+
+
+def test_systems_take_turns_and_the_first_round_does_not_count(tmp_path, capsys):
+    kept = tmp_path / "turns.json"
+    assert execute("turns", BENCH, options("--rounds", "2", "--json", str(kept))) == 0
+    content = read_file(kept)
+    assert [row["rounds"] for row in content["rows"]] == [[1, 2], [1, 2]]
+    assert content["figures"][0] == {
+        "what": "a",
+        "values": [1, 2],
+        "at_least": None,
+        "at_most": 1.5,
+        "is_ratio": True,
+        "value": 1.5,
+    }
+    assert "a: 1.5 (1 to 2) (wanted: at most 1.5)" in capsys.readouterr().out
+
+
+def test_the_command_fails_for_a_row_that_failed_and_for_an_early_end_and_keeps_what_there_is(tmp_path, capsys):
+    kept = tmp_path / "turns.json"
+    assert execute("turns", BENCH, options("--rounds", "1", "--fails")) == 1
+    assert execute("turns", BENCH, options("--rounds", "1", "--ends", "--json", str(kept))) == 1
+    assert len(json.loads(kept.read_text())["rows"]) == 2
+    assert "tools/bench turns: error: no cgroups" in capsys.readouterr().err
+
+
+def test_figures_stand_beside_those_of_the_same_name_that_were_kept(tmp_path, capsys):
+    kept = tmp_path / "turns.json"
+    execute("turns", BENCH, options("--rounds", "1", "--json", str(kept)))
+    execute("turns", BENCH, options("--rounds", "2", "--against", str(kept)))
+    assert "a: 1, now 1.5 (+50.0%)" in capsys.readouterr().out
+    kept.write_text("{}")
+    with pytest.raises(LabError, match=r"turns\.json: is no file that tools/bench --json wrote"):
+        execute("turns", BENCH, options("--against", str(kept)))
+
+
+def test_what_a_part_loads_is_gone_at_its_end_and_the_rest_is_there(tmp_path):
+    async def run() -> list[bool]:
+        its = Run("turns", BENCH, options())
+        async with its.stack:
+            whole = its.folder(tmp_path)
+            async with its.part():
+                part = its.folder(tmp_path)
+                held = part.is_dir()
+            return [held, part.exists(), whole.is_dir()]
+
+    assert asyncio.run(run()) == [True, False, True]
+
+
+def test_a_synthetic_model_is_called_by_its_preset(monkeypatch):
+    monkeypatch.setattr(harness.synthetic, "write", lambda path, preset: path)
+    names = [harness.model_named(name).name for name in ("1b-q4k", harness.SMALL)]
+    assert names == ["synthetic-1b-q4_k.gguf", f"{harness.SMALL}.gguf"]

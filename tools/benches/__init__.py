@@ -1,0 +1,24 @@
+"""The benches of ``tools/bench``, a file each: what is measured, in which turns, and what is wanted of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from tools.benches import api, copies, experts, http, memory, predict, published, ring, serve, solve, speculate
+from tools.lab.harness import Bench
+
+BENCHES: Final[Mapping[str, Bench]] = {
+    "ring": ring.BENCH,
+    "memory": memory.BENCH,
+    "api": api.BENCH,
+    "serve": serve.BENCH,
+    "speculate": speculate.BENCH,
+    "copies": copies.BENCH,
+    "experts": experts.BENCH,
+    "predict": predict.BENCH,
+    "solve": solve.BENCH,
+    "paper": solve.PAPER,
+    "http": http.BENCH,
+    "published": published.BENCH,
+}

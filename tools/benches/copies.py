@@ -1,0 +1,73 @@
+"""``copies``: what it costs that the KV cells of an answer are kept twice while it grows.
+
+Two rings of a head and two workers, real daemons with the same windows, one with copies and one without: both are there
+before the first run and take turns. Beside the tokens a second: how many tokens of what was to be kept twice are not yet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from primad.gguf.model import open_model
+from primad.gguf.profile import model_profile
+from tools.lab.figures import Figure, Row, by_round, median, number
+from tools.lab.harness import Bench, Run, in_thread, threads_flag
+from tools.lab.http_servers import HttpServer, head_here
+from tools.lab.local_ring import even_windows
+from tools.lab.plain_llama import PROMPT
+
+WORKERS: Final = ("w1", "w2")
+PROMPT_TOKENS: Final = 40
+TOKENS: Final = 256
+RINGS: Final[Mapping[str, tuple[str, ...]]] = {"without": ("--kv-backup", "off"), "with": ("--kv-backup", "16")}
+AT_LEAST: Final = 0.98
+
+
+class CopiesRow(Row):
+    """Run by run, by ring: ``tokens_per_s``. Of the ring with copies, after an answer: ``lag_tokens`` not kept twice yet."""
+
+    def cells(self) -> Mapping[str, str]:
+        return {f"{ring} copies, tok/s": number(median(rates)) for ring, rates in self.tokens_per_s.items()} | {
+            "tokens behind at most": str(max(self.lag_tokens))
+        }
+
+    @classmethod
+    def figures(cls, rows: Sequence[CopiesRow]) -> Iterator[Figure]:
+        for row in rows:
+            ratios = tuple(by_round(row.tokens_per_s["with"], row.tokens_per_s["without"]))
+            yield Figure(what="KV cells kept twice: tokens/s, of once", values=ratios, at_least=AT_LEAST)
+
+
+async def measure(run: Run, model: Path) -> None:
+    """Both rings in turn."""
+    windows = even_windows(len(model_profile(open_model(model)).layers), 1 + len(WORKERS)) or ()
+    serving = ["--extra-buffers", "off", "--context", "1024", "--sequences", "1", "--rounds", "1"]
+    serving += ["--windows", ",".join(map(str, windows))]
+    every = ("--threads", str(run.options.threads))
+
+    def ask(head: HttpServer, _: int) -> tuple[float, int]:
+        times = head.stream(PROMPT[:PROMPT_TOKENS], TOKENS, ignore_eos=True)
+        behind = head.status()["kv"]["lag_tokens"]
+        time.sleep(1)  # what came last is copied and forgotten before the other ring has its turn
+        return (len(times) - 1) / (times[-1] - times[0]), behind
+
+    heads = {
+        ring: run.stack.enter_context(head_here(model, run.homes(), WORKERS, every=every, head=[*serving, *options]))
+        for ring, options in RINGS.items()
+    }
+    turns = await run.alternate({ring: in_thread(partial(ask, head)) for ring, head in heads.items()})
+    rates = {ring: [rate for rate, _ in its] for ring, its in turns.items()}
+    run.add(CopiesRow(tokens_per_s=rates, lag_tokens=[behind for _, behind in turns["with"]]))
+
+
+BENCH: Final = Bench(
+    help="what it costs to keep the KV cells of answers twice",
+    measure=measure,
+    rounds=9,
+    quick={"rounds": 3},
+    flags=(threads_flag(1),),
+)

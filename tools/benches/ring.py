@@ -1,0 +1,200 @@
+"""``ring``: plain llama.cpp (low-level llama-cpp-python, one process) beside rings of 1, 2, 3 and 4 local processes.
+
+Plain runs with extra buffers off and on, and with its threads waiting as by default and as primad has them wait (bound to
+a core each); decode and prefill are each compared with the best of the four. With ``--gpu`` all layers and the output matrix
+of all of them are on the first GPU that llama.cpp sees. No daemon runs and nothing is asked over HTTP, so that what the ring
+costs stands alone: ``http`` and ``serve`` measure what clients get.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from primad.gguf.model import open_model
+from primad.gguf.profile import model_profile
+from primad.profiler.effort import Effort
+from primad.profiler.gpus import list_gpus
+from primad.profiler.processors import measure_cpu
+from primad.system.children.spawn import environment
+from tools.lab import LabError
+from tools.lab.energy import Gauge, gauge
+from tools.lab.figures import Figure, Row, by_round, median
+from tools.lab.harness import SMALL, Bench, Run, flag, threads_flag
+from tools.lab.local_ring import LocalRing, even_windows, types_of
+from tools.lab.plain_child import PlainChild
+from tools.lab.plain_llama import PROMPT
+
+CONTEXT: Final = 1024
+PREFILL_ROWS: Final = 512
+DECODE_TOKENS: Final = 96
+DECODE_AFTER: Final = 40
+
+
+class RingRow(Row):
+    """One system; rates in tokens/s, ratios to plain llama.cpp at its best, by run and their medians.
+
+    ``joules_per_token`` is what the processor, or the whole machine, takes while answers are written; None where it cannot
+    be read. That of a ring has its short prompt with it.
+    """
+
+    columns = (
+        "system, processes=n, decode_tokens_per_s=decode tok/s:.1f, decode_ratio=ratio:.3f, "
+        "prefill_tokens_per_s=prefill tok/s:.0f, prefill_ratio=prefill ratio:.3f, hop_median_us=hop us:.0f, "
+        "hop_p99_us=p99 us:.0f, joules_per_token=J/token:.2f, all_bytes=all MB:MB, own_bytes=own MB:MB, "
+        "extra_buffers=extra:+"
+    )
+
+    @property
+    def all_bytes(self) -> int:
+        """Of all processes."""
+        return sum(self.rss_bytes)
+
+    @property
+    def own_bytes(self) -> int | None:
+        """What they share with nobody; None where that is not known."""
+        return sum(self.private_bytes) or None
+
+    def heading(self) -> str:
+        return str(self.model)
+
+    @classmethod
+    def figures(cls, rows: Sequence[RingRow]) -> Iterator[Figure]:
+        for row in rows:
+            if row.decode_ratios:
+                minimum = 0.98 if row.processes == 1 else None
+                name = f"{row.model}, {row.processes} local processes, of plain llama.cpp at its best setting"
+                yield Figure(what=f"{name}: decode", values=tuple(row.decode_ratios), at_least=minimum)
+                yield Figure(what=f"{name}: prefill", values=tuple(row.prefill_ratios))
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Tokens a second, and joules a token where they are counted."""
+
+    decode: float
+    prefill: float
+    joules: float | None
+
+
+_Decode = Callable[[], Awaitable[tuple[int, float]]]
+"""Writes an answer: its tokens, and how many a second."""
+
+
+async def _turn(energy: Gauge | None, decode: _Decode, prefill: Callable[[], Awaitable[float]]) -> _Turn:
+    before = energy.read() if energy else None
+    tokens, rate = await decode()
+    joules = energy.joules(before, energy.read()) if energy and before and tokens else None
+    return _Turn(rate, PREFILL_ROWS / await prefill(), None if joules is None else joules / tokens)
+
+
+def _plain(child: PlainChild, energy: Gauge | None) -> Callable[[int], Awaitable[_Turn]]:
+    async def decode() -> tuple[int, float]:
+        seconds = await asyncio.to_thread(child.ask, decode=DECODE_TOKENS, after=DECODE_AFTER)
+        return DECODE_TOKENS, DECODE_TOKENS / seconds
+
+    return lambda _: _turn(energy, decode, lambda: asyncio.to_thread(child.ask, prefill=PREFILL_ROWS))
+
+
+def _ring(ring: LocalRing, energy: Gauge | None) -> Callable[[int], Awaitable[_Turn]]:
+    async def decode() -> tuple[int, float]:
+        sampled, finished = await ring.generate(PROMPT[:DECODE_AFTER], DECODE_TOKENS + 1)
+        return len(sampled), (len(sampled) - 1) / finished.decode_s if len(sampled) > 1 else math.nan
+
+    async def prefill() -> float:
+        return (await ring.generate(PROMPT, 1))[1].prompt_s
+
+    return lambda _: _turn(energy, decode, prefill)
+
+
+async def measure(run: Run, model: Path) -> None:
+    """All systems are loaded before the first run."""
+    profile, folder, energy, threads = model_profile(open_model(model)), run.folder(), gauge(), run.options.threads
+    gpu, layers = _first_gpu() if run.options.gpu else "", len(profile.layers)
+    cpu = await asyncio.to_thread(measure_cpu, folder, threads, lambda _: None, Effort(types=types_of(profile)))
+    settings = [
+        (f"extra buffers {extra}, threads {waiting}", extra, environ)
+        for extra in ("off", "on")
+        for waiting, environ in (("default", os.environ), ("bound", environment(os.environ, threads, 0)))
+    ]
+    plain = {
+        setting: PlainChild(model, threads, extra, environ, context=CONTEXT, gpu_layers=layers + 1 if gpu else 0)
+        for setting, extra, environ in ([("on the GPU", "off", os.environ)] if gpu else settings)
+    }
+    for child in plain.values():
+        run.stack.callback(child.close)
+    rings: dict[int, LocalRing] = {}
+    for count in run.options.devices:
+        windows, own = even_windows(layers, count), folder / str(count)
+        ring = LocalRing(model, windows, context=CONTEXT, threads=threads, cpu=cpu, folder=own, gpu=gpu)
+        rings[count] = await run.stack.enter_async_context(ring)
+    turns = await run.alternate(
+        {
+            **{setting: _plain(child, energy) for setting, child in plain.items()},
+            **{count: _ring(ring, energy) for count, ring in rings.items()},
+        }
+    )
+    decode = {name: [turn.decode for turn in its] for name, its in turns.items()}
+    prefill = {name: [turn.prefill for turn in its] for name, its in turns.items()}
+    best_decode = max(plain, key=lambda setting: median(decode[setting]) or 0)
+    best_prefill = max(plain, key=lambda setting: median(prefill[setting]) or 0)
+    for name in turns:
+        row = RingRow(
+            model=model.stem,
+            system="primad",
+            processes=1,
+            decode_tokens_per_s=median(decode[name]),
+            prefill_tokens_per_s=median(prefill[name]),
+            **dict.fromkeys(("decode_ratio", "prefill_ratio", "hop_median_us", "hop_p99_us")),
+            decode_ratios=[],
+            prefill_ratios=[],
+            joules_per_token=median([turn.joules for turn in turns[name] if turn.joules is not None]),
+            private_bytes=[],
+        )
+        if isinstance(name, str):
+            row.system, row.rss_bytes = f"plain llama.cpp, {name}", [plain[name].rss_bytes]
+            row.extra_buffers = ["buffers on" in name]
+        else:
+            row.processes, row.extra_buffers = name, rings[name].extra_buffers
+            row.decode_ratios = by_round(decode[name], decode[best_decode])
+            row.prefill_ratios = by_round(prefill[name], prefill[best_prefill])
+            row.decode_ratio, row.prefill_ratio = median(row.decode_ratios), median(row.prefill_ratios)
+            await _add_status(row, rings[name])
+        run.add(row)
+
+
+async def _add_status(row: RingRow, ring: LocalRing) -> None:
+    """What the ring's processes say of themselves."""
+    statuses = [await ring.status(name) for name in ring.plan.devices]
+    hops = sorted(hop for status in statuses for hop in status.hop_s)
+    row.hop_median_us = median([hop * 1e6 for hop in hops])
+    row.hop_p99_us = hops[len(hops) * 99 // 100] * 1e6 if hops else None
+    row.rss_bytes = [status.rss_bytes for status in statuses]
+    row.private_bytes = [status.private_bytes for status in statuses]
+
+
+def _first_gpu() -> str:
+    gpus = list_gpus()
+    if isinstance(gpus, str) or not gpus:
+        raise LabError(str(gpus or "llama.cpp sees no GPU; `primad doctor` says what to install"))
+    return gpus[0].id
+
+
+BENCH: Final = Bench(
+    help="plain llama.cpp against rings of local processes",
+    measure=measure,
+    models=(SMALL, "1b-q4k"),
+    rounds=9,
+    quick={"rounds": 3},
+    all_quick=("--quick", "--model", f".models/{SMALL}.gguf"),
+    flags=(
+        flag("--devices", type=int, nargs="+", default=[1, 2, 3, 4], help="ring sizes"),
+        flag("--gpu", action="store_true", help="all layers on the first GPU that llama.cpp sees"),
+        threads_flag(),
+    ),
+)
