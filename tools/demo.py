@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import secrets
 import signal
 import socket
@@ -18,8 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,19 +26,15 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from primad.settings.config import LOOPBACK
-from primad.trust.local_trust import VARIABLE
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from tools.lab.daemons import daemon
 from tools.lab.demo_plan import NEXT, plan_options
 
 ROOT = Path(__file__).parent.parent
-PRIMAD = Path(sys.executable).with_name("primad")
 MODEL = ROOT / ".models" / "smollm2-135m-q4_1.gguf"
 PROMPT = "Explain in a few sentences how a bicycle stays upright."
 CONTEXT_TOKENS = 2048
 READY_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 5.0
 PREFERRED_PORT = 8080
 
 out = Console(highlight=False)
@@ -94,13 +88,11 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
         name = f"worker-{number}"
         with (homes / f"{name}.log").open("wb") as log:
             stack.enter_context(
-                daemon(["join", "--home", str(homes / name), "--name", name, "--cluster", cluster], homes, stderr=log)
+                daemon(["join", "--home", str(homes / name), "--name", name, "--cluster", cluster], homes, log)
             )
     serve = ["serve", "--model", str(options.model), "--home", str(homes / "head"), "--name", "head"]
     work = ["--cluster", cluster, "--port", str(port), "--context", str(CONTEXT_TOKENS), "--sequences", "1"]
-    head = stack.enter_context(
-        daemon([*serve, *work, *plan_options(options.model, options.devices)], homes, stderr=None)
-    )
+    head = stack.enter_context(daemon([*serve, *work, *plan_options(options.model, options.devices)], homes, None))
     url = f"http://127.0.0.1:{port}"
     with httpx.Client(base_url=url, timeout=httpx.Timeout(60.0, read=600.0)) as client:
         if not _wait_ready(client, head):
@@ -116,31 +108,6 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
         head.wait()
     out.print(NEXT, markup=False, soft_wrap=True)
     return 0
-
-
-@contextmanager
-def daemon(
-    arguments: list[str], homes: Path, stderr: Any, before: Sequence[str] = ()
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A primad daemon that is ended with the block. Its command line has the words ``before`` in front, if any."""
-    command = [*before, str(PRIMAD), *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=stderr, env=environment(homes))
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def environment(homes: Path) -> dict[str, str]:
-    """None of the user's own settings, nothing beyond this machine, no trust in what else the user runs on it."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("PRIMAD_")}
-    return kept | {"PRIMAD_HOST": LOOPBACK, VARIABLE: str(homes / "local-trust")}
 
 
 def _free_port() -> int:

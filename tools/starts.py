@@ -8,11 +8,9 @@ counts when all devices serve, a question is answered, and nobody printed a trac
 from __future__ import annotations
 
 import argparse
-import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,10 +23,13 @@ from typing import Final
 import httpx
 
 ROOT = Path(__file__).parent.parent
-PRIMAD = Path(sys.executable).with_name("primad")
+sys.path.insert(0, str(ROOT))
+
+from tools.lab.daemons import PRIMAD, daemon  # noqa: E402
+from tools.lab.ports import free_port  # noqa: E402
+
 MODEL = ROOT / ".models" / "smollm2-135m-q4_1.gguf"
 START_S: Final = 600.0
-STOP_S: Final = 30.0
 LAST_LINES: Final = 12
 
 
@@ -83,7 +84,7 @@ def _start(options: argparse.Namespace, place: Path, profile: Path) -> str:
     with ExitStack() as stack:
         for name in workers:
             stack.enter_context(_device(place, profile, name, "join", *cluster, *everywhere, "--port", "0"))
-        port = _free_port()
+        port = free_port()
         model = ("--model", str(options.model), "--port", str(port))
         wait = ("--wait", str(len(workers)), "--wait-timeout", str(int(START_S)), "--use-all")
         head = stack.enter_context(_device(place, profile, "head", "serve", *cluster, *everywhere, *model, *wait))
@@ -98,20 +99,11 @@ def _device(place: Path, profile: Path, name: str, *words: str) -> Iterator[subp
     home = place / name
     home.mkdir(parents=True)
     shutil.copy(profile, home)
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("PRIMAD_")}
-    environment = kept | {"PRIMAD_LOCAL_TRUST": str(place / "local-trust"), "NO_COLOR": "1"}
-    command = [str(PRIMAD), words[0], "--home", str(home), "--name", name, *words[1:]]
-    with (place / f"{name}.log").open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
-    try:
+    with (
+        (place / f"{name}.log").open("wb") as log,
+        daemon([words[0], "--home", home, "--name", name, *words[1:]], place, log, host=None) as process,
+    ):
         yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def _asked(head: subprocess.Popen[bytes], url: str, devices: int) -> str:
@@ -138,12 +130,6 @@ def _said(client: httpx.Client) -> str:
         return str(client.get("/health").json()["detail"])
     except httpx.TransportError:
         return "nothing"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _show(place: Path) -> None:

@@ -4,46 +4,49 @@
 for eight answers at once, another one for one. ``streaming``: four answers at once of a model that does not fit, and one.
 ``turn``: the second turn of a chat with 2,000 tokens before it. ``overhead``: what scheduler and Python take of a step.
 
-Rings are without daemons, on devices with a core each, with the batches and pieces that a plan for them has.
+``prompt`` and ``turn`` ask ``primad serve`` over HTTP, on devices that count as machines with a core each; ``keys``, whose
+steps have one row, and ``streaming`` are rings without daemons.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import statistics
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
 
-from halda import CpuProfile, DeviceProfile, arrange, instance
+from halda import DeviceProfile
 from primad.engine.protocol import GREEDY, LogitsWindow, Rows
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import control_tokens
-from primad.planning.batching import Batches, batches_of
-from primad.planning.question import default_workload
 from primad.profiler.effort import Effort
 from primad.profiler.measure import measure_home, ram_read_bytes_per_s
-from primad.ring.chunks import Chunking, Pieces
+from primad.ring.chunks import Chunking
 from primad.ring.grouping import Batching
 from primad.ring.head import Head, Notify
-from primad.ring.messages import Finished, Generate, Sampled, StepLimits
+from primad.ring.messages import Generate, Sampled, StepLimits
 from primad.ring.scheduler.scheduler import Scheduler
 from primad.ring.scheduler.state import SampledToken, SchedulerState
+from tools.lab import LabError
 from tools.lab.figures import Figure, Row, late
 from tools.lab.harness import Run
-from tools.lab.here import device_here, links_between, machines_here, measured_cpu
+from tools.lab.here import device_here, measured_cpu
+from tools.lab.http_servers import HttpServer, head_here
 from tools.lab.local_ring import LocalRing, even_windows
 from tools.lab.memory import LimitedGroup
 from tools.lab.memory_runs import device_in, plan_single_device, prefetch_rate
 from tools.lab.plain_llama import prompt_of
 
-PIECES: Final = Pieces(multiple=8, rows=(16,))
 ROWS: Final = 256
 """Of a chunk."""
 LONG_TOKENS: Final = 4000
@@ -77,41 +80,24 @@ class CaseRow(Row):
                 yield Figure(what=what, values=values, at_least=minimum, at_most=maximum, is_ratio=is_ratio)
 
 
-@dataclass
 class _Told:
-    """When each generation's tokens came, in seconds of ``time.perf_counter``, and which are over."""
+    """How many tokens each generation has."""
 
-    tokens_s: dict[int, list[float]] = field(default_factory=dict)
-    over: set[int] = field(default_factory=set)
+    def __init__(self) -> None:
+        self.counts: Counter[int] = Counter()
 
     async def until(self, ring: LocalRing, condition: Callable[[], bool]) -> None:
         while not condition():
             match await ring.next_event():
                 case Sampled() as event:
-                    self.tokens_s.setdefault(event.request, []).append(time.perf_counter())
-                case Finished() as event:
-                    self.over.add(event.request)
-
-    def count(self, request: int) -> int:
-        return len(self.tokens_s.get(request, ()))
-
-    def waits_s(self, requests: Sequence[int], since_s: float, until_s: float) -> list[float]:
-        """Between tokens of ``requests`` that came within this time."""
-        found = []
-        for times in (self.tokens_s[request] for request in requests):
-            found += [b - a for a, b in itertools.pairwise(times) if since_s <= b <= until_s]
-        return found
+                    self.counts[event.request] += 1
 
 
-def _as_served(run: Run, path: Path, devices: int, context: int, sequences: int) -> tuple[Batches, CpuProfile]:
-    """The batches and pieces that ``serve`` would have, on devices with a core each as they are measured now."""
-    model, names = model_profile(open_model(path)), [f"d{i}" for i in range(devices)]
-    cpu = measured_cpu(run.folder(), 1, model)
-    work = replace(default_workload(context, ROWS, "f16", sequences=sequences), flash=False)
-    windows = even_windows(len(model.layers), devices) or [len(model.layers)]
-    plan = arrange(names, windows, rounds=1, model=model)
-    question = instance(machines_here(names, cpu), links_between(names), model, work, {}, plan.head)
-    return batches_of("exact", plan, question, sequences), cpu
+def _head(run: Run, path: Path, devices: int, context: int, sequences: int) -> AbstractContextManager[HttpServer]:
+    """What ``primad serve`` makes of so many devices, which count as machines with a core each."""
+    head = ["--context", str(context), "--sequences", str(sequences), *(["--use-all"] if devices > 1 else [])]
+    workers = [f"w{place}" for place in range(1, devices)]
+    return head_here(path, run.homes(), workers, head=head, machines=True)
 
 
 def _ring(path: Path, devices: int, **options: Any) -> LocalRing:
@@ -133,36 +119,52 @@ def _add(
 
 async def long_prompt(run: Run, path: Path, devices: int) -> None:
     """A prompt of 4,000 tokens over four answers, and one of 50 behind it."""
-    context, sequences = LONG_TOKENS + 96, 6
-    batches, cpu = _as_served(run, path, devices, context, sequences)
-    how = {"batching": batches.batching, "pieces": batches.pieces, "cpu": cpu}
-    async with _ring(path, devices, context=context, sequences=sequences, **how) as ring:
-        told = _Told()
-        writing = [await ring.ask(prompt_of(20 + i)[i:], LONG_TOKENS) for i in range(4)]
-        await told.until(ring, lambda: min(map(told.count, writing)) >= 10)
-        calm_s = time.perf_counter()
-        await told.until(ring, lambda: min(map(told.count, writing)) >= 10 + _CALM_TOKENS)
-        begin_s = time.perf_counter()
-        long = await ring.ask(prompt_of(LONG_TOKENS), 1)
-        short = await ring.ask(prompt_of(SHORT_TOKENS + 7)[7:], 1)
-        await told.until(ring, lambda: {long, short} <= told.over)
-        end_s = told.tokens_s[long][0]
-        longer = {request: told.count(request) + _CALM_TOKENS for request in writing}
-        await told.until(ring, lambda: all(told.count(request) >= minimum for request, minimum in longer.items()))
-    spans = (calm_s, begin_s), (end_s, time.perf_counter()), (begin_s, end_s)
-    before, after, beside = (late(told.waits_s(writing, *span)) for span in spans)
+    with _head(run, path, devices, LONG_TOKENS + 96, 6) as server:
+        found = await asyncio.to_thread(_long_prompt, server)
+    _add(run, "prompt", path, devices, found, times=(None, 2.0))
+
+
+def _long_prompt(server: HttpServer) -> dict[str, float]:
+    times, leaves = [list[float]() for _ in range(4)], threading.Event()
+    how: dict[str, Any] = {"ignore_eos": True, "speculate": False}
+    with ThreadPoolExecutor(6) as pool:
+        try:
+            writing = [
+                pool.submit(server.stream, prompt_of(20 + i)[i:], LONG_TOKENS, its, leaves, **how)
+                for i, its in enumerate(times)
+            ]
+
+            def more(tokens: int) -> float:
+                """Wait until each has so many more; the time."""
+                wanted = [len(its) + tokens for its in times]
+                while any(len(its) < each for its, each in zip(times, wanted, strict=True)):
+                    for each in writing:
+                        if each.done():
+                            raise LabError(f"an answer ended after {len(each.result())} tokens")
+                    time.sleep(0.01)
+                return time.perf_counter()
+
+            calm_s, begin_s = more(10), more(_CALM_TOKENS)
+            long = pool.submit(server.stream, prompt_of(LONG_TOKENS), 1, **how)
+            short = pool.submit(server.stream, prompt_of(SHORT_TOKENS + 7)[7:], 1, **how)
+            end_s, short_s = long.result()[0], short.result()[0]
+            after_s = more(_CALM_TOKENS)
+        finally:
+            leaves.set()
+    spans = (calm_s, begin_s), (end_s, after_s), (begin_s, end_s)
+    before, after, beside = (
+        late([b - a for its in times for a, b in itertools.pairwise(its) if since_s <= b <= until_s])
+        for since_s, until_s in spans
+    )
     calm = max(before, after)  # answers grow while the prompt is computed, and each of their tokens takes longer
-    found = {
-        "rows": batches.batching.rows,
-        "pieces": batches.pieces.rows if batches.pieces else None,
+    return {
         "late_before_ms": 1e3 * before,
         "late_beside_ms": 1e3 * beside,
         "late_after_ms": 1e3 * after,
         "times": beside / calm,
-        "short_first_ms": 1e3 * (told.tokens_s[short][0] - begin_s),
+        "short_first_ms": 1e3 * (short_s - begin_s),
         "long_first_ms": 1e3 * (end_s - begin_s),
     }
-    _add(run, "prompt", path, devices, found, times=(None, 2.0))
 
 
 async def keys(run: Run, path: Path, devices: int) -> None:
@@ -171,10 +173,10 @@ async def keys(run: Run, path: Path, devices: int) -> None:
         told = _Told()
         many = [await ring.ask(prompt_of(20 + i)[i:], 400, owner="many") for i in range(8)]
         one = await ring.ask(prompt_of(40)[9:], 400, owner="one")
-        await told.until(ring, lambda: told.count(one) >= 20)
-        begin = Counter({request: told.count(request) for request in (*many, one)})
-        await told.until(ring, lambda: told.count(one) >= 220)
-        got = {request: told.count(request) - begin[request] for request in (*many, one)}
+        await told.until(ring, lambda: told.counts[one] >= 20)
+        begin = Counter({request: told.counts[request] for request in (*many, one)})
+        await told.until(ring, lambda: told.counts[one] >= 220)
+        got = {request: told.counts[request] - begin[request] for request in (*many, one)}
     found = {"tokens": got, "of_fair_share": got[one] / (sum(got.values()) / 2)}
     _add(run, "keys", path, devices, found, of_fair_share=(0.8, None))
 
@@ -186,17 +188,13 @@ async def second_turn(run: Run, path: Path, devices: int) -> None:
     while len(history) < HISTORY_TOKENS:
         history += [begins, *prompt_of(99 + len(history) // 100)]
     first_s = []
-    async with _ring(path, devices, context=4096, min_rows=64, pieces=PIECES) as ring:
-        await ring.generate(prompt_of(300), 2)
+    with _head(run, path, devices, 4096, 1) as server:
+        await asyncio.to_thread(server.sampled, prompt_of(300), 2)
         for _ in range(2):
-            begin_s, first = time.perf_counter(), list[float]()
-
-            def heard(_: Sampled, first: list[float] = first) -> None:
-                first.append(time.perf_counter())
-
-            sampled, _ = await ring.generate(history, 32, reuses=True, heard=heard)
-            first_s.append(first[0] - begin_s)
-            history = [*history, *(event.token for event in sampled), begins, *prompt_of(30)]
+            begin_s = time.perf_counter()
+            told = await asyncio.to_thread(server.sampled, history, 32, speculate=False)
+            first_s.append(told[0][0] - begin_s)
+            history = [*history, *(token for _, token in told), begins, *prompt_of(30)]
     found = {"first_ms": 1e3 * first_s[0], "second_ms": 1e3 * first_s[1], "times": first_s[1] / first_s[0]}
     _add(run, "turn", path, devices, found, times=(None, 0.2))
 
@@ -246,10 +244,10 @@ async def _streamed(
     async with ring:
         told = _Told()
         asked = [await ring.ask(prompt_of(20 + i)[i:], 40) for i in range(streams)]
-        await told.until(ring, lambda: min(map(told.count, asked)) >= 4)
-        begin_s, before, tokens = time.perf_counter(), group.counters().read_bytes, sum(map(told.count, asked))
-        await told.until(ring, lambda: min(map(told.count, asked)) >= 32)
-        took_s, tokens = time.perf_counter() - begin_s, sum(map(told.count, asked)) - tokens
+        await told.until(ring, lambda: min(told.counts[each] for each in asked) >= 4)
+        begin_s, before, tokens = time.perf_counter(), group.counters().read_bytes, told.counts.total()
+        await told.until(ring, lambda: min(told.counts[each] for each in asked) >= 32)
+        took_s, tokens = time.perf_counter() - begin_s, told.counts.total() - tokens
         return tokens / took_s, (group.counters().read_bytes - before) / tokens
 
 

@@ -30,7 +30,7 @@ from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from tools.lab import LabError
 from tools.lab.endurance import DEVICE, Question, Ran, Whole, endure, whole
-from tools.lab.endured import Kind, Row, broken, first_difference
+from tools.lab.endured import OF_PLAN, OF_WHOLE, Kind, Row, broken, first_difference
 from tools.lab.figures import mega
 from tools.lab.harness import Run
 from tools.lab.memory import LimitedGroup
@@ -167,6 +167,8 @@ class _Bench:
         limit = int(share * self._size_bytes)
         held = ran.counters
         row = Row(
+            **dict.fromkeys(f"{OF_PLAN} {OF_WHOLE}".split()),
+            broken=[],
             model=self._path.stem,
             model_bytes=self._size_bytes,
             kind=kind,

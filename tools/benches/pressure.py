@@ -13,9 +13,6 @@ memory added in a column of its own. What the kernel keeps for the processes, pa
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,12 +31,10 @@ from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.planning.question import default_workload
 from primad.ring.messages import Sampled
-from primad.settings.config import LOOPBACK
 from primad.system.memory import held_bytes
-from primad.trust.local_trust import VARIABLE as LOCAL_TRUST
 from tools import synthetic
-from tools.demo import PRIMAD
 from tools.lab import LabError
+from tools.lab.daemons import daemon
 from tools.lab.figures import Figure, Row
 from tools.lab.harness import Run
 from tools.lab.here import measured_profile
@@ -353,17 +348,9 @@ def _reserved_bytes(model: ModelProfile, solution: Solution, predicted: DevicePr
 def _daemon_bytes() -> int:
     """What ``primad join`` holds while it waits for a head, on loopback and trusted by nobody. Raises ``LabError``."""
     with tempfile.TemporaryDirectory(prefix="primad-bench-") as folder:
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("PRIMAD_")}
-        home, log = Path(folder) / "home", Path(folder) / "log"
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                [PRIMAD, "join", "--home", home, "--name", "waiting", "--port", "0"],
-                env=kept | {"PRIMAD_HOST": LOOPBACK, LOCAL_TRUST: str(Path(folder) / "local-trust")},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-        try:
+        homes, log = Path(folder), Path(folder) / "log"
+        words = ("join", "--home", homes / "home", "--name", "waiting", "--port", "0")
+        with log.open("wb") as file, daemon(words, homes, file) as process:
             deadline = time.monotonic() + DAEMON_READY_S
             while b"waiting for a head" not in log.read_bytes():
                 if process.poll() is not None or time.monotonic() > deadline:
@@ -373,10 +360,3 @@ def _daemon_bytes() -> int:
             time.sleep(SETTLE_S)
             children = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
             return held_bytes([process.pid, *children])
-        finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()

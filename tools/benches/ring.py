@@ -47,7 +47,7 @@ class RingRow(Row):
         "system, processes=n, decode_tokens_per_s=decode tok/s:.1f, decode_ratio=ratio:.3f, "
         "prefill_tokens_per_s=prefill tok/s:.0f, prefill_ratio=prefill ratio:.3f, hop_median_us=hop us:.0f, "
         "hop_p99_us=p99 us:.0f, joules_per_token=J/token:.2f, all_bytes=all MB:MB, own_bytes=own MB:MB, "
-        "extra_buffers=extra:+"
+        "extra"
     )
 
     @property
@@ -59,6 +59,11 @@ class RingRow(Row):
     def own_bytes(self) -> int | None:
         """What they share with nobody; None where that is not known."""
         return sum(self.private_bytes) or None
+
+    @property
+    def extra(self) -> str:
+        """Windows that have extra buffers, of all."""
+        return f"{sum(self.extra_buffers)}/{len(self.extra_buffers)}"
 
     def heading(self) -> str:
         return str(self.model)

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
@@ -78,9 +78,14 @@ async def measure(run: Run, model: Path) -> None:
             await CASES[case](run, model, count)
         return
     systems: dict[_Key, _System] = {}
+    plans: dict[int, str] = {}
     for count, rows in itertools.product(devices, options.rows or [None]):
-        made = await _ring(run, model, count, rows) if rows else await asyncio.to_thread(_head, run, model, count)
-        systems[PRIMAD, count, rows] = made
+        if rows:
+            systems[PRIMAD, count, rows] = await _ring(run, model, count, rows)
+            continue
+        server = await asyncio.to_thread(_head, run, model, count)
+        plans[count] = await asyncio.to_thread(server.plan)
+        systems[PRIMAD, count, rows] = _served(server)
     if options.beside:
         systems[ONE_BATCH, 1, max(options.streams)] = _plain(run, model, None)
         if options.rpc is None:
@@ -101,6 +106,7 @@ async def measure(run: Run, model: Path) -> None:
                 streams=streams,
                 cpus=options.cpus if system == PRIMAD else None,
                 where=where,
+                plan="" if rows else plans[count],
                 tokens_per_s=[turn.tokens_per_s for turn in its],
                 first_s=[each for turn in its for each in turn.first_s],
                 next_s=[each for turn in its for each in turn.next_s],
@@ -118,27 +124,31 @@ def _groups(run: Run, count: int) -> list[LimitedGroup]:
     return [run.stack.enter_context(LimitedGroup(WHOLE_BYTES, cpus=cpus)) for _ in range(count if cpus else 0)]
 
 
-def _head(run: Run, path: Path, count: int) -> _System:
+def _head(run: Run, path: Path, count: int) -> HttpServer:
     """What ``primad serve`` makes of so many devices."""
     sequences = max(run.options.streams)
     workers, groups = [f"w{place}" for place in range(1, count)], _groups(run, count)
-    server = run.stack.enter_context(
+    return run.stack.enter_context(
         head_here(
             path,
             run.homes(),
             workers,
             head=[*HEAD, "--sequences", str(sequences), *(["--use-all"] if workers else [])],
             every=["--threads", "1"] if groups else [],
-            machines=not groups and not _shares(run, count),
+            machines=not _shares(run, count),
+            bound=not groups,
             started=lambda pid: groups.pop().add(pid) if groups else None,
         )
     )
+
+
+def _served(server: HttpServer) -> _System:
     return lambda streams, _: asyncio.to_thread(_ask, server, streams)
 
 
 def _ask(server: HttpServer, streams: int) -> _Turn:
     """Drafts are off, and no prompt is found in the cache."""
-    how = {"ignore_eos": True, "cache_prompt": False, "speculate": False}
+    how: dict[str, Any] = {"ignore_eos": True, "cache_prompt": False, "speculate": False}
     begin_s = time.perf_counter()
     with ThreadPoolExecutor(streams) as pool:
         asked = [pool.submit(server.stream, PROMPT[:PROMPT_TOKENS], ANSWER_TOKENS, **how) for _ in range(streams)]

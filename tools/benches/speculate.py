@@ -321,6 +321,8 @@ def _head(run: Run, path: Path, draft: Path | None) -> _System:
     head = ["--context", str(CONTEXT), "--use-all", "--extra-buffers", "off", *how]
     server = run.stack.enter_context(head_here(path, run.homes(), ["w1"], head=head, machines=True))
 
+    run.say(f"two, {'no draft model' if draft is None else draft.name}: layers {server.plan()}")
+
     def drafts() -> tuple[int, int, int]:
         said: dict[str, Any] = server.status()["drafts"] or {}
         return said.get("drafted", 0), said.get("accepted", 0), said.get("skipped", 0)

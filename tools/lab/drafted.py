@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from tools.lab.endured import first_difference
 from tools.lab.figures import Figure, Row, number
 
 AS_SERVED: Final = "as served"
@@ -142,10 +143,8 @@ class Differing(Row):
         self.tokens += len(on.tokens)
         self.drafted += on.drafted
         self.accepted += on.accepted
-        pairs = zip(off, on.tokens, strict=False)
-        same = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(off), len(on.tokens)))
-        if list(off) != on.tokens:
-            self.first_at.append(same)
+        if (first := first_difference(off, on.tokens)) is not None:
+            self.first_at.append(first)
 
     def remarks(self) -> Iterator[str]:
         yield str(self)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Final, Literal
 
-from primad.engine.protocol import KvType
 from tools.lab import figures
 from tools.lab.figures import mega
 
 Kind = Literal["prompt", "neighbour"]
+OF_PLAN: Final = (
+    "kv_type rows context prompt_tokens neighbour_bytes streamed_bytes read_ahead_bytes reserved_bytes max_read_bytes "
+    "predicted_bytes_per_token predicted_tokens_per_s predicted_prompt_s prompt_tokens_per_s"
+)
+"""Fields of a row that are None where there is no plan."""
+OF_WHOLE: Final = "baseline_tokens_per_s baseline_prompt_tokens_per_s same_tokens first_difference"
+"""Those that are None where the whole model answered nothing to compare with."""
 
 
-@dataclass(kw_only=True)
 class Row(figures.Row):
     """One run; ``broken`` says what must hold and did not. What was not reached before ``error`` is None.
 
@@ -33,66 +37,15 @@ class Row(figures.Row):
     ``distinct_tokens``: how many different tokens the answer has.
     """
 
-    columns: ClassVar[str] = (
+    columns = (
         "limit_share=limit:g, limit_bytes=limit MB:MB, run, kv_type=KV, rows, prompt_tokens_per_s=prompt tok/s:.1f, "
         "baseline_prompt_tokens_per_s=whole model:.1f, tokens_per_s=tok/s:.2f, baseline_tokens_per_s=its tok/s:.2f, "
         "bytes_read_per_token=MB/token:MB, bytes_read_first=first:MB, bytes_read_last=last:MB, "
-        "max_read_bytes=at most MB:MB, "
-        "stall_ms_per_token=stall ms:.0f, streamed_bytes=streamed MB:MB, read_ahead_bytes=ahead MB:MB, "
+        "max_read_bytes=at most MB:MB, stall_ms_per_token=stall ms:.0f, streamed_bytes=streamed MB:MB, "
+        "read_ahead_bytes=ahead MB:MB, "
         "anonymous_bytes=anonymous MB:MB, max_anonymous_bytes=peak:MB, oom_kills=OOM, swap_bytes=swap MB:MB, tokens, "
         "same_tokens=same, busy_share=busy:.0%, holds"
     )
-
-    model: str
-    model_bytes: int
-    kind: Kind
-    limit_share: float
-    limit_bytes: int
-    asked_prompt_tokens: int
-    asked_neighbour_bytes: int
-    asked_tokens: int
-    tokens: int
-    tokens_per_s: float | None
-    prompt_s: float | None
-    bytes_read_per_token: float | None
-    bytes_read_first: float | None
-    bytes_read_last: float | None
-    prompt_read_bytes: int | None
-    told_bytes_per_token: float | None
-    stall_ms_per_token: float | None
-    prompt_stall_s: float | None
-    disk_bytes_per_s: float
-    private_bytes: int | None
-    anonymous_bytes: int | None
-    max_anonymous_bytes: int | None
-    peak_bytes: int | None
-    limit_hits: int | None
-    oom_kills: int | None
-    swap_bytes: int | None
-    swap_in_bytes: int | None
-    swap_total_bytes: int
-    neighbour_takes: int | None
-    distinct_tokens: int | None
-    busy_share: float
-    error: str | None
-    kv_type: KvType | None = None
-    rows: int | None = None
-    context: int | None = None
-    prompt_tokens: int | None = None
-    neighbour_bytes: int | None = None
-    streamed_bytes: int | None = None
-    read_ahead_bytes: int | None = None
-    reserved_bytes: int | None = None
-    max_read_bytes: float | None = None
-    predicted_bytes_per_token: int | None = None
-    predicted_tokens_per_s: float | None = None
-    predicted_prompt_s: float | None = None
-    prompt_tokens_per_s: float | None = None
-    baseline_tokens_per_s: float | None = None
-    baseline_prompt_tokens_per_s: float | None = None
-    same_tokens: bool | None = None
-    first_difference: int | None = None
-    broken: list[str] = field(default_factory=list)
 
     @property
     def run(self) -> str:

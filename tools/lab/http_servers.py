@@ -13,16 +13,17 @@ import os
 import secrets
 import shutil
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
 from primad.head.model.options import model_id
-from tools.demo import PRIMAD, daemon, environment
+from tools.lab.daemons import PRIMAD, daemon, environment
 from tools.lab.names import LabError
 from tools.lab.ports import free_port
 
@@ -49,10 +50,27 @@ class HttpServer:
         others = [child for child in head.children(recursive=True) if "primad.ring.process" not in child.cmdline()]
         return sum(sum(each.cpu_times()[:2]) for each in [head, *others])
 
-    def stream(self, prompt: Sequence[int], tokens: int, **more: Any) -> list[float]:
-        """When each token of a completion of so many came, as ``time.perf_counter`` has it. Raises ``LabError``."""
+    def stream(
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        times: list[float] | None = None,
+        leaves: threading.Event | None = None,
+        **more: Any,
+    ) -> list[float]:
+        """When each token of a completion of so many came, as ``time.perf_counter`` has it. Raises ``LabError``.
+
+        They are added to ``times`` as they come, if that is given; when ``leaves`` is set the client is gone.
+        """
         asked = {"model": self._name, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, **more}
-        return [at_s for at_s, _ in self._events("/v1/completions", asked)][:-1]  # the last one only ends the answer
+        times = [] if times is None else times
+        with closing(self._events("/v1/completions", asked)) as events:
+            for at_s, _ in events:
+                if leaves is not None and leaves.is_set():
+                    return times
+                times.append(at_s)
+        del times[-1]  # the last event only ends the answer
+        return times
 
     def sampled(self, prompt: Sequence[int], tokens: int, **more: Any) -> list[tuple[float, int]]:
         """The tokens of a completion of so many, each with when it came. Only of primad. Raises ``LabError``."""
@@ -60,20 +78,26 @@ class HttpServer:
         events = [(at_s, json.loads(body)) for at_s, body in self._events("/completion", asked)]
         return [(at_s, token) for at_s, event in events[:-1] for token in event["tokens"]]
 
-    def _events(self, path: str, asked: dict[str, Any]) -> list[tuple[float, bytes]]:
+    def _events(self, path: str, asked: dict[str, Any]) -> Generator[tuple[float, bytes], None, None]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_S)
         try:
             connection.request("POST", path, json.dumps(asked), {"Content-Type": "application/json"})
             answer = connection.getresponse()
             if answer.status != 200:
                 raise LabError(f"{self.url} answers {answer.status}: {answer.read(300).decode(errors='replace')}")
-            return [(time.perf_counter(), line[6:]) for line in answer if line.startswith(b"data: {")]
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    yield time.perf_counter(), line[6:]
         finally:
             connection.close()
 
     def status(self) -> dict[str, Any]:
         """What primad says of itself."""
         return dict(json.loads(self._get("/status", 60)[1]))
+
+    def plan(self) -> str:
+        """Layers by device of primad's plan, the head's first, as in 9+21."""
+        return "+".join(str(device["layers"]) for device in self.status()["devices"])
 
     def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=timeout_s)
@@ -97,18 +121,17 @@ class HttpServer:
         raise LabError(f"{self.url} does not serve: {log.read_text(errors='replace')[-500:]}")
 
 
-def as_machine(name: str, number: int) -> list[str]:
-    """The words before a command that runs as on a machine of its own: host name ``name``, and the core of this number.
-
-    Raises ``LabError`` where that cannot be.
+def as_machine(name: str, number: int | None) -> list[str]:
+    """The words before a command that runs as on a machine of its own: host name ``name``, and the core of this number, if
+    any. Raises ``LabError`` where that cannot be.
     """
     unshare, bind = shutil.which("unshare"), shutil.which("taskset")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if unshare is None or bind is None or number >= len(cores):
+    if unshare is None or bind is None or (number or 0) >= len(cores):
         raise LabError(f"{name}: no machine of its own; that needs Linux, util-linux and a core for each")
     rights = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     naming = [unshare, *rights, "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
-    return [*naming, bind, "--cpu-list", str(cores[number])]
+    return naming if number is None else [*naming, bind, "--cpu-list", str(cores[number])]
 
 
 @contextmanager
@@ -120,17 +143,18 @@ def head_here(
     every: Sequence[str] = (),
     head: Sequence[str] = (),
     machines: bool = False,
+    bound: bool = True,
     started: Callable[[int], None] = lambda _: None,
 ) -> Iterator[HttpServer]:
     """A head and ``workers`` by name in a cluster of their own, each with a home in ``homes``, a new folder in which no
     daemon ran. What was measured before for the same daemon in a folder beside it is used again.
 
-    ``every`` one has these options, and the ``head`` some more. ``started`` is given the process of each that starts.
-    Raises ``LabError`` when it does not come.
+    ``machines`` are ``bound`` to a core each, or not. ``every`` one has these options, and the ``head`` some more.
+    ``started`` is given the process of each that starts. Raises ``LabError`` when it does not come.
     """
     homes.mkdir(parents=True, exist_ok=True)
     names, cluster, port = ["head", *workers], f"bench-{secrets.token_hex(4)}", free_port()
-    before = {name: as_machine(name, at) if machines else [] for at, name in enumerate(names)}
+    before = {name: as_machine(name, at if bound else None) if machines else [] for at, name in enumerate(names)}
     for name, words in before.items():
         _profile(homes, name, words, every)
     others = ["--wait", str(len(workers)), "--wait-timeout", "300"] if workers else ["--alone"]
@@ -139,7 +163,7 @@ def head_here(
         def start(name: str, *words: str) -> subprocess.Popen[bytes]:
             log = stack.enter_context((homes / f"{name}.log").open("wb"))
             own = ["--home", str(homes / name), "--name", name, "--cluster", cluster]
-            process = stack.enter_context(daemon([*words, *own, *every], homes, log, before[name]))
+            process = stack.enter_context(daemon([*words, *own, *every], homes, log, before=before[name]))
             started(process.pid)
             return process
 
@@ -156,7 +180,7 @@ def _profile(homes: Path, name: str, before: Sequence[str], every: Sequence[str]
     options = [
         word for option in ("--threads",) if option in every for word in (option, every[every.index(option) + 1])
     ]
-    kept = homes.parent / "profiled" / "-".join((name, "machine" if before else "process", *options))
+    kept = homes.parent / "profiled" / "-".join((name, "process", *before[-1:], *options))
     if not kept.exists():
         command = [*before, str(PRIMAD), "profile", "--home", str(kept), "--name", name, *options]
         how: dict[str, Any] = {"env": environment(homes), "timeout": PROFILE_S, "capture_output": True, "text": True}

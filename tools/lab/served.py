@@ -21,10 +21,10 @@ TOGETHER: Final = 1.7
 class Served(Row):
     """A system of so many devices with steps of so many rows at most, and so many streams: what each run gave; waits of all
     runs, seconds. ``rows`` is None where the plan says how many. ``cpus`` is what a device has of a core's time, None for
-    all of it; devices are machines where they share nothing. ``where`` says so for a table."""
+    all of it; devices are machines where they share nothing. For a table ``where`` says so, and ``plan`` their layers."""
 
     columns: ClassVar[str] = (
-        "system, devices=n, where, shown_rows=rows, streams, tokens_per_s=all tok/s:.1f, first_s=first ms:ms"
+        "system, devices=n, where, plan, shown_rows=rows, streams, tokens_per_s=all tok/s:.1f, first_s=first ms:ms"
     )
 
     model: str
@@ -34,6 +34,7 @@ class Served(Row):
     streams: int
     cpus: float | None = None
     where: str = ""
+    plan: str = ""
     tokens_per_s: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
     next_s: list[float] = field(default_factory=list)
