@@ -25,6 +25,7 @@ from primad.ring import messages as ring_messages  # noqa: E402
 from primad.settings.quantities import show_bytes  # noqa: E402
 from primad.trust import pairing  # noqa: E402
 from tools.lab import matrix  # noqa: E402
+from tools.lab.pages import between  # noqa: E402
 
 _FIRST_CONTEXT = 8192
 
@@ -46,11 +47,7 @@ def with_tables(page: str, tables: Mapping[str, str]) -> str:
     for name, table in tables.items():
         place = f": {name}" if name else ""
         begin, end = f"<!-- written by tools/docs{place} -->\n", f"<!-- end of what tools/docs writes{place} -->"
-        before, found, rest = page.partition(begin)
-        _, closed, after = rest.partition(end)
-        assert found, f"the page lacks {begin!r}"
-        assert closed, f"the page lacks {end!r}"
-        page = f"{before}{begin}\n{table}\n{end}{after}"
+        page = between(page, begin, end, f"\n{table}\n")
     return page
 
 

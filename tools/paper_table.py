@@ -13,16 +13,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from primad.profiler.fleets import read_fleet
+from tools.lab.pages import between
 from tools.lab.paper import FLEET, MODELS, PAGE, row, tables
 
 
 def with_tables(page: str, found: Mapping[str, str]) -> str:
     """``page`` with each table between its marks replaced."""
     for name, table in found.items():
-        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        before, rest = page.split(begin)
-        _, after = rest.split(end)
-        page = f"{before}{begin}\n{table}\n{end}{after}"
+        page = between(page, f"<!-- {name} -->", f"<!-- end of {name} -->", f"\n{table}\n")
     return page
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from primad.errors import EngineError
 from tools.lab.figures import Figure
-from tools.lab.report import BEGIN, END, PAGE, into_page, report
+from tools.lab.names import LabError
+from tools.lab.pages import between
+from tools.lab.report import BEGIN, END, PAGE, report
 
 RUN = {
     "command": "./tools/bench ring",
@@ -52,10 +53,10 @@ def test_a_figure_has_its_spread_and_what_falls_short_is_bold(tmp_path):
     assert "a plan for 4" not in picture
 
 
-def test_the_report_takes_the_place_of_the_last_one():
-    once = into_page(f"before\n{BEGIN}\nold\n{END}\nafter\n", "new")
+def test_what_is_written_takes_the_place_of_what_stood_between_the_marks():
+    once = between(f"before\n{BEGIN}\nold\n{END}\nafter\n", BEGIN, END, "\n\nnew\n\n")
     assert once == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
-    assert into_page(once, "newer") == once.replace("new", "newer")
-    assert into_page(PAGE.read_text(), "x").count(BEGIN) == 1
-    with pytest.raises(EngineError, match=r"has no marks"):
-        into_page("nothing here", "new")
+    assert between(once, BEGIN, END, "\n\nnewer\n\n") == once.replace("new", "newer")
+    assert between(PAGE.read_text(), BEGIN, END, "x").count(BEGIN) == 1
+    with pytest.raises(LabError, match=r"has no marks"):
+        between("nothing here", BEGIN, END, "new")

@@ -37,12 +37,11 @@ from tools.lab import LabError
 from tools.lab.daemons import daemon
 from tools.lab.figures import Figure, Row
 from tools.lab.harness import Run
-from tools.lab.here import measured_profile
+from tools.lab.here import LOOPBACK, links_between, measured_profile
 from tools.lab.local_ring import LocalRing
 from tools.lab.memory import Counters, LimitedGroup
 from tools.lab.memory_runs import ROWS, busy_share, device_in, prefetch_rate
 from tools.lab.plain_llama import PROMPT
-from tools.loopback import loopback_links
 from tools.synth import layers_for
 
 LARGER: Final = 1.3
@@ -163,7 +162,7 @@ class _Fleet:
         try:
             solution = solve(
                 devices,
-                loopback_links(self.names),
+                links_between(self.names, [LOOPBACK]),
                 self.model,
                 workload,
                 require=frozenset(self.names),

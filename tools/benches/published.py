@@ -10,6 +10,7 @@ from typing import Final
 
 from tools.lab.figures import ROOT
 from tools.lab.harness import Bench, Run, flag
+from tools.lab.pages import between
 from tools.lab.published import FIGURES, Row, by_kind, decode_ratios, prefill_ratios, read_figures, rows, summary
 
 PAGE: Final = ROOT / "docs" / "benchmarks" / "published.md"
@@ -24,16 +25,9 @@ async def measure(run: Run, _: None) -> None:
     table = markdown(found)
     run.say(f"{table}\n")
     if run.options.write:
-        write(table, PAGE)
-
-
-def write(table: str, page: Path) -> None:
-    """Put ``table`` with today's date between the marks of ``page``."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert end, f"{page} lacks {BEGIN} or {END}"
-    dated = f"On {date.today().isoformat()}, by `tools/bench published --write`:"
-    page.write_text(f"{before}{begin}\n{dated}\n\n{table}\n{end}{after}", encoding="utf-8")
+        dated = f"On {date.today().isoformat()}, by `tools/bench published --write`:"
+        page = between(PAGE.read_text(encoding="utf-8"), BEGIN, END, f"\n{dated}\n\n{table}\n")
+        PAGE.write_text(page, encoding="utf-8")
 
 
 def markdown(found: Sequence[Row]) -> str:

@@ -34,6 +34,7 @@ from primad.gguf.profile import model_profile
 from primad.planning.question import default_workload
 from tools.lab.figures import Row, out
 from tools.lab.harness import Run as Command
+from tools.lab.here import LOOPBACK, links_between
 from tools.lab.memory import LimitedGroup
 from tools.lab.memory_runs import (
     Run,
@@ -44,7 +45,6 @@ from tools.lab.memory_runs import (
     run_plain,
     run_ring,
 )
-from tools.loopback import loopback_links
 
 CONTEXT: Final = 512
 CHUNK_ROWS: Final = 128
@@ -108,6 +108,7 @@ class _Fleet:
         devices, threads = run.options.devices, run.options.threads
         self._run, self._path = run, path
         self._names = [f"d{i}" for i in range(devices)]
+        self._links = links_between(self._names, [LOOPBACK])
         self._model: ModelProfile = model_profile(open_model(path))
         self._disk_bytes_per_s = int(run.options.disk * 1e6) if run.options.disk else disk_bytes_per_s
         self._cpus = run.options.cpus or cpus
@@ -127,7 +128,7 @@ class _Fleet:
         self._profile = profile if self._cpus is None else slowed(profile, self._cpus / threads)
 
     def _question(self, devices: Sequence[DeviceProfile]) -> Instance:
-        return instance(devices, loopback_links(self._names), self._model, self._workload, {})
+        return instance(devices, self._links, self._model, self._workload, {})
 
     def group(self, limit: int) -> LimitedGroup:
         """The memory and the disk of one device."""
@@ -148,7 +149,7 @@ class _Fleet:
         """The solver's plan, with every device in it; says so when it is not sure that it is the best."""
         solution = solve(
             self._devices(),
-            loopback_links(self._names),
+            self._links,
             self._model,
             self._workload,
             objective="latency",

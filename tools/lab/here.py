@@ -38,6 +38,8 @@ NO_DISK: Final = DiskProfile(
 """Of devices that read nothing."""
 HOP: Final = LinkProfile(source="", target="", address="", round_trip_s=0.0004, bytes_per_s=2e9)
 """Between two processes of this machine."""
+LOOPBACK: Final = replace(HOP, round_trip_s=2e-4, bytes_per_s=1e9)
+"""What loopback is taken for as the network of devices that are made of this machine."""
 
 
 def measured_cpu(folder: Path, threads: int, model: ModelProfile) -> CpuProfile:

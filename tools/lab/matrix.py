@@ -12,6 +12,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+from tools.lab.pages import between
+
 FAULTS: Final = (
     "kill -9",
     "SIGSTOP",
@@ -207,10 +209,7 @@ Seconds = Mapping[str, float]
 
 def with_table(page: str, seconds: Seconds) -> str:
     """``page`` with the table in the place for it."""
-    before, _, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert end, f"{PAGE.name} has no place for the table"
-    return f"{before}{BEGIN}\n\n{table(seconds)}\n{END}{after}"
+    return between(page, BEGIN, END, f"\n\n{table(seconds)}\n")
 
 
 def pages_seconds(page: str) -> dict[str, float]:

@@ -22,9 +22,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from primad.errors import EngineError
 from tools.lab.figures import ROOT, Figure, out, read_figures
 from tools.lab.harness import Bench
+from tools.lab.pages import between
 
 FOLDER: Final = ROOT / "docs" / "benchmarks"
 PAGE: Final = FOLDER / "report.md"
@@ -66,7 +66,8 @@ def run_all(options: argparse.Namespace, benches: Mapping[str, Bench]) -> int:
         how = "failed, see its text" if name in failed else "done"
         out.print(f"{name}: {how} after {time.monotonic() - start:.0f} s")
     if options.report:
-        PAGE.write_text(into_page(PAGE.read_text(), report(folder, benches, failed)))
+        made = report(folder, benches, failed)
+        PAGE.write_text(between(PAGE.read_text(), BEGIN, END, f"\n\n{made}\n\n"))
         out.print("docs/benchmarks/report.md has the report")
     return int(bool(failed))
 
@@ -100,15 +101,6 @@ def report(folder: Path, names: Iterable[str], failed: Sequence[str]) -> str:
         draw(ratios, folder / "ratios.svg")
         lines = ["![Each ratio and what is wanted of it](ratios.svg)", "", *lines]
     return "\n".join(lines).rstrip()
-
-
-def into_page(page: str, made: str) -> str:
-    """``page`` with the report in its place, which marks show."""
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    if not rest or not tail:
-        raise EngineError("docs/benchmarks/report.md: has no marks for the report")
-    return f"{head}{BEGIN}\n\n{made}\n\n{END}{tail}"
 
 
 def draw(figures: Sequence[Figure], path: Path) -> None:
