@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from primad.system.children.spawn import environment
+from tools.lab.http_servers import as_machine
 from tools.lab.names import LabError
 from tools.lab.plain_child import PlainChild
 from tools.lab.rpc_server import RpcServers
@@ -111,3 +112,21 @@ def test_a_library_that_is_none_is_told(tmp_path: Path):
     library.touch()
     with pytest.raises(LabError, match=f"{library} gives no RPC server"), RpcServers(library, 1, 1):
         pass
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="requires namespaces of Linux, and root")
+def test_devices_of_one_computer_count_as_machines_with_a_core_each():
+    code = (
+        "from primad.profiler.records import host_id; from primad.system.processors import usable_cpus; "
+        "print(host_id(), usable_cpus())"
+    )
+    said = [
+        subprocess.run(
+            [*before, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
+        ).stdout.split()
+        for before in ([], as_machine("head", 0), as_machine("w1", None))
+    ]
+    assert len({host for host, *_ in said}) == 3
+    assert float(said[1][1]) == 1
+    with pytest.raises(LabError, match="w99: no machine of its own"):
+        as_machine("w99", 99_999)
