@@ -10,10 +10,10 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -32,7 +32,6 @@ from primad.profiler.effort import TYPES
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 from primad.ring.messages import (
-    Cancel,
     Connect,
     Finished,
     Generate,
@@ -95,6 +94,7 @@ def _arranged(plan: Plan, gpu: str) -> Plan:
     )
 
 
+@dataclass(eq=False)
 class LocalRing:
     """``windows[i]`` layers a round for device ``i``; ``windows=None`` is the whole model in one process.
 
@@ -108,56 +108,40 @@ class LocalRing:
     ``async with LocalRing(...) as ring`` loads and links it; layer files live in ``folder`` (shared between rings).
     """
 
-    def __init__(
-        self,
-        model: Path,
-        windows: Sequence[int] | None,
-        *,
-        rounds: int = 1,
-        plan: Plan | None = None,
-        groups: Mapping[str, LimitedGroup] | None = None,
-        context: int = 2048,
-        rows: int = 512,
-        sequences: int = 1,
-        batching: Batching | None = None,
-        pieces: Pieces | None = None,
-        drafting: Drafting | None = None,
-        draft: DraftModel | None = None,
-        min_rows: int | None = None,
-        kv_type: KvType = "f16",
-        flash: bool = True,
-        threads: Sequence[int] | int = 2,
-        cpu: CpuProfile | None = None,
-        folder: Path | None = None,
-        step_timeout_s: float = 120,
-        pinned: bool = False,
-        latency_s: float = 0.0,
-        gpu: str = "",
-    ) -> None:
-        self._model = model
-        self._header = open_model(model)
+    model: Path
+    windows: Sequence[int] | None
+    _: KW_ONLY
+    rounds: int = 1
+    plan: Plan = None  # type: ignore[assignment]  # arranged of windows and rounds, unless it is given
+    groups: Mapping[str, LimitedGroup] = field(default_factory=dict)
+    context: int = 2048
+    rows: int = 512
+    sequences: int = 1
+    batching: Batching = field(default_factory=Batching)
+    pieces: Pieces | None = None
+    drafting: Drafting | None = None
+    draft: DraftModel | None = None
+    min_rows: int | None = None
+    kv_type: KvType = "f16"
+    flash: bool = True
+    threads: Sequence[int] | int = 2
+    cpu: CpuProfile | None = None
+    folder: Path | None = None
+    step_timeout_s: float = 120
+    pinned: bool = False
+    latency_s: float = 0.0
+    gpu: str = ""
+
+    def __post_init__(self) -> None:
+        self._header = open_model(self.model)
         self._profile = profile = model_profile(self._header)
-        names = [f"d{i}" for i in range(len(windows or [0]))]
-        layers = len(profile.layers)
-        self._gpu = gpu
-        self.plan = plan or _arranged(arrange(names, windows or [layers], rounds=rounds, model=profile), gpu)
-        self._threads = [threads] * len(self.plan.devices) if isinstance(threads, int) else list(threads)
+        windows = self.windows or [len(profile.layers)]
+        if cast("Plan | None", self.plan) is None:
+            names = [f"d{i}" for i in range(len(windows))]
+            self.plan = _arranged(arrange(names, windows, rounds=self.rounds, model=profile), self.gpu)
+        self._threads = [self.threads] * len(self.plan.devices) if isinstance(self.threads, int) else self.threads
         self.assignments = assignments(self.plan, profile)
-        self._groups = groups or {}
-        self._context = context
-        self._rows = rows
-        self._sequences = sequences
-        self._batching = batching or Batching()
-        self._pieces = pieces
-        self._drafting, self._draft = drafting, draft
-        self._min_rows = rows if min_rows is None else min_rows
-        self._kv_type = kv_type
-        self._flash = flash
-        self._cpu = cpu
-        self._folder = folder
-        self._step_timeout_s = step_timeout_s
-        self._pinned = pinned
-        self._latency_s = latency_s
+        self._folder = self.folder
         self._stack = AsyncExitStack()
         self._ring = random.getrandbits(62)
         self._requests = 0
@@ -190,16 +174,16 @@ class LocalRing:
             run = self._folder / f"run-{self._ring}-{name}"
             run.mkdir(parents=True)
             options = EngineOptions(
-                context=self._context,
-                sequences=self._sequences,
-                rows=self._rows,
+                context=self.context,
+                sequences=self.sequences,
+                rows=self.rows,
                 threads=self._threads[number],
                 batch_threads=self._threads[number],
-                kv_type=self._kv_type,
+                kv_type=self.kv_type,
                 lock=False,
-                flash=self._flash,
-                gpu=self._gpu,
-                branches=self._drafting.branches if self._drafting is not None else 0,
+                flash=self.flash,
+                gpu=self.gpu,
+                branches=self.drafting.branches if self.drafting is not None else 0,
             )
             place = Workspace(
                 cache=LayerCache(self._folder / name),
@@ -209,7 +193,7 @@ class LocalRing:
                 build=build_id(),
             )
             extra = [
-                self._cpu is not None and not window.streamed_bytes and is_faster(window, self._profile, self._cpu)
+                self.cpu is not None and not window.streamed_bytes and is_faster(window, self._profile, self.cpu)
                 for window in self.assignments[name].windows
             ]
             self.extra_buffers += extra
@@ -224,22 +208,22 @@ class LocalRing:
                 head=None
                 if name != plan.head
                 else HeadPart(
-                    model=str(self._model),
+                    model=str(self.model),
                     depth=len(plan.devices),
-                    at_once=self._sequences,
-                    chunk_rows=self._rows,
-                    min_rows=self._min_rows,
-                    batching=self._batching,
-                    pieces=self._pieces,
-                    drafting=self._drafting,
-                    draft=self._draft,
+                    at_once=self.sequences,
+                    chunk_rows=self.rows,
+                    min_rows=self.min_rows or self.rows,
+                    batching=self.batching,
+                    pieces=self.pieces,
+                    drafting=self.drafting,
+                    draft=self.draft,
                 ),
-                step_timeout_s=self._step_timeout_s,
+                step_timeout_s=self.step_timeout_s,
                 options=options,
                 read_ahead_bytes=self.assignments[name].read_ahead_bytes,
                 usage=str(place.usage),
             )
-        if self._groups:
+        if self.groups:
             self._forget_files()
         for name in plan.devices:
             await self._start(name)
@@ -248,7 +232,7 @@ class LocalRing:
     def _forget_files(self) -> None:
         """A page that is in memory already would not count as memory of the group that uses it."""
         files = {path for opening in self._opens.values() for window in opening.windows for path in window.layers}
-        for path in (self._model, *map(Path, files)):
+        for path in (self.model, *map(Path, files)):
             disk.forget(path)
 
     async def _start(self, name: str) -> None:
@@ -259,11 +243,11 @@ class LocalRing:
             self._folder / f"run-{self._ring}-{name}" / "log",
             threads=self._threads[number],
             place=(len(self.plan.devices) - number) if number else 0,
-            gpu=bool(self._gpu),
+            gpu=bool(self.gpu),
         )
-        if name in self._groups:
-            self._groups[name].add(process.pid)
-        if self._pinned and sys.platform == "linux":
+        if name in self.groups:
+            self.groups[name].add(process.pid)
+        if self.pinned and sys.platform == "linux":
             cores = sorted(os.sched_getaffinity(0))
             if len(self.plan.devices) <= len(cores):  # before it loads: its first thread begins those that compute
                 os.sched_setaffinity(process.pid, {cores[number]})
@@ -290,7 +274,7 @@ class LocalRing:
                     windows=[index for index, _ in plan.windows_of(name)],
                     route=len(plan.route),
                     host="127.0.0.1",
-                    step_timeout_s=self._step_timeout_s,
+                    step_timeout_s=self.step_timeout_s,
                     assignments=list(self.assignments[name].windows),
                     read_ahead_bytes=self.assignments[name].read_ahead_bytes,
                 )
@@ -310,9 +294,9 @@ class LocalRing:
         assert isinstance(event, Serving), event
 
     async def _address(self, following: Opened) -> str:
-        if not self._latency_s:
+        if not self.latency_s:
             return following.endpoint
-        link = DelayedLink(following.endpoint, self._latency_s)
+        link = DelayedLink(following.endpoint, self.latency_s)
         self._stack.push_async_callback(link.close)
         return await link.open()
 
@@ -321,7 +305,7 @@ class LocalRing:
     ) -> list[WindowSource]:
         kept = self.assignments[name].windows
         if cutter is None:
-            path = str(self._model)
+            path = str(self.model)
             return [WindowSource(window=0, metadata=path, layers=(), assignment=kept[0], extra_buffers=extra[0])]
         specs = [cutter.spec(index, window.first, window.last) for index, window in self.plan.windows_of(name)]
         await copy_layers(cutter, place.cache, (ref for spec in specs for ref in spec.layers), lambda _: None)
@@ -420,10 +404,6 @@ class LocalRing:
     async def next_event(self) -> object:
         """What the head says next."""
         return await self._next(self.plan.head)
-
-    async def cancel(self) -> None:
-        """Cancel the latest generation."""
-        await self.processes[self.plan.head].send(Cancel(self._requests))
 
     async def report(self) -> None:
         """Ask the head for what it did and holds while it generates; see ``generate``."""
