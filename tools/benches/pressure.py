@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -35,12 +36,12 @@ from primad.system.memory import held_bytes
 from tools import synthetic
 from tools.lab import LabError
 from tools.lab.daemons import daemon
-from tools.lab.figures import Figure, Row
+from tools.lab.figures import Figure, Row, mega
 from tools.lab.harness import Run
 from tools.lab.here import LOOPBACK, links_between, measured_profile
 from tools.lab.local_ring import LocalRing
 from tools.lab.memory import Counters, LimitedGroup
-from tools.lab.memory_runs import ROWS, busy_share, device_in, prefetch_rate
+from tools.lab.memory_runs import ROWS, busy_share, device_in, file_bytes, prefetch_rate
 from tools.lab.plain_llama import PROMPT
 from tools.synth import layers_for
 
@@ -56,6 +57,7 @@ PROMPT_TIMEOUT_S: Final = 1800.0
 SAMPLE_S: Final = 1.0
 DAEMON_READY_S: Final = 180.0
 SETTLE_S: Final = 2.0
+WATCHED: Final = ("group_held_bytes", "process_held_bytes", "unevictable_bytes", "kernel_bytes", "swap_bytes")
 
 
 def pressure_share(before_available_bytes: int, available_bytes: int, total_bytes: int) -> float:
@@ -193,26 +195,24 @@ class _Watch:
 
     def __init__(self, groups: Mapping[str, LimitedGroup]) -> None:
         self._groups = groups
-        self.held = dict.fromkeys(groups, 0)
-        self.processes = dict.fromkeys(groups, 0)
-        self.unevictable = dict.fromkeys(groups, 0)
-        self.kernel = dict.fromkeys(groups, 0)
-        self.swap = dict.fromkeys(groups, 0)
+        self.peaks = {name: Counter[str]() for name in groups}
 
     def look(self) -> dict[str, Counters]:
         """The counters of now."""
         counters = {name: group.counters() for name, group in self._groups.items()}
         for name, now in counters.items():
-            self.held[name] = max(self.held[name], now.held_bytes)
-            self.unevictable[name] = max(self.unevictable[name], now.unevictable_bytes)
-            self.kernel[name] = max(self.kernel[name], now.kernel_bytes)
-            self.swap[name] = max(self.swap[name], now.swap_bytes)
+            self.peaks[name] |= Counter(
+                group_held_bytes=now.held_bytes,
+                unevictable_bytes=now.unevictable_bytes,
+                kernel_bytes=now.kernel_bytes,
+                swap_bytes=now.swap_bytes,
+            )
         return counters
 
     def look_closely(self, pids: Mapping[str, int]) -> dict[str, Counters]:
         """The same with what the processes hold, which has the kernel walk through all that they have mapped."""
         for name, pid in pids.items():
-            self.processes[name] = max(self.processes[name], held_bytes([pid]))
+            self.peaks[name] |= Counter(process_held_bytes=held_bytes([pid]))
         return self.look()
 
     async def keep_looking(self) -> None:
@@ -266,7 +266,7 @@ async def _measured(
             predicted_of = solution.prediction.devices
             reserved = {each.device: _reserved_bytes(fleet.model, solution, each) for each in predicted_of}
             killed = [
-                f"{name}, which held {watch.held[name] / 1e6:.0f} MB ({reserved[name] / 1e6:.0f} MB planned)"
+                f"{name}, which held {mega(watch.peaks[name]['group_held_bytes'])} MB ({mega(reserved[name])} MB planned)"
                 for name, group in groups.items()
                 if group.counters().oom_kills
             ]
@@ -278,10 +278,12 @@ async def _measured(
     drawn = len(times) - 1
     if drawn < 1:
         raise LabError(f"the model ended its answer after {len(times)} tokens; choose another --model")
+    machine_loss = pressure_share(machine_before, machine_after, len(fleet.names) * fleet.memory_bytes)
     rows = []
     for predicted in solution.prediction.devices:
         name = predicted.device
-        held = max(watch.held[name], watch.processes[name])
+        most = {key: watch.peaks[name][key] for key in WATCHED}
+        held = max(most["group_held_bytes"], most["process_held_bytes"])
 
         def share(bytes_held: int, empty: int = before[name].held_bytes) -> float:
             limit = fleet.memory_bytes
@@ -291,28 +293,20 @@ async def _measured(
             Pressure(
                 device=name,
                 model=fleet.path.stem,
-                model_bytes=fleet.path.stat().st_size,
+                model_bytes=file_bytes(fleet.path),
                 limit_bytes=fleet.memory_bytes,
                 pressure_share=share(held),
                 drawing_share=share(max(each[name].held_bytes for each in seen[1:])),
-                with_kernel_share=share(held + watch.kernel[name]),
+                with_kernel_share=share(held + most["kernel_bytes"]),
                 with_daemon_share=share(held + daemon),
                 before_bytes=before[name].held_bytes,
                 held_bytes=held,
-                group_held_bytes=watch.held[name],
-                process_held_bytes=watch.processes[name],
-                unevictable_bytes=watch.unevictable[name],
-                kernel_bytes=watch.kernel[name],
+                **most,
                 daemon_bytes=daemon,
                 kv_bytes=_kv_bytes(fleet.model, workload, solution, name),
                 reserved_bytes=_reserved_bytes(fleet.model, solution, predicted),
-                peak_bytes=last[name].peak_bytes,
-                limit_hits=last[name].limit_hits,
-                oom_kills=last[name].oom_kills,
-                swap_bytes=watch.swap[name],
-                layers=predicted.layers,
-                streamed_bytes=predicted.streamed_bytes,
-                read_ahead_bytes=predicted.read_ahead_bytes,
+                **{key: getattr(last[name], key) for key in ("peak_bytes", "limit_hits", "oom_kills")},
+                **{key: getattr(predicted, key) for key in ("layers", "streamed_bytes", "read_ahead_bytes")},
                 rounds=plan.rounds,
                 context=workload.context_tokens,
                 rows=workload.chunk_rows,
@@ -323,7 +317,7 @@ async def _measured(
                 prompt_s=times[0] - start,
                 tokens_per_s=drawn / (times[-1] - times[0]),
                 predicted_tokens_per_s=solution.prediction.tokens_per_s,
-                machine_loss_share=pressure_share(machine_before, machine_after, len(fleet.names) * fleet.memory_bytes),
+                machine_loss_share=machine_loss,
                 busy_share=busy,
             )
         )
