@@ -120,3 +120,18 @@ def test_a_synthetic_model_is_called_by_its_preset(monkeypatch):
     monkeypatch.setattr(harness.synthetic, "write", lambda path, preset: path)
     names = [harness.model_named(name).name for name in ("1b-q4k", harness.SMALL)]
     assert names == ["synthetic-1b-q4_k.gguf", f"{harness.SMALL}.gguf"]
+
+
+def test_a_table_shows_the_columns_of_a_row_by_their_format():
+    class Sizes(Row):
+        columns = "name, held_bytes=held MB:MB, first_s=first ms:ms, rates=tok/s:.1f, windows=windows:+, lag=behind:.0f"
+
+    row = Sizes(name="desk", held_bytes=12_300_000, first_s=0.25, rates=[9.0, 7.0, 8.0], windows=[9, 21], lag=None)
+    assert row.cells() == {
+        "name": "desk",
+        "held\nMB": "12",
+        "first\nms": "250",
+        "tok/s": "8.0",
+        "windows": "9+21",
+        "behind": "-",
+    }
