@@ -5,13 +5,26 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections import deque
+from typing import Any
 
 from primad.system.allocator import without_top
 
 with without_top("llama_cpp"):
     from llama_cpp import llama_cpp as llama
 
-__all__ = ("forget", "hear_llama", "llama", "why")
+
+def _nextn() -> Any:
+    """What is bound of layers for multi-token prediction; None where the installed build has another binding, or none."""
+    try:
+        from llama_cpp import llama_cpp_ext
+    except (ImportError, AttributeError):
+        return None
+    return llama_cpp_ext if hasattr(llama, "LLAMA_CONTEXT_TYPE_MTP") else None
+
+
+nextn = _nextn()
+
+__all__ = ("forget", "hear_llama", "llama", "nextn", "why")
 
 logger = logging.getLogger(__name__)
 _recent_log: deque[str] = deque(maxlen=8)

@@ -284,4 +284,28 @@ class LogitsWindow(EngineWindow, Protocol):
         """Whether ``token`` ends a generation."""
 
 
+class Predictor(Protocol):
+    """A model's own layers for multi-token prediction, beside its tail. Every method raises ``EngineError``."""
+
+    @property
+    def cells(self) -> int:
+        """Rows that it has room for."""
+
+    def state(self, row: int) -> Hidden:
+        """The state (width,) that the tail's last forward left of ``row``, which has logits."""
+
+    def keep_all(self, *, keeps: bool) -> None:
+        """Whether the tail's next forwards, in which no row wants logits, leave the ``states`` of all rows."""
+
+    def states(self, rows: int) -> Hidden:
+        """Those (rows, width) of the last forward."""
+
+    def read(self, tokens: Sequence[int], states: Sequence[Hidden] | Hidden, first: int) -> None:
+        """Know ``tokens`` from position ``first`` on, each with the state that it was drawn from. What was there and behind
+        is forgotten."""
+
+    def predict(self, tokens: Sequence[int], states: Sequence[Hidden] | Hidden, first: int) -> tuple[LogitsRow, Hidden]:
+        """The same; logits (vocabulary,) of what follows the last of them, until the next call, and its state."""
+
+
 RouteWindow = HiddenWindow | LogitsWindow

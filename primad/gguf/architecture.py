@@ -84,6 +84,8 @@ class Architecture:
     """The head adds a row of ``position_embd.weight`` to each row of the embedding; in windows this is 0."""
     predicts: bool = False
     """Its last layers may be for multi-token prediction, which the graph leaves out."""
+    drafts: bool = False
+    """One of them drafts, with a graph of its own, which takes no other cut than the tail's."""
     layer_inputs: str = ""
     """The key of how many values each layer takes beside the hidden state, of rows of ``per_layer_token_embd.weight`` and
     what ``per_layer_model_proj.weight`` makes of the tokens' embedding."""

@@ -26,7 +26,7 @@ from primad.errors import ModelError
 from primad.gguf.adapter import MAX_ADAPTERS, AdapterSpec
 from primad.gguf.architecture import Architecture
 from primad.gguf.architectures.cuts import cut_points, cuttable
-from primad.gguf.architectures.layers import layer_count, layer_inputs, sliding_layers
+from primad.gguf.architectures.layers import block_count, layer_count, layer_inputs, sliding_layers
 from primad.gguf.architectures.table import known
 from primad.gguf.architectures.tensors import LAYER_INPUTS, LAYER_PROJECTION, TensorRole, is_shared_tensor, tensor_role
 from primad.gguf.architectures.values import window_values
@@ -89,13 +89,15 @@ class ModelCutter:
     """Cuts one model; keeps what was hashed, so no layer is read twice. ``digests`` keeps it from run to run.
 
     The token embedding that windows do without is a row of ``stand_in``. Where the output matrix ``keeps_name``, which its
-    adapters know it by, the tail has the embedding beside it and never reads it.
+    adapters know it by, the tail has the embedding beside it and never reads it. So it has where the tail ``predicts``: with
+    the layers for multi-token prediction, which look tokens up.
     """
 
     header: Header
     digests: LayerDigests | None = None
     stand_in: float = 0.0
     keeps_name: bool = False
+    predicts: bool = False
 
     def __post_init__(self) -> None:
         _ = self._architecture  # raises where it cannot be cut
@@ -122,7 +124,7 @@ class ModelCutter:
         Raises ``HashingStopped`` at ``stop``.
         """
         if layer not in self._refs:
-            digests = None if self.keeps_name and layer == layer_count(self.header) else self.digests
+            digests = None if self._keeps_name and layer == layer_count(self.header) else self.digests
             known = digests.get(layer) if digests is not None else None
             layer_cut = self.cut(layer).hashed(known, stop)
             ref = layer_cut.ref()
@@ -131,6 +133,19 @@ class ModelCutter:
             self._refs[layer] = ref
             self._cuts[ref.digest] = layer_cut
         return self._refs[layer]
+
+    @property
+    def _keeps_name(self) -> bool:
+        return self.keeps_name or self.predicts
+
+    @property
+    def _predicting(self) -> Sequence[int]:
+        """The numbers of the layer files for multi-token prediction that the tail has, behind all others."""
+        if not self.predicts:
+            return ()
+        layers = layer_count(self.header)
+        first = self.projection_layer(layers, layers) + 1
+        return range(first, first + block_count(self.header) - layers)
 
     @property
     def embedding_layer(self) -> int:
@@ -160,6 +175,8 @@ class ModelCutter:
     def cut(self, layer: int) -> LayerCut:
         """Where the weights of ``layer`` (or of the output matrix, the embedding) lie in the model file; hashes nothing."""
         layers = layer_count(self.header)
+        if layer in self._predicting:
+            return cut_layer(self.header, layers + self._predicting.index(layer))
         if layer > layers + 1:
             return self._projection(*divmod(layer - layers - 2, layers + 1))
         if layer == layers + 1:
@@ -171,9 +188,11 @@ class ModelCutter:
         return self._cuts.get(digest)
 
     def layers_of(self, first: int, last: int) -> Sequence[int]:
-        """What window ``first..last`` needs: its layers, the output matrix behind them when it is the tail, and what makes
-        their inputs."""
-        own = range(first, last + 1 if last == layer_count(self.header) else last)
+        """What window ``first..last`` needs: its layers, the output matrix behind them and those for multi-token prediction
+        when it is the tail, and what makes their inputs."""
+        own: Sequence[int] = range(first, last)
+        if last == layer_count(self.header):
+            own = [*own, *self._predicting, last]
         return [*own, self.projection_layer(first, last)] if layer_inputs(self.header) else own
 
     def spec(
@@ -183,7 +202,7 @@ class ModelCutter:
         layers = tuple(self.ref(layer) for layer in self.layers_of(first, last))
         small = self._small(first, last)
         hole = [] if last < layer_count(self.header) else self._hole(first, last)
-        values = window_metadata(self.header, first, last)
+        values = window_metadata(self.header, first, last, predicts=self.predicts)
         if change is not None:
             change(values)
         metadata = metadata_split(
@@ -236,7 +255,7 @@ class ModelCutter:
         matrix = output.pop(OUTPUT, None)
         if matrix is None:
             return {TOKEN_EMBEDDING: embedding, **output}
-        if self._architecture.tied_output_fallback and not self.keeps_name:
+        if self._architecture.tied_output_fallback and not self._keeps_name:
             return {TOKEN_EMBEDDING: matrix, **output}
         return {TOKEN_EMBEDDING: embedding, OUTPUT: matrix, **output}
 
@@ -311,10 +330,10 @@ def beside_values(header: Header) -> int:
     return token_embedding(header).shape[0] + each * sent_layers(header) + 1 if each else 0
 
 
-def window_metadata(header: Header, first: int, last: int) -> dict[str, Value]:
+def window_metadata(header: Header, first: int, last: int, *, predicts: bool = False) -> dict[str, Value]:
     """The metadata of a window, of which the tail alone has the vocabulary. Raises ``ModelError`` as ``window_values``."""
     tail = last == layer_count(header)
-    return window_values(header, first, last, vocabulary=vocabulary_size(header) if tail else 1)
+    return window_values(header, first, last, vocabulary=vocabulary_size(header) if tail else 1, predicts=predicts)
 
 
 def vocabulary_size(header: Header) -> int:

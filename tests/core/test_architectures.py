@@ -13,6 +13,7 @@ from primad.gguf.architecture import Embedding, Recurrent, Sliding
 from primad.gguf.architectures.cuts import cut_multiple, cut_points, cuttable
 from primad.gguf.architectures.layers import (
     attending_layers,
+    drafting_layers,
     indexed_layers,
     layer_count,
     recurrent_layers,
@@ -417,6 +418,37 @@ def test_harmless_values_of_those_keys_are_not_refused():
 
 def test_activation_precision_by_tensor_name_is_refused():
     refuses(model("llama", general={"general.tensor_extra.name": [1]}), "general.tensor_extra.name")
+
+
+def test_a_tail_that_predicts_has_the_layer_for_it_behind_its_own():
+    header = model("glm4moe", 7, nextn_predict_layers=1, leading_dense_block_count=1, feed_forward_length=[*range(7)])
+    for first, last, lengths in ((4, 6, [4, 5, 6]), (2, 4, [2, 3])):
+        made = window_values(header, first, last, vocabulary=1, predicts=True)
+        assert made["glm4moe.block_count"].scalar() == len(lengths)
+        assert made["glm4moe.feed_forward_length"].items() == lengths
+        assert ("glm4moe.nextn_predict_layers" in made) == (last == 6)
+
+
+NEEDED = [f"blk.6.{name}.weight" for name in ("nextn.eh_proj", "nextn.enorm", "nextn.hnorm", "ffn_gate_inp")]
+LATENT = [*NEEDED, "blk.6.attn_q_a.weight", "blk.6.attn_k_b.weight"]
+
+
+@pytest.mark.parametrize(
+    ("header", "count"),
+    [
+        (model("glm4moe", 7, nextn_predict_layers=1, tensors=NEEDED), 1),
+        (model("glm4moe", 7, nextn_predict_layers=1, tensors=NEEDED[1:]), 0),
+        (model("glm4moe", 8, nextn_predict_layers=2, tensors=NEEDED), 0),
+        (model("glm4moe", 7, tensors=NEEDED), 0),
+        (model("deepseek2", 7, nextn_predict_layers=1, tensors=LATENT), 1),
+        (model("deepseek2", 7, nextn_predict_layers=1, tensors=NEEDED), 0),
+        (model("deepseek2", 7, nextn_predict_layers=1, tensors=LATENT, attention__temperature_scale=0.5), 0),
+        (model("mistral4", 7, nextn_predict_layers=1, tensors=NEEDED), 0),
+    ],
+    ids=["one", "without its matrix", "two", "none", "latent", "with heads", "scaled", "another graph"],
+)
+def test_one_whole_layer_drafts_where_llama_cpps_graph_for_it_is_known(header, count):
+    assert drafting_layers(header) == count
 
 
 def test_layers_for_multi_token_prediction_are_in_no_window():

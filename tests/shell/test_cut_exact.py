@@ -16,7 +16,7 @@ from primad.engine.protocol import AdapterFile, EngineOptions, Rows, WindowSourc
 from primad.errors import EngineError
 from primad.gguf.adapter import adapter_header
 from primad.gguf.architectures.cuts import cut_multiple, cut_points, cuttable
-from primad.gguf.architectures.layers import block_count, layer_count
+from primad.gguf.architectures.layers import block_count, drafting_layers, layer_count
 from primad.gguf.architectures.table import SUPPORTED
 from primad.gguf.architectures.tensors import embedding_scale
 from primad.gguf.header import array_value, read_header, scalar_value
@@ -40,7 +40,7 @@ class Route:
 
     Of each window the last ``on_gpu`` layers are on a GPU, in the tail with the output; None of the tail: the output alone.
     Prompts through the others are computed there too if they are ``prefill_offload``. ``apart``: of those on a GPU the
-    experts are not. ``extra_buffers``: all windows have them.
+    experts are not. ``extra_buffers``: all windows have them. The tail ``predicts``.
     """
 
     def __init__(
@@ -55,8 +55,9 @@ class Route:
         apart=False,
         adapters=(),
         extra_buffers=False,
+        predicts=False,
     ):
-        cutter = ModelCutter(header, keeps_name=any(each.changes_output for each in adapters))
+        cutter = ModelCutter(header, keeps_name=any(each.changes_output for each in adapters), predicts=predicts)
         layers = layer_count(header)
         assert cuts[0] == 0
         assert cuts[-1] == layers
@@ -87,7 +88,15 @@ class Route:
             )
             if last == layers:
                 size = vocabulary_size(header)
-                window = TailWindow(files, options, frozenset(), vocabulary=size, embedding=embedding)
+                window = TailWindow(
+                    files,
+                    options,
+                    frozenset(),
+                    vocabulary=size,
+                    predicting=int(predicts),
+                    predicts=predicts,
+                    embedding=embedding,
+                )
             elif first == 0:
                 window = FirstWindow(files, options, embedding)
             else:
@@ -95,11 +104,13 @@ class Route:
             self.windows.append(window)
 
     def logits(self, tokens, position, sequence=0):
-        state = np.array(tokens, np.int32)
-        for window in self.windows[:-1]:
-            state = window.forward(rows(state, position, sequence))
-        self.windows[-1].forward(rows(state, position, sequence))
+        self.forward(rows(np.array(tokens, np.int32), position, sequence))
         return self.windows[-1].logits(len(tokens) - 1).copy()
+
+    def forward(self, step):
+        for window in self.windows[:-1]:
+            step = replace(step, content=window.forward(step))
+        self.windows[-1].forward(step)
 
     def release(self):
         for window in self.windows:
@@ -224,6 +235,46 @@ def test_sequences_beside_each_other_are_what_each_is_alone(architecture, tmp_pa
         for window in route.windows:
             for sequence in prompts:
                 window.kv_remove(sequence, 0, -1)
+    route.release()
+
+
+@pytest.mark.parametrize("architecture", sorted(name for name, entry in SUPPORTED.items() if entry.drafts))
+def test_a_layer_for_multi_token_prediction_drafts_behind_a_tail_as_behind_the_whole_model(
+    architecture, tmp_path, monkeypatch
+):
+    """And logits are what they are without it."""
+    monkeypatch.setitem(zoo.ALL, "deepseek2", {**zoo.ALL["deepseek32"]})
+    path = tmp_path / "model.gguf"
+    one = scalar_value(GGUFValueType.UINT32, 1)
+    synth.write_model(path, architecture=architecture, layers=9, values={f"{architecture}.nextn_predict_layers": one})
+    header = read_header(path)
+    assert drafting_layers(header) == 1
+    chunks, expected = whole_logits(header)
+    files = files_of(path, (), assigned(8, 0, is_tail=True))
+    size = vocabulary_size(header)
+    whole = WholeModel(files, OPTIONS, frozenset(), vocabulary=size, predicting=1, predicts=True)
+    route, position, drafted = Route(header, [0, 4, 8], tmp_path, predicts=True), len(chunks[0]), []
+    read = rows(np.array(chunks[0], np.int32), 0)
+    for window, forward in ((whole, whole.forward), (route.windows[-1], route.forward)):
+        window.predictor.keep_all(keeps=True)
+        forward(replace(read, outputs=[False] * len(read)))
+        drafted.append([window.predictor.states(len(read))])
+        window.predictor.read(chunks[0][1:], drafted[-1][0][:-1], 0)
+        window.predictor.keep_all(keeps=False)
+    for tokens, logits in zip(chunks[1:], expected[1:], strict=True):
+        whole.forward(rows(np.array(tokens, np.int32), position))
+        assert np.array_equal(whole.logits(len(tokens) - 1), logits)
+        assert np.array_equal(route.logits(tokens, position), logits)
+        token = int(logits.argmax())
+        for window in (whole, route.windows[-1]):
+            state = window.predictor.state(len(tokens) - 1)
+            found, following = window.predictor.predict([token], [state], len(chunks[0]) - 1)
+            again, _ = window.predictor.predict([int(found.argmax())], [following], len(chunks[0]))
+            drafted.append([found.copy(), following, again.copy()])
+        position += len(tokens)
+    for one, other in zip(drafted[::2], drafted[1::2], strict=True):
+        assert all(map(np.array_equal, one, other))
+    whole.release()
     route.release()
 
 

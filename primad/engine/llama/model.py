@@ -145,15 +145,26 @@ class LlamaModel:
     _takes_tokens: ClassVar = False
 
     def __init__(
-        self, source: WindowSource, options: EngineOptions, *, tap: Tap, outputs: int, predicting: int = 0
+        self,
+        source: WindowSource,
+        options: EngineOptions,
+        *,
+        tap: Tap,
+        outputs: int,
+        predicting: int = 0,
+        predicts: bool = False,
     ) -> None:
         self._options = options
         self._batch = LlamaBatch(options.rows, options.numbers)
         self._tap = tap
+        # A bound method of a dict subclass: see the tap's docstring. Kept alive beside the context.
+        self._callback = EVAL_CALLBACK(tap.__getitem__)
         self._inputs: LayerInputs | None = None
         params = llama.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers(source.assignment, predicting)
         params.lazy_mode = params.lazy_mode if self._takes_tokens else _LAZY
+        if predicts:
+            params.load_mtp = True
         # Whoever names no device gets them all: their memory for what the CPU computes, and layers spread over several.
         named = [find_gpu(options.gpu)] if source.assignment.uses_gpu else []
         devices = (ctypes.c_void_p * (len(named) + 1))(*named, None)
@@ -229,8 +240,6 @@ class LlamaModel:
             params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
         _turn(params, options.rope)
         params.offload_kqv = True  # keys and values lie where their layer does
-        # A bound method of a dict subclass: see the module's docstring. Kept alive beside the context.
-        self._callback = EVAL_CALLBACK(self._tap.__getitem__)
         params.cb_eval = ctypes.cast(self._callback, type(params.cb_eval))
         return params
 

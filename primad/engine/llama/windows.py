@@ -16,6 +16,7 @@ from primad.engine.binding import llama
 from primad.engine.layer_inputs import LayerInputs, split, with_hidden
 from primad.engine.llama.embedding import TokenEmbedding
 from primad.engine.llama.model import LlamaModel
+from primad.engine.llama.predictor import LlamaPredictor
 from primad.engine.llama.tap import Tap
 from primad.engine.masks import Allowed, GrammarMask, Words
 from primad.engine.protocol import EngineOptions, Hidden, Rows, Sampling, Tokens, WindowSource
@@ -107,16 +108,28 @@ class _LogitsWindow(LlamaModel):
         vocabulary: int,
         file: Path | None = None,
         predicting: int = 0,
+        predicts: bool = False,
         embedding: TokenEmbedding | None = None,
     ) -> None:
         assert source.assignment.output == "gpu" or not source.assignment.gpu_layers
-        super().__init__(source, options, tap=Tap(None), outputs=MAX_OUTPUT_ROWS, predicting=predicting)
+        super().__init__(
+            source, options, tap=Tap(None), outputs=MAX_OUTPUT_ROWS, predicting=predicting, predicts=predicts
+        )
+        self.predictor = self._open_predictor() if predicts else None
         self._ends = ends
         self._logits_type = ctypes.c_float * vocabulary
         self._vocabulary = vocabulary
         self._embedding = embedding
         self._words = Words(lambda: LlamaVocabulary(file or Path(source.metadata)))
         self._dry = DrySamplers(self._words)
+
+    def _open_predictor(self) -> LlamaPredictor | None:
+        """What drafts with the model's own layers; without it answers go on as well."""
+        try:
+            return LlamaPredictor(self._model, self._context, self._context_params(MAX_OUTPUT_ROWS), self._options)
+        except EngineError as exc:
+            logger.warning("%s", exc)
+            return None
 
     def forward(self, rows: Rows) -> None:
         self._decode(rows, every_row_out=False)
@@ -155,6 +168,8 @@ class _LogitsWindow(LlamaModel):
     def release(self) -> None:
         self._dry.release()
         self._words.release()
+        if self.predictor is not None:
+            self.predictor.release()
         super().release()
 
 
@@ -176,7 +191,7 @@ class TailWindow(_LogitsWindow):
 class WholeModel(_LogitsWindow):
     """The single window of a single-device plan: the user's file as it is, token ids in, logits out.
 
-    The last ``predicting`` of its layers are for multi-token prediction and in no plan.
+    The last ``predicting`` of its layers are for multi-token prediction and no part of its window.
     """
 
     _takes_tokens: ClassVar = True

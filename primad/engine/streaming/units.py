@@ -34,7 +34,7 @@ class WindowUnits:
 
     Of a layer on the GPU whose experts the CPU computes they are those of the experts. ``experts`` are those of each layer,
     which lie in its ranges. ``rest`` is read a row at a time and never held: the embedding table that a whole model
-    or a tail has beside its output matrix.
+    or a tail has beside its output matrix. With that matrix come layers for multi-token prediction, where they are loaded.
     """
 
     layers: tuple[tuple[FileRange, ...], ...]
@@ -43,8 +43,11 @@ class WindowUnits:
     rest: tuple[FileRange, ...]
 
 
-def units_of_window(source: WindowSource) -> WindowUnits:
-    """The units of a window of layer files; the output matrix is the file behind the layers. Raises ``EngineError``."""
+def units_of_window(source: WindowSource, *, predicts: bool = False) -> WindowUnits:
+    """The units of a window of layer files; the output matrix is behind the layers, and those with which it ``predicts``.
+
+    Raises ``EngineError``.
+    """
     ranges = []
     for path in source.layers:
         try:
@@ -55,13 +58,17 @@ def units_of_window(source: WindowSource) -> WindowUnits:
     assignment = source.assignment
     output: tuple[FileRange, ...] = ()
     rest: tuple[FileRange, ...] = ()
-    behind = _header(source.layers[assignment.layers]).tensors if len(ranges) > assignment.layers else {}
-    if _EMBEDDING in behind:  # else it makes the inputs of layers
-        output = ranges[assignment.layers]
-        if _OUTPUT in behind:
-            output = _ranges([tensor for name, tensor in behind.items() if name != _EMBEDDING])
-            rest = _ranges([behind[_EMBEDDING]])
-        output = () if assignment.output == "gpu" else output
+    predicting: tuple[FileRange, ...] = ()
+    for place in range(assignment.layers, len(ranges)):
+        behind = _header(source.layers[place]).tensors
+        if any(map(_LAYER.match, behind)):
+            predicting += ranges[place] if predicts else ()
+        elif _EMBEDDING in behind:  # else it makes the inputs of layers
+            output = ranges[place]
+            if _OUTPUT in behind:
+                output = _ranges([tensor for name, tensor in behind.items() if name != _EMBEDDING])
+                rest = _ranges([behind[_EMBEDDING]])
+            output = () if assignment.output == "gpu" else (*predicting, *output)
     paths = source.layers[: assignment.ram_layers]
     found = [list(_header(path).tensors.values()) for path in paths]
     experts = [_experts(_digest(path), tensors) for path, tensors in zip(paths, found, strict=True)]
@@ -69,17 +76,20 @@ def units_of_window(source: WindowSource) -> WindowUnits:
     return WindowUnits((*ranges[: assignment.cpu_layers], *experts_on_cpu), tuple(experts), output, rest)
 
 
-def units_of_model(header: Header, source: WindowSource) -> WindowUnits:
-    """The units of a whole model that is computed from its own file."""
+def units_of_model(header: Header, source: WindowSource, *, predicts: bool = False) -> WindowUnits:
+    """The units of a whole model that is computed from its own file, and ``predicts`` with its last layers."""
     on_cpu = source.assignment.cpu_layers
     layers: list[list[TensorInfo]] = [[] for _ in range(source.assignment.ram_layers)]
+    predicting: list[TensorInfo] = []
     for name, tensor in header.tensors.items():
         match = _LAYER.match(name)
         if match is not None and int(match[1]) < len(layers):
             layers[int(match[1])].append(tensor)
+        elif match is not None and predicts and int(match[1]) >= source.assignment.layers:
+            predicting.append(tensor)
     own, embedding = header.tensors.get(_OUTPUT), header.tensors.get(_EMBEDDING)
     matrix = own or embedding
-    output = _ranges([matrix]) if matrix is not None and source.assignment.output != "gpu" else ()
+    output = _ranges([*predicting, matrix]) if matrix is not None and source.assignment.output != "gpu" else ()
     rest = _ranges([embedding]) if own is not None and embedding is not None else ()
     known = header.text("general.architecture") in SUPPORTED  # the router of another one may mean something else
     experts = [

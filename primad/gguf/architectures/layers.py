@@ -46,6 +46,20 @@ def layer_count(header: Header) -> int:
     return layers - predicting
 
 
+def drafting_layers(header: Header) -> int:
+    """How many layers, the last ones, are for multi-token prediction and can draft: llama.cpp knows what to do with one, and
+    ends the process where that lacks something."""
+    entry, layers = known(header), layer_count(header)
+    if entry is None or not entry.drafts or block_count(header) != layers + 1:
+        return 0
+    names = {"nextn.eh_proj", "nextn.enorm", "nextn.hnorm", "ffn_gate_inp"}
+    if entry.name == "deepseek2":
+        names |= {"attn_q_a", "attn_k_b"}
+        if header.number("deepseek2.attention.temperature_scale", 0.0):
+            return 0
+    return int(all(f"blk.{layers}.{name}.weight" in header.tensors for name in names))
+
+
 def block_count(header: Header) -> int:
     """Number of all layers. Raises ``ModelError`` as ``layer_count``."""
     key = f"{header.text('general.architecture')}.block_count"

@@ -66,7 +66,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         Architecture(name="cohere2", sliding=Sliding.ALWAYS, sliding_period=4),
         Architecture(name="gpt-oss", tied_output_fallback=False, sliding=Sliding.ALWAYS, sliding_period=2),
         Architecture(name="deepseek"),
-        Architecture(name="deepseek2", predicts=True),
+        Architecture(name="deepseek2", predicts=True, drafts=True),
         Architecture(name="dots1", tied_output_fallback=False),
         Architecture(name="hunyuan-moe"),
         Architecture(name="minimax-m2", tied_output_fallback=False),
@@ -103,10 +103,10 @@ SUPPORTED: Final[dict[str, Architecture]] = {
             shares_where_full=True,
         ),
         Architecture(name="glm4", knows=_SECTIONS, is_fed=True, predicts=True),
-        Architecture(name="glm4moe", knows=_SECTIONS, is_fed=True, predicts=True),
+        Architecture(name="glm4moe", knows=_SECTIONS, is_fed=True, predicts=True, drafts=True),
         Architecture(name="grovemoe"),
         Architecture(name="hunyuan-dense"),
-        Architecture(name="hy_v3", predicts=True, drops=_DENSE),
+        Architecture(name="hy_v3", predicts=True, drafts=True, drops=_DENSE),
         Architecture(
             name="llama4", sliding=Sliding.FIXED, cut_multiple=4, step="interleave_moe_layer_step", is_fed=True
         ),
@@ -147,7 +147,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         Architecture(name="bailingmoe3", recurrent=Recurrent.HEADS, by_layer=_KV_HEADS, is_fed=True, predicts=True),
         Architecture(name="bitnet"),
         Architecture(name="codeshell", tied_output_fallback=False),
-        Architecture(name="cohere2moe", sliding=Sliding.FIXED, cut_multiple=4, predicts=True),
+        Architecture(name="cohere2moe", sliding=Sliding.FIXED, cut_multiple=4, predicts=True, drafts=True),
         Architecture(name="dbrx", tied_output_fallback=False),
         Architecture(name="gptneox", tied_output_fallback=False),
         Architecture(name="grok", embedding=Embedding.KEY, default_embedding_scale=78.38367176906169),
@@ -214,7 +214,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
             skips_attention=True,
         ),
         Architecture(name="deepseek2-ocr"),
-        Architecture(name="deepseek32", knows=_SECTIONS, predicts=True),
+        Architecture(name="deepseek32", knows=_SECTIONS, predicts=True, drafts=True),
         Architecture(
             name="glm-dsa", knows=_SECTIONS, by_layer=frozenset((INDEXER_TYPES,)), takes_over=True, predicts=True
         ),

@@ -8,7 +8,7 @@ from typing import Final
 from primad.errors import ModelError
 from primad.gguf.architecture import Architecture, Embedding, Sliding
 from primad.gguf.architectures.cuts import check_count, cut_points, is_deepseek2_lite, tail_layers, vocabulary_size
-from primad.gguf.architectures.layers import indexed_layers, layer_count, sliding_layers
+from primad.gguf.architectures.layers import block_count, indexed_layers, layer_count, sliding_layers
 from primad.gguf.architectures.table import (
     DEEPSEEK2,
     ENTRY_KEY,
@@ -31,11 +31,14 @@ _KEPT_GENERAL: Final = frozenset(
 )
 
 
-def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> dict[str, Value]:
+def window_values(
+    header: Header, first: int, last: int, *, vocabulary: int, predicts: bool = False
+) -> dict[str, Value]:
     """The metadata of the window that holds the layers ``first`` to ``last - 1``, without ``split.*``.
 
-    ``vocabulary`` is the number of rows of the window's ``token_embd.weight`` (1 for the placeholder). The model must be
-    ``cuttable``. Raises ``ModelError`` for the few cuts that are not exact, naming the layers.
+    ``vocabulary`` is the number of rows of the window's ``token_embd.weight`` (1 for the placeholder). A tail that
+    ``predicts`` has the layers for multi-token prediction behind its own. The model must be ``cuttable``.
+    Raises ``ModelError`` for the few cuts that are not exact, naming the layers.
     """
     name = header.text("general.architecture")
     architecture, layers = known(header), layer_count(header)
@@ -44,10 +47,13 @@ def window_values(header: Header, first: int, last: int, *, vocabulary: int) -> 
     _check_first(header, first)
     check_count(header, architecture, last - first)
     prefix = f"{name}."
-    values = _values_of_layers(header, architecture, first, last)
-    values[f"{prefix}block_count"] = _uint32(last - first)
+    end = block_count(header) if predicts and last == layers else last
+    values = _values_of_layers(header, architecture, first, end)
+    values[f"{prefix}block_count"] = _uint32(end - first)
     values[f"{prefix}vocab_size"] = _uint32(vocabulary)
     values.pop(f"{prefix}nextn_predict_layers", None)
+    if end > last:
+        values[f"{prefix}nextn_predict_layers"] = _uint32(end - last)
     if architecture.shares_cells and last < layers:
         values[f"{prefix}{architecture.shares_cells}"] = _uint32(0)
     values["tokenizer.ggml.model"] = scalar_value(GGUFValueType.STRING, "none")
