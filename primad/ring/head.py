@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from primad.engine.protocol import GREEDY, Hidden, HiddenWindow, LogitsRow, LogitsWindow, Sampler, Tokens
+from primad.engine.protocol import GREEDY, Hidden, HiddenWindow, LogitsRow, LogitsWindow, Predictor, Sampler, Tokens
 from primad.errors import AlteredStepError, GrammarError, LateStepError, NotFiniteError, SenderError
 from primad.ring.lateness import Lateness
 from primad.ring.messages import (
@@ -40,6 +40,7 @@ from primad.ring.messages import (
 )
 from primad.ring.scheduler.scheduler import Scheduler
 from primad.ring.scheduler.state import PlannedStep, SampledToken
+from primad.ring.speculation.predicted import PredictedDrafter
 from primad.ring.speculation.tree import child
 from primad.ring.worker import WritesKv, apply, check_sent, not_finite, rows_of, skipped, visit
 
@@ -78,7 +79,7 @@ class Head:
     ``windows`` maps route indices to the head's windows but the last, ``tail`` is the last one (the whole model when
     ``route`` is 1). ``limits`` names the ring. A step that takes much longer than such steps did is told as ``Overdue``; one
     that is not back ``step_timeout_s`` after its last sign of life breaks the ring. ``clock`` gives seconds on any scale.
-    KV cells are kept on the ``kv_writer``, or nowhere.
+    KV cells are kept on the ``kv_writer``, or nowhere. The states that the tail leaves are for a ``predictor``'s drafts.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Head:
         step_timeout_s: float,
         clock: Callable[[], float],
         kv_writer: WritesKv | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
         assert route >= 1
         assert (0 in windows) == (route > 1)
@@ -111,6 +113,7 @@ class Head:
         self._failure: NotFiniteError | AlteredStepError | None = None
         """What it computed is not finite: whose answer it was ends with it, and then the ring."""
         self.kv_writer = kv_writer
+        self._predictor = predictor
         self._samplers: dict[int, Sampler] = {}
         self._masks_wait_s = MASKS_WAIT_S
         self._held_back: dict[int, tuple[Generate, LogitsRow]] = {}
@@ -291,7 +294,7 @@ class Head:
             return Send(step, content)  # type: ignore[arg-type]
         apply(self._tail, step, self.kv_writer)
         if step.rows:
-            self._tail.forward(rows_of(step, content))
+            self._end_step(step, content)
         del self._deadlines[step.step], self._under_way[step.step]
         self._scheduler.tally.skipped += step.skipped
         self._masks_wait_s = MASKS_WAIT_S
@@ -304,6 +307,23 @@ class Head:
         events = [*news, *events, *self._scheduler.kv_news()]
         self._notify_drained()
         return Notify(events, step.rows)
+
+    def _end_step(self, step: Step, content: Tokens | Hidden) -> None:
+        """Compute the tail. Where nothing is sampled from it the states of all rows are for a drafter that reads them."""
+        reader = None if self._predictor is None or any(step.outputs) else self._drafter_of(step)
+        if self._predictor is None or reader is None:
+            self._tail.forward(rows_of(step, content))
+            return
+        self._predictor.keep_all(keeps=True)
+        self._tail.forward(rows_of(step, content))
+        reader.read(step.positions[0], self._predictor.states(len(step.positions)))
+        self._predictor.keep_all(keeps=False)
+
+    def _drafter_of(self, step: Step) -> PredictedDrafter | None:
+        """Who drafts for the only generation of ``step`` from states."""
+        requests = self._scheduler.requests_of(step.step)
+        drafter = self._scheduler.drafter_of(requests[0]) if len(requests) == 1 else None
+        return drafter if isinstance(drafter, PredictedDrafter) and drafter.is_followed else None
 
     def _spoilt(self, error: NotFiniteError, window: int) -> NotFiniteError | AlteredStepError:
         """What is wrong where ``window`` gave no numbers: behind other devices' windows any of them may have sent numbers
@@ -328,7 +348,7 @@ class Head:
 
         None: that of ``row`` is late.
         """
-        first = self._sampled_at(generate, row)
+        first = self._sampled_at(generate, row, step)
         if first is None:
             if not self._is_draining:
                 self._held_back[generate.request] = generate, self._tail.logits(row).copy()
@@ -336,7 +356,7 @@ class Head:
         more: list[SampledToken] = []
         drafts, node, last = self._scheduler.drafts(step.step), -1, first
         while not last.ends and (found := child(drafts, node, last.token)) is not None:
-            if (following := self._sampled_at(generate, row + found + 1)) is None:
+            if (following := self._sampled_at(generate, row + found + 1, step)) is None:
                 break
             node, last = found, following
             more.append(last)
@@ -354,12 +374,16 @@ class Head:
                 events += self._announce(self._scheduler.sample_held_back(request, sampled, now))
         return [*events, *self._scheduler.kv_news()] if events else []
 
-    def _sampled_at(self, generate: Generate, row: int) -> SampledToken | None:
-        """The token that follows ``row``; None: its mask is late."""
+    def _sampled_at(self, generate: Generate, row: int, step: Step) -> SampledToken | None:
+        """The token that follows ``row`` of ``step``; None: its mask is late."""
         # The best logit is NaN where any is; some models rule tokens out with minus infinity. 15 us for 128,000 tokens.
         if not math.isfinite(self._tail.logits(row).max()):
             self._failure = self._spoilt(not_finite(self._tail), self._last)
             return SampledToken(token=0, ends=True, error=str(self._failure), reason="error")
+        if self._predictor is not None:
+            drafter = self._scheduler.drafter_of(generate.request)
+            if isinstance(drafter, PredictedDrafter):
+                drafter.drawn_from(step.positions[row], self._predictor.state(row))
         sampler = self._sampler_for(generate)
         return self._sample(generate, sampler, row) if self._is_ready(sampler) else None
 

@@ -30,6 +30,7 @@ from primad.ring.messages import GpuLoaded, HeadPart, Open, StepLimits
 from primad.ring.scheduler.scheduler import Scheduler
 from primad.ring.scheduler.state import SchedulerState
 from primad.ring.speculation.lookup import PromptLookup
+from primad.ring.speculation.predicted import PredictedDrafters
 from primad.ring.speculation.speculation import BeginsDrafter
 
 OnLoaded = Callable[[int], None]
@@ -62,10 +63,14 @@ def limits_of_open(opening: Open) -> StepLimits:
 def _streams(opening: Open, header: Header | None) -> Streams:
     """What looks after the units of the windows but those of which llama.cpp makes copies; ``header`` for a whole model."""
 
+    predicts = opening.head is not None and opening.head.predicts
+
     def units(window: WindowSource) -> WindowUnits | None:
         if window.extra_buffers:
             return None
-        return units_of_window(window) if header is None else units_of_model(header, window)
+        if header is None:
+            return units_of_window(window, predicts=predicts)
+        return units_of_model(header, window, predicts=predicts)
 
     return Streams(
         (
@@ -149,13 +154,29 @@ def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple
         for window in opening.windows:
             options = opening.options
             if opening.route == 1:
-                predicting = block_count(header) - layer_count(header)
-                tail = WholeModel(window, options, ends, vocabulary=size, file=header.path, predicting=predicting)
+                tail = WholeModel(
+                    window,
+                    options,
+                    ends,
+                    vocabulary=size,
+                    file=header.path,
+                    predicting=_predicting(header),
+                    predicts=part.predicts,
+                )
             elif window.window == 0:
                 assert embedding is not None
                 windows[0] = FirstWindow(window, options, embedding)
             elif window.window == opening.route - 1:
-                tail = TailWindow(window, options, ends, vocabulary=size, file=header.path, embedding=embedding)
+                tail = TailWindow(
+                    window,
+                    options,
+                    ends,
+                    vocabulary=size,
+                    file=header.path,
+                    predicting=_predicting(read_header(Path(window.metadata))),
+                    predicts=part.predicts,
+                    embedding=embedding,
+                )
             else:
                 windows[window.window] = MiddleWindow(window, options)
             loaded(len(windows) + (tail is not None))
@@ -171,6 +192,8 @@ def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple
         step_rows=opening.options.rows,
     )
     kv_writer = open_kv_writer(opening, (*windows.values(), tail))
+    if tail.predictor is not None:
+        drafter = PredictedDrafters(tail.predictor)
     head = Head(
         windows=windows,
         tail=tail,
@@ -192,8 +215,14 @@ def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple
         step_timeout_s=opening.step_timeout_s,
         clock=time.monotonic,
         kv_writer=kv_writer,
+        predictor=tail.predictor,
     )
     return head, streams
+
+
+def _predicting(header: Header) -> int:
+    """How many layers of the model, or window, are for multi-token prediction."""
+    return block_count(header) - layer_count(header)
 
 
 def _embedding(part: HeadPart, header: Header) -> TokenEmbedding:

@@ -398,7 +398,7 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     together as ``batching`` says. A chunk of a prompt has at most ``chunk_rows``, and ``min_rows`` or more before a
     message; beside other answers it is computed in ``pieces``. Of an answer the cells of every ``keep_rows`` rows are kept,
     or none. Drafts are computed as ``drafting`` says, or none; the model ``draft`` drafts what they are, if there is one:
-    here, unless another device ``drafts_elsewhere``.
+    here, unless another device ``drafts_elsewhere``. Or the model ``predicts`` itself, with layers that its tail has.
     Where ``model`` has the vocabulary alone, the token embedding is in the layer file ``embedding``. Whole files of
     ``adapters`` are for the token embedding and for a model that is not cut.
     """
@@ -414,6 +414,7 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     drafting: Drafting | None = None
     draft: DraftModel | None = None
     drafts_elsewhere: bool = False
+    predicts: bool = False
     embedding: str | None = None
     adapters: tuple[AdapterFile, ...] = ()
 

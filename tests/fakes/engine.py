@@ -322,15 +322,27 @@ class FakeLogitsWindow(_Window):
         super().__init__(model, first, last, takes_tokens=takes_tokens)
         self._trail = trail_of(model.layers)
         self._logits: dict[int, NDArray[np.float32]] = {}
+        self._histories: dict[int, tuple[int, int]] = {}
 
     def forward(self, rows: Rows) -> None:
-        self._logits = {}
+        self._logits, self._histories = {}, {}
         for i, row in enumerate(self._through_layers(rows)):
             assert row.trail == self._trail, f"row {i} did not go through every layer in order"
+            self._histories[i] = row.history, row.position + 1
             if rows.outputs[i]:
                 self._logits[i] = self._model.scores(row.history)
                 if self.spoils is not None:
                     self._logits[i] = np.full_like(self._logits[i], self.spoils)
+
+    def history(self, row: int) -> tuple[int, int]:
+        """The text that row ``row`` of the last step stands for, and its tokens."""
+        self._check_open()
+        return self._histories[row]
+
+    @property
+    def wanted(self) -> set[int]:
+        """The rows of the last step that wanted logits."""
+        return set(self._logits)
 
     def logits(self, row: int) -> NDArray[np.float32]:
         self._check_open()

@@ -24,10 +24,12 @@ from primad.ring.scheduler.scheduler import Scheduler
 from primad.ring.scheduler.state import SchedulerState
 from primad.ring.speculation.drafter import Drafting
 from primad.ring.speculation.lookup import PromptLookup
+from primad.ring.speculation.predicted import PredictedDrafters
 from primad.ring.speculation.speculation import BeginsDrafter
 from primad.ring.worker import Worker
 from primad.system.wire import encode
 from tests.fakes.engine import WIDTH, FakeHiddenWindow, FakeLogitsWindow, FakeModel
+from tests.fakes.predictor import FakePredictor
 from tests.fakes.shelf import FakeKvWriter
 
 STEP_TIMEOUT_S = 180.0
@@ -81,7 +83,7 @@ class FakeRing:
 
     Without rounds the head computes the whole model of ``tail`` layers. ``now_s`` is the head's clock. Chunks of a prompt
     that have ``minimum`` rows end before a token that ``begins_message``. Each device has a shelf for cells of its
-    ``layers``. With an odd ``seed`` masks are late.
+    ``layers``. With an odd ``seed`` masks are late. A ``predictor`` drafts from the states that the tail leaves.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class FakeRing:
         step_rows: int = 0,
         drafting: Drafting | None = None,
         drafter: BeginsDrafter = PromptLookup,
+        predictor: FakePredictor | None = None,
     ) -> None:
         owners = [device for sizes in rounds for device in range(len(sizes))] + [0]
         cuts = [0, *accumulate([size for sizes in rounds for size in sizes] + [tail])]
@@ -131,6 +134,9 @@ class FakeRing:
         end = self.model.tail(cuts[-2]) if rounds else self.model.whole()
         self.windows.append(end)
         tail_window: LogitsWindow = end
+        if predictor is not None:
+            predictor.follow(self.model, end)
+            drafter = PredictedDrafters(predictor)
         self.limits = [
             StepLimits(
                 ring=7,
@@ -177,6 +183,7 @@ class FakeRing:
             step_timeout_s=STEP_TIMEOUT_S,
             clock=lambda: self.now_s,
             kv_writer=self.shelves[0],
+            predictor=predictor,
         )
         self.workers = [
             Worker(windows, kv_writer) for windows, kv_writer in zip(held[1:], self.shelves[1:], strict=True)

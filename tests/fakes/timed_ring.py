@@ -25,7 +25,8 @@ class TimedRing(FakeRing):
     """A ring of which a visit of n rows takes ``visit_s`` times ``costs[n - 1]``, the last of them for more rows, and the
     visit to window i ``shares[i]`` times that (all 1 by default).
 
-    The head's own visits take ``busy`` times as long while its drafter works. ``told_s`` is when each token was told.
+    A call of its predictor takes ``predicts_s``. The head's own visits take ``busy`` times as long while its drafter works.
+    ``told_s`` is when each token was told.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class TimedRing(FakeRing):
         costs: Sequence[float] = (1.0,),
         shares: Sequence[float] = (),
         busy: Callable[[], float] = lambda: 1.0,
+        predicts_s: float = 0.0,
         **options: Any,
     ) -> None:
         super().__init__([[1] * devices] if devices > 1 else [], 1, **options)
@@ -45,6 +47,8 @@ class TimedRing(FakeRing):
         self._due_s: list[list[tuple[float, bytes, bytes]]] = [[] for _ in range(devices)]
         self.now_s = 0.0
         self.told_s: list[float] = []
+        if (predictor := options.get("predictor")) is not None:
+            setattr(predictor, "predict", self._taking(predictor.predict, predicts_s))  # noqa: B010
         owners = [*range(devices), 0] if devices > 1 else [0]
         for owner, window, share in zip(owners, self.windows, shares or (1.0,) * len(owners), strict=True):
             setattr(window, "forward", self._timed(window.forward, share, is_head=owner == 0))  # noqa: B010
@@ -55,6 +59,13 @@ class TimedRing(FakeRing):
             cost = self._costs[min(count, len(self._costs)) - 1]
             self.now_s += self._visit_s * share * cost * (self._busy() if is_head else 1.0)
             return forward(rows)
+
+        return timed
+
+    def _taking(self, predict: Callable[..., Any], predicts_s: float) -> Callable[..., Any]:
+        def timed(*given: Any, **options: Any) -> Any:
+            self.now_s += predicts_s
+            return predict(*given, **options)
 
         return timed
 

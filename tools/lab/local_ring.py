@@ -121,6 +121,7 @@ class LocalRing:
     pieces: Pieces | None = None
     drafting: Drafting | None = None
     draft: DraftModel | None = None
+    predicts: bool = False
     min_rows: int | None = None
     kv_type: KvType = "f16"
     flash: bool = True
@@ -217,6 +218,7 @@ class LocalRing:
                     pieces=self.pieces,
                     drafting=self.drafting,
                     draft=self.draft,
+                    predicts=self.predicts,
                 ),
                 step_timeout_s=self.step_timeout_s,
                 options=options,

@@ -22,6 +22,7 @@ from primad.ring.scheduler.decode import decode_step, may_decode, step_without_r
 from primad.ring.scheduler.drafts import draft_step, resolve, waits_for_drafts
 from primad.ring.scheduler.prefill import chunk_step, replay_step
 from primad.ring.scheduler.state import PlannedStep, SampledToken, SchedulerState
+from primad.ring.speculation.drafter import Drafter
 from primad.ring.speculation.pace import Tally
 from primad.ring.speculation.tree import TreeNode
 
@@ -71,6 +72,15 @@ class Scheduler:
     def has_drafts_in_flight(self) -> bool:
         """Whether a draft is on its way."""
         return any(step.is_draft or step.tree.nodes for step in self._state.in_flight.values())
+
+    def requests_of(self, step: int) -> list[int]:
+        """The generations that step ``step`` has rows of."""
+        return list(self._state.in_flight[step].computed)
+
+    def drafter_of(self, request: int) -> Drafter | None:
+        """Who drafts for ``request``; None: nobody."""
+        running = self._state.running.get(request)
+        return None if running is None or running.speculation is None else running.speculation.drafter
 
     def runs(self, request: int) -> bool:
         """Whether generation ``request`` holds a sequence."""

@@ -165,7 +165,7 @@ class DraftBranches:
             place = len(self._text) + node.depth - 1
             node.sequence = self._sequence_for(node, node.parent, place)
             self._compute([node.draft_token.token], place, node.sequence, is_last=True)
-        first, *others = _likely(self._window.logits(self._last_row))
+        first, *others = likely(self._window.logits(self._last_row))
         for draft_token in [first, *(each for each in others if each.sure >= OPENS_AT)]:
             node.behind.append(_Node(draft_token, node, node.share * draft_token.sure, node.depth + 1))
         return self._said()
@@ -222,7 +222,7 @@ def _all(root: _Node) -> list[_Node]:
     return found
 
 
-def _likely(logits: NDArray[np.float32]) -> list[DraftToken]:
+def likely(logits: NDArray[np.float32]) -> list[DraftToken]:
     """The most likely tokens, the first one first."""
     found = np.argpartition(-logits, LIKELY - 1)[:LIKELY]
     found = found[np.argsort(-logits[found], kind="stable")]

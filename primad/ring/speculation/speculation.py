@@ -71,6 +71,11 @@ class Speculation:
             self._drafter.took(token)
 
     @property
+    def drafter(self) -> Drafter:
+        """Who drafts for it."""
+        return self._drafter
+
+    @property
     def has_drafts_in_flight(self) -> bool:
         """Whether anything is on its way."""
         return bool(self._ahead or self._tree)

@@ -1,0 +1,220 @@
+"""Drafts of the model itself, whose file has layers for multi-token prediction (MTP).
+
+They take a token and the state that it was drawn from, and say what may follow. So they cost a layer and the output matrix
+and no other model. The states come back with each token, and what is behind the last of them the layers draft from states of
+their own: the deeper, the less often that holds. They follow one answer at a time, the latest that began; others are looked
+up.
+
+They have read what comes before, as far as states of it came back: of a prompt all chunks but the last, whose last layer is
+computed for one row alone, or the answer's first token would have other last bits. What they have not read is as if it were
+not there: their own positions count what they know.
+
+The head computes them between its own windows. What that takes is part of the time of a token, which tells whether it pays.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from primad.engine.protocol import Hidden, Predictor
+from primad.errors import EngineError
+from primad.ring.speculation.branches import likely
+from primad.ring.speculation.drafter import MAX_ROOM, DraftToken, HeldShare
+from primad.ring.speculation.lookup import PromptLookup
+
+logger = logging.getLogger(__name__)
+
+CHAIN: Final = 4
+"""So many drafts are computed one behind the other from states of their own before those of the model are taken again."""
+MIN_SHARE: Final = 0.15
+"""Nothing is drafted behind drafts that all hold in a smaller share of cases: it would take longer than it wins."""
+MAX_STATES: Final = 128
+"""States of tokens that are kept until something is drafted behind them."""
+_LEVELS: Final = 10
+_DEPTHS: Final = 3
+_WEIGHT: Final = 3.0
+_UNLIKELY: Final = 0.05
+_SURER: Final = 0.1
+"""So much surer is what was looked up where it takes the place of another draft."""
+_SURE_ALONE: Final = 0.9
+"""What was looked up takes the place of a draft that is not computed yet if it is so sure."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Predicted:
+    """What may follow a place, the likeliest first; ``depth`` states before it were drafted as well."""
+
+    tokens: tuple[DraftToken, ...]
+    state: Hidden
+    depth: int
+
+
+class PredictedDrafters:
+    """Makes the drafters of answers, which draft with a ``predictor``."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+        self._latest: PredictedDrafter | None = None
+        first = [(level + 0.5) / _LEVELS for level in range(_LEVELS)]
+        self._shares = [[HeldShare(sure * _WEIGHT, _WEIGHT) for sure in first] for _ in range(_DEPTHS)]
+
+    def __call__(self, prompt: Sequence[int]) -> PredictedDrafter:
+        if self._latest is not None:
+            self._latest.is_followed = False
+        self._latest = PredictedDrafter(prompt, self._predictor, self._shares)
+        return self._latest
+
+
+class PredictedDrafter:
+    """Drafts for an answer to ``prompt``. ``shares`` count how often they held, by depth and by how sure the layers were."""
+
+    def __init__(self, prompt: Sequence[int], predictor: Predictor, shares: list[list[HeldShare]]) -> None:
+        self._lookup = PromptLookup(prompt)
+        self._text = list(prompt)
+        self._predictor, self._shares = predictor, shares
+        self._states: dict[int, Hidden] = {}
+        """By position, of tokens of the text behind which nothing was computed."""
+        self._read = self._end = 0
+        """So many tokens were computed with the model's own states, all before this position as far as they are known."""
+        self._found: list[_Predicted] = []
+        """What may follow the text, and each draft of ``_path`` behind it."""
+        self._path: list[int] = []
+        self._has_worked = False
+        self.is_followed = True
+
+    def drawn_from(self, position: int, state: Hidden) -> None:
+        """The next token is drawn behind the one at ``position``, which left ``state``."""
+        if self.is_followed:
+            self._states[position] = state
+            if len(self._states) > MAX_STATES:
+                del self._states[next(iter(self._states))]
+
+    def read(self, first: int, states: Hidden) -> None:
+        """The tokens of a prompt, or an earlier ring's answer, from position ``first`` on left ``states``."""
+        tokens = self._text[first + 1 : first + 1 + len(states)]
+        if not self.is_followed or first + 1 < self._end or not tokens:
+            return
+        self._path, self._found = [], []
+        try:
+            self._predictor.read(tokens, states[: len(tokens)], self._place(len(tokens)))
+        except EngineError as exc:
+            self._fail(exc)
+            return
+        self._read, self._end = self._read + len(tokens), first + 1 + len(tokens)
+
+    def _place(self, count: int) -> int:
+        """Where so many more tokens lie; there is room for drafts behind them."""
+        if self._read + count > self._predictor.cells - MAX_ROOM:
+            self._read = 0
+        return self._read
+
+    def _fail(self, error: EngineError) -> None:
+        logger.warning("the model's own layers draft no more for this answer: %s", error)
+        self.is_followed = False
+
+    def took(self, token: int) -> None:
+        self._lookup.took(token)
+        self._text.append(token)
+        self._has_worked = False
+        if self._found:
+            self._count(self._found[0], token)
+        if self._path and self._path[0] == token:
+            del self._path[0], self._found[0]
+        else:
+            self._path, self._found = [], []
+
+    def _count(self, found: _Predicted, token: int) -> None:
+        first = found.tokens[0]
+        self._share(first, found.depth).count(held=first.token == token)
+
+    @property
+    def works(self) -> bool:
+        return self._has_worked
+
+    @property
+    def draft_s(self) -> float | None:
+        return None
+
+    def awaits(self, maximum: int, alpha: float) -> bool:
+        return False
+
+    def looked_up(self, drafts: Sequence[int]) -> DraftToken | None:
+        return self._lookup.propose(drafts)
+
+    def propose(self, drafts: Sequence[int]) -> DraftToken | None:
+        looked_up = self._lookup.propose(drafts)
+        if not self.is_followed or (looked_up is not None and looked_up.sure >= _SURE_ALONE):
+            return looked_up
+        try:
+            found = self._behind(drafts)
+        except EngineError as exc:
+            self._fail(exc)
+            found = None
+        if found is None:
+            return looked_up
+        sure = self._share(found.tokens[0], found.depth).sure
+        if looked_up is not None and looked_up.sure > sure + _SURER:
+            return looked_up
+        return DraftToken(token=found.tokens[0].token, sure=sure)
+
+    def others(self, drafts: Sequence[int]) -> Sequence[DraftToken]:
+        if not self.is_followed or len(self._found) <= len(drafts) or self._path[: len(drafts)] != list(drafts):
+            return []
+        found = self._found[len(drafts)]  # another one may have been looked up in place of the first
+        return [DraftToken(token=each.token, sure=self._share(each, found.depth).sure) for each in found.tokens]
+
+    def _behind(self, drafts: Sequence[int]) -> _Predicted | None:
+        """What may follow ``drafts``, computed if it is not; None where nothing is known of the text, or they are unsure."""
+        count = len(drafts)
+        same = next((i for i, (a, b) in enumerate(zip(self._path, drafts, strict=False)) if a != b), None)
+        same = min(len(self._path), count) if same is None else same
+        if same < count:
+            del self._path[same:], self._found[same + 1 :]
+        is_late = bool(self._found) and (self._found[0].depth > 0 if not count else self._depth(count) > CHAIN)
+        if (not self._found or is_late) and not self._compute_text():
+            return None
+        share = 1.0
+        for place, token in enumerate(drafts):
+            before = self._found[place]
+            share *= self._sure_of(before, token)
+            if len(self._found) > place + 1:
+                continue
+            if share < MIN_SHARE or place >= MAX_ROOM:
+                return None
+            self._found.append(self._compute([token], [before.state], self._read + place, before.depth + 1))
+            self._path.append(token)
+        return self._found[count]
+
+    def _depth(self, count: int) -> int:
+        """Of what follows so many drafts, if it is computed behind what there is."""
+        return self._found[-1].depth + count - (len(self._found) - 1)
+
+    def _compute_text(self) -> bool:
+        """Compute the end of the text with the model's own states; whether they are there."""
+        end = len(self._text)
+        first = end
+        while first > max(self._end, 1) and first - 2 in self._states:
+            first -= 1
+        if first == end:
+            return bool(self._found)
+        states = [self._states[position - 1] for position in range(first, end)]
+        self._path, self._found = [], [self._compute(self._text[first:end], states, self._place(end - first), 0)]
+        self._states = {position: state for position, state in self._states.items() if position >= end - 1}
+        self._read, self._end = self._read + end - first, end
+        return True
+
+    def _compute(self, tokens: Sequence[int], states: Sequence[Hidden], first: int, depth: int) -> _Predicted:
+        self._has_worked = True
+        logits, state = self._predictor.predict(tokens, states, first)
+        return _Predicted(tuple(likely(logits)), state, depth)
+
+    def _sure_of(self, found: _Predicted, token: int) -> float:
+        """How often ``token`` is what follows there."""
+        each = next((each for each in found.tokens if each.token == token), None)
+        return _UNLIKELY if each is None else self._share(each, found.depth).sure
+
+    def _share(self, draft_token: DraftToken, depth: int) -> HeldShare:
+        return self._shares[min(depth, _DEPTHS - 1)][min(int(draft_token.sure * _LEVELS), _LEVELS - 1)]

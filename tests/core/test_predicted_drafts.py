@@ -1,0 +1,110 @@
+"""Drafts of a model's own layers for multi-token prediction: the text stays what it is, they win time or cost little."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from primad.ring.grouping import Batching
+from primad.ring.messages import Finished
+from primad.ring.speculation.drafter import Drafting
+from tests.core.test_draft_costs import seconds
+from tests.fakes.predictor import FakePredictor
+from tests.fakes.ring import GREEDY, FakeRing, generate
+
+TOKENS = 120
+AT_ONCE = Drafting(rows=4, costs=(1.0, 1.05, 1.1, 1.15), adapts=False)
+AHEAD = Drafting(room=4, adapts=False)
+ALONE, RING = (), ((2, 1),)
+
+
+def finished(ring: FakeRing, *prompts: list[int], **options: Any) -> list[Finished]:
+    """How the answers to ``prompts`` ended, each of which is what it is without drafts."""
+    for request, prompt in enumerate(prompts):
+        ring.head.submit(generate(request, prompt, tokens=TOKENS, **options))
+    ring.run()
+    for request, prompt in enumerate(prompts):
+        assert ring.answer(request)[0] == ring.model.answer(prompt, TOKENS, GREEDY)
+    return [event for event in ring.events if isinstance(event, Finished)]
+
+
+def ring_with(predictor: FakePredictor, rounds: Any, drafting: Drafting, **options: Any) -> FakeRing:
+    return FakeRing(rounds, 2, drafting=drafting, predictor=predictor, batching=Batching(replays=8), **options)
+
+
+WAYS = [(ALONE, AT_ONCE), (RING, AT_ONCE), (RING, AHEAD)]
+
+
+@pytest.mark.parametrize(("rounds", "drafting"), WAYS, ids=["alone", "ring", "ahead"])
+def test_drafts_hold_as_often_as_the_layers_are_right_so_each_token_had_its_own_state(rounds, drafting):
+    """Without the state of the token before it a draft of the fake is right once in 64 times."""
+    (end,) = finished(ring_with(FakePredictor(1.0), rounds, drafting), [9, 8, 7])
+    assert end.accepted >= 0.95 * end.drafted > 0.5 * TOKENS
+
+
+@pytest.mark.parametrize("seed", range(1, 3))
+@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(("rounds", "drafting"), WAYS, ids=["alone", "ring", "ahead"])
+def test_the_text_stays_what_it_is_however_often_they_hold_also_where_masks_are_late(rounds, drafting, share, seed):
+    finished(ring_with(FakePredictor(share), rounds, drafting, seed=seed), [9, 8, 7])
+
+
+@pytest.mark.parametrize("rounds", [ALONE, RING], ids=["alone", "ring"])
+def test_of_several_answers_the_latest_is_followed_and_none_is_another_text(rounds):
+    ring = ring_with(FakePredictor(0.7), rounds, AT_ONCE, sequences=3)
+    finished(ring, [1, 2, 3], [4, 5, 6], [7, 8, 9])
+
+
+@pytest.mark.parametrize("rounds", [ALONE, RING], ids=["alone", "ring"])
+def test_of_a_prompt_all_chunks_but_the_last_are_read(rounds):
+    """Of what is behind its last chunk the layers know the whole answer."""
+    predictor = FakePredictor(1.0)
+    ring = ring_with(predictor, rounds, AT_ONCE, rows=16)
+    (end,) = finished(ring, [token % 64 for token in range(2, 60)])
+    assert predictor.begun == 1
+    assert 48 + TOKENS - 10 <= predictor.held <= 48 + TOKENS
+    assert end.accepted >= 0.95 * end.drafted
+
+
+def test_layers_without_room_for_the_text_begin_anew():
+    predictor = FakePredictor(1.0, cells=24)
+    (end,) = finished(ring_with(predictor, ALONE, AT_ONCE), [9, 8, 7])
+    assert predictor.begun > 3
+    assert end.accepted > 0.3 * TOKENS
+
+
+def test_layers_that_fail_draft_no_more_and_the_answer_goes_on():
+    predictor = FakePredictor(1.0, fails_at=9)
+    finished(ring_with(predictor, RING, AT_ONCE), [9, 8, 7])
+    assert predictor.calls == 9
+
+
+def test_an_answer_behind_tokens_of_an_earlier_ring_is_drafted_from_the_first_state_that_there_is():
+    ring = ring_with(FakePredictor(1.0), RING, AT_ONCE)
+    answer = ring.model.answer([9, 8, 7], TOKENS, GREEDY)
+    ring.head.submit(generate(0, [9, 8, 7], sampled=answer[:30], tokens=TOKENS))
+    ring.run()
+    assert ring.answer(0)[0] == answer[30:]
+    assert ring.scheduler.tally.accepted > 20
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+@pytest.mark.parametrize("predicts_s", [0.0005, 0.003, 0.01])
+@pytest.mark.parametrize(("devices", "drafting"), [(1, AT_ONCE), (2, AHEAD)], ids=["alone", "ring"])
+def test_layers_that_are_mostly_wrong_cost_little_however_long_they_take(devices, drafting, predicts_s, share):
+    options = {"costs": drafting.costs, "batching": Batching(replays=8)}
+    drafting = replace(drafting, adapts=True)
+    drafts = {"predictor": FakePredictor(share), "predicts_s": predicts_s, "drafting": drafting}
+    assert seconds(devices, **drafts, **options) <= 1.03 * seconds(devices, **options)
+
+
+@pytest.mark.parametrize(("devices", "hop_s", "minimum"), [(1, 0.0, 1.3), (2, 0.002, 1.6)], ids=["alone", "ring"])
+def test_layers_that_are_right_seven_times_in_ten_win(devices, hop_s, minimum):
+    """A visit takes 10 ms, a draft half of one; a row more in a step 15 % of a visit."""
+    costs = tuple(1 + 0.15 * more for more in range(8))
+    options = {"costs": costs, "batching": Batching(replays=8), "hop_s": hop_s}
+    drafting = Drafting(rows=8, costs=costs, room=devices + 1 if devices > 1 else 1, ring_passes=float(devices))
+    drafts = {"predictor": FakePredictor(0.7), "predicts_s": 0.0005, "drafting": drafting}
+    assert seconds(devices, **options) >= minimum * seconds(devices, **drafts, **options)
