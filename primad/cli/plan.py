@@ -144,6 +144,7 @@ def _ask(
         with_rope,
     )
     from primad.planning.check_run import check_run
+    from primad.planning.predicting import predicts, with_predicting
     from primad.planning.question import ask, check
     from primad.planning.sources import read_model
 
@@ -174,6 +175,10 @@ def _ask(
         checked = partial(windows_line, home, header)
         if found.home is not None:
             profile = with_expert_use(profile, header, found.home)
+        other = "--draft names another model that drafts" if draft else "adapters change the model" if lora else ""
+        head = next((each for each in found.devices if each.device == (wishes.head or found.own)), None)
+        if predicts(wishes.run, header, other, free_bytes=None if head is None else head.ram_available_bytes):
+            profile = with_predicting(profile, header)
         drafts, may_be_several = _draft(draft, header, home), not why_whole(header)
     asked = ask(dataclasses.replace(wishes, head=wishes.head or found.own), found.devices, found.links, profile)
     return dataclasses.replace(asked, draft=drafts, may_be_several=may_be_several), checked

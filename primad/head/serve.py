@@ -45,6 +45,7 @@ from primad.network.sockets import raise_descriptor_limit
 from primad.planning.adapters import check_adapters, open_adapters, with_adapters, with_rope
 from primad.planning.check_run import check_run
 from primad.planning.draft_model import AUTO, MAX_CONTEXT, choose_draft, draft_model, models_here, no_room_here
+from primad.planning.predicting import predicts, with_predicting
 from primad.ring.speculation.messages import DraftModel
 from primad.settings.config import LOOPBACK, Config, models_folder
 from primad.settings.quantities import show_bytes
@@ -125,6 +126,15 @@ def draft_of(
     return model, has_room
 
 
+def _why_not_itself(options: ServeOptions, ranged: RangedModel | None) -> str:
+    """What keeps a model from drafting with its own layers; empty for nothing."""
+    if options.draft is not None:
+        return "--draft names another model that drafts"
+    if options.lora:
+        return "adapters change the model, but not what its layer for that makes of it"
+    return "" if ranged is None else "the model's file is not here; primad pull fetches it"
+
+
 def check_embedding(path: Path) -> None:
     """Raises ``ModelError`` if ``path`` is not a model, ``ConfigError`` if this device has no room for it."""
     needed, free = facts_of(open_model(path)).size_bytes or 0, memory().available_bytes
@@ -155,6 +165,9 @@ def serve(
     check_adapters(adapters, several=is_for_several(options, config))
     if options.embedding is not None:
         check_embedding(options.embedding)
+    drafts_itself = predicts(options.run, header, _why_not_itself(options, ranged), free_bytes=memory().available_bytes)
+    if drafts_itself:
+        model = with_predicting(model, header)
     draft, has_room = draft_of(options, config, header, reporter, memory().available_bytes)
     reserved_bytes = 0 if draft is None or not has_room else draft.memory_bytes
     own_key = new_key()
@@ -167,7 +180,9 @@ def serve(
         stack.enter_context(announced_head(config.home, config.name, here, options.http_port, own_key))
 
         async def main() -> None:
-            service = service_of(node, header, model, options, ranged, draft, adapters, head_has_room=has_room)
+            service = service_of(
+                node, header, model, options, ranged, draft, adapters, head_has_room=has_room, predicts=drafts_itself
+            )
             texts = TextService(str(service.model.file), template)
             # A state cannot be cut back to a common prefix of two prompts.
             backend = RingBackend(texts=texts, max_wait_s=options.max_wait_s, reuses=not model.is_recurrent)

@@ -37,7 +37,7 @@ def check_speculate(run: RunConfig, model: ModelProfile, draft: Path | None) -> 
     mode = run.speculate
     if mode == "draft" and draft is None:
         raise ConfigError("--speculate draft: needs a draft model; give it with --draft FILE.gguf, or --draft auto")
-    if mode in ("off", "lookup") and draft is not None:
+    if mode in ("off", "lookup", "mtp") and draft is not None:
         raise ConfigError(f"--draft {draft}: contradicts --speculate {mode}; leave one of them out")
     if model.is_recurrent and (mode not in ("auto", "off") or draft is not None):
         asked = f"--speculate {mode}" if draft is None else f"--draft {draft}"

@@ -16,7 +16,7 @@ from halda.load import under_load
 from primad.planning.batching import Batches, BatchingMode
 from primad.ring.speculation.drafter import MAX_ROOM, Drafting
 
-SpeculateMode = Literal["auto", "off", "lookup", "draft"]
+SpeculateMode = Literal["auto", "off", "lookup", "draft", "mtp"]
 SPECULATE_MODES: Final[tuple[SpeculateMode, ...]] = get_args(SpeculateMode)
 BRANCHES: Final = 4
 """Of a tree beside its main path: each draft of one is a row less of that."""

@@ -25,6 +25,7 @@ from tests.e2e.cluster import Head, all_joined, heading, wait_until
 from tests.e2e.reference import Plain
 from tests.e2e.streams import STORY, ask
 from tests.e2e.test_several_at_once import ask_all
+from tools.lab.controlled import write_controlled
 from tools.lab.local_ring import GREEDY, LocalRing
 
 pytestmark = pytest.mark.slow
@@ -207,6 +208,25 @@ def test_a_model_guesses_on_a_device_without_layers_and_at_the_head_when_that_is
         assert ask(head, draft_device.kill, prompt=STORY, tokens=FEW, middle=FEW // 2, speculate=True).text == expected
         wait_until(lambda: drafting_on() == "has-text", "the head drafts")
         assert ask(head, prompt=STORY, tokens=FEW).text == expected
+        assert "Traceback" not in head.run.output
+
+
+def test_a_models_own_layer_drafts_in_a_ring_and_alone_and_changes_nothing(module_home):
+    """Right by construction, so that what it drafts holds; the ring ends in the middle of an answer."""
+    home, cluster = module_home("predicts"), f"predicts-{secrets.token_hex(6)}"
+    model = home / "model.gguf"
+    write_controlled(model)
+    with ExitStack() as stack:
+        (worker,) = stack.enter_context(all_joined([module_home("computes-it")], cluster))
+        arguments = ("--wait", 1, "--use-all", "--context", 512, "--speculate", "mtp", "--batching", "fast")
+        head = stack.enter_context(heading(model, home, cluster, *arguments))
+        head.wait_serving()
+        kind = {"prompt": "fish", "tokens": 150}
+        expected = ask(head, speculate=False, **kind).text
+        for disturb in (None, worker.kill, None):
+            told = ask(head, disturb, speculate=True, **kind)
+            assert (told.text, told.error) == (expected, None), head.run.output
+            assert disturb or drafted(head) > 0, head.run.output
         assert "Traceback" not in head.run.output
 
 

@@ -36,8 +36,8 @@ class ModelSource:
     """The model file: its ``header``, its ``profile``, and its layers, with what was learnt of it in ``home``; and its
     ``adapters``.
 
-    ``ranged`` is the source of its weights on a hub, if any. A file that could not be read is tried again after
-    ``again_s``.
+    ``ranged`` is the source of its weights on a hub, if any. It ``predicts``: its own layer drafts. A file that could not be
+    read is tried again after ``again_s``.
     """
 
     def __init__(
@@ -49,9 +49,11 @@ class ModelSource:
         adapters: Sequence[Adapter] = (),
         *,
         again_s: float,
+        predicts: bool = False,
     ) -> None:
         assert ranged is None or not adapters, "a model with adapters is here"
         self.adapters = tuple(adapters)
+        self.predicts = predicts
         self._again_s = again_s
         self._ranged = ranged
         self.header, self.profile = header, profile
@@ -79,7 +81,12 @@ class ModelSource:
         if self._cutter is None:
             digests, ranged = LayerDigests(self.header, digests_file(self._home)), self._ranged
             self._cutter = (
-                ModelCutter(self.header, digests, keeps_name=any(each.changes_output for each in self.adapters))
+                ModelCutter(
+                    self.header,
+                    digests,
+                    keeps_name=any(each.changes_output for each in self.adapters),
+                    predicts=self.predicts,
+                )
                 if ranged is None
                 else RangedCutter(
                     self.header, digests, files=ranged.files, parts=ranged.parts, hubs=own_hubs(), token=token()
@@ -167,10 +174,11 @@ def service_of(
     adapters: Sequence[Adapter] = (),
     *,
     head_has_room: bool = True,
+    predicts: bool = False,
 ) -> Service:
     """The model of ``header`` with ``options``. Raises ``PlanError`` if no work can be planned for them."""
     again_s = node.timings.head.model_again_s
-    source = ModelSource(header, model, node.config.home, ranged, adapters, again_s=again_s)
+    source = ModelSource(header, model, node.config.home, ranged, adapters, again_s=again_s, predicts=predicts)
     return Service(
         model=source,
         options=options,

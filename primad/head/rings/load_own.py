@@ -46,6 +46,7 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -
         drafting=inputs.drafting,
         draft=inputs.draft,
         drafts_elsewhere=inputs.devices.draft_device is not None,
+        predicts=model.predicts and inputs.drafting is not None,
         adapters=tuple(AdapterFile(str(each.header.path), each.scale) for each in model.adapters),
     )
     ranged = model.ranged

@@ -1,0 +1,52 @@
+"""Whether a model drafts with its own layer for multi-token prediction, and what that takes on the head."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Final
+
+from halda import ModelProfile
+from primad.errors import ConfigError
+from primad.gguf.architectures.layers import drafting_layers, layer_count
+from primad.gguf.architectures.tensors import layer_of
+from primad.gguf.header import Header
+from primad.planning.run_config import RunConfig
+
+MAX_SHARE: Final = 0.05
+"""Of the head's memory, unless it was asked for: a layer of a large mixture of experts would have others stream."""
+CELLS: Final = 16_384
+"""Its KV cache has room for so many tokens, or all that the model knows."""
+
+
+def predicts(run: RunConfig, header: Header, why_not: str = "", *, free_bytes: int | None = None) -> bool:
+    """Whether the model of ``header`` drafts as ``run`` says; ``why_not``: it would otherwise, but for that.
+
+    Unless it was asked for, it takes a small part of the ``free_bytes`` of the head (None: not known) at most. Raises
+    ``ConfigError`` where it was, and cannot be.
+    """
+    if run.speculate not in ("auto", "mtp"):
+        return False
+    if not drafting_layers(header):
+        name = header.text("general.architecture")
+        why_not = f"{header.path.name} has no layer for multi-token prediction that is known to be right for '{name}'"
+    if why_not and run.speculate == "mtp":
+        raise ConfigError(f"--speculate mtp: {why_not}; leave it out")
+    is_small = free_bytes is None or sum(_weights(header).values()) <= MAX_SHARE * free_bytes
+    return not why_not and (is_small or run.speculate == "mtp")
+
+
+def _weights(header: Header) -> Counter[str]:
+    """Bytes of that layer, by type."""
+    layers, found = layer_count(header), Counter[str]()
+    for name, tensor in header.tensors.items():
+        if (layer_of(name) or 0) >= layers:
+            found[tensor.type.name] += tensor.bytes
+    return found
+
+
+def with_predicting(profile: ModelProfile, header: Header) -> ModelProfile:
+    """``profile`` with that layer and its KV cache, which lie with the output matrix and are read once a draft."""
+    found, kinds = Counter(profile.output_bytes_by_type), _weights(header)
+    kinds[kinds.most_common(1)[0][0]] += min(CELLS, profile.context_tokens) * profile.layers[-1].kv_bytes_per_token
+    return replace(profile, output_bytes_by_type=dict(found + kinds))
