@@ -245,8 +245,10 @@ def test_a_layer_for_multi_token_prediction_drafts_behind_a_tail_as_behind_the_w
     """And logits are what they are without it."""
     monkeypatch.setitem(zoo.ALL, "deepseek2", {**zoo.ALL["deepseek32"]})
     path = tmp_path / "model.gguf"
-    one = scalar_value(GGUFValueType.UINT32, 1)
-    synth.write_model(path, architecture=architecture, layers=9, values={f"{architecture}.nextn_predict_layers": one})
+    values = {f"{architecture}.nextn_predict_layers": scalar_value(GGUFValueType.UINT32, 1)}
+    if architecture == "glm-dsa":
+        values["glm-dsa.attention.indexer.types"] = array_value(GGUFValueType.UINT32, [1, 1, 1, 0, 1, 0, 1, 0])
+    synth.write_model(path, architecture=architecture, layers=9, values=values)
     header = read_header(path)
     assert drafting_layers(header) == 1
     chunks, expected = whole_logits(header)

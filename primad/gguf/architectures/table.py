@@ -216,7 +216,12 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         Architecture(name="deepseek2-ocr"),
         Architecture(name="deepseek32", knows=_SECTIONS, predicts=True, drafts=True),
         Architecture(
-            name="glm-dsa", knows=_SECTIONS, by_layer=frozenset((INDEXER_TYPES,)), takes_over=True, predicts=True
+            name="glm-dsa",
+            knows=_SECTIONS,
+            by_layer=frozenset((INDEXER_TYPES,)),
+            takes_over=True,
+            predicts=True,
+            drafts=True,
         ),
         Architecture(name="minimax-m3", tied_output_fallback=False, needs_indexer=True, max_sequences=8),
         Architecture(
