@@ -96,8 +96,8 @@ class DraftOptions:
         str,
         typer.Option(
             help="Compute draft tokens when the ring is idle: auto (if it has idle time), "
-            "lookup (always, from prompt and response), draft (always, with --draft), mtp (always, with the model's layer for "
-            "multi-token prediction) or off.",
+            "lookup (always, from prompt and response), draft (always, with --draft), mtp (always, with the model's layer "
+            "for multi-token prediction) or off.",
             autocompletion=one_of("auto", "lookup", "draft", "mtp", "off"),
         ),
     ] = "auto"
