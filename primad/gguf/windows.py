@@ -51,6 +51,8 @@ TOKEN_EMBEDDING: Final = "token_embd.weight"
 POSITIONS: Final = "position_embd.weight"
 OUTPUT: Final = "output.weight"
 OUTPUT_BIAS: Final = "output.bias"
+_OUTPUT_BESIDE: Final = -1
+"""The number of the output matrix beside the embedding, among known digests."""
 MAX_SMALL_BYTES: Final = 1 << 20
 MAX_HOLE_BYTES: Final = 1 << 40
 _HOLES: Final = (GGMLQuantizationType.IQ1_S, GGMLQuantizationType.Q4_0, GGMLQuantizationType.F16)
@@ -124,12 +126,13 @@ class ModelCutter:
         Raises ``HashingStopped`` at ``stop``.
         """
         if layer not in self._refs:
-            digests = None if self._keeps_name and layer == layer_count(self.header) else self.digests
-            known = digests.get(layer) if digests is not None else None
+            is_beside = self._keeps_name and layer == layer_count(self.header)
+            number = _OUTPUT_BESIDE if is_beside else layer
+            known = self.digests.get(number) if self.digests is not None else None
             layer_cut = self.cut(layer).hashed(known, stop)
             ref = layer_cut.ref()
-            if digests is not None:
-                digests.put(layer, layer_cut.tree())
+            if self.digests is not None:
+                self.digests.put(number, layer_cut.tree())
             self._refs[layer] = ref
             self._cuts[ref.digest] = layer_cut
         return self._refs[layer]

@@ -3,7 +3,9 @@
 import pytest
 
 from primad.errors import ConfigError
+from primad.gguf.digests import LayerDigests
 from primad.gguf.header import read_header
+from primad.gguf.layers import LayerCut
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter
 from primad.planning.check_run import check_speculate
@@ -72,3 +74,14 @@ def test_its_layer_file_goes_to_the_tail_alone_with_the_real_embedding(header):
     assert "blk.*.nextn.eh_proj.weight" in names[2]
     assert {"token_embd.weight", "output.weight"} <= names[3]
     assert cutter.source(tail.layers[2].digest) is not None
+
+
+def test_what_was_hashed_of_it_is_known_the_next_time_and_told_from_the_plain_output(header, tmp_path, monkeypatch):
+    digests = LayerDigests(header, tmp_path / "digests.json")
+    cutters = [ModelCutter(header, digests, predicts=predicts) for predicts in (True, False)]
+    expected = [cutter.spec(2, 5, 7) for cutter in cutters]
+    digests.save()
+    later = LayerDigests(header, tmp_path / "digests.json")
+    monkeypatch.setattr(LayerCut, "chunks", None)
+    assert [ModelCutter(header, later, predicts=predicts).spec(2, 5, 7) for predicts in (True, False)] == expected
+    assert expected[0] != expected[1]

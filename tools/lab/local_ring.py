@@ -169,7 +169,7 @@ class LocalRing:
 
     async def _open(self) -> None:
         plan, width = self.plan, self._profile.width
-        cutter = ModelCutter(self._header) if len(plan.route) > 1 else None
+        cutter = ModelCutter(self._header, predicts=self.predicts) if len(plan.route) > 1 else None
         for number, name in enumerate(plan.devices):
             assert self._folder is not None
             run = self._folder / f"run-{self._ring}-{name}"
