@@ -76,7 +76,7 @@ MaxVram = Annotated[
 Gpu = Annotated[
     str | None,
     typer.Option(
-        help="The GPU to use, by its name or llama.cpp's (CUDA1); off: none [default: the fastest].",
+        help="The GPUs to use, by name or llama.cpp's (CUDA0,CUDA1); off: none [default: all].",
         show_default=False,
     ),
 ]

@@ -1,16 +1,19 @@
-"""What plans may have of this device's GPU, which others use too.
+"""What plans may have of this device's GPUs, which others use too.
 
-It gave less memory than it had free: plans from now on have no more of it than it gave. Its driver ended the ring process:
-once may be chance, twice leaves it out, and the device goes on with its processor. Or other programs need its memory while
-a ring serves: layers on it cannot give way one by one, so the ring process ends at once, and another one loads what there is
+They gave less memory than they had free: plans from now on have no more of it than that. A driver ended the ring process:
+once may be chance, twice leaves GPUs out. Which of several it was nobody says, so the first is tried without the others,
+then they without the first, and at last the device goes on with its processor. Or other programs need memory of one while a
+ring serves: layers on it cannot give way one by one, so the ring process ends at once, and another one loads what there is
 room for; when there is more again for a while (``membership/memory_recovery.py``) plans know.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from halda import DeviceProfile, GpuProfile
@@ -39,10 +42,14 @@ class GpuCare:
         self._max_share = 1.0
         self._failures = 0
         self._may_offload = True
-        self._held_bytes: dict[int, int] = {}
+        self._held: dict[int, GpuLoaded] = {}
         self._load_again: dict[int, LoadAgain] = {}
         self._cramped: dict[int, LoadAgain] = {}
-        self._watch = MemoryWatch(self._measure, self._on_recovered, look_every_s=look_every_s)
+        self._look_every_s = look_every_s
+        self._ids: tuple[str, ...] = ()
+        self._latest: dict[str, GpuProfile] = {}
+        self._watches: dict[str, MemoryWatch] = {}
+        self._running: asyncio.TaskGroup | None = None
 
     def attend(
         self,
@@ -61,7 +68,23 @@ class GpuCare:
 
     async def run(self) -> None:
         """Look for room after there was none, until cancelled."""
-        await self._watch.run()
+        async with asyncio.TaskGroup() as group:
+            self._running = group
+            for watch in self._watches.values():
+                group.create_task(watch.run())
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self._running = None
+
+    def _watch_of(self, gpu: str) -> MemoryWatch:
+        if gpu not in self._watches:
+            measure = partial(self._measure, gpu)
+            watch = MemoryWatch(measure, self._on_recovered, look_every_s=self._look_every_s)
+            self._watches[gpu] = watch
+            if self._running is not None:
+                self._running.create_task(watch.run())
+        return self._watches[gpu]
 
     @property
     def is_cramped(self) -> bool:
@@ -70,8 +93,8 @@ class GpuCare:
 
     def loaded(self, number: int, event: GpuLoaded, again: LoadAgain) -> None:
         """The ring process of load ``number`` has put on the GPU what found room there."""
-        is_alone = not self._held_bytes
-        self._held_bytes[number] = event.held_bytes
+        is_alone = not self._held
+        self._held[number] = event
         if event.layers or not (event.planned or event.why):  # it computes layers there, or helps with prompts
             self._load_again[number] = again
         if event.layers == event.planned:
@@ -101,9 +124,9 @@ class GpuCare:
         """The ring process of load ``number`` is no more."""
         self._load_again.pop(number, None)
         self._cramped.pop(number, None)
-        if self._held_bytes.pop(number, None) is None:
+        if self._held.pop(number, None) is None:
             return
-        if len(self._held_bytes) == 1 and self._cramped:
+        if len(self._held) == 1 and self._cramped:
             _, load_again = self._cramped.popitem()
             load_again("the GPU has room for the layers that did not fit beside those of the ring before")
 
@@ -112,8 +135,9 @@ class GpuCare:
         again = self._load_again.get(number)
         if again is None:
             return
-        room = event.free_bytes + sum(self._held_bytes.values())
-        self._watch.note_memory_low(Room(room, room, room), event.needed_bytes)
+        gpu = event.other or self._first
+        room = event.free_bytes + self._held_of(gpu)
+        self._watch_of(gpu).note_memory_low(Room(room, room, room), event.needed_bytes)
         self._changed()
         again(
             f"other programs need memory of the GPU, {event.needed_bytes >> 20} MiB more than is free; its layers are "
@@ -124,54 +148,80 @@ class GpuCare:
         """A ring process with something on the GPU ended with ``error``."""
         if not _ITS_FAULT.search(str(error)):
             return
-        self._failures += 1
-        if self._failures == MAX_FAILURES:
+        before, self._failures = self._trusted(self._ids), self._failures + 1
+        left = self._trusted(self._ids)
+        if self._failures >= MAX_FAILURES and left != before:
+            what = f"of the GPUs {' and '.join(left)} alone is used" if left else "the GPU stays unused"
             self._report_line(
-                f"the GPU stays unused until primad is started again: {error}; 'primad doctor' looks at it, --gpu off "
-                "leaves it out for good"
+                f"{what} until primad is started again: {error}; 'primad doctor' looks at it, --gpu off leaves it out for "
+                "good"
             )
             self._changed()
 
+    def _trusted(self, ids: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of the GPUs ``ids`` that plans may use, after so many failures."""
+        if self._failures < MAX_FAILURES:
+            return ids
+        ways = [ids[:1], ids[1:]] if len(ids) > 1 else []
+        return [*ways, ()][min(self._failures - MAX_FAILURES, len(ways))]
+
     def now(self, profile: DeviceProfile) -> DeviceProfile:
-        """``profile`` as of now with what plans may have of the GPU, and will have.
+        """``profile`` as of now with what plans may have of the GPUs, and will have.
 
-        What ring processes of ours hold of it counts as free: a new plan takes their place.
+        What ring processes of ours hold of them counts as free: a new plan takes their place.
         """
-        gpu = profile.gpu
-        if gpu is not None and not gpu.unified_memory:
-            free = self._watch.max_bytes(self._allowed_bytes(gpu))
-            self._watch.begin(free)
-            profile = replace(profile, gpu=replace(gpu, vram_available_bytes=free))
-        return self.bounded(profile)
+        self._ids = tuple(gpu.id for gpu in profile.gpus)
+        gpus = list(profile.gpus)
+        for i, (gpu, allowed) in enumerate(zip(profile.gpus, self._allowed_bytes(profile), strict=True)):
+            if not gpu.unified_memory:
+                watch = self._watch_of(gpu.id)
+                free = watch.max_bytes(allowed)
+                watch.begin(free)
+                gpus[i] = replace(gpu, vram_available_bytes=free)
+        self._latest = {gpu.id: gpu for gpu in gpus}
+        return self.bounded(profile.with_gpus(gpus))
 
-    def _allowed_bytes(self, gpu: GpuProfile) -> int:
-        room = min(gpu.vram_total_bytes, gpu.vram_available_bytes + sum(self._held_bytes.values()))
-        return self._limits.vram_bytes(room, gpu.vram_total_bytes)
+    @property
+    def _first(self) -> str:
+        """The device's first GPU."""
+        return self._ids[0] if self._ids else ""
 
-    def _measure(self) -> tuple[Room, int]:
-        gpu = self._profile().gpu
-        if gpu is None:
-            return Room(0, 0, 0), 0
-        room = self._allowed_bytes(gpu)
-        return Room(room, room, room), gpu.vram_total_bytes
+    def _held_of(self, gpu: str) -> int:
+        """What ring processes of ours hold of that GPU."""
+        return sum(
+            each.held_bytes if gpu == self._first else each.others_held.get(gpu, 0) for each in self._held.values()
+        )
+
+    def _allowed_bytes(self, profile: DeviceProfile) -> list[int]:
+        """What the owner lets plans use of each GPU, what we hold of them among it."""
+        sizes = [
+            (min(gpu.vram_total_bytes, gpu.vram_available_bytes + self._held_of(gpu.id)), gpu.vram_total_bytes)
+            for gpu in profile.gpus
+        ]
+        return self._limits.vram_of_each(sizes)
+
+    def _measure(self, gpu: str) -> tuple[Room, int]:
+        profile = self._profile()
+        for each, room in zip(profile.gpus, self._allowed_bytes(profile), strict=True):
+            if each.id == gpu:
+                return Room(room, room, room), each.vram_total_bytes
+        return Room(0, 0, 0), 0
 
     async def _on_recovered(self, _: int) -> None:
         await self._recovered()
 
     def bounded(self, profile: DeviceProfile) -> DeviceProfile:
-        """``profile`` with no more of the GPU than it is trusted with."""
-        gpu = profile.gpu
-        if gpu is not None and not gpu.unified_memory:
-            gpu = replace(gpu, vram_available_bytes=self._watch.max_bytes(gpu.vram_available_bytes))
-        if gpu is not None and not self._may_offload:
-            gpu = replace(gpu, prefill_offload=())
-        profile = replace(profile, gpu=gpu)
-        if gpu is None or (self._max_share == 1.0 and self._failures < MAX_FAILURES):
-            return profile
-        if not self._max_share or self._failures >= MAX_FAILURES:
-            return replace(profile, gpu=None)
-        maximum = int(gpu.vram_total_bytes * self._max_share)
-        return replace(
-            profile,
-            gpu=replace(gpu, vram_total_bytes=maximum, vram_available_bytes=min(gpu.vram_available_bytes, maximum)),
-        )
+        """``profile`` with no more of the GPUs than they are trusted with; with one again that it lacks and that is."""
+        self._ids = self._ids or tuple(gpu.id for gpu in profile.gpus)
+        known, gpus = self._latest | {gpu.id: gpu for gpu in profile.gpus}, []
+        for gpu in (known[each] for each in self._trusted(self._ids) if each in known):
+            if not self._max_share:
+                continue
+            total, free = gpu.vram_total_bytes, gpu.vram_available_bytes
+            if not gpu.unified_memory and gpu.id in self._watches:
+                free = self._watches[gpu.id].max_bytes(free)
+            if self._max_share < 1.0:
+                total = int(total * self._max_share)
+            found = replace(gpu, vram_total_bytes=total, vram_available_bytes=min(free, total))
+            gpus.append(found if self._may_offload else replace(found, prefill_offload=()))
+        return profile.with_gpus(gpus)

@@ -25,14 +25,14 @@ _EVENTS: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadKey:
-    """What a ring process has loaded, whatever its place in a route: windows (first, last, layers, layers on the GPU, those
-    of them without their experts, whether the others are helped, adapters), and how.
+    """What a ring process has loaded, whatever its place in a route: windows (first, last, layers, layers on GPUs, those of
+    them without their experts, those on other GPUs than the first, whether the others are helped, adapters), and how.
 
     For each window, ``extra_buffers`` says whether it has them. It ``keeps`` KV cells or does not. How much of it
     stays in memory may change from one ring to the next.
     """
 
-    windows: tuple[tuple[int, int, tuple[str, ...], int, int, bool, tuple[AdapterSpec, ...]], ...]
+    windows: tuple[tuple[int, int, tuple[str, ...], int, int, tuple[int, ...], bool, tuple[AdapterSpec, ...]], ...]
     width: int
     extra_buffers: tuple[bool, ...]
     options: EngineOptions

@@ -59,6 +59,8 @@ class WindowLoad:
             flash=load.flash,
             rope=load.rope,
             gpu="" if profile.gpu is None else profile.gpu.id,
+            other_gpus=tuple(gpu.id for gpu in profile.other_gpus),
+            offloading_gpu=next((gpu.id for gpu in reversed(profile.gpus) if gpu.prefill_offload), ""),
             branches=head.drafting.branches if head is not None and head.drafting is not None else 0,
         )
         self._load, self._head, self._embedding = load, head, embedding
@@ -114,6 +116,7 @@ class WindowLoad:
                     tuple(ref.digest for ref in spec.files),
                     assignment.gpu_layers,
                     assignment.cpu_experts,
+                    assignment.other_gpus,
                     assignment.prefill_offload,
                     spec.adapters,
                 )

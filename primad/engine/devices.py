@@ -17,13 +17,13 @@ CPU: Final = 0
 _GPU: Final = 1
 _INTEGRATED_GPU: Final = 2
 """``enum ggml_backend_dev_type`` (ggml-backend.h); 3 is an accelerator beside it (BLAS, AMX)."""
-_MAX_RESERVE_BYTES: Final = 256 << 20
+_RESERVE_BYTES: Final = 256 << 20
 
 
 class GpuDevice(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU as its backend reports it; ``backend`` is CUDA, Metal, Vulkan, ... and memory is in bytes.
 
-    ``id`` is what llama.cpp calls it, as ``CUDA0``: two of one kind share a name.
+    ``id`` is what llama.cpp calls it, as ``CUDA0``: two of one kind share a name. ``pci`` is its address where it has one.
     """
 
     id: str
@@ -32,6 +32,7 @@ class GpuDevice(msgspec.Struct, frozen=True, kw_only=True):
     vram_total_bytes: int
     vram_available_bytes: int
     unified_memory: bool
+    pci: str = ""
 
 
 def list_gpus(library: Any = None) -> Iterator[GpuDevice]:
@@ -51,6 +52,7 @@ def list_gpus(library: Any = None) -> Iterator[GpuDevice]:
             vram_total_bytes=total_bytes,
             vram_available_bytes=free_bytes,
             unified_memory=_is_unified(ggml, device),
+            pci=_pci(ggml, device),
         )
 
 
@@ -87,18 +89,25 @@ def own_memory_of(wanted: str, library: Any = None) -> tuple[Callable[[], int], 
 
 
 def reserve_bytes(total_bytes: int) -> int:
-    """What plans leave of a GPU of its own memory for what other programs take between two looks at it."""
-    return min(_MAX_RESERVE_BYTES, total_bytes // 32)
+    """What plans leave of a GPU of its own memory, more of a large one: for what other programs take between two looks at
+    it, and for what a driver takes that was not measured."""
+    return max(min(_RESERVE_BYTES, total_bytes // 32), total_bytes // 64)
 
 
 def _memory(ggml: Any, device: int) -> tuple[int, int]:
     """Bytes free, by llama.cpp's backend or by the system, whichever says less, and in all."""
-    free, total, props = ctypes.c_size_t(), ctypes.c_size_t(), _Props()
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
     ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-    ggml.ggml_backend_dev_get_props(device, ctypes.byref(props))
-    by_system = free_vram(_text(props.device_id)) if props.device_id else None
+    pci = _pci(ggml, device)
+    by_system = free_vram(pci) if pci else None
     known = free.value if by_system is None else min(free.value, by_system)
     return min(known, total.value), total.value
+
+
+def _pci(ggml: Any, device: int) -> str:
+    props = _Props()
+    ggml.ggml_backend_dev_get_props(device, ctypes.byref(props))
+    return _text(props.device_id)
 
 
 def _backend(ggml: Any, device: int) -> str:

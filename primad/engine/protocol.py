@@ -147,7 +147,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``context`` cells of KV cache of type ``kv_type`` for each of ``sequences`` sequences; at most ``rows`` rows a step;
     ``threads`` for decode and ``batch_threads`` for prefill. ``lock`` pins resident weights to memory (mlock). Without
     ``flash`` attention keeps the scores of all cells, where the KV cache allows it. ``gpu`` is what llama.cpp calls the GPU
-    that layers are to lie on; "" the first there is. Beside a single sequence there may be so many ``branches`` of it, which
+    that layers are to lie on first ("": the first there is), ``other_gpus`` are the device's others, ``offloading_gpu`` is
+    the one that helps with prompts ("": the first). Beside a single sequence there may be so many ``branches`` of it, which
     are numbered behind it and share its cells: rows are then not bit for bit what they are in a sequence of their own.
     """
 
@@ -162,6 +163,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     gpu: str = ""
     rope: Rope = Rope()
     branches: int = 0
+    other_gpus: tuple[str, ...] = ()
+    offloading_gpu: str = ""
 
     def __post_init__(self) -> None:
         assert not self.branches or self.sequences == 1

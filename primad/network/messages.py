@@ -668,6 +668,8 @@ def _check_assignment(spec: WindowSpec, assignment: WindowAssignment) -> None:
         raise ProtocolError(f"window {spec.window} with the assignment of another one")
     if not 0 <= assignment.gpu_layers <= assignment.layers:
         raise ProtocolError("plan with more layers on the GPU than a window has")
+    if min(assignment.on_each_gpu) < 0:
+        raise ProtocolError("plan with more layers on other GPUs than a window has on all")
     if not 0 <= assignment.cpu_experts <= assignment.gpu_layers:
         raise ProtocolError("plan with the experts of more layers in RAM than are on the GPU")
     if assignment.output_bytes or not 0 <= assignment.resident_bytes <= assignment.layer_bytes <= MAX_MEMORY_BYTES:

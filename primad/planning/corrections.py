@@ -79,12 +79,10 @@ class Corrections:
         factors = self.of(profile)
         if factors.compute == factors.disk == factors.prompts == 1.0:
             return profile
-        gpu = profile.gpu
         return replace(
-            profile,
+            profile.with_gpus([_slower_gpu(gpu, factors) for gpu in profile.gpus]),
             cpu=_slower(profile.cpu, factors),
             ram_read_bytes_per_s=profile.ram_read_bytes_per_s / factors.compute,
-            gpu=None if gpu is None else _slower_gpu(gpu, factors),
             disk=_slower_disk(profile.disk, factors),
         )
 
@@ -276,8 +274,8 @@ def hops_of(plan: Plan) -> list[Pair]:
 def stamp_of(profile: DeviceProfile) -> str:
     """Names one measurement of a device: another one has other figures. What changes by the minute is left out."""
     measured = (profile.host, profile.cpu, profile.ram_read_bytes_per_s, replace(profile.disk, free_bytes=0))
-    gpu = None if profile.gpu is None else replace(profile.gpu, vram_available_bytes=0)
-    return blake2b(repr((*measured, gpu)).encode(), digest_size=8).hexdigest()
+    gpus = tuple(replace(gpu, vram_available_bytes=0) for gpu in profile.gpus) or (None,)
+    return blake2b(repr((*measured, *gpus)).encode(), digest_size=8).hexdigest()
 
 
 def _clean(status: Status | None) -> DecodeStatus | None:

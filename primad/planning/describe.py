@@ -22,6 +22,7 @@ from primad.planning.question import Question
 from primad.planning.replicas import holders, replicas, token_bytes, why_not_kept
 from primad.planning.schema import (
     DeviceJson,
+    GpuJson,
     KeptJson,
     LoadJson,
     ModelJson,
@@ -123,6 +124,7 @@ def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) ->
             gpu_layers=window.gpu_layers,
             cpu_experts=window.cpu_experts,
             streamed_bytes=kept.windows[place].streamed_bytes,
+            other_gpus=[*window.other_gpus],
         )
         for place, (i, window) in enumerate(plan.windows_of(name))
     ]
@@ -151,6 +153,7 @@ def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) ->
         hop_ms=found.hop_s * 1e3,
         stall_ms=found.stall_s * 1e3,
         prefill_ms=found.prefill_s * 1e3,
+        gpus=msgspec.convert(found.each_gpu, list[GpuJson], from_attributes=True),
     )
 
 
@@ -249,8 +252,9 @@ def _hops(plan: Plan, prediction: Prediction, instance: Instance) -> str:
 def _where(device: DevicePrediction) -> str:
     on_cpu = device.layers - device.gpu_layers
     parts = [f"{show_count(on_cpu, 'layer')} on the CPU"] if on_cpu else []
+    where = "GPUs" if sum(gpu.layers > 0 for gpu in device.each_gpu) > 1 else "the GPU"
     parts += [
-        f"{device.gpu_layers} on the GPU" if on_cpu else f"{show_count(device.gpu_layers, 'layer')} on the GPU"
+        f"{device.gpu_layers} on {where}" if on_cpu else f"{show_count(device.gpu_layers, 'layer')} on {where}"
     ] * bool(device.gpu_layers)
     parts += [f"the experts of {device.cpu_experts} of these on the CPU"] * bool(device.cpu_experts)
     return ", ".join(parts)

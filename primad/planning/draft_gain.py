@@ -179,7 +179,7 @@ def draft_part(
 
 def _token_s(device: DeviceProfile, draft: ModelProfile, context: int) -> float:
     """What a draft takes on the processor of ``device``."""
-    alone = replace(device, gpu=None)
+    alone = device.with_gpus(())
     plan = arrange([device.device], [len(draft.layers)], rounds=1, model=draft)
     question = instance([alone], [], draft, default_workload(context, 1, "f16"), {}, device.device)
     return evaluate(plan, question).tpot_s

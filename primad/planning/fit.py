@@ -156,7 +156,7 @@ def _good_heads(question: Question) -> list[str]:
 
 
 def _free_bytes(device: DeviceProfile) -> int:
-    vram = 0 if device.gpu is None or device.gpu.unified_memory else device.gpu.vram_available_bytes
+    vram = sum(gpu.vram_available_bytes for gpu in device.gpus if not gpu.unified_memory)
     return device.ram_available_bytes + vram
 
 

@@ -18,7 +18,8 @@ SCHEMA: Final = 5
 class WindowJson(msgspec.Struct, frozen=True, kw_only=True):
     """One window, the ``index``-th of the route: layers ``first <= layer < last``, the last ``gpu_layers`` on the GPU.
 
-    Of the first ``cpu_experts`` of these the processor computes the experts.
+    Of the first ``cpu_experts`` of these the processor computes the experts. ``other_gpus`` of them are on the device's
+    second GPU, its third, and so on.
     """
 
     index: int
@@ -28,6 +29,20 @@ class WindowJson(msgspec.Struct, frozen=True, kw_only=True):
     gpu_layers: int
     cpu_experts: int
     streamed_bytes: int
+    other_gpus: list[int] = []
+
+
+class GpuJson(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU of a device: layers on it, and bytes of its memory that the plan fills of ``vram_limit_bytes``.
+
+    ``id`` is llama.cpp's name for it, empty where it is not known.
+    """
+
+    name: str
+    id: str
+    layers: int
+    vram_bytes: int
+    vram_limit_bytes: int
 
 
 class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +54,8 @@ class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
     the same share of each streams; of ``streamed_bytes`` are ``read_ahead_bytes`` in memory at most.
     ``disk_bytes_per_token`` counts all that streams, less what the room of compute buffers holds then, but of layers
     with experts at most those that a row uses. ``extra_buffers`` says in words why it has llama.cpp's repacked copies
-    of weights, or none; empty where they are not known to make anything faster.
+    of weights, or none; empty where they are not known to make anything faster. ``gpus`` has each GPU, the fastest first;
+    figures of VRAM are those of all.
     """
 
     name: str
@@ -65,6 +81,7 @@ class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
     hop_ms: float
     stall_ms: float
     prefill_ms: float
+    gpus: list[GpuJson] = []
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):

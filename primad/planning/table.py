@@ -20,6 +20,7 @@ from primad.planning.schema import (
     DeviceJson,
     DraftJson,
     Explanation,
+    GpuJson,
     KeptJson,
     LoadJson,
     Predicted,
@@ -27,7 +28,7 @@ from primad.planning.schema import (
     RingJson,
     WhatIf,
 )
-from primad.settings.quantities import show_bytes, show_count, show_ms, show_rate, show_speed
+from primad.settings.quantities import show_bytes, show_count, show_gpu, show_ms, show_rate, show_speed
 
 _PLAIN_WIDTH: Final = 160
 """Columns where no terminal says how many there are."""
@@ -152,6 +153,9 @@ def _facts(answer: Explanation) -> Table:
     for device in answer.devices:
         if device.extra_buffers:
             table.add_row("copies", f"{device.name} {device.extra_buffers}")
+    for device in answer.devices:
+        if len(device.gpus) > 1:
+            table.add_row("GPUs", f"{device.name}: {'; '.join(map(_gpu, device.gpus))}")
     experts_on_cpu = [
         f"{show_count(device.cpu_experts, 'layer')} of {device.name}" for device in answer.devices if device.cpu_experts
     ]
@@ -175,6 +179,13 @@ def _facts(answer: Explanation) -> Table:
         table.add_row("left out" if i == 0 else "", f"{left.name}: {left.reason}")
     table.add_row("best alone", _single_device(answer))
     return table
+
+
+def _gpu(gpu: GpuJson) -> str:
+    """What one of several GPUs of a device has."""
+    layers = show_count(gpu.layers, "layer")
+    takes = f"{show_bytes(gpu.vram_bytes)} of {show_bytes(gpu.vram_limit_bytes)}" if gpu.vram_bytes else "nothing"
+    return f"{layers} on {show_gpu(gpu.name, gpu.id)}, {takes}"
 
 
 def _load(load: LoadJson) -> str:

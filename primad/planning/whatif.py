@@ -82,21 +82,32 @@ def _resize(question: Question, kind: str, name: str, value: str, source: str) -
 def _ram(device: DeviceProfile, value: str, source: str) -> DeviceProfile:
     size = parse_bytes(value, source)
     changed = replace(device, ram_available_bytes=size, ram_total_bytes=max(size, device.ram_total_bytes))
-    if device.gpu is None or not device.gpu.unified_memory:
-        return changed
-    # The GPU may use as much more or less of the memory as there is more or less of it.
-    share = device.gpu.vram_available_bytes / max(1, device.ram_available_bytes)
-    available = min(size, round(share * size))
-    total = max(available, device.gpu.vram_total_bytes)
-    return replace(changed, gpu=replace(device.gpu, vram_available_bytes=available, vram_total_bytes=total))
+    gpus = []
+    for gpu in device.gpus:
+        # A GPU may use as much more or less of the memory as there is more or less of it.
+        share = gpu.vram_available_bytes / max(1, device.ram_available_bytes)
+        available = min(size, round(share * size)) if gpu.unified_memory else gpu.vram_available_bytes
+        total = max(available, gpu.vram_total_bytes)
+        gpus.append(replace(gpu, vram_available_bytes=available, vram_total_bytes=total))
+    return changed.with_gpus(gpus)
 
 
 def _vram(device: DeviceProfile, value: str, source: str) -> DeviceProfile:
     size = parse_bytes(value, source)
     if device.gpu is None:
         raise ConfigError(f"{source}: {device.device} has no GPU")
-    total = max(size, device.gpu.vram_total_bytes)
-    return replace(device, gpu=replace(device.gpu, vram_available_bytes=size, vram_total_bytes=total))
+    # Of several GPUs each has its share of it.
+    before = sum(gpu.vram_available_bytes for gpu in device.gpus)
+    shares = [gpu.vram_available_bytes / before if before else 1 / len(device.gpus) for gpu in device.gpus]
+    gpus = [
+        replace(
+            gpu,
+            vram_available_bytes=round(share * size),
+            vram_total_bytes=max(round(share * size), gpu.vram_total_bytes),
+        )
+        for gpu, share in zip(device.gpus, shares, strict=True)
+    ]
+    return device.with_gpus(gpus)
 
 
 def _disk(device: DeviceProfile, value: str, source: str) -> DeviceProfile:

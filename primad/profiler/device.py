@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halda import DeviceProfile
+from halda import DeviceProfile, GpuProfile
 from primad.errors import ConfigError
 from primad.profiler.disk_name import disk_name
 from primad.profiler.effort import Effort
-from primad.profiler.gpus import choose_gpu, gpu_now, list_gpus
+from primad.profiler.gpus import choose_gpus, gpu_now, list_gpus
 from primad.profiler.records import HomeRecord, MachineRecord, UnusedGpu, host_id, read_home, read_machine, write
 from primad.profiler.store import utc_now
 from primad.settings.config import layer_folder
@@ -95,7 +95,7 @@ def check_chosen_gpu(home: Path, threads: int | None, wanted: str | None) -> Non
     """Raises ``ConfigError`` where this device was measured and has no GPU that is ``wanted``."""
     machine = read_machine(home, threads)
     if machine is not None:
-        choose_gpu(machine.gpus, wanted)
+        choose_gpus(machine.gpus, wanted)
 
 
 def is_disturbed(home: Path, threads: int | None) -> bool:
@@ -114,8 +114,10 @@ def _compose(name: str, home: Path, machine: MachineRecord, disk: HomeRecord, wa
     """What was measured together with what is so now."""
     now, host = memory(ours=children()), host_id()
     layers = layer_folder(home) if layer_folder(home).is_dir() else home
-    gpu = choose_gpu(machine.gpus, wanted_gpu)
-    return DeviceProfile(
+    chosen = choose_gpus(machine.gpus, wanted_gpu)
+    devices = list_gpus() if chosen else ()
+    gpus = [gpu for gpu in (gpu_now(each, devices) for each in chosen) if gpu is not None]
+    profile = DeviceProfile(
         device=name,
         host=host,
         system=platform.system() or "unknown",
@@ -125,10 +127,11 @@ def _compose(name: str, home: Path, machine: MachineRecord, disk: HomeRecord, wa
         ram_available_bytes=min(now.available_bytes, now.total_bytes),
         ram_read_bytes_per_s=machine.ram_read_bytes_per_s,
         disk=replace(disk.disk, free_bytes=shutil.disk_usage(home).free, disk_id=disk_name(layers, host)),
-        gpu=None if gpu is None else gpu_now(gpu, list_gpus()),
+        gpu=None,
         wireless=is_wireless(),
         cores=bound_cores(),
     )
+    return profile.with_gpus(gpus)
 
 
 def within(limits: OwnerLimits, profile: DeviceProfile, cached_bytes: int) -> DeviceProfile:
@@ -136,17 +139,14 @@ def within(limits: OwnerLimits, profile: DeviceProfile, cached_bytes: int) -> De
 
     Memory that the GPU shares with the processor is bounded by the owner's limit for RAM too.
     """
-    gpu = profile.gpu
-    if gpu is not None:
-        free = limits.vram_bytes(gpu.vram_available_bytes, gpu.vram_total_bytes)
-        if gpu.unified_memory:
-            free = limits.ram_bytes(free, profile.ram_total_bytes)
-        gpu = replace(gpu, vram_available_bytes=free)
+    gpus, sizes = list[GpuProfile](), [(gpu.vram_available_bytes, gpu.vram_total_bytes) for gpu in profile.gpus]
+    for gpu, free in zip(profile.gpus, limits.vram_of_each(sizes), strict=True):
+        allowed = limits.ram_bytes(free, profile.ram_total_bytes) if gpu.unified_memory else free
+        gpus.append(replace(gpu, vram_available_bytes=allowed))
     return replace(
-        profile,
+        profile.with_gpus(gpus),
         ram_available_bytes=limits.ram_bytes(profile.ram_available_bytes, profile.ram_total_bytes),
         disk=replace(profile.disk, free_bytes=limits.disk_for_layers(profile.disk.free_bytes, cached_bytes)),
-        gpu=gpu,
     )
 
 

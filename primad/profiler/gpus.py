@@ -22,17 +22,26 @@ def list_gpus() -> Sequence[GpuDevice] | str:
         return trials.gpus()
 
 
-def choose_gpu(gpus: Sequence[GpuProfile], wanted: str | None) -> GpuProfile | None:
-    """The one of ``gpus`` that is used: the fastest, or the one that is ``wanted`` (by llama.cpp's name for it, or a part of
-    its own; "off": none). Raises ``ConfigError`` where there is no such one.
+def choose_gpus(gpus: Sequence[GpuProfile], wanted: str | None) -> tuple[GpuProfile, ...]:
+    """Those of ``gpus`` that are used, the fastest first: all, or those that are ``wanted`` (by llama.cpp's names for them,
+    or parts of their own, with commas; "off": none). One that two backends show is used by the faster one. Raises
+    ``ConfigError`` where a name is that of none.
     """
+    ordered = sorted(gpus, key=lambda gpu: -gpu.vram_read_bytes_per_s)
+    once = {gpu.pci or gpu.id: gpu for gpu in reversed(ordered)}
+    found = [gpu for gpu in ordered if once[gpu.pci or gpu.id] is gpu]
     if wanted is None:
-        return max(gpus, key=lambda gpu: gpu.vram_read_bytes_per_s, default=None)
+        return tuple(found)
     if wanted.casefold() == "off":
-        return None
-    for gpu in gpus:
-        if wanted.casefold() == gpu.id.casefold() or wanted.casefold() in gpu.name.casefold():
-            return gpu
+        return ()
+    names = [name.strip().casefold() for name in wanted.split(",")]
+    matches = [[gpu for gpu in found if name == gpu.id.casefold()] for name in names]
+    matches = [
+        here or [gpu for gpu in found if name and name in gpu.name.casefold()]
+        for name, here in zip(names, matches, strict=True)
+    ]
+    if all(matches):
+        return tuple(gpu for gpu in found if any(gpu in here for here in matches))
     known = ", ".join(f"{gpu.id} ({gpu.name})" for gpu in gpus) or "none that can be used"
     raise ConfigError(f"--gpu {wanted}: this device has no such GPU; it has {known}; 'off' takes none")
 

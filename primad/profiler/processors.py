@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol
@@ -68,6 +68,8 @@ _MAX_SWEEP_BYTES: Final = 256 << 20
 _WAKE_BYTES: Final = 32 << 20
 _OF_THREADS: Final = 0.02
 """Share of all time in which each of four trials is run that say how many threads are best."""
+_MIN_CONTEXT_BYTES: Final = 64 << 20
+"""No driver takes less."""
 _OF_PATIENCE: Final = 0.15
 """Share of all time in which trials are repeated that something disturbed."""
 _OF_BESIDE: Final = 0.025
@@ -262,6 +264,8 @@ def measure_gpu(
         step_s=step_s,
         layer_s=layer_s,
         speeds=speeds,
+        context_bytes=context_bytes(bench.taken_bytes, device),
+        pci=device.pci,
     )
     found = with_bounded_costs(found)
     try:
@@ -274,6 +278,17 @@ def measure_gpu(
         found = replace(found, routing=measure_routing(replace(bench, trials=trials, budget=budget), found))
         helper = replace(bench, trials=trials, sweep_bytes=sweep_bytes(), budget=budget, offloads=True)
         return _with_offload(found, measure_offload(helper, [speed.type for speed in speeds]))
+
+
+def context_bytes(taken: Sequence[int], device: GpuDevice) -> int:
+    """What a process takes of the memory of a GPU besides weights and KV cache, by what trials took; 0 where none tells.
+
+    Their small buffers are in it. Other programs come and go meanwhile: the median counts, within what a driver may take.
+    """
+    if device.unified_memory or not taken:
+        return 0
+    found = int(statistics.median(taken))
+    return min(max(found, _MIN_CONTEXT_BYTES), device.vram_total_bytes // 8) if found > 0 else 0
 
 
 def _with_offload(gpu: GpuProfile, prefill_offload: tuple[OffloadSpeed, ...]) -> GpuProfile:

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -97,6 +97,8 @@ class Bench:
     budget: Budget
     patience: RetryBudget
     offloads: bool = False
+    taken_bytes: list[int] = field(default_factory=list)
+    """What many rows took of the GPU's memory in each trial besides weights."""
 
     @property
     def on_gpu(self) -> bool:
@@ -185,7 +187,7 @@ class Bench:
             window = msgspec.structs.replace(
                 window, assignment=replace(window.assignment, prefill_offload=self.offloads)
             )
-            return [
+            found = [
                 self._steadily(
                     TimeWindow(
                         window=msgspec.structs.replace(window, extra_buffers=setting),
@@ -205,6 +207,10 @@ class Bench:
                 )
                 for setting in extra
             ]
+        if many_rows and self.on_gpu:
+            weights = layers * shape.weight_bytes(kind)
+            self.taken_bytes.extend(each.taken_bytes - weights for each in found if not isinstance(each, str))
+        return found
 
     def _steadily(self, task: TimeWindow) -> TrialTimes | str:
         """Time ``task``, again while its runs disagree; disturbances only add, so each phase keeps its best trial."""
@@ -224,6 +230,7 @@ class Bench:
                 prefill_rows=best.prefill_rows,
                 few_s=min(best.few_s, more.few_s),
                 counts_s=tuple(map(min, zip(best.counts_s, more.counts_s, strict=True))),
+                taken_bytes=min(best.taken_bytes, more.taken_bytes),
             )
         return best
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from halda import DeviceProfile, OffloadSpeed, TypeSpeed
-from primad.settings.quantities import show_bytes, show_rate
+from primad.settings.quantities import show_bytes, show_gpu, show_rate
 
 
 def profile_table(profile: DeviceProfile) -> Iterator[Table]:
@@ -31,16 +31,17 @@ def profile_table(profile: DeviceProfile) -> Iterator[Table]:
             f"faults at {show_rate(disk.fault_bytes_per_s)}, 4 kB at random at {show_rate(disk.random_bytes_per_s)}",
         ),
     ]
-    gpu = profile.gpu
-    if gpu is None:
+    if not profile.gpus:
         rows.append(("GPU", "none that the installed llama.cpp can use"))
-    else:
+    for gpu in profile.gpus:
+        called = show_gpu(gpu.name, gpu.id if len(profile.gpus) > 1 else "")
+        context = f", its driver takes {show_bytes(gpu.context_bytes)}" if gpu.context_bytes else ""
         memory = "shared with the processor" if gpu.unified_memory else "its own"
         rows.append(
             (
                 "GPU",
-                f"{gpu.name} ({gpu.backend}), {show_bytes(gpu.vram_available_bytes)} free of "
-                f"{show_bytes(gpu.vram_total_bytes)}, {memory}, read at {show_rate(gpu.vram_read_bytes_per_s)}; "
+                f"{called} ({gpu.backend}), {show_bytes(gpu.vram_available_bytes)} free of "
+                f"{show_bytes(gpu.vram_total_bytes)}, {memory}{context}, read at {show_rate(gpu.vram_read_bytes_per_s)}; "
                 f"{gpu.step_s * 1e6:.0f} us a window, {gpu.layer_s * 1e6:.0f} us a layer",
             )
         )
@@ -49,7 +50,8 @@ def profile_table(profile: DeviceProfile) -> Iterator[Table]:
     for label, text in rows:
         facts.add_row(label, Text(text))
     yield facts
-    yield _speeds(cpu.speeds, () if gpu is None else gpu.speeds, () if gpu is None else gpu.prefill_offload)
+    first = profile.gpu
+    yield _speeds(cpu.speeds, () if first is None else first.speeds, () if first is None else first.prefill_offload)
 
 
 def _speeds(cpu: Sequence[TypeSpeed], gpu: Sequence[TypeSpeed], prefill_offload: Sequence[OffloadSpeed]) -> Table:

@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Final
 
 import msgspec
@@ -222,9 +223,11 @@ def _step_on(step: Callable[[], float], seconds: float) -> tuple[float, ...]:
 def _time(task: TimeWindow) -> TrialTimes:
     import numpy as np  # only the child loads it and llama.cpp
 
+    from primad.engine import devices
     from primad.engine.llama.windows import MiddleWindow
 
     options = _options(task.threads, task.batch_threads, flash=task.flash, gpu=task.gpu)
+    free_bytes = _free_at_first(task.gpu) if task.gpu else 0
     window = MiddleWindow(task.window, options)
     sweep = np.ones(task.sweep_bytes // 8, np.uint64)
     hidden = np.random.default_rng(0).standard_normal((PREFILL_ROWS, task.width), np.float32)
@@ -273,6 +276,8 @@ def _time(task: TimeWindow) -> TrialTimes:
         timings = TrialTimes(
             decode_s=(), batch_s=batch_s, prefill_s=prefill_s, prefill_rows=rows, few_s=few_s, counts_s=counts_s
         )
+        if task.gpu:
+            timings = msgspec.structs.replace(timings, taken_bytes=max(0, free_bytes - devices.free_bytes(task.gpu)))
     window.release()
     return timings
 
@@ -281,6 +286,14 @@ def _second(run: Callable[[int], float], count: int) -> float:
     """What ``run`` gives when what is done once is done."""
     run(count)
     return run(count)
+
+
+@cache
+def _free_at_first(gpu: str) -> int:
+    """What the GPU had free before this process computed anything on it."""
+    from primad.engine import devices
+
+    return devices.free_bytes(gpu)
 
 
 def affordable_rows(row_s: float, seconds: float) -> int:

@@ -13,7 +13,8 @@ class TrialTimes(msgspec.Struct, frozen=True, kw_only=True):
     ``prefill_rows``; empty where not asked for.
 
     ``prefill_rows`` are ``PREFILL_ROWS``, fewer where those take too long; ``few_s`` is what ``FEWEST_ROWS`` take.
-    ``counts_s`` are of the counts that were asked for.
+    ``counts_s`` are of the counts that were asked for. ``taken_bytes`` is what the GPU had less free behind many rows than
+    before the process computed anything on it.
     """
 
     decode_s: tuple[float, ...]
@@ -22,6 +23,7 @@ class TrialTimes(msgspec.Struct, frozen=True, kw_only=True):
     prefill_rows: int
     few_s: float = 0.0
     counts_s: tuple[float, ...] = ()
+    taken_bytes: int = 0
 
 
 class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):

@@ -46,8 +46,7 @@ def load_what_fits(
     planned, asked, why = _on_gpu(opening), opening, ""
     if not _uses_gpu(opening):
         return load(opening)
-    gpu = opening.options.gpu
-    free = free_bytes(gpu)
+    free = {gpu: free_bytes(gpu) for gpu in gpus_of(opening)}
     while True:
         try:
             loaded = load(asked)
@@ -58,9 +57,22 @@ def load_what_fits(
             logger.warning("%s; trying with less on the GPU", exc)
             asked = without_offload(asked) if _offloads_prefill(asked) else fewer_on_gpu(asked)
             continue
-        held = max(0, free - free_bytes(gpu))
-        told(GpuLoaded(layers=_on_gpu(asked), planned=planned, held_bytes=held, why=why))
+        held = {gpu: max(0, before - free_bytes(gpu)) for gpu, before in free.items()}
+        first = held.pop(opening.options.gpu, 0)
+        told(GpuLoaded(layers=_on_gpu(asked), planned=planned, held_bytes=first, why=why, others_held=held))
         return loaded
+
+
+def gpus_of(opening: Open) -> list[str]:
+    """What llama.cpp calls the GPUs that anything of ``opening`` is on. None that the device has not."""
+    options = opening.options
+    names, found = (options.gpu, *options.other_gpus), list[str]()
+    for assignment in (window.assignment for window in opening.windows):
+        used = [name for name, count in zip(names, assignment.on_each_gpu, strict=False) if count]
+        used += [options.gpu] * (assignment.output == "gpu")
+        used += [options.offloading_gpu or options.gpu] * assignment.prefill_offload
+        found += used
+    return [name for name in names if name in found]
 
 
 def without_offload(opening: Open) -> Open:
@@ -108,7 +120,9 @@ def _fewer(source: WindowSource, whole: Header | None) -> WindowAssignment:
     left = _count(before) * 3 // 4
     output = "cpu" if before.output == "gpu" and not left else before.output
     layers = max(0, left - (output == "gpu"))
-    fewer = replace(before, gpu_layers=layers, cpu_experts=min(before.cpu_experts, layers), output=output)
+    others = tuple(count * layers // max(1, before.gpu_layers) for count in before.other_gpus)
+    experts = min(before.cpu_experts, layers)
+    fewer = replace(before, gpu_layers=layers, cpu_experts=experts, output=output, other_gpus=others)
     now = units(fewer)
     moved = _size(now) - _size(units(before))
     matrix = sum(part.size for part in now.output) if output != before.output else 0
@@ -128,11 +142,11 @@ class GpuWatch:
     """A GPU that has ``free_bytes()`` of ``total_bytes`` free, with layers of a ring on it: ``look`` at it now and then.
 
     What plans leave to others is to stay free, as far as it was when the layers were loaded; less than half of that is
-    too little.
+    too little. ``other`` names it where it is not the device's first.
     """
 
-    def __init__(self, free_bytes: Callable[[], int], total_bytes: int) -> None:
-        self._free_bytes = free_bytes
+    def __init__(self, free_bytes: Callable[[], int], total_bytes: int, other: str = "") -> None:
+        self._free_bytes, self._other = free_bytes, other
         self._keep_bytes = min(reserve_bytes(total_bytes), free_bytes())
         self._looked_s, self._short, self._is_told = -math.inf, 0, False
 
@@ -152,12 +166,11 @@ class GpuWatch:
         if self._is_told or self._short < LOOKS:
             return None
         self._is_told = True
-        return GpuLow(free_bytes=free, needed_bytes=self._keep_bytes - free)
+        return GpuLow(free_bytes=free, needed_bytes=self._keep_bytes - free, other=self._other)
 
 
-def watch_gpu(opening: Open) -> GpuWatch | None:
-    """A watch over the GPU that ``opening`` has put something on; None for none, and for one with the processor's memory."""
-    if not any(window.assignment.uses_gpu for window in opening.windows):
-        return None
-    found = own_memory_of(opening.options.gpu)
-    return None if found is None else GpuWatch(*found)
+def watch_gpus(opening: Open) -> list[GpuWatch]:
+    """A watch over each GPU that ``opening`` has put something on, but for those with the processor's memory."""
+    found = {gpu: own_memory_of(gpu) for gpu in gpus_of(opening)}
+    first = opening.options.gpu
+    return [GpuWatch(*memory, "" if gpu == first else gpu) for gpu, memory in found.items() if memory is not None]

@@ -538,20 +538,26 @@ class GpuLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="gpu"):
     """Of ``planned`` layers ``layers`` are on the GPU, which has ``held_bytes`` less free than before.
 
     Where these are fewer it had no room: the processor computes the others, and ``why`` is what llama.cpp said. If they are
-    as many and there is a ``why``, it had none to help with prompts.
+    as many and there is a ``why``, it had none to help with prompts. ``others_held`` is what is held of other GPUs than the
+    device's first, by llama.cpp's names for them.
     """
 
     layers: int
     planned: int
     held_bytes: int
     why: str
+    others_held: dict[str, int] = {}
 
 
 class GpuLow(msgspec.Struct, frozen=True, tag="gpu_low"):
-    """Other programs took of the GPU's memory: ``free_bytes`` are left, ``needed_bytes`` (more than 0) too few."""
+    """Other programs took of a GPU's memory: ``free_bytes`` are left, ``needed_bytes`` (more than 0) too few.
+
+    ``other`` is llama.cpp's name for it where it is not the device's first.
+    """
 
     free_bytes: int
     needed_bytes: int
+    other: str = ""
 
 
 class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from typing import Final
 import zmq
 
 from primad.errors import PrimadError, RingError
-from primad.ring.gpu_room import GpuWatch, watch_gpu
+from primad.ring.gpu_room import GpuWatch, watch_gpus
 from primad.ring.messages import Open, RingBroken, RingCommand, broken_by, command_decoder
 from primad.ring.roles import Role, open_role
 from primad.settings.timings import RingTimings, Timings
@@ -51,17 +51,18 @@ def _serve(channel: RingChannel[RingCommand], timings: RingTimings) -> None:
     role = open_role(opening, channel, timings)
     try:
         channel.notify(role.opened())
-        _attend(role, channel, commands, watch_gpu(opening))
+        _attend(role, channel, commands, watch_gpus(opening))
     finally:
         role.close()
 
 
-def _attend(role: Role, channel: RingChannel[RingCommand], commands: list[RingCommand], gpu: GpuWatch | None) -> None:
+def _attend(role: Role, channel: RingChannel[RingCommand], commands: list[RingCommand], gpus: list[GpuWatch]) -> None:
     """Drive ``role`` until the daemon closes the connection; ``commands`` have arrived already."""
     daemon = channel.connection.fileno()
     while channel.is_open:
-        if gpu is not None and (low := gpu.look(time.monotonic())) is not None:
-            channel.notify(low)
+        for gpu in gpus:
+            if (low := gpu.look(time.monotonic())) is not None:
+                channel.notify(low)
         for command in commands:
             if isinstance(command, Open):
                 raise RingError("a ring process is opened once; Reopen gives it another epoch")

@@ -11,7 +11,7 @@ devices that were paired gets anything out of them; ``host = "127.0.0.1"`` keeps
     threads, nice         compute threads; how far computing stands back for other programs, 0 to 19
     lock                  true: weights that stay in memory are pinned there (mlock); the system cannot take them back
     max_ram, max_vram     the most that primad uses: "8GB", "8GiB", or "50%" of what the device has
-    gpu                   the GPU to use of several, by its name ("RTX 3090") or llama.cpp's ("CUDA1"); "off": none
+    gpu                   the GPUs to use of several, by names ("RTX 3090") or llama.cpp's ("CUDA0,CUDA1"); "off": none
     max_disk              the most that the layer cache holds: "40GB"
     pause_on_battery      true: this device computes nothing while it runs on battery
     kv_cache              a folder in which KV cells of prompts stay, also when primad ends; "off" (the default) for none

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from primad.settings.quantities import Amount, bytes_of
+from primad.settings.quantities import Amount, Share, bytes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +14,7 @@ class OwnerLimits:
     """The most of this device that primad uses; None is no limit besides what is free.
 
     ``ram`` and ``vram`` may be shares of what the device has; ``disk_bytes`` is what the layer cache holds at most. ``gpu``
-    names the GPU that is used where there are several, or is "off".
+    names the GPUs that are used where there are several, or is "off".
     """
 
     ram: Amount | None
@@ -28,6 +29,15 @@ class OwnerLimits:
     def vram_bytes(self, available_bytes: int, total_bytes: int) -> int:
         """What may be used of a GPU's memory of which so much is available."""
         return available_bytes if self.vram is None else min(available_bytes, bytes_of(self.vram, total_bytes))
+
+    def vram_of_each(self, sizes: Sequence[tuple[int, int]]) -> list[int]:
+        """The same of each of several GPUs, of which so much is available and in all: a share is one of each, bytes are of
+        all together, of the first ones first."""
+        found = list[int]()
+        for available, total in sizes:
+            taken = 0 if isinstance(self.vram, Share) else sum(found)
+            found.append(max(0, self.vram_bytes(available + taken, total) - taken))
+        return found
 
     def disk_for_layers(self, free_bytes: int, cached_bytes: int) -> int:
         """What layers may take of a disk with so much free. Layers that are cached give way to those of a new plan."""

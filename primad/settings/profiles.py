@@ -23,6 +23,7 @@ from halda import (
     TypeSpeed,
     WidthCost,
 )
+from halda.assignment import MAX_GPUS
 from halda.quantisation import BYTES_PER_WEIGHT, bytes_per_weight
 from primad.errors import printable
 from primad.settings.config import NAME
@@ -59,6 +60,7 @@ _BOUNDS: Final[dict[type, dict[str, tuple[float, float]]]] = {
         "step_s": (1e-6, 0.05),
         "layer_s": (2e-7, 0.05),
         "attention_flop_per_s": (0, 1e16),
+        "context_bytes": (0, 1e11),
     },
     RoutingCost: {"layer_s": (0, 0.05), "row_s": (0, 0.01), "many_ratio": (0.1, 20)},
     DiskProfile: {
@@ -114,6 +116,7 @@ def with_speeds(profile: DeviceProfile, better: DeviceProfile) -> DeviceProfile:
         ram_read_bytes_per_s=better.ram_read_bytes_per_s,
         disk=replace(better.disk, free_bytes=profile.disk.free_bytes, disk_id=profile.disk.disk_id),
         gpu=better.gpu,
+        other_gpus=better.other_gpus,
     )
 
 
@@ -134,8 +137,12 @@ def check_profile(profile: DeviceProfile) -> None:
         raise Implausible("cores", shown(profile.cores), f"expected numbers of processors below {_MAX_CORES}")
     check_cpu(profile.cpu, profile.ram_read_bytes_per_s)
     check_disk(profile.disk)
-    if profile.gpu is not None:
-        check_gpu(profile.gpu)
+    if profile.gpu is None and profile.other_gpus:
+        raise Implausible("other_gpus", f"a list of {len(profile.other_gpus)}", "a device without a gpu has no others")
+    if len(profile.other_gpus) > MAX_GPUS:
+        raise Implausible("other_gpus", f"a list of {len(profile.other_gpus)}", f"expected {MAX_GPUS} at most")
+    for number, gpu in enumerate(profile.gpus):
+        check_gpu(gpu, f"other_gpus[{number - 1}]." if number else "gpu.")
 
 
 def with_bounded_costs(measured: _Measured) -> _Measured:
@@ -173,15 +180,15 @@ def check_cpu(cpu: CpuProfile, ram_read_bytes_per_s: float) -> None:
     _check_speeds(cpu.speeds, "cpu.speeds", ram_read_bytes_per_s, "ram_read_bytes_per_s")
 
 
-def check_gpu(gpu: GpuProfile) -> None:
-    """Judge a GPU. Raises ``Implausible``."""
-    _check_bounds(gpu, "gpu.")
-    _at_most(gpu, "vram_available_bytes", "vram_total_bytes", "gpu.")
-    _check_speeds(gpu.speeds, "gpu.speeds", gpu.vram_read_bytes_per_s, "gpu.vram_read_bytes_per_s")
-    _check_bounds(gpu.routing, "gpu.routing.")
-    _check_types(gpu.prefill_offload, "gpu.helped")
+def check_gpu(gpu: GpuProfile, path: str = "gpu.") -> None:
+    """Judge a GPU, whose figures are at ``path``. Raises ``Implausible``."""
+    _check_bounds(gpu, path)
+    _at_most(gpu, "vram_available_bytes", "vram_total_bytes", path)
+    _check_speeds(gpu.speeds, f"{path}speeds", gpu.vram_read_bytes_per_s, f"{path}vram_read_bytes_per_s")
+    _check_bounds(gpu.routing, f"{path}routing.")
+    _check_types(gpu.prefill_offload, f"{path}helped")
     for number, prefill_offload in enumerate(gpu.prefill_offload):
-        _check_bounds(prefill_offload, f"gpu.helped[{number}].")
+        _check_bounds(prefill_offload, f"{path}helped[{number}].")
 
 
 def check_disk(disk: DiskProfile) -> None:

@@ -222,3 +222,8 @@ def _named(value: Any) -> str:
         return repr(value)
     except ValueError:
         return "a number of thousands of digits"
+
+
+def show_gpu(name: str, gpu: str) -> str:
+    """A GPU by its name and by llama.cpp's name for it, as one of several."""
+    return f"{name} ({gpu})" if gpu else name

@@ -274,9 +274,9 @@ class WorkerDaemon:
 
     async def _gpu_recovered(self) -> None:
         """Other programs took GPU memory, or freed it."""
-        gpu = (await self._profile_now()).gpu
+        gpus = (await self._profile_now()).gpus
         if self._lease is not None:
-            self._lease.profile = replace(self._lease.profile, gpu=gpu)
+            self._lease.profile = self._lease.profile.with_gpus(gpus)
             await self._notify_gpu()
 
     async def _notify_gpu(self) -> None:

@@ -8,20 +8,27 @@ most stay.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Annotated, Final
+
+from msgspec import Meta
 
 from halda.plan import OutputPlace, Plan, Window
 from halda.profile import ModelProfile
 from halda.streaming import smallest_read_ahead_bytes
+
+MAX_GPUS: Final = 16
+"""Of a device besides the first; llama.cpp takes no more. Assignments come from other devices, so this is checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowAssignment:
     """The layers ``first <= layer < last``, of which the last ``gpu_layers`` are on the GPU, and the place of the output.
 
-    Of the first ``cpu_experts`` of those on the GPU the experts are in RAM. ``layer_bytes`` are the weights that the CPU
-    computes, such experts among them, ``output_bytes`` those of an output matrix there (0 without). Of both together
-    ``resident_bytes`` stay in memory; the rest is read each time it is used. Where ``prefill_offload`` the GPU computes
-    prompts through these layers too.
+    Of these ``other_gpus`` are on the device's second GPU, third, ..., as in ``Window``. Of the first ``cpu_experts`` of
+    those on GPUs the experts are in RAM. ``layer_bytes`` are the weights that the CPU computes, such experts among them,
+    ``output_bytes`` those of an output matrix there (0 without). Of both together ``resident_bytes`` stay in memory; the
+    rest is read each time it is used. Where ``prefill_offload`` a GPU computes prompts through these layers too.
     """
 
     first: int
@@ -33,6 +40,7 @@ class WindowAssignment:
     resident_bytes: int
     prefill_offload: bool = False
     cpu_experts: int = 0
+    other_gpus: Annotated[tuple[int, ...], Meta(max_length=MAX_GPUS)] = ()
 
     @property
     def layers(self) -> int:
@@ -50,6 +58,11 @@ class WindowAssignment:
         return self.cpu_layers + self.cpu_experts
 
     @property
+    def on_each_gpu(self) -> tuple[int, ...]:
+        """How many each GPU computes."""
+        return (self.gpu_layers - sum(self.other_gpus), *self.other_gpus)
+
+    @property
     def uses_gpu(self) -> bool:
         """Whether a GPU computes anything of it."""
         return self.gpu_layers > 0 or self.output == "gpu" or self.prefill_offload
@@ -61,7 +74,13 @@ class WindowAssignment:
 
 
 def in_memory(
-    first: int, last: int, *, gpu_layers: int = 0, cpu_experts: int = 0, output: OutputPlace = "none"
+    first: int,
+    last: int,
+    *,
+    gpu_layers: int = 0,
+    cpu_experts: int = 0,
+    other_gpus: tuple[int, ...] = (),
+    output: OutputPlace = "none",
 ) -> WindowAssignment:
     """A window of which nothing streams, for who does not ask how large it is."""
     return WindowAssignment(
@@ -69,6 +88,7 @@ def in_memory(
         last=last,
         gpu_layers=gpu_layers,
         cpu_experts=cpu_experts,
+        other_gpus=other_gpus,
         output=output,
         layer_bytes=0,
         output_bytes=0,
@@ -96,6 +116,11 @@ class Assignment:
     def gpu_layers(self) -> int:
         """How many of them the GPU computes."""
         return sum(window.gpu_layers for window in self.windows)
+
+    @property
+    def on_each_gpu(self) -> tuple[int, ...]:
+        """How many each GPU computes."""
+        return tuple(map(sum, zip_longest(*(window.on_each_gpu for window in self.windows), fillvalue=0)))
 
     @property
     def layer_bytes(self) -> int:
@@ -152,6 +177,7 @@ def _assignment(plan: Plan, model: ModelProfile, name: str) -> Assignment:
                 last=window.last,
                 gpu_layers=window.gpu_layers,
                 cpu_experts=window.cpu_experts,
+                other_gpus=window.other_gpus,
                 output=output if is_last else "none",
                 layer_bytes=size,
                 output_bytes=beside,

@@ -57,6 +57,8 @@ HIDDEN_COPIES: Final = 3
 """Hidden states of a chunk of a prompt that are on their way in or out of a process."""
 GPU_RUNTIME_BYTES: Final = 256 << 20
 """What a GPU backend keeps for itself (context, kernels)."""
+BUS_BYTES_PER_S: Final = 6e9
+"""What the bus of a GPU is taken for where it was not measured: PCIe 3.0 with 8 lanes."""
 OFFLOAD_ROWS: Final = 32
 """With fewer rows llama.cpp copies no weights to a GPU: the processor computes them."""
 COPIED_SHARE: Final = 1 / 2
@@ -327,16 +329,19 @@ def experts_on_cpu_s(
     model: ModelProfile,
     rows: float,
     *,
-    prefill_offload: bool = False,
+    prefill_offload: GpuProfile | None = None,
 ) -> float:
     """What a layer on the GPU takes more where its experts are in RAM; below 0 where that is quicker.
 
-    The CPU computes them, or for a chunk the GPU that is ``prefill_offload``. The hidden states go there and back, as
+    The CPU computes them, or for a chunk the GPU ``prefill_offload``. The hidden states go there and back, as
     those of a window do that has layers on the GPU.
     """
     if not layer.expert_bytes:
         return 0.0
-    in_ram_s = offloaded_experts_s(gpu, layer, model, rows) if prefill_offload else experts_s(cpu, layer, model, rows)
+    if prefill_offload is not None:
+        in_ram_s = offloaded_experts_s(prefill_offload, layer, model, rows)
+    else:
+        in_ram_s = experts_s(cpu, layer, model, rows)
     return gpu.step_s + in_ram_s - experts_s(gpu, layer, model, rows)
 
 
@@ -378,6 +383,15 @@ def _offloaded_s_per_byte(speed: OffloadSpeed, rows: float) -> float:
     few_s = max(1 / speed.few_bytes_per_s, many_s * OFFLOAD_FEW_ROWS / PREFILL_ROWS)
     many_s = max(few_s, many_s)
     return few_s + (many_s - few_s) * max(0.0, rows - OFFLOAD_FEW_ROWS) / (PREFILL_ROWS - OFFLOAD_FEW_ROWS)
+
+
+def between_gpus_s(gpu: GpuProfile, rows: float, width: int) -> float:
+    """Seconds in which hidden states go from ``gpu`` to the next one of its device, by way of RAM.
+
+    What ``step_s`` has of it is that of one row. Weights that are copied for a prompt tell the rate of its bus.
+    """
+    rate = max((speed.few_bytes_per_s for speed in gpu.prefill_offload), default=BUS_BYTES_PER_S)
+    return 2 * rows * width * HIDDEN_VALUE_BYTES / rate
 
 
 def copied_bytes(model: ModelProfile, workload: Workload) -> int:

@@ -7,6 +7,8 @@ The devices stand in a fixed order, and each window range is priced by itself: a
 as many as fit without their experts, and then as many experts as fit; what overflows the RAM streams with as little read
 ahead as can be, or so much that nothing waits; the hops are shared out among the devices. The cheapest chain of windows is
 found exactly under these prices, and it leaves out whom it does without. How much is then read ahead is left to a program.
+Several GPUs of a device count as one of their size in one round, and are filled one after the other; in more rounds the
+first one counts.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -23,7 +25,7 @@ from numpy.typing import NDArray
 from halda.evaluate import Objective, RequestWeights, regular_tails, request_weights
 from halda.instance import Instance, Member, Phase
 from halda.orders import hops_around, ring_order
-from halda.plan import Window
+from halda.plan import Window, without_zeros
 
 Floats = NDArray[np.float64]
 _DISK_TRIALS: Final = 6
@@ -76,7 +78,34 @@ def _route(
             if cut.end > first:
                 windows.append(Window(device=name, first=at + first, last=at + cut.end, **on_gpu))
     total = len(instance.model.layers)
-    return (*windows, Window(device=names[0], first=tail, last=total, **cuts[0].tail_on_gpu))
+    route = (*windows, Window(device=names[0], first=tail, last=total, **cuts[0].tail_on_gpu))
+    return _spread(instance, order, route) if rounds == 1 else route
+
+
+def _spread(instance: Instance, order: Sequence[int], route: Sequence[Window]) -> tuple[Window, ...]:
+    """``route`` with the layers of each device on its GPUs, of which one is filled after the other, by the tail first."""
+    left: dict[str, list[int]] = {}
+    for m in order:
+        member, windows = instance.members[m], 1 + (m == order[0])
+        output = instance.model.output_bytes * bool(m == order[0] and route[-1].gpu_layers)
+        left[member.name] = [
+            limit - instance.gpu_besides(member, i, windows) - output * (i == 0)
+            for i, limit in enumerate(member.vram_limits)
+        ]
+    return tuple(reversed([_on_gpus(instance, window, left[window.device]) for window in reversed(route)]))
+
+
+def _on_gpus(instance: Instance, window: Window, left: list[int]) -> Window:
+    """``window`` on GPUs that have so much ``left``; what has no place stays on the first."""
+    counts, at = [0] * len(left), 0
+    for layer in reversed(window.on_gpu):
+        kind = instance.kind_of[layer]
+        size = instance.size_bytes[kind] + instance.kv_bytes[kind]
+        size -= instance.expert_bytes[kind] * (layer in window.experts_on_cpu)
+        while at < len(left) - 1 and left[at] < size:
+            at += 1
+        counts[at], left[at] = counts[at] + 1, left[at] - size
+    return replace(window, other_gpus=without_zeros(counts[1:]))
 
 
 class _Cut(NamedTuple):
@@ -89,12 +118,12 @@ class _Cut(NamedTuple):
     tail_experts_on_cpu: int
 
     @property
-    def on_gpu(self) -> dict[str, int]:
+    def on_gpu(self) -> dict[str, Any]:
         """As a ``Window`` has it."""
         return {"gpu_layers": self.gpu, "cpu_experts": self.experts_on_cpu}
 
     @property
-    def tail_on_gpu(self) -> dict[str, int]:
+    def tail_on_gpu(self) -> dict[str, Any]:
         """As the last ``Window`` has it."""
         return {"gpu_layers": self.tail_gpu, "cpu_experts": self.tail_experts_on_cpu}
 
@@ -117,6 +146,24 @@ class _Priced:
             int(each[first, end]) for each in (self.gpu, self.experts_on_cpu, self.tail_gpu, self.tail_experts_on_cpu)
         )
         return _Cut(end, *found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """Several GPUs as one: bytes that are taken besides layers and that are free, the share of them in RAM, and the share
+    that each has of it."""
+
+    besides: int
+    free: float
+    in_ram: float
+    shares: Floats
+    kinds: int
+
+    def of(self, seconds: Sequence[float]) -> Floats:
+        """A layer of each kind, on average."""
+        each = np.array(seconds).reshape(-1, self.kinds)[: len(self.shares)]
+        mean: Floats = self.shares @ each
+        return mean
 
 
 class _Need(NamedTuple):
@@ -184,7 +231,8 @@ class _Pricing:
         count = sum(other in order for other in here)
         if (m, count) not in self._priced:
             member = self._instance.members[m]
-            share = replace(member, ram_limit=member.ram_limit // count, vram_limit=member.vram_limit // count)
+            vram = tuple(limit // count for limit in member.vram_limits)
+            share = replace(member, ram_limit=member.ram_limit // count, vram_limits=vram)
             self._priced[m, count] = self._member(share, is_head=m == 0)
             np.fill_diagonal(self._priced[m, count].disk_s, 0.0)
         return self._priced[m, count]
@@ -215,37 +263,36 @@ class _Pricing:
 
     def _member(self, member: Member, *, is_head: bool) -> _Priced:
         """The cheapest way to hold each range: with the GPU as full as it gets, or without it; the tail on it or not."""
-        ways = [self._way(member, is_head=is_head, use_gpu=False, tail_on_gpu=False, parts=False)]
+        ways = [self._way(member, is_head=is_head, gpus=0, tail_on_gpu=False, parts=False)]
+        counts = {1, member.gpu_count} if self._rounds == 1 else {1}
         place = self._instance.experts if self._instance.by_expert else "gpu"
         for parts in {"auto": (False, True), "cpu": (True,), "gpu": (False,)}[place] if member.has_gpu else ():
-            for tail_on_gpu in (False, True) if is_head else (False,):
-                ways.append(self._way(member, is_head=is_head, use_gpu=True, tail_on_gpu=tail_on_gpu, parts=parts))
+            for tail_on_gpu, gpus in product((False, True) if is_head else (False,), sorted(counts)):
+                ways.append(self._way(member, is_head=is_head, gpus=gpus, tail_on_gpu=tail_on_gpu, parts=parts))
         best = np.stack([way.price for way in ways]).argmin(axis=0)
         return _Priced(*(np.choose(best, [getattr(way, name) for way in ways]) for name in _Priced.__slots__))
 
-    def _way(self, member: Member, *, is_head: bool, use_gpu: bool, tail_on_gpu: bool, parts: bool) -> _Priced:
+    def _way(self, member: Member, *, is_head: bool, gpus: int, tail_on_gpu: bool, parts: bool) -> _Priced:
         instance, model = self._instance, self._instance.model
         tail = self._tail if is_head else self._tail[:0]
         tail_gpu = len(tail) if tail_on_gpu else 0
         windows = self._rounds + is_head
         offloads = member.offloads_prefill
-        besides = instance.gpu_runtime_bytes(windows, offloads=offloads)
-        if offloads and is_head and not tail_on_gpu:
-            besides += instance.output_copy_bytes
-        vram = float(member.vram_limit - besides)
         experts = self._experts if parts else 0 * self._experts
+        pool = self._pool(member, windows, gpus, output_copy=is_head and not tail_on_gpu)
+        besides, vram = pool.besides, pool.free - max(0, gpus - 1) * float((self._held - experts).max())
         of_tail = self._held[tail].sum() - experts[tail].sum() if tail_on_gpu else 0.0
         if tail_on_gpu:
             vram -= model.output_bytes + float(of_tail)
         size = self._columns + 1
         nowhere = _Priced(*(np.full((size, size), value) for value in (math.inf, 0.0, 0, 0, 0, 0)))
-        if (use_gpu or offloads) and vram < 0:
+        if (gpus or offloads) and vram < 0:
             return nowhere
-        starts = self._gpu_starts(vram, self._held - experts) if use_gpu else self._at
+        starts = self._gpu_starts(vram, self._held - experts) if gpus else self._at
         start = np.maximum(self._at[:, None], starts[None, :])
         start = np.minimum(start, self._at[None, :])
         gpu = self._at[None, :] - start
-        whole = self._whole_from(start, vram, experts) if use_gpu and parts else start
+        whole = self._whole_from(start, vram, experts) if gpus and parts else start
         experts_on_cpu, tail_experts_on_cpu = whole - start, tail_gpu if parts else 0
         uses_gpu = (gpu > 0) | tail_on_gpu
         uses_cpu = (
@@ -261,7 +308,7 @@ class _Pricing:
         in_vram = in_vram + besides * (uses_gpu | offloads)
         if tail_on_gpu:
             in_vram = in_vram + model.output_bytes + of_tail
-        overflow = fixed + on_cpu + (in_vram if member.shares_memory else 0) - member.ram_limit
+        overflow = fixed + on_cpu + in_vram * pool.in_ram - member.ram_limit
         streamable = self._sum(self._streamable, self._at[:, None], start) + in_ram
         streamable = streamable + (0 if tail_on_gpu else self._streamable[tail].sum())
         price, disk_s = np.zeros((size, size)), np.zeros((size, size))
@@ -270,14 +317,15 @@ class _Pricing:
             (self._weights.prefill, member.prefill, False),
         ):
             if weight:
-                rest = self._sum(np.array(phase.gpu), start, self._at[None, :])
-                rest = rest + self._sum(np.array(phase.experts_on_cpu), start, whole)
-                rest = rest + windows * (member.step_s * uses_cpu + member.gpu_step_s * uses_gpu)
+                on_gpu_s, experts_s = pool.of(phase.gpu), pool.of(phase.experts_on_cpu)
+                rest = self._sum(on_gpu_s, start, self._at[None, :])
+                rest = rest + self._sum(experts_s, start, whole)
+                rest = rest + windows * (member.step_s * uses_cpu + sum(phase.gpu_steps_s[:gpus]) * uses_gpu)
                 compute = self._sum(np.array(phase.cpu), self._at[:, None], start)
                 if is_head:
-                    tail_s = np.array(phase.gpu if tail_on_gpu else phase.cpu)[tail].sum()
+                    tail_s = (on_gpu_s if tail_on_gpu else np.array(phase.cpu))[tail].sum()
                     rest = rest + (member.gpu_output_s if tail_on_gpu else member.cpu_output_s) * output
-                    compute = compute + tail_s + np.array(phase.experts_on_cpu)[tail].sum() * bool(tail_experts_on_cpu)
+                    compute = compute + tail_s + experts_s[tail].sum() * bool(tail_experts_on_cpu)
                 may = streamable
                 if is_head and self._rounds > 1 and not instance.by_expert:
                     lowest, highest = regular_tails(self._rounds)
@@ -294,6 +342,23 @@ class _Pricing:
             experts_on_cpu,
             *(np.full((size, size), count) for count in (tail_gpu, tail_experts_on_cpu)),
         )
+
+    def _pool(self, member: Member, windows: int, gpus: int, *, output_copy: bool) -> _Pool:
+        """The first ``gpus`` GPUs of ``member``, and the one that helps with prompts, as one."""
+        instance, kinds = self._instance, len(self._instance.kinds)
+        used = [i for i in range(member.gpu_count) if i < gpus or i == member.offloading_gpu]
+        taken = [instance.gpu_besides(member, i, windows) for i in used]
+        taken = [
+            size + instance.output_copy_bytes * (output_copy and i == member.offloading_gpu)
+            for i, size in zip(used, taken, strict=True)
+        ]
+        free = [float(member.vram_limits[i] - size) for i, size in zip(used, taken, strict=True)]
+        of_layers = [size for i, size in zip(used, free, strict=True) if i < gpus]
+        shares = np.array([max(size, 0.0) for size in of_layers] or [1.0])
+        shares = shares / shares.sum() if shares.sum() else np.full(len(shares), 1 / len(shares))
+        unified = [member.profile.gpus[i].unified_memory for i in used[: len(shares)]]
+        in_ram = float(sum(share for share, is_it in zip(shares, unified, strict=False) if is_it))
+        return _Pool(sum(taken), sum(of_layers) if min(free, default=0.0) >= 0 else -1.0, in_ram, shares, kinds)
 
     def _streamed(self, member: Member, phase: Phase, need: _Need) -> tuple[Floats, Floats]:
         """Seconds of the windows and of the disk when ``overflow`` bytes do not fit; infinite where nothing helps."""

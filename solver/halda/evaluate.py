@@ -15,7 +15,7 @@ differ from round to round, and chunks are followed stop by stop (``laps.py``). 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple
 
@@ -50,6 +50,17 @@ def request_weights(objective: Objective, workload: Workload) -> RequestWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuPrediction:
+    """One GPU of a device under a plan: layers on it and bytes of its memory, of which plans may have so many."""
+
+    name: str
+    id: str
+    layers: int
+    vram_bytes: int
+    vram_limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePrediction:
     """One device under a plan. Seconds and disk bytes are those of one token in decode.
 
@@ -73,6 +84,7 @@ class DevicePrediction:
     hop_s: float
     disk_s: float
     prefill_s: float
+    each_gpu: tuple[GpuPrediction, ...] = ()
 
     @property
     def window_s(self) -> float:
@@ -140,7 +152,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one device has under a plan: layers on CPU and GPU by kind, windows, and what of the CPU's layers streams."""
+    """What one device has under a plan: layers on CPU and GPU by kind, windows, and what of the CPU's layers streams.
+
+    Those on GPUs as in ``Phase``: by kind for each GPU after the other.
+    """
 
     member: Member
     is_head: bool
@@ -156,18 +171,24 @@ class _Share:
     """Layers among those on the GPU whose experts are on the CPU."""
     tail_experts_on_cpu: tuple[int, ...]
 
-    def uses_gpu(self, plan: Plan) -> bool:
-        """Whether anything of this device is on its GPU."""
-        return any(self.gpu) or (self.is_head and plan.output_on_gpu)
+    def of_gpu(self, counts: tuple[int, ...], gpu: int) -> tuple[int, ...]:
+        """Those of ``counts`` that are on that GPU, by kind."""
+        kinds = len(self.cpu)
+        return counts[gpu * kinds : (gpu + 1) * kinds]
+
+    def uses_gpu(self, plan: Plan, gpu: int) -> bool:
+        """Whether anything of this device is on that GPU: the first has the output matrix."""
+        return any(self.of_gpu(self.gpu, gpu)) or (gpu == 0 and self.is_head and plan.output_on_gpu)
 
     @property
     def uses_cpu(self) -> bool:
         """Whether its processor computes anything of a layer."""
         return any(self.cpu) or any(self.experts_on_cpu)
 
-    def step_s(self, plan: Plan) -> float:
-        """Seconds a window costs besides its layers: on the processor where that has some of them, on the GPU likewise."""
-        return self.member.step_s * self.uses_cpu + self.member.gpu_step_s * self.uses_gpu(plan)
+    def step_s(self, plan: Plan, phase: Phase) -> float:
+        """Seconds a window costs besides its layers: on the processor where that has some of them, on GPUs likewise."""
+        on_gpus = sum(seconds * self.uses_gpu(plan, gpu) for gpu, seconds in enumerate(phase.gpu_steps_s))
+        return self.member.step_s * self.uses_cpu + on_gpus
 
     def output_s(self, plan: Plan) -> float:
         """Seconds of the output matrix."""
@@ -180,7 +201,7 @@ class _Share:
         layers_s = (
             _dot(self.cpu, phase.cpu) + _dot(self.gpu, phase.gpu) + _dot(self.experts_on_cpu, phase.experts_on_cpu)
         )
-        return layers_s + self.windows * self.step_s(plan)
+        return layers_s + self.windows * self.step_s(plan, phase)
 
     def read_bytes(self, phase: Phase) -> float:
         """What is read for a token or a chunk."""
@@ -240,8 +261,10 @@ class _Share:
 
     def window_s(self, window: Window, phase: Phase, plan: Plan, instance: Instance) -> float:
         """Seconds that a window computes."""
-        parts = (window.on_cpu, phase.cpu), (window.on_gpu, phase.gpu), (window.experts_on_cpu, phase.experts_on_cpu)
-        return sum(_dot(_by_kind(layers, instance), seconds) for layers, seconds in parts) + self.step_s(plan)
+        on_cpu = _dot(_by_kind(window.on_cpu, instance), phase.cpu)
+        on_gpu = _dot(_by_gpu(window, window.on_gpu, self.member, instance), phase.gpu)
+        experts = _dot(_by_gpu(window, window.experts_on_cpu, self.member, instance), phase.experts_on_cpu)
+        return on_cpu + on_gpu + experts + self.step_s(plan, phase)
 
     def has_long_stop(self, plan: Plan) -> bool:
         """Whether one of a token's stops here has the tail besides a window."""
@@ -272,10 +295,10 @@ class _Share:
 
     def rest_s(self, phase: Phase, plan: Plan, output_s: float) -> float:
         """What is computed beside the CPU's layers and adds to reading for sure."""
-        rest_s = _dot(self.gpu, phase.gpu) + self.windows * self.step_s(plan) + output_s
+        rest_s = _dot(self.gpu, phase.gpu) + self.windows * self.step_s(plan, phase) + output_s
         if self.is_head and len(plan.route) > 1:
             # Reading may go on behind the tail, so nothing of it is sure to add up.
-            rest_s -= sum(self.tail_gpu) * max(phase.gpu) + self.step_s(plan) + output_s
+            rest_s -= sum(self.tail_gpu) * max(phase.gpu) + self.step_s(plan, phase) + output_s
         return rest_s
 
     def tail_s(self, phase: Phase, plan: Plan) -> float:
@@ -287,7 +310,7 @@ class _Share:
             + _dot(self.tail_gpu, phase.gpu)
             + _dot(self.tail_experts_on_cpu, phase.experts_on_cpu)
         )
-        return layers_s + self.step_s(plan)
+        return layers_s + self.step_s(plan, phase)
 
 
 def evaluate(plan: Plan, instance: Instance) -> Prediction:
@@ -339,7 +362,7 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
                 streamed_bytes=share.streamed_bytes,
                 read_ahead_bytes=share.read_ahead_bytes,
                 ram_bytes=ram[i],
-                vram_bytes=vram[i],
+                vram_bytes=sum(vram[i]),
                 shard_bytes=_shard_bytes(plan, instance, share),
                 disk_bytes_per_token=round(read[i]),
                 compute_s=compute[i],
@@ -347,10 +370,24 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
                 hop_s=hops[i],
                 disk_s=disk[i],
                 prefill_s=sum(prefill[i]),
+                each_gpu=_each_gpu(share, vram[i]),
             )
             for i, share in enumerate(shares)
         ),
         short=short,
+    )
+
+
+def _each_gpu(share: _Share, vram: Sequence[int]) -> tuple[GpuPrediction, ...]:
+    return tuple(
+        GpuPrediction(
+            name=gpu.name,
+            id=gpu.id,
+            layers=sum(share.of_gpu(share.gpu, i)),
+            vram_bytes=vram[i],
+            vram_limit_bytes=share.member.vram_limits[i],
+        )
+        for i, gpu in enumerate(share.member.profile.gpus)
     )
 
 
@@ -564,7 +601,10 @@ def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
     def counted(layers: Callable[[Window], range]) -> tuple[int, ...]:
         return _by_kind([layer for window in windows for layer in layers(window)], instance)
 
-    gpu = counted(lambda window: window.on_gpu)
+    def on_gpus(layers: Callable[[Window], range], windows: Sequence[Window]) -> tuple[int, ...]:
+        return _summed(_by_gpu(window, layers(window), member, instance) for window in windows)
+
+    gpu = on_gpus(lambda window: window.on_gpu, windows)
     streamable = _total(counted(lambda window: window.in_ram), instance.streamable)
     assert streaming.streamed_bytes <= max(0, streamable - instance.pool_bytes)
     assert not any(gpu) or member.has_gpu
@@ -582,9 +622,9 @@ def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
         streamed_bytes=streaming.streamed_bytes,
         read_ahead_bytes=streaming.read_ahead_bytes,
         tail_cpu=_by_kind(windows[-1].on_cpu, instance),
-        tail_gpu=_by_kind(windows[-1].on_gpu, instance),
-        experts_on_cpu=counted(lambda window: window.experts_on_cpu),
-        tail_experts_on_cpu=_by_kind(windows[-1].experts_on_cpu, instance),
+        tail_gpu=on_gpus(lambda window: window.on_gpu, windows[-1:]),
+        experts_on_cpu=on_gpus(lambda window: window.experts_on_cpu, windows),
+        tail_experts_on_cpu=on_gpus(lambda window: window.experts_on_cpu, windows[-1:]),
     )
 
 
@@ -601,6 +641,19 @@ def _by_kind(layers: Sequence[int], instance: Instance) -> tuple[int, ...]:
     for layer in layers:
         counts[instance.kind_of[layer]] += 1
     return tuple(counts)
+
+
+def _by_gpu(window: Window, layers: range, member: Member, instance: Instance) -> tuple[int, ...]:
+    """``layers`` of ``window``, all on GPUs, by kind for each GPU of ``member``."""
+    on_each = window.on_each_gpu
+    assert len(on_each) <= max(1, member.gpu_count)
+    found = [_by_kind([layer for layer in here if layer in layers], instance) for here in on_each]
+    missing = (max(1, member.gpu_count) - len(on_each)) * len(instance.kinds)
+    return (*(count for counts in found for count in counts), *(0,) * missing)
+
+
+def _summed(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*rows, strict=True)))
 
 
 def _by_host(shares: Sequence[_Share]) -> tuple[tuple[int, ...], ...]:
@@ -644,37 +697,43 @@ def _kv(counts: Sequence[int], instance: Instance) -> int:
 
 
 def _ram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
-    total = (
-        _weights(share.cpu, instance) + _kv(share.cpu, instance) + _total(share.experts_on_cpu, instance.expert_bytes)
-    )
+    experts = (share.of_gpu(share.experts_on_cpu, gpu) for gpu in range(share.member.gpu_count))
+    total = _weights(share.cpu, instance) + _kv(share.cpu, instance)
+    total += sum(_total(counts, instance.expert_bytes) for counts in experts)
     if share.streamed_bytes:
         total += share.read_ahead_bytes + instance.reserve_bytes - share.streamed_bytes
     total += instance.runtime_bytes(share.windows)
     if share.is_head:
         total += instance.head_bytes(share.windows) + (0 if plan.output_on_gpu else instance.model.output_bytes)
-    if share.member.shares_memory:
-        total += _vram_bytes(plan, instance, share)
-    return total
+    in_ram: int = sum(share.member.in_ram(_vram_bytes(plan, instance, share)))
+    return total + in_ram
 
 
-def _vram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
-    offloads = share.member.offloads_prefill
-    if not (share.uses_gpu(plan) or offloads):
+def _vram_bytes(plan: Plan, instance: Instance, share: _Share) -> list[int]:
+    """Of each GPU."""
+    return [_bytes_of_gpu(plan, instance, share, gpu) for gpu in range(share.member.gpu_count)]
+
+
+def _bytes_of_gpu(plan: Plan, instance: Instance, share: _Share, gpu: int) -> int:
+    offloads = share.member.offloading_gpu == gpu
+    if not (share.uses_gpu(plan, gpu) or offloads):
         return 0
-    besides = instance.gpu_runtime_bytes(share.windows, offloads=offloads)
+    besides = instance.gpu_besides(share.member, gpu, share.windows)
     if share.is_head and plan.output_on_gpu:
-        besides += instance.model.output_bytes
+        besides += instance.model.output_bytes * (gpu == 0)
     elif share.is_head and offloads:
         besides += instance.output_copy_bytes
-    weights = _weights(share.gpu, instance) - _total(share.experts_on_cpu, instance.expert_bytes)
-    return weights + _kv(share.gpu, instance) + besides
+    layers, experts = share.of_gpu(share.gpu, gpu), share.of_gpu(share.experts_on_cpu, gpu)
+    weights = _weights(layers, instance) - _total(experts, instance.expert_bytes)
+    return weights + _kv(layers, instance) + besides
 
 
 def _shard_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
     """Bytes of layer files; the head needs none when it computes the model file alone."""
     if len(plan.route) == 1:
         return 0
-    return _weights(share.cpu, instance) + _weights(share.gpu, instance)
+    on_gpus = sum(_weights(share.of_gpu(share.gpu, gpu), instance) for gpu in range(share.member.gpu_count))
+    return _weights(share.cpu, instance) + on_gpus
 
 
 def _memory(
@@ -683,7 +742,7 @@ def _memory(
     shares: Sequence[_Share],
     hosts: Sequence[Sequence[int]],
     disks: Sequence[Sequence[int]],
-) -> tuple[list[int], list[int], tuple[Short, ...]]:
+) -> tuple[list[int], list[list[int]], tuple[Short, ...]]:
     ram = [_ram_bytes(plan, instance, share) for share in shares]
     vram = [_vram_bytes(plan, instance, share) for share in shares]
     disk = [_shard_bytes(plan, instance, share) for share in shares]
@@ -695,15 +754,21 @@ def _memory(
 
     for i, share in enumerate(shares):
         check("RAM", share.member.name, ram[i], share.member.ram_limit)
-        check("VRAM", share.member.name, vram[i], share.member.vram_limit)
+        for gpu, limit in enumerate(share.member.vram_limits):
+            check("VRAM", share.member.gpu_name(gpu), vram[i][gpu], limit)
         check("disk", share.member.name, disk[i], share.member.disk_limit)
     for host in hosts:
         if len(host) > 1:
             profiles = [shares[i].member.profile for i in host]
             where = " and ".join(profile.device for profile in profiles)
             check("RAM", where, sum(ram[i] for i in host), max(p.ram_available_bytes for p in profiles))
-            vram_there = max(p.gpu.vram_available_bytes if p.gpu is not None else 0 for p in profiles)
-            check("VRAM", where, sum(vram[i] for i in host), vram_there)
+    place = {share.member.name: i for i, share in enumerate(shares)}
+    for group in instance.vram_groups:
+        there = [(place[name], gpu) for m, gpu in group if (name := instance.devices[m].device) in place]
+        limits = [shares[i].member.profile.gpus[gpu].vram_available_bytes for i, gpu in there]
+        where = " and ".join(shares[i].member.gpu_name(gpu) for i, gpu in there)
+        if len(there) > 1:
+            check("VRAM", where, sum(vram[i][gpu] for i, gpu in there), max(limits))
     for here in disks:
         if len(here) > 1:
             profiles = [shares[i].member.profile for i in here]

@@ -114,14 +114,14 @@ def _moved(plan: Plan, question: Instance, source: int, taker: int) -> Iterator[
     if sizes[source] <= 0 or any(bound not in model.cut_points for bound in bounds[1:-1]):
         return
     given, taken = plan.route[source], plan.route[taker]
-    has_gpu = {member.name: member.has_gpu for member in question.members}
+    gpus = {member.name: member.gpu_count for member in question.members}
     gives = {min(given.gpu_layers, sizes[source]), max(0, given.gpu_layers - cut)}
-    may_take = has_gpu[taken.device] and (plan.output_on_gpu or taker < len(plan.route) - 1)
-    takes = {taken.gpu_layers, taken.gpu_layers + cut * may_take}
+    may_take = gpus[taken.device] if plan.output_on_gpu or taker < len(plan.route) - 1 else 0
+    takes = [taken, *(taken.more_on_gpu(taken.gpu_layers + cut, gpu) for gpu in range(may_take))]
     for gpu_given in gives:
-        for gpu_taken in takes:
-            for experts in _experts(taken, gpu_taken, question):
-                changed = {source: (gpu_given, given.cpu_experts), taker: (gpu_taken, experts)}
+        for more in takes:
+            for experts in _experts(taken, more.gpu_layers, question):
+                changed = {source: given.fewer_on_gpu(gpu_given), taker: replace(more, cpu_experts=experts)}
                 yield replace(plan, route=_route(plan.route, bounds, changed, question))
 
 
@@ -133,11 +133,11 @@ def _experts(taken: Window, on_gpu: int, question: Instance) -> set[int]:
 
 
 def _route(
-    route: Sequence[Window], bounds: Sequence[int], changed: dict[int, tuple[int, int]], question: Instance
+    route: Sequence[Window], bounds: Sequence[int], changed: dict[int, Window], question: Instance
 ) -> tuple[Window, ...]:
     windows = []
     for i, (window, first, last) in enumerate(zip(route, bounds, bounds[1:], strict=False)):
-        on_gpu, experts = changed.get(i, (window.gpu_layers, window.cpu_experts))
-        on_gpu = question.model.openable(range(first, last), on_gpu)
-        windows.append(replace(window, first=first, last=last, gpu_layers=on_gpu, cpu_experts=min(experts, on_gpu)))
+        found = changed.get(i, window)
+        on_gpu = question.model.openable(range(first, last), found.gpu_layers)
+        windows.append(replace(found.fewer_on_gpu(on_gpu), first=first, last=last))
     return tuple(windows)

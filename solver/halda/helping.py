@@ -27,10 +27,8 @@ _SAME: Final = 1e-9
 
 
 def able_to_offload(question: Instance) -> frozenset[str]:
-    """The devices whose GPU is faster than their processor at a chunk of a prompt through layers in RAM."""
-    known = frozenset(
-        device.device for device in question.devices if device.gpu is not None and device.gpu.prefill_offload
-    )
+    """The devices of which a GPU is faster than their processor at a chunk of a prompt through layers in RAM."""
+    known = frozenset(device.device for device in question.devices if any(gpu.prefill_offload for gpu in device.gpus))
     pairs = zip(question.members, replace(question, prefill_offload=known).members, strict=True)
 
     def chunk_s(layer_s: tuple[float, ...]) -> float:

@@ -9,11 +9,20 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from halda import cost, streaming
 from halda.plan import Plan
-from halda.profile import CpuProfile, DeviceProfile, LayerProfile, Limits, LinkProfile, ModelProfile, Workload
+from halda.profile import (
+    CpuProfile,
+    DeviceProfile,
+    GpuProfile,
+    LayerProfile,
+    Limits,
+    LinkProfile,
+    ModelProfile,
+    Workload,
+)
 
 ExpertPlace = Literal["auto", "cpu", "gpu"]
 """Where the experts of layers on a GPU are: in RAM, in its memory, or where the plan has them."""
@@ -32,9 +41,11 @@ class Phase:
     cpu: tuple[float, ...]
     """One layer of each kind on the CPU."""
     gpu: tuple[float, ...]
-    """One layer of each kind on the GPU."""
+    """One layer of each kind on the first GPU, then of each kind on the second, and so on."""
     experts_on_cpu: tuple[float, ...]
     """What that takes more where its experts are on the CPU; below 0 where it takes less."""
+    gpu_steps_s: tuple[float, ...]
+    """What a window costs besides its layers for each GPU that it uses: copies to and fro, from one GPU to the next too."""
     spare_bytes: int
     """So much less streams than the plan says: room that is free meanwhile keeps it."""
     read_lines: tuple[streaming.ReadLine, ...]
@@ -62,7 +73,8 @@ class Member:
     decode: Phase
     prefill: Phase
     ram_limit: int
-    vram_limit: int
+    vram_limits: tuple[int, ...]
+    """Of each GPU."""
     disk_limit: int
     cpu_output_s: float
     gpu_output_s: float
@@ -84,8 +96,25 @@ class Member:
 
     @property
     def gpu_step_s(self) -> float:
-        """Seconds a window costs a step in addition on a device that uses its GPU."""
+        """Seconds a window costs a step in addition on a device that uses its first GPU."""
         return self.profile.gpu.step_s if self.profile.gpu is not None else 0.0
+
+    @property
+    def gpu_count(self) -> int:
+        """How many GPUs it has."""
+        return len(self.profile.gpus)
+
+    @property
+    def vram_limit(self) -> int:
+        """Of all GPUs together."""
+        return sum(self.vram_limits)
+
+    @property
+    def offloading_gpu(self) -> int | None:
+        """The GPU that computes prompts through layers in RAM. llama.cpp takes the one that has a window's first GPU layers,
+        so it is the last of those that can."""
+        able = [i for i, gpu in enumerate(self.profile.gpus) if gpu.prefill_offload]
+        return able[-1] if self.offloads_prefill else None
 
     @property
     def disk_bytes_per_s(self) -> float:
@@ -103,8 +132,22 @@ class Member:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether the GPU's memory is the RAM."""
+        """Whether the first GPU's memory is the RAM."""
         return self.profile.gpu is not None and self.profile.gpu.unified_memory
+
+    def are_alike(self, one: int, other: int) -> bool:
+        """Whether nothing changes if these GPUs change places."""
+        here, there = self.profile.gpus[one], self.profile.gpus[other]
+        is_same = replace(here, id=there.id, pci=there.pci) == there
+        return is_same and self.vram_limits[one] == self.vram_limits[other] and self.offloading_gpu not in (one, other)
+
+    def gpu_name(self, gpu: int) -> str:
+        """How a limit of that GPU is named: of several by llama.cpp's name for it."""
+        return f"{self.name} ({self.profile.gpus[gpu].id or gpu})" if self.gpu_count > 1 else self.name
+
+    def in_ram(self, vram: Sequence[Any]) -> list[Any]:
+        """What of ``vram``, by GPU, is in RAM."""
+        return [size for gpu, size in zip(self.profile.gpus, vram, strict=True) if gpu.unified_memory]
 
 
 @dataclass(frozen=True)
@@ -264,13 +307,20 @@ class Instance:
         differ = self.prefill_offload.symmetric_difference(plan.prefill_offload).intersection(plan.devices)
         return replace(self, prefill_offload=frozenset(plan.prefill_offload)) if differ else self
 
-    def gpu_room(self, member: int, windows: int) -> int:
-        """How many layers the GPU of a member with so many windows, or more, can hold at most."""
+    def gpu_rooms(self, member: int, windows: int) -> list[int]:
+        """How many layers each GPU of a member with so many windows, or more, can hold at most; one 0 without any."""
         sizes = zip(self.kinds, self.kv_bytes, strict=True)
         smallest = max(1, min(kind.size_bytes + kv - kind.expert_bytes * self.parts for kind, kv in sizes))
-        found = self.members[member]
-        free = found.vram_limit - self.gpu_runtime_bytes(windows, offloads=found.offloads_prefill)
-        return max(0, min(len(self.model.layers), free // smallest)) if found.has_gpu else 0
+        found, total = self.members[member], len(self.model.layers)
+        free = [size - self.gpu_besides(found, i, windows) for i, size in enumerate(found.vram_limits)]
+        return [max(0, min(total, size // smallest)) for size in free] or [0]
+
+    @cached_property
+    def vram_groups(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Member and number of each GPU that several members of one machine have: they share its memory."""
+        found = [(m, i) for m, device in enumerate(self.devices) for i in range(len(device.gpus))]
+        keys = [(self.devices[m].host, gpu_of(self.devices[m].gpus[i])) for m, i in found]
+        return tuple(tuple(found[at] for at in here) for here in grouped(keys) if len(here) > 1)
 
     @property
     def chunks(self) -> int:
@@ -285,7 +335,7 @@ class Instance:
     @cached_property
     def gpu_buffer_bytes(self) -> int:
         """The same on a GPU, which may have no flash attention for the model's heads."""
-        backends = {device.gpu.backend for device in self.devices if device.gpu is not None}
+        backends = {gpu.backend for device in self.devices for gpu in device.gpus}
         lacks = any(cost.lacks_flash(backend, self.model) for backend in backends)
         work = replace(self.workload, flash=self.workload.flash and not lacks)
         return cost.compute_buffer_bytes(self.model, work)
@@ -303,14 +353,21 @@ class Instance:
         moving = cost.hidden_bytes(self.model, self.workload)
         return cost.RUNTIME_BYTES + moving + windows * self.window_bytes + self.buffer_bytes
 
-    def gpu_runtime_bytes(self, windows: int, *, offloads: bool = False) -> int:
+    def gpu_besides(self, member: Member, gpu: int, windows: int) -> int:
+        """VRAM of a GPU of ``member`` that it uses in so many windows, besides weights and KV cache."""
+        context = member.profile.gpus[gpu].context_bytes or cost.GPU_RUNTIME_BYTES
+        return self.gpu_runtime_bytes(windows, offloads=gpu == member.offloading_gpu, context_bytes=context)
+
+    def gpu_runtime_bytes(
+        self, windows: int, *, offloads: bool = False, context_bytes: int = cost.GPU_RUNTIME_BYTES
+    ) -> int:
         """VRAM of a device that uses its GPU, besides weights and KV cache.
 
         The compute buffer of each of its windows stays there, and has room for what is copied where the GPU
         ``offloads``. One without layers or output on the GPU takes nothing, but counts: all windows of a device are
         alike, but for the head's last.
         """
-        return cost.GPU_RUNTIME_BYTES + windows * (self.gpu_buffer_bytes + self.copied_bytes * offloads)
+        return context_bytes + windows * (self.gpu_buffer_bytes + self.copied_bytes * offloads)
 
     @cached_property
     def copied_bytes(self) -> int:
@@ -392,13 +449,14 @@ class Instance:
     def _member(self, device: DeviceProfile) -> Member:
         model, work = self.model, self.workload
         limits = self.limits.get(device.device, NO_LIMITS)
-        gpu = device.gpu
-        offloads_prefill = device.device in self.prefill_offload and gpu is not None and bool(gpu.prefill_offload)
+        able = [gpu for gpu in device.gpus if gpu.prefill_offload]
+        offloads_prefill = device.device in self.prefill_offload and bool(able)
         if offloads_prefill:
             device = device.without_extra_buffers()
         _, chunk = cost.prefill_chunks(work)
         rows = self.decode_rows
         cpu = cost.cached(device.cpu, model)
+        processors = device.gpus or (None,)
 
         def phase(cpu: CpuProfile, rows: float, kv: float, spare_bytes: int, *, is_chunk: bool) -> Phase:
             return Phase(
@@ -421,11 +479,17 @@ class Instance:
                     cost.layer_s(gpu, gpu.vram_read_bytes_per_s, kind, model, rows, kv, work.kv_type, chunk=is_chunk)
                     if gpu is not None
                     else 0.0
+                    for gpu in processors
                     for kind in self.kinds
                 ),
                 experts_on_cpu=tuple(
                     cost.experts_on_cpu_s(cpu, gpu, kind, model, rows) if gpu is not None else 0.0
+                    for gpu in processors
                     for kind in self.kinds
+                ),
+                gpu_steps_s=tuple(
+                    gpu.step_s + (cost.between_gpus_s(gpu, rows, model.hop_values) if i else 0.0)
+                    for i, gpu in enumerate(device.gpus)
                 ),
                 spare_bytes=spare_bytes,
                 read_lines=streaming.read_lines(model, rows),
@@ -434,13 +498,14 @@ class Instance:
         decode = phase(cpu, rows, cost.decode_kv_tokens(work), self.buffer_bytes, is_chunk=False)
         prefill = phase(device.cpu, chunk, work.prompt_tokens / 2, 0, is_chunk=True)
         if offloads_prefill and chunk >= cost.OFFLOAD_ROWS:
-            assert gpu is not None
             prefill_offload = (
-                cost.offloaded_layer_s(gpu, kind, model, chunk, work.prompt_tokens / 2, work.kv_type)
+                cost.offloaded_layer_s(able[-1], kind, model, chunk, work.prompt_tokens / 2, work.kv_type)
                 for kind in self.kinds
             )
             experts_on_cpu = (
-                cost.experts_on_cpu_s(device.cpu, gpu, kind, model, chunk, prefill_offload=True) for kind in self.kinds
+                cost.experts_on_cpu_s(device.cpu, gpu, kind, model, chunk, prefill_offload=able[-1])
+                for gpu in device.gpus
+                for kind in self.kinds
             )
             prefill = replace(prefill, cpu=tuple(prefill_offload), experts_on_cpu=tuple(experts_on_cpu))
         return Member(
@@ -448,10 +513,10 @@ class Instance:
             decode=decode,
             prefill=prefill,
             ram_limit=_minimum(device.ram_available_bytes, limits.ram_bytes),
-            vram_limit=_minimum(gpu.vram_available_bytes, limits.vram_bytes) if gpu is not None else 0,
+            vram_limits=_vram_limits(device.gpus, limits.vram_bytes, only_able=offloads_prefill),
             disk_limit=_minimum(device.disk.free_bytes, limits.disk_bytes),
             cpu_output_s=cost.output_s(cpu, cpu, model, rows),
-            gpu_output_s=cost.output_s(device.cpu, gpu, model, rows) if gpu is not None else 0.0,
+            gpu_output_s=cost.output_s(device.cpu, device.gpu, model, rows) if device.gpu is not None else 0.0,
             read_ahead_steps=streaming.read_ahead_steps(model, max(decode.cpu), device.disk.prefetch_bytes_per_s),
             has_own_host=device.host not in self.shared_hosts,
             offloads_prefill=offloads_prefill,
@@ -506,6 +571,22 @@ def sharing_cores(devices: Sequence[DeviceProfile]) -> tuple[tuple[int, ...], ..
         found = [here for here in found if here not in shared]
         found.append(sorted([place, *(other for here in shared for other in here)]))
     return tuple(map(tuple, sorted(found)))
+
+
+def gpu_of(gpu: GpuProfile) -> tuple[str, ...]:
+    """Equal for what two daemons of a machine know of the same GPU: its address, else its names. A process that sees one of
+    several calls that the first whichever it is."""
+    return (gpu.pci,) if gpu.pci else (gpu.id, gpu.name)
+
+
+def _vram_limits(gpus: Sequence[GpuProfile], limit: int | None, *, only_able: bool) -> tuple[int, ...]:
+    """What may be used of each GPU, of all together ``limit``, of the first ones first; nothing of those that are not known
+    to help with prompts if ``only_able``: llama.cpp has the one help that has a window's first layers on a GPU."""
+    found = list[int]()
+    for gpu in gpus:
+        left = None if limit is None else limit - sum(found)
+        found.append(_minimum(gpu.vram_available_bytes, left) if gpu.prefill_offload or not only_able else 0)
+    return tuple(found)
 
 
 def _minimum(available: int, limit: int | None) -> int:

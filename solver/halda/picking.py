@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import pulp
@@ -22,17 +22,26 @@ from halda.variables import MS, Expression, positive
 @dataclass(frozen=True, slots=True)
 class Column:
     """A place in the windows of a member, or in the tail: its kind of layer in each round, and whether it is the member's,
-    on the CPU or on the GPU, there with its experts on the CPU (0, 1 or an expression)."""
+    on the CPU or on each GPU, there with its experts on the CPU (0, 1 or an expression)."""
 
     kinds: Sequence[int]
     cpu: Expression
-    gpu: Expression
-    experts_on_cpu: Expression
+    gpu: Sequence[Expression]
+    experts_on_cpu: Sequence[Expression]
 
     @property
     def in_ram(self) -> Expression:
         """Whether the CPU computes something of it."""
-        return self.cpu + self.experts_on_cpu
+        return self.cpu + sum(self.experts_on_cpu)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuStairs:
+    """Where in a window the layers of each GPU begin, those of the last GPU first, and where the window ends: each boundary
+    as staircases of 0 and 1. ``wholes`` are the same, but no further than experts are on the CPU."""
+
+    bounds: Sequence[Sequence[Expression]]
+    wholes: Sequence[Sequence[Expression]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +53,31 @@ class Columns:
     sequence: Sequence[int]
 
 
-def columns_between(
-    kinds: Sequence[Sequence[int]],
-    before: Sequence[Expression],
-    start: Sequence[Expression],
-    whole: Sequence[Expression],
-    end: Sequence[Expression],
-) -> list[Column]:
-    """The columns from boundary ``before`` on, from ``start`` to ``end`` on the GPU, with experts from ``whole`` on."""
-    bounds = zip(kinds, before, start, whole, end, strict=True)
-    return [Column(of, b - a, d - b, c - b) for of, a, b, c, d in bounds]
+def columns_between(kinds: Sequence[Sequence[int]], before: Sequence[Expression], stairs: GpuStairs) -> list[Column]:
+    """The columns from boundary ``before`` on, to the last one of ``stairs``."""
+
+    def between(bounds: Sequence[Sequence[Expression]], i: int) -> list[Expression]:
+        return [high[i] - low[i] for low, high in reversed([*pairwise(bounds)])]
+
+    return [
+        Column(of, stairs.bounds[0][i] - first, between(stairs.bounds, i), between(stairs.wholes, i))
+        for i, (of, first) in enumerate(zip(kinds, before, strict=True))
+    ]
 
 
 def fixed_columns(instance: Instance, plan: Plan, sequence: Sequence[int]) -> Columns:
     """The columns of ``plan``, whose windows are the same in each round."""
 
     def columns(windows: Sequence[Window]) -> list[Column]:
-        on_cpu, in_ram = len(windows[0].on_cpu), len(windows[0].in_ram)
+        first = windows[0]
         return [
             Column(
                 [instance.kind_of[layer] for layer in layers],
-                int(i < on_cpu),
-                int(i >= on_cpu),
-                int(on_cpu <= i < in_ram),
+                int(layers[0] in first.on_cpu),
+                [int(layers[0] in on_gpu) for on_gpu in first.on_each_gpu],
+                [int(layers[0] in on_gpu and layers[0] in first.experts_on_cpu) for on_gpu in first.on_each_gpu],
             )
-            for i, layers in enumerate(zip(*(window.layers for window in windows), strict=True))
+            for layers in zip(*(window.layers for window in windows), strict=True)
         ]
 
     *windows, tail = plan.route
@@ -128,8 +137,10 @@ class PickedPrompt:
             part = self._part(f"{m}_{place}", share, column)
             for r, kind in zip(stops, column.kinds, strict=True):
                 read = part * (self.instance.streamable[kind] * unit_ms)
-                found[r] += [column.cpu * (phase.cpu[kind] * MS), column.gpu * (phase.gpu[kind] * MS), read]
-                found[r].append(column.experts_on_cpu * (phase.experts_on_cpu[kind] * MS))
+                found[r] += [column.cpu * (phase.cpu[kind] * MS), read]
+                for gpu, (on_gpu, experts) in enumerate(zip(column.gpu, column.experts_on_cpu, strict=True)):
+                    at = gpu * len(self.instance.kinds) + kind
+                    found[r] += [on_gpu * (phase.gpu[at] * MS), experts * (phase.experts_on_cpu[at] * MS)]
                 reads.append(read)
         self.problem.addConstraint(pulp.lpSum(reads) == self.read_ms[m], f"what {m} reads for a prompt")
         return [pulp.lpSum(terms) for terms in found]
@@ -162,12 +173,13 @@ class PickedPrompt:
         """No window of ``m`` takes longer."""
         member, instance = self.instance.members[m], self.instance
         phase = member.prefill
+        on_gpu = [one + max(0.0, more) for one, more in zip(phase.gpu, phase.experts_on_cpu, strict=True)]
         layers = sum(
-            max(phase.cpu[kind], phase.gpu[kind] + max(0.0, phase.experts_on_cpu[kind]))
+            max(phase.cpu[kind], *on_gpu[kind :: len(instance.kinds)])
             + instance.streamable[kind] / member.disk_bytes_per_s
             for kind in instance.kind_of
         )
-        return layers + member.step_s + member.gpu_step_s
+        return layers + member.step_s + sum(phase.gpu_steps_s)
 
     def _hops(self) -> list[Hop]:
         """Behind each member; nothing behind one that takes no part."""

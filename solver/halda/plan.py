@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 OutputPlace = Literal["none", "cpu", "gpu"]
 """Where a device or a window has the output matrix, if it has it."""
@@ -26,8 +26,9 @@ class CutOff(Infeasible):
 class Window:
     """The layers ``first <= layer < last`` that ``device`` computes when a step reaches it once.
 
-    The last ``gpu_layers`` of them on its GPU (paper: n of w); of the first ``cpu_experts`` of these the experts are in RAM,
-    and the processor computes them.
+    The last ``gpu_layers`` of them on its GPUs (paper: n of w); of the first ``cpu_experts`` of these the experts are in
+    RAM, and the processor computes them. A device with several GPUs has ``other_gpus`` of them on the second, third, ...;
+    its first GPU has the last layers, the second those before them, and so on.
     """
 
     device: str
@@ -35,6 +36,7 @@ class Window:
     last: int
     gpu_layers: int
     cpu_experts: int = 0
+    other_gpus: tuple[int, ...] = ()
 
     @property
     def layers(self) -> range:
@@ -52,14 +54,54 @@ class Window:
         return range(self.last - self.gpu_layers, self.last)
 
     @property
+    def on_each_gpu(self) -> tuple[range, ...]:
+        """Those that each GPU computes."""
+        return tuple(split_layers(self.on_gpu, self.other_gpus))
+
+    @property
     def experts_on_cpu(self) -> range:
         """Those on the GPU whose experts are on the CPU."""
         return self.on_gpu[: self.cpu_experts]
+
+    def more_on_gpu(self, gpu_layers: int, gpu: int) -> Window:
+        """The window with so many on GPUs, those that come on that ``gpu``."""
+        others = [*self.other_gpus, *[0] * (gpu - len(self.other_gpus))]
+        if gpu:
+            others[gpu - 1] += gpu_layers - self.gpu_layers
+        return replace(self, gpu_layers=gpu_layers, other_gpus=without_zeros(others))
+
+    def fewer_on_gpu(self, gpu_layers: int) -> Window:
+        """The window with no more than so many on GPUs: the first of them leave."""
+        others, over = list(self.other_gpus), self.gpu_layers - gpu_layers
+        for i in reversed(range(len(others))):
+            gone = min(over, others[i])
+            others[i], over = others[i] - gone, over - gone
+        kept = min(self.cpu_experts, gpu_layers)
+        return replace(self, gpu_layers=gpu_layers, cpu_experts=kept, other_gpus=without_zeros(others))
 
     @property
     def in_ram(self) -> range:
         """Those of which the CPU computes something: weights of theirs are in RAM, or stream."""
         return range(self.first, self.experts_on_cpu.stop)
+
+
+def split_layers(layers: range, others: Sequence[int]) -> Iterator[range]:
+    """The layers of each GPU, where the second, third, ... have as many as ``others``, and the first the last ones."""
+    end = layers.stop
+    for count in (len(layers) - sum(others), *others):
+        yield range(end - count, end)
+        end -= count
+
+
+def on_gpus_of(first: int, others: Sequence[int], cpu_experts: int) -> dict[str, Any]:
+    """As a ``Window`` has them: layers on the first GPU and on others, and of how many of them experts are on the CPU."""
+    return {"gpu_layers": first + sum(others), "cpu_experts": cpu_experts, "other_gpus": without_zeros(others)}
+
+
+def without_zeros(others: Sequence[int]) -> tuple[int, ...]:
+    """``others`` without the GPUs at the end that have nothing."""
+    used = [i for i, count in enumerate(others, 1) if count]
+    return tuple(others[: max(used, default=0)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +153,7 @@ class Plan:
             assert before.last == after.first
         assert all(window.first < window.last for window in self.route)
         assert all(0 <= window.cpu_experts <= window.gpu_layers for window in self.route)
+        assert all(0 <= sum(window.other_gpus) <= window.gpu_layers for window in self.route)
         assert len({streaming.device for streaming in self.streaming}) == len(self.streaming)
         for streaming in self.streaming:
             assert streaming.streamed_bytes > 0

@@ -6,7 +6,7 @@ as stored, so ``bytes / rate`` is a time whatever the type.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, get_args
 
@@ -167,7 +167,9 @@ class GpuProfile:
     what llama.cpp calls it ("CUDA0"): the only name that two of one kind do not share. ``prefill_offload`` is how fast
     it computes prompts through layers that stay in RAM, by type; empty where it is not known to help.
     ``attention_flop_per_s`` is how fast it computes attention of many rows (0: as products of F16), ``routing`` what
-    layers with experts cost besides.
+    layers with experts cost besides. ``context_bytes`` is what a process that computes on it takes of its memory besides
+    buffers (context, kernels; 0: not measured), ``pci`` its address, empty where it has none: two daemons of a machine know
+    by it that they share a GPU.
     """
 
     name: str
@@ -183,6 +185,8 @@ class GpuProfile:
     prefill_offload: tuple[OffloadSpeed, ...] = ()
     attention_flop_per_s: float = 0.0
     routing: RoutingCost = RoutingCost()
+    context_bytes: int = 0
+    pci: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +216,7 @@ class DeviceProfile:
     ``ram_available_bytes`` respects limits of cgroups; ``ram_read_bytes_per_s`` is what all cores together read.
     ``cores`` are those of the machine that it is bound to; none: it may use all.
     ``wireless`` devices of a cluster share one air: a cluster is one subnet, and so, as a rule, one access point.
+    ``gpu`` is the fastest GPU, ``other_gpus`` are the others, the faster ones first.
     """
 
     device: str
@@ -226,11 +231,21 @@ class DeviceProfile:
     gpu: GpuProfile | None
     wireless: bool = False
     cores: tuple[int, ...] = ()
+    other_gpus: tuple[GpuProfile, ...] = ()
 
     def shares_cores(self, other: DeviceProfile) -> bool:
         """Whether both compute on the same cores."""
         bound = bool(self.cores and other.cores)
         return self.host == other.host and not (bound and set(self.cores).isdisjoint(other.cores))
+
+    @property
+    def gpus(self) -> tuple[GpuProfile, ...]:
+        """All its GPUs."""
+        return () if self.gpu is None else (self.gpu, *self.other_gpus)
+
+    def with_gpus(self, gpus: Sequence[GpuProfile]) -> DeviceProfile:
+        """The device with these GPUs instead."""
+        return replace(self, gpu=gpus[0] if gpus else None, other_gpus=tuple(gpus[1:]))
 
     def with_extra_buffers(self, types: Collection[str]) -> DeviceProfile:
         """The device whose processor has extra buffers for weights of ``types`` at most."""

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import Any, Final
 
 import pulp
@@ -38,7 +38,7 @@ from halda.orders import (
     induced_orders,
     min_hops,
 )
-from halda.plan import CutOff, Infeasible, LeftOut, Plan, Window
+from halda.plan import CutOff, Infeasible, LeftOut, Plan, Window, on_gpus_of
 from halda.profile import KV_TYPES, DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
 from halda.simpler import simpler
 from halda.solution import Solution
@@ -502,10 +502,9 @@ class _Search:
         self._note(outcome)
         if outcome.found:
             total = len(self._instance.model.layers)
-            on_gpu = round(pulp.value(program.layout.tail_on_gpu))
-            experts_on_cpu = _height(program.layout.variables["whole"]) - _height(program.layout.variables["start"])
-            name = self._instance.devices[0].device
-            self._offer(1, (Window(device=name, first=0, last=total, gpu_layers=on_gpu, cpu_experts=experts_on_cpu),))
+            name, found = self._instance.devices[0].device, program.layout.variables
+            bounds, whole = [_height(bound) for bound in found["start"]], _height(found["whole"])
+            self._offer(1, (Window(device=name, first=0, last=total, **_on_gpus(bounds, whole)),))
 
     def _may_win(self, rounds: int, orders: Sequence[RingOrder] | None) -> bool:
         """Whether any ring of ``rounds`` rounds or more can be better than the best so far."""
@@ -621,47 +620,38 @@ class _Search:
         columns, route, before = found["columns"], [], 0
         shape = []
         for m in sequence:
-            end, start, whole = (_height(found[what][m]) for what in ("end", "start", "whole"))
+            end, whole = (_height(found[what][m]) for what in ("end", "whole"))
             if end > before:
-                shape.append((m, before, end, end - start, whole - start))
+                shape.append((m, before, end, _on_gpus([_height(bound) for bound in found["start"][m]], whole)))
             before = end
         assert [m for m, *_ in shape] == list(order.members)
         for r in range(rounds):
-            for m, first, last, gpu, experts_on_cpu in shape:
+            for m, first, last, on_gpus in shape:
                 at = r * columns
-                route.append(
-                    Window(
-                        device=names[m], first=at + first, last=at + last, gpu_layers=gpu, cpu_experts=experts_on_cpu
-                    )
-                )
+                route.append(Window(device=names[m], first=at + first, last=at + last, **on_gpus))
         total, tail_first = len(self._instance.model.layers), route[-1].last
-        offset = 0 if rounds == 1 else rounds * columns
-        tail_gpu = total - offset - _height(found["tail_start"])
-        experts_on_cpu = _height(found["tail_whole"]) - _height(found["tail_start"])
-        return (
-            *route,
-            Window(device=names[0], first=tail_first, last=total, gpu_layers=tail_gpu, cpu_experts=experts_on_cpu),
-        )
+        on_gpus = _on_gpus([_height(bound) for bound in found["tail_start"]], _height(found["tail_whole"]))
+        return (*route, Window(device=names[0], first=tail_first, last=total, **on_gpus))
 
     def _take_even(self, program: Program) -> tuple[int, ...]:
         """Make a plan of an even layout's solution. Answers its ring."""
         layout, names = program.layout, [device.device for device in self._instance.devices]
         found = layout.variables
-        w, n, a = ([round(pulp.value(value)) for value in found[name]] for name in ("w", "n", "a"))
+        w = [round(pulp.value(value)) for value in found["w"]]
+        on_gpus = [_counted(n, a) for n, a in zip(found["n"], found["a"], strict=True)]
         order = self._order(layout, w)
         if len(order) == 1:
             return order
         route, at = [], 0
         for _ in range(layout.rounds):
             for m in order:
-                route.append(Window(device=names[m], first=at, last=at + w[m], gpu_layers=n[m], cpu_experts=a[m]))
+                route.append(Window(device=names[m], first=at, last=at + w[m], **on_gpus[m]))
                 at += w[m]
         tail = Window(
             device=names[0],
             first=at,
             last=len(self._instance.model.layers),
-            gpu_layers=round(found["tail_gpu"].value()),
-            cpu_experts=round(found["tail_experts_on_cpu"].value()),
+            **_counted(found["tail_gpu"], found["tail_experts_on_cpu"]),
         )
         self._offer(layout.rounds, (*route, tail))
         return order
@@ -702,8 +692,7 @@ class _Search:
         return plan.with_offload(self._instance.prefill_offload)
 
     def _openable(self, window: Window) -> Window:
-        on_gpu = self._instance.model.openable(window.layers, window.gpu_layers)
-        return replace(window, gpu_layers=on_gpu, cpu_experts=min(window.cpu_experts, on_gpu))
+        return window.fewer_on_gpu(self._instance.model.openable(window.layers, window.gpu_layers))
 
     def _is_on_shared_machine(self, name: str) -> bool:
         """Whether what ``name`` holds is bounded by what others of its machine hold."""
@@ -799,13 +788,12 @@ class _Search:
         if not outcome.found:
             return None
         unit = self._instance.largest_layer_bytes
-        names = [device.device for device in self._instance.devices]
         shortages = []
         for variable in problem.variables():
             kind, _, rest = variable.name.partition("_")
             if kind == "short" and variable.value() and variable.value() * unit >= _MIN_BYTES:
                 what, *members = rest.split("_")
-                where = " and ".join(names[int(m)] for m in members)
+                where = " and ".join(self._named(place) for place in members)
                 size = -(-variable.value() * unit // 1)
                 shortages.append((size, f"{what} of {where} is short of {max(size / 1e6, 0.1):,.1f} MB"))
         text = "; ".join(sentence for _, sentence in sorted(shortages, reverse=True))
@@ -817,6 +805,12 @@ class _Search:
             f"no plan for {model.name} with {work.context_tokens} tokens of context for {work.sequences} sequence(s) fits, "
             f"streaming included: {'at the least' if outcome.proven else 'as far as is known'}, {text}{advice}"
         )
+
+    def _named(self, place: str) -> str:
+        """The member that a name of ``add_memory`` stands for, or its GPU."""
+        m, _, gpu = place.partition("g")
+        member = self._instance.members[int(m)]
+        return member.gpu_name(int(gpu)) if gpu else member.name
 
     def _advice(self) -> str:
         """What else than more memory helps: less of a KV cache, which never streams."""
@@ -831,3 +825,16 @@ class _Search:
 
 def _height(stairs: Sequence[Any]) -> int:
     return sum(round(step if isinstance(step, int) else step.value()) for step in stairs)
+
+
+def _counted(on_gpus: Sequence[Any], experts_on_cpu: Sequence[Any]) -> dict[str, Any]:
+    """What a window has on each GPU, as ``Window`` has it, from the variables of a layout."""
+    first, *others = (round(pulp.value(count)) for count in on_gpus)
+    experts = sum(round(pulp.value(count)) for count in experts_on_cpu)
+    return on_gpus_of(first, others, experts)
+
+
+def _on_gpus(bounds: Sequence[int], whole: int) -> dict[str, Any]:
+    """The same from the boundaries between GPUs, the last GPU's first, and to where experts are on the CPU."""
+    first, *others = reversed([high - low for low, high in pairwise(bounds)])
+    return on_gpus_of(first, others, whole - bounds[0])

@@ -77,7 +77,7 @@ MEMORY = MemoryStatus(
 
 def device_prediction(name: str, **figures: float) -> DevicePrediction:
     fields = dict.fromkeys((field.name for field in dataclasses.fields(DevicePrediction)), 0) | figures
-    return DevicePrediction(**fields | {"device": name})
+    return DevicePrediction(**fields | {"device": name, "each_gpu": ()})
 
 
 def prediction(desk: DevicePrediction, lap: DevicePrediction, *, hop_s: float = 0.004) -> Prediction:

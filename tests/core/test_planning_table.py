@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -98,6 +99,24 @@ def test_what_is_read_from_disk_is_shown_where_something_is():
     assert "at a time" not in fast
     assert f"for a prompt of 512 tokens, {minimum.chunk_rows} at a time" in shown(minimum)
     assert minimum.chunk_rows < 512
+
+
+def test_each_gpu_of_a_device_is_named_with_what_it_has():
+    desk = device("desk", ram=12 * GB, vram=4 * GB)
+    assert desk.gpu is not None
+    two = desk.with_gpus([replace(desk.gpu, id=name) for name in ("CUDA0", "CUDA1")])
+    found = explain(ask(Wishes(), (two,), (), model(context_tokens=1024)))
+    text = " ".join(shown(found, width=200).split())
+    gpus = found.devices[0].gpus
+    assert [gpu.id for gpu in gpus] == ["CUDA0", "CUDA1"]
+    assert sum(gpu.layers for gpu in gpus) == found.devices[0].gpu_layers == 20
+    assert [*found.devices[0].windows[0].other_gpus] == [gpus[1].layers]
+    for gpu in gpus:
+        assert f"{gpu.layers} layers on GPU ({gpu.id})" in text
+    assert found.devices[0].vram_bytes == sum(gpu.vram_bytes for gpu in gpus)
+    assert found.devices[0].vram_limit_bytes == 8 * GB
+    assert "on GPUs" in found.predicted.bottleneck
+    assert "CUDA" not in shown(explain(ask(Wishes(), (desk,), (), model(context_tokens=1024))), width=200)
 
 
 def test_who_is_helped_is_said():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,14 @@ def test_memory_and_disk_change():
     assert desk.disk.prefetch_bytes_per_s == 3e9
     assert desk.disk.fault_bytes_per_s == pytest.approx(1.5e9)
     assert of(asked, "mac") == MAC
+
+
+def test_vram_is_that_of_all_gpus_of_a_device():
+    assert DESK.gpu is not None
+    two = DESK.with_gpus([DESK.gpu, replace(DESK.gpu, id="CUDA1", vram_available_bytes=4 * GB)])
+    asked = ask(wishes(), (two, MAC), (), model())
+    found = of(change(asked, ["vram:desk=6GB"], lambda path: []), "desk")
+    assert [gpu.vram_available_bytes for gpu in found.gpus] == [4 * GB, 2 * GB]
 
 
 def test_less_memory_than_installed_leaves_what_is_installed():

@@ -91,10 +91,17 @@ def test_a_ratio_is_the_plan_over_what_was_published(sheets: Sheets) -> None:
     assert found.prefill_ratio == pytest.approx(found.prefill_planned_tok_s / 4000, abs=1e-3)
 
 
-def test_a_second_gpu_of_a_pc_is_shown_as_left_out(sheets: Sheets) -> None:
-    both = row(_figure("RTX 3090 24GB", "RTX 3090 24GB (same PC)"), sheets)
-    assert (both.is_single, both.note) == (False, "with 1 of its 2 GPUs")
-    assert both.decode_ratio == row(_figure("RTX 3090 24GB"), sheets).decode_ratio
+def test_two_gpus_of_a_pc_write_what_was_published_of_them() -> None:
+    """As in ``profiles/published.json``: a 70B that neither holds."""
+    sheets = read_sheets()
+    found = {figure.id: row(figure, sheets) for figure in read_figures(FIGURES) if figure.kind == "multi-gpu-one-box"}
+    assert len(found) == 3
+    for each in found.values():
+        assert not each.is_single
+        assert each.decode_ratio is not None
+        assert each.prefill_ratio is not None
+        assert 0.8 < each.decode_ratio < 1.2
+        assert 0.8 < each.prefill_ratio < 1.2
 
 
 def test_the_devices_that_come_with_primad_are_what_the_rule_gives(sheets: Sheets) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from halda import DevicePrediction, LinkProfile, Plan, Prediction, Streaming, Window, assignments
 from halda.assignment import in_memory
+from halda.evaluate import GpuPrediction
 from primad.api.answering.backend import Health
 from primad.api.http.status import MemoryFigures, PlannedFigures, RingForecast, status_body
 from primad.engine.streaming.streams import StreamedWindow, Streams
@@ -51,7 +52,7 @@ KEPT = assignments(PLAN, MODEL)
 def predicted(device: str, **figures: float) -> DevicePrediction:
     """A prediction that says 0 of what is not given."""
     fields = dict.fromkeys((field.name for field in dataclasses.fields(DevicePrediction)), 0) | figures
-    return DevicePrediction(**fields | {"device": device})
+    return DevicePrediction(**fields | {"device": device, "each_gpu": figures.get("each_gpu", ())})
 
 
 LAP = predicted(
@@ -353,6 +354,25 @@ def test_the_owner_is_told_who_streams():
         "desk: 15 layers (0-4, 10-14, 20-24), 3 of them streamed",
         "lap: 10 layers (5-9, 15-19), 3 of them streamed",
     ]
+
+
+def test_each_of_several_gpus_is_named_with_its_layers():
+    route = (Window(device="desk", first=0, last=25, gpu_layers=22, other_gpus=(10,)),)
+    plan = dataclasses.replace(PLAN, rounds=1, route=route, output_on_gpu=True, streaming=())
+    gpus = tuple(
+        GpuPrediction(name="RTX 3090", id=name, layers=layers, vram_bytes=7, vram_limit_bytes=9)
+        for name, layers in (("CUDA0", 12), ("CUDA1", 10))
+    )
+    kept, desk = assignments(plan, MODEL), predicted("desk", each_gpu=gpus)
+    prediction = dataclasses.replace(PREDICTION, devices=(desk,))
+    assert plan_lines(plan, kept, prediction) == [
+        "desk: 25 layers (0-24), 22 of them on RTX 3090 (CUDA0): 12 and RTX 3090 (CUDA1): 10"
+    ]
+    one = dataclasses.replace(PREDICTION, devices=(predicted("desk", each_gpu=gpus[:1]),))
+    assert plan_lines(plan, kept, one) == plan_lines(plan, kept) == ["desk: 25 layers (0-24), 22 of them on the GPU"]
+    found = device_status(plan, prediction, kept["desk"], "desk", None, Costs(), daemon_rss_bytes=0)
+    assert [(gpu.id, gpu.layers, gpu.planned_bytes) for gpu in found.gpus] == [("CUDA0", 12, 7), ("CUDA1", 10, 7)]
+    assert device_status(plan, one, kept["desk"], "desk", None, Costs(), daemon_rss_bytes=0).gpus == []
 
 
 def test_one_layer_is_not_one_layers():

@@ -103,9 +103,7 @@ def test_strangers_pair_by_a_code_and_know_each_other_until_one_is_revoked(tiny,
         code, place = shown(ours)
         wrong = theirs.run("join", "--name", "worker", "--cluster", cluster, "--code", another(code), "--device", place)
         assert wrong.returncode == 2
-        assert re.fullmatch(
-            r"primad: error: .*wrong code \(4 tries are left\).*\n", wrong.stderr
-        )
+        assert re.fullmatch(r"primad: error: .*wrong code \(4 tries are left\).*\n", wrong.stderr)
 
         worker = a_worker(stack, theirs, cluster, "--code", code, "--device", place)
         worker.wait_for("^paired with head$")

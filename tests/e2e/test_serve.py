@@ -127,7 +127,9 @@ def test_as_many_answers_are_written_at_once_as_is_said(served):
     served.head.run.wait_for(
         r"^(1 request at a time|[24] concurrent requests, each with that context) \(.*--sequences sets it\)(; .*)?$"
     )
-    count = int(re.search(r"^([124]) (?:request at a time|concurrent requests)", served.head.run.output, re.MULTILINE)[1])
+    count = int(
+        re.search(r"^([124]) (?:request at a time|concurrent requests)", served.head.run.output, re.MULTILINE)[1]
+    )
     assert [slot["id"] for slot in HTTP.get(f"{served.head.url}/slots").json()] == list(range(count))
     assert HTTP.get(f"{served.head.url}/props").json()["total_slots"] == count
     assert served.head.status()["sequences"] == count

@@ -18,15 +18,20 @@ from tests.fakes.profile import GPU, home_record, machine_record
 
 @contextmanager
 def measured(
-    gpu: GpuDevice, home: Path, threads: int, prefill_offload: tuple[OffloadSpeed, ...] = ()
+    gpu: GpuDevice,
+    home: Path,
+    threads: int,
+    prefill_offload: tuple[OffloadSpeed, ...] = (),
+    others: Sequence[str] = (),
 ) -> Iterator[None]:
-    """The device of ``home`` counts as measured with a fast GPU, whatever this one is.
+    """The device of ``home`` counts as measured with a fast GPU, whatever this one is, and with like ``others``.
 
     Figures are kept by pinned threads: those of others than ``threads`` have none in them.
     """
     record = machine_record(threads)
     fast = replace(GPU, id=gpu.id, name=gpu.name, backend=gpu.backend, prefill_offload=prefill_offload)
-    write(msgspec.structs.replace(record, gpus=(fast,)), home_record(), home)
+    gpus = (fast, *(replace(fast, id=other) for other in others))
+    write(msgspec.structs.replace(record, gpus=gpus), home_record(), home)
     yield
     write(record, home_record(), home)
 

@@ -40,7 +40,8 @@ class Route:
 
     Of each window the last ``on_gpu`` layers are on a GPU, in the tail with the output; None of the tail: the output alone.
     Prompts through the others are computed there too if they are ``prefill_offload``. ``apart``: of those on a GPU the
-    experts are not. ``extra_buffers``: all windows have them. The tail ``predicts``.
+    experts are not. ``extra_buffers``: all windows have them. ``others`` are those on a second GPU, of each window. The
+    tail ``predicts``.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Route:
         apart=False,
         adapters=(),
         extra_buffers=False,
+        others=(),
         predicts=False,
     ):
         cutter = ModelCutter(header, keeps_name=any(each.changes_output for each in adapters), predicts=predicts)
@@ -81,6 +83,7 @@ class Route:
             assignment = assigned(
                 last - first, count, is_tail=is_tail, first=first, prefill_offload=prefill_offload, apart=apart
             )
+            assignment = replace(assignment, other_gpus=(others[number],) if others else ())
             files = replace_fields(
                 files_of(metadata, paths, assignment),
                 adapters=adapters_of(adapters, spec, folder),

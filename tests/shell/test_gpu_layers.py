@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
+import numpy as np
 import pytest
 
 from halda import Plan, Window, assignments
 from halda.assignment import in_memory
 from halda.plan import OutputPlace
 from primad.daemon.layer_files import Workspace, place_windows
-from primad.engine.llama.model import n_gpu_layers
+from primad.engine.llama.model import gpus_in_order, n_gpu_layers, tensor_split
 from primad.engine.llama.windows import MiddleWindow, TailWindow, WholeModel
 from primad.engine.protocol import EngineOptions, WindowSource
+from primad.errors import EngineError
 from primad.gguf.windows import WindowSpec
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
@@ -74,3 +79,59 @@ def test_only_the_tail_has_an_output(tmp_path):
 
     assert placed("gpu") == [(2, False), (1, False), (0, True)]
     assert placed("cpu") == [(2, False), (1, False), (0, False)]
+
+
+def placed_by_llama_cpp(split: list[int], layers: int, told: int) -> list[int | None]:
+    """On which GPU, by its number in the list, llama.cpp has each layer and the output, by its own rule in float32."""
+    points = np.cumsum(np.array(split, np.float32), dtype=np.float32)
+    points /= points[-1]
+    first, count = max(layers + 1 - told, 0), min(told, layers + 1)
+    return [
+        None if layer < first else int(np.searchsorted(points, np.float32(layer - first) / np.float32(count), "right"))
+        for layer in range(layers + 1)
+    ]
+
+
+@pytest.mark.parametrize("layers", [1, 7, 48, 80, 126])
+def test_each_layer_lies_on_the_gpu_that_the_plan_says(layers):
+    options = msgspec.structs.replace(OPTIONS, gpu="A", other_gpus=("B", "C"))
+    for on_gpus in {1, layers // 2, layers} - {0}:
+        for second in range(on_gpus + 1):
+            for third in {0, 1, on_gpus - second} - set(range(on_gpus - second + 1, on_gpus + 2)):
+                assignment = in_memory(0, layers, gpu_layers=on_gpus, other_gpus=(second, third), output="gpu")
+                gpus, told = gpus_in_order(assignment, options), n_gpu_layers(assignment)
+                split = tensor_split([count for _, count in gpus], told)
+                found = placed_by_llama_cpp(list(split)[: len(gpus)], layers, told)
+                names = [None if number is None else gpus[number][0] for number in found]
+                first = on_gpus - second - third
+                expected = [None] * (layers - on_gpus) + ["C"] * third + ["B"] * second + ["A"] * (first + 1)
+                assert names == expected
+
+
+def test_gpus_stand_in_the_order_of_their_layers_and_the_one_that_helps_first():
+    options = msgspec.structs.replace(OPTIONS, gpu="A", other_gpus=("B",))
+    helping = msgspec.structs.replace(options, offloading_gpu="B")
+
+    def order(options: EngineOptions, **what: object) -> list[tuple[str, int]]:
+        return gpus_in_order(replace(in_memory(0, 8), **what), options)
+
+    assert order(options) == []
+    assert order(options, gpu_layers=6) == [("A", 6)]
+    assert order(options, gpu_layers=6, other_gpus=(2,)) == [("B", 2), ("A", 4)]
+    assert order(options, gpu_layers=6, other_gpus=(6,)) == [("B", 6)], "nothing of the first"
+    assert order(options, gpu_layers=6, other_gpus=(6,), output="gpu") == [("B", 6), ("A", 0)]
+    assert order(options, output="gpu") == [("A", 0)]
+    assert order(options, prefill_offload=True) == [("A", 0)]
+    assert order(helping, prefill_offload=True) == [("B", 0)]
+    assert order(helping, gpu_layers=2, prefill_offload=True) == [("B", 0), ("A", 2)]
+    assert order(helping, gpu_layers=2, other_gpus=(1,), prefill_offload=True) == [("B", 1), ("A", 1)]
+    with pytest.raises(EngineError, match="layers on 3 GPUs; this device has 2"):
+        order(options, gpu_layers=6, other_gpus=(1, 1))
+
+
+def test_a_plan_of_two_gpus_says_what_is_on_each():
+    window = Window(device="desk", first=0, last=8, gpu_layers=6, other_gpus=(4,))
+    plan = Plan(rounds=1, route=(window,), output_on_gpu=True, streaming=(), left_out=())
+    found = assignments(plan, model(layers=8))["desk"]
+    assert found.windows[0].on_each_gpu == found.on_each_gpu == (2, 4)
+    assert [*map(list, window.on_each_gpu)] == [[6, 7], [2, 3, 4, 5]]

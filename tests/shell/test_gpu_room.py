@@ -272,7 +272,7 @@ def available(profile: DeviceProfile) -> int:
 
 
 def test_a_lack_that_lasts_is_told_once_until_it_is_over():
-    free, total = [300 << 20], 24 * GIB
+    free, total = [300 << 20], 16 * GIB
     watch = GpuWatch(lambda: free[0], total)
     seconds = itertools.count(step=2)
 
@@ -311,3 +311,75 @@ def test_a_driver_that_ends_the_ring_process_twice_leaves_the_gpu_out():
     assert "device lost" in line
     assert "--gpu off" in line
     assert care.changes == 1
+
+
+OTHER = replace(GPU, id="CUDA1")
+BOTH = replace(PROFILE, other_gpus=(OTHER,))
+
+
+def test_what_each_gpu_holds_is_told_and_counts_as_free_there(tmp_path):
+    source = window(tmp_path / "a", 6, 5)
+    split = msgspec.structs.replace(source, assignment=replace(source.assignment, other_gpus=(2,)))
+    options = msgspec.structs.replace(OPTIONS, gpu="CUDA0", other_gpus=("CUDA1",))
+    asked, told = msgspec.structs.replace(opening(split), options=options), list[GpuLoaded]()
+    free = {"CUDA0": iter([10 * GIB, 7 * GIB]), "CUDA1": iter([8 * GIB, 6 * GIB])}
+    load_what_fits(asked, lambda each: each, told.append, lambda gpu: next(free[gpu]))
+    assert told == [GpuLoaded(layers=5, planned=5, held_bytes=3 * GIB, why="", others_held={"CUDA1": 2 * GIB})]
+    care, capped = Care(), Care(replace(NO_LIMITS, vram=6 * GIB))
+    taken = BOTH.with_gpus([replace(gpu, vram_available_bytes=GIB) for gpu in BOTH.gpus])
+    found = []
+    for each in (care, capped):
+        each.now(taken)
+        each.has(1, told[0])
+        found.append([gpu.vram_available_bytes for gpu in each.now(taken).gpus])
+    assert found == [[4 * GIB, 3 * GIB], [4 * GIB, 2 * GIB]], "the owner's bytes are those of both"
+
+
+def test_fewer_layers_leave_both_gpus(tmp_path):
+    source = window(tmp_path / "a", 8, 8)
+    asked = opening(msgspec.structs.replace(source, assignment=replace(source.assignment, other_gpus=(4,))))
+    found = []
+    for _ in range(3):
+        asked = fewer_on_gpu(asked)
+        found.append(asked.windows[0].assignment.on_each_gpu)
+    assert found == [(3, 3), (2, 2), (2, 1)]
+
+
+def test_a_lack_on_one_gpu_leaves_the_other():
+    async def once() -> None:
+        care = Care()
+        roomy = BOTH.with_gpus([replace(gpu, vram_available_bytes=8 * GIB) for gpu in BOTH.gpus])
+        assert care.now(roomy) == roomy
+        care.has(1, GpuLoaded(layers=4, planned=4, held_bytes=6 * GIB, why="", others_held={"CUDA1": 5 * GIB}))
+        care.low(1, GpuLow(free_bytes=0, needed_bytes=GIB, other="CUDA1"))
+        assert [gpu.vram_available_bytes for gpu in care.bounded(roomy).gpus] == [8 * GIB, 5 * GIB]
+        assert care.again
+
+    asyncio.run(once())
+
+
+def test_of_two_gpus_the_one_that_fails_is_left_out_by_trying():
+    care, crash = Care(), RingError("the ring process was ended by SIGABRT: CUDA error")
+    care.now(BOTH)
+    found = []
+    for _ in range(4):
+        care.failed(crash)
+        found.append([gpu.id for gpu in care.bounded(BOTH).gpus])
+    assert found == [["CUDA0", "CUDA1"], ["CUDA0"], ["CUDA1"], []]
+    assert care.bounded(replace(PROFILE, gpu=None)).gpu is None
+    assert care.changes == 3
+    assert [line.split(" until")[0] for line in care.said] == [
+        "of the GPUs CUDA0 alone is used",
+        "of the GPUs CUDA1 alone is used",
+        "the GPU stays unused",
+    ]
+
+
+def test_a_gpu_that_was_left_out_is_back_when_the_other_was_the_one_that_failed():
+    """What a head knows of a worker lacks it by then."""
+    care, crash = Care(), RingError("the ring process was ended by SIGSEGV")
+    known = care.now(BOTH)
+    for _ in range(3):
+        care.failed(crash)
+        known = care.bounded(known)
+    assert [gpu.id for gpu in known.gpus] == ["CUDA1"]

@@ -116,7 +116,7 @@ def prediction(*, desk_s: float, nas_s: float) -> Prediction:
     """A token that takes so long on two devices, and nothing in between."""
     zeros = dict.fromkeys((each.name for each in fields(DevicePrediction)), 0)
     devices = [
-        DevicePrediction(**zeros | {"device": name, "compute_s": compute_s})
+        DevicePrediction(**zeros | {"device": name, "compute_s": compute_s, "each_gpu": ()})
         for name, compute_s in (("desk", desk_s), ("nas", nas_s))
     ]
     token_s = desk_s + nas_s

@@ -478,7 +478,13 @@ def test_gpus_are_listed_with_what_their_backend_says():
     assert ctypes.c_size_t().value == 0
     assert list(list_gpus(FakeGgml())) == [
         GpuDevice(
-            id="GPU1", name="a card", backend="CUDA", vram_total_bytes=24, vram_available_bytes=24, unified_memory=False
+            id="GPU1",
+            name="a card",
+            backend="CUDA",
+            vram_total_bytes=24,
+            vram_available_bytes=24,
+            unified_memory=False,
+            pci="0000:01:00.1",
         ),
         GpuDevice(
             id="GPU2",
@@ -487,6 +493,7 @@ def test_gpus_are_listed_with_what_their_backend_says():
             vram_total_bytes=48,
             vram_available_bytes=40,
             unified_memory=True,
+            pci="0000:01:00.2",
         ),
     ]
 
@@ -560,13 +567,38 @@ def test_free_memory_of_a_gpu_is_read_anew(monkeypatch):
     assert shared.vram_available_bytes == 2 << 30
 
 
-def test_of_several_gpus_the_fastest_is_used_or_the_one_that_is_wanted():
+def test_all_gpus_are_used_the_fastest_first_or_those_that_are_wanted():
     slow = replace(GPU, id="CUDA1", name="an old card", vram_read_bytes_per_s=1e11)
-    assert gpus.choose_gpu([slow, GPU], None) == GPU
-    assert gpus.choose_gpu([slow, GPU], "cuda1") == gpus.choose_gpu([slow, GPU], "old card") == slow
-    assert gpus.choose_gpu([slow, GPU], "off") is gpus.choose_gpu([], None) is None
-    with pytest.raises(ConfigError, match=r"--gpu 4090: .* it has CUDA1 \(an old card\), CUDA0 \(a gpu\); 'off'"):
-        gpus.choose_gpu([slow, GPU], "4090")
+    like = replace(slow, id="CUDA2")
+    assert gpus.choose_gpus([slow, GPU], None) == (GPU, slow)
+    assert gpus.choose_gpus([slow, GPU, like], "cuda1") == (slow,)
+    assert gpus.choose_gpus([slow, GPU, like], "old card") == (slow, like), "both have that name"
+    assert gpus.choose_gpus([slow, GPU, like], "CUDA2, cuda0") == (GPU, like)
+    assert gpus.choose_gpus([slow, GPU], "off") == gpus.choose_gpus([], None) == ()
+    for wanted in ("4090", "CUDA0,4090"):
+        known = rf"--gpu {wanted}: .* it has CUDA1 \(an old card\), CUDA0 \(a gpu\); 'off'"
+        with pytest.raises(ConfigError, match=known):
+            gpus.choose_gpus([slow, GPU], wanted)
+
+
+def test_a_gpu_that_two_backends_show_is_used_by_the_faster_one():
+    by_cuda = replace(GPU, pci="0000:01:00.0")
+    by_vulkan = replace(by_cuda, id="Vulkan0", vram_read_bytes_per_s=1e11)
+    other = replace(by_vulkan, id="Vulkan1", pci="0000:02:00.0")
+    assert gpus.choose_gpus([by_vulkan, by_cuda, other], None) == (by_cuda, other)
+
+
+def test_what_a_driver_takes_is_the_median_of_trials_within_bounds():
+    card, mib = a_device(), 1 << 20
+    assert processors.context_bytes([400 * mib, 500 * mib, 900 * mib], card) == 500 * mib
+    assert processors.context_bytes([mib], card) == 64 * mib
+    assert processors.context_bytes([20 << 30], card) == 3 << 30, "another program began meanwhile"
+    assert processors.context_bytes([-mib], card) == processors.context_bytes([], card) == 0
+    assert processors.context_bytes([400 * mib], a_device(unified_memory=True)) == 0
+
+
+def test_the_room_that_plans_leave_of_a_gpu_grows_with_it():
+    assert [reserve_bytes(size << 30) >> 20 for size in (2, 8, 16, 24, 80)] == [64, 256, 256, 384, 1280]
 
 
 class FakeChildren(Machine):

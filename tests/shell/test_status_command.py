@@ -150,7 +150,9 @@ def test_it_says_what_is_kept_of_answers_and_what_came_of_it(command, endpoint):
     _, out, _ = command("status", "--url", endpoint.url)
     assert "nas: its KV cache is not replicated, no link of it carries them" in out
     assert "KV cache replicated: lap's by desk; 46.0 MB now, 12 tokens behind" in out
-    assert "3 times a ring resumed requests of another one: 2000 tokens were restored within 0.4 s, 31 recomputed" in out
+    assert (
+        "3 times a ring resumed requests of another one: 2000 tokens were restored within 0.4 s, 31 recomputed" in out
+    )
 
 
 def test_it_says_what_became_of_drafts(command, endpoint):

@@ -65,8 +65,9 @@ class Option:
     pool: int
     disk: float
     slows: float
-    gpu: int
-    tail_gpu: int
+    gpu: tuple[int, ...]
+    """Layers of a window on each GPU."""
+    tail_gpu: tuple[int, ...]
     experts_on_cpu: int
     tail_experts_on_cpu: int
     output_on_gpu: bool
@@ -205,12 +206,10 @@ class Brute:
         if ranges and (ranges[0][0] or len(ranges) > 1):
             width -= kept
         tail_width -= kept if tail else 0
-        for gpu, tail_gpu in product(
-            range(width + 1 if member.has_gpu else 1), range(tail_width + 1 if member.has_gpu else 1)
-        ):
-            outputs = (True,) if tail_gpu else (False, True) if tail and member.has_gpu else (False,)
+        for gpu, tail_gpu in product(*(list(_splits(count, member.gpu_count)) for count in (width, tail_width))):
+            outputs = (True,) if any(tail_gpu) else (False, True) if tail and member.has_gpu else (False,)
             for output_on_gpu, experts_on_cpu, tail_experts_on_cpu in product(
-                outputs, self._apart(gpu), self._apart(tail_gpu)
+                outputs, self._apart(sum(gpu)), self._apart(sum(tail_gpu))
             ):
                 option = self._option(
                     m, ranges, tail, ring, (gpu, experts_on_cpu), (tail_gpu, tail_experts_on_cpu), output_on_gpu
@@ -252,30 +251,38 @@ class Brute:
         ranges: tuple[tuple[int, int], ...],
         tail: tuple[int, int] | None,
         ring: int,
-        of_window: tuple[int, int],
-        of_tail: tuple[int, int],
+        of_window: tuple[tuple[int, ...], int],
+        of_tail: tuple[tuple[int, ...], int],
         output_on_gpu: bool,
     ) -> Option | None:
-        """``of_window`` and ``of_tail`` are layers on the GPU, and of how many of these the experts are on the CPU."""
+        """``of_window`` and ``of_tail`` are layers on each GPU, and of how many of them the experts are on the CPU."""
         instance, member, sizes, kv = self._instance, self._instance.members[m], self._sizes, self._kv
         parts = [_placed(a, b, *of_window) for a, b in ranges] + ([_placed(*tail, *of_tail)] if tail else [])
-        on_cpu, on_gpu, experts_on_cpu = ([layer for part in parts for layer in part[i]] for i in range(3))
+        on_cpu, experts_on_cpu = ([layer for part in parts for layer in part[i]] for i in (0, 2))
+        on_gpus = [[layer for part in parts for layer in part[1][gpu]] for gpu in range(member.gpu_count)]
+        on_gpu = [layer for layers in on_gpus for layer in layers]
         windows = len(ranges) + (tail is not None)
         output = instance.model.output_bytes if tail else 0
-        uses_gpu = bool(on_gpu) or output_on_gpu
-        vram = sum(sizes[i] + kv[i] for i in on_gpu) + (output if output_on_gpu else 0)
-        vram -= sum(self._experts[i] for i in experts_on_cpu)
-        offloads = member.offloads_prefill
-        if uses_gpu or offloads:
-            vram += cost.GPU_RUNTIME_BYTES + windows * (self._buffer + (self._copied if offloads else 0))
-        if offloads and not output_on_gpu:
-            vram += max(0, output - self._copied)
-        if vram > member.vram_limit or (ring > 1 and sum(sizes[i] for i in (*on_cpu, *on_gpu)) > member.disk_limit):
+        uses_gpus = [bool(layers) or (output_on_gpu and gpu == 0) for gpu, layers in enumerate(on_gpus)]
+        vrams, offloads = [], member.offloads_prefill
+        for gpu, layers in enumerate(on_gpus):
+            vram = sum(sizes[i] + kv[i] for i in layers) + (output if output_on_gpu and gpu == 0 else 0)
+            vram -= sum(self._experts[i] for i in experts_on_cpu if i in layers)
+            helps = offloads and gpu == member.offloading_gpu
+            if uses_gpus[gpu] or helps:
+                context = member.profile.gpus[gpu].context_bytes or cost.GPU_RUNTIME_BYTES
+                vram += context + windows * (self._buffer + (self._copied if helps else 0))
+            if helps and not output_on_gpu:
+                vram += max(0, output - self._copied)
+            vrams.append(vram)
+        if any(vram > limit for vram, limit in zip(vrams, member.vram_limits, strict=True)):
+            return None
+        if ring > 1 and sum(sizes[i] for i in (*on_cpu, *on_gpu)) > member.disk_limit:
             return None
         ram = sum(sizes[i] + kv[i] for i in on_cpu) + sum(self._experts[i] for i in experts_on_cpu)
         ram += self._besides + windows * self._window
         ram += (instance.head_bytes(windows) if tail else 0) + (0 if output_on_gpu else output)
-        over = ram + (vram if member.shares_memory else 0) - member.ram_limit
+        over = ram + sum(member.in_ram(vrams)) - member.ram_limit
         if offloads and over > 0:
             return None  # what streams would travel twice
         maximum = (
@@ -285,25 +292,28 @@ class Brute:
         )
         pool = max(self._experts) if self._by_expert else 0
         output_s = (member.gpu_output_s if output_on_gpu else member.cpu_output_s) if tail else 0.0
-        step_s = member.step_s * bool(on_cpu or experts_on_cpu) + member.gpu_step_s * uses_gpu
-        kinds, both = instance.kind_of, []
+        kinds, both, steps_s = instance.kind_of, [], []
         for phase, out, spare in ((member.decode, output_s, self._buffer), (member.prefill, 0.0, 0)):
-            rest = sum(phase.gpu[kinds[i]] for i in on_gpu) + sum(
-                phase.experts_on_cpu[kinds[i]] for i in experts_on_cpu
-            )
+            step_s = member.step_s * bool(on_cpu or experts_on_cpu)
+            step_s += sum(seconds for seconds, uses in zip(phase.gpu_steps_s, uses_gpus, strict=True) if uses)
+            steps_s.append(step_s)
+            rest, count = 0.0, len(instance.kinds)
+            for gpu, layers in enumerate(on_gpus):
+                rest += sum(phase.gpu[gpu * count + kinds[i]] for i in layers)
+                rest += sum(phase.experts_on_cpu[gpu * count + kinds[i]] for i in experts_on_cpu if i in layers)
             rest += out + windows * step_s
             compute = rest + sum(phase.cpu[kinds[i]] for i in on_cpu)
             tail_s = 0.0
             if tail and ring > 1:
-                tail_s = _computed(phase, kinds, parts[-1]) + step_s
-                rest -= out + step_s + of_tail[0] * max(phase.gpu)
+                tail_s = _computed(instance, phase, parts[-1]) + step_s
+                rest -= out + step_s + sum(of_tail[0]) * max(phase.gpu)
             model = instance.model
             uses = sorted(model.expert_use or [model.experts_used / model.experts]) if self._by_expert else [1.0]
             picked = tuple(1 - (1 - use) ** phase.rows for use in uses)
             layers = sum(phase.cpu[kinds[i]] for i in on_cpu)
             both.append(Times(compute, rest, tail_s, 2 * min(phase.cpu), layers, spare, picked))
         disk, slows = member.disk_bytes_per_s, member.profile.disk.slows_s_per_byte
-        window, k = ranges[0][1] - of_window[0] - ranges[0][0] if ranges else 0, len(ranges)
+        window, k = ranges[0][1] - sum(of_window[0]) - ranges[0][0] if ranges else 0, len(ranges)
         tail_cpu = len(parts[-1][0]) if tail else 0
         longer = tail_cpu - window
         regular = not tail or k < 2 or self._by_expert or -(k // 2) <= longer <= -(-k // 2)
@@ -311,7 +321,7 @@ class Brute:
         steps = self._steps(m)
         laps = tuple(
             (
-                _computed(member.prefill, kinds, part) + step_s,
+                _computed(instance, member.prefill, part) + steps_s[1],
                 sum(self._experts[i] for i in (*part[0], *part[2])),
             )
             for part in parts
@@ -693,17 +703,14 @@ class Brute:
             for name, (a, b), option in zip(names, way.bounds, way.options, strict=True):
                 at = r * way.columns
                 route.append(
-                    Window(
-                        device=name, first=at + a, last=at + b, gpu_layers=option.gpu, cpu_experts=option.experts_on_cpu
-                    )
+                    Window(device=name, first=at + a, last=at + b, **_on_gpus(option.gpu, option.experts_on_cpu))
                 )
         route.append(
             Window(
                 device=names[0],
                 first=first,
                 last=total,
-                gpu_layers=way.options[0].tail_gpu,
-                cpu_experts=way.options[0].tail_experts_on_cpu,
+                **_on_gpus(way.options[0].tail_gpu, way.options[0].tail_experts_on_cpu),
             )
         )
         streaming = tuple(
@@ -725,11 +732,30 @@ class Brute:
         return plan.with_offload(self._instance.prefill_offload)
 
 
-def _placed(first: int, last: int, gpu: int, experts_on_cpu: int) -> tuple[range, range, range]:
-    """The layers of a window on the CPU, on the GPU, and of these the ones whose experts are on the CPU."""
-    return range(first, last - gpu), range(last - gpu, last), range(last - gpu, last - gpu + experts_on_cpu)
+def _splits(count: int, gpus: int) -> Iterator[tuple[int, ...]]:
+    """All ways to have none to ``count`` layers on so many GPUs."""
+    return (split for split in product(*[range(count + 1)] * gpus) if sum(split) <= count)
 
 
-def _computed(phase: Phase, kinds: Sequence[int], placed: tuple[range, range, range]) -> float:
-    both = zip(placed, (phase.cpu, phase.gpu, phase.experts_on_cpu), strict=True)
-    return sum(seconds[kinds[i]] for layers, seconds in both for i in layers)
+def _on_gpus(split: tuple[int, ...], experts_on_cpu: int) -> dict[str, object]:
+    others = split[1:] if any(split[1:]) else ()
+    return {"gpu_layers": sum(split), "cpu_experts": experts_on_cpu, "other_gpus": others}
+
+
+def _placed(first: int, last: int, split: tuple[int, ...], experts_on_cpu: int) -> tuple[range, list[range], range]:
+    """The layers of a window on the CPU, on each GPU (the first has the last), and those whose experts are on the CPU."""
+    on_gpus, end = [], last
+    for count in split:
+        on_gpus.append(range(end - count, end))
+        end -= count
+    return range(first, end), on_gpus, range(end, end + experts_on_cpu)
+
+
+def _computed(instance: Instance, phase: Phase, placed: tuple[range, list[range], range]) -> float:
+    on_cpu, on_gpus, experts_on_cpu = placed
+    kinds, total = instance.kind_of, sum(phase.cpu[instance.kind_of[i]] for i in on_cpu)
+    for gpu, layers in enumerate(on_gpus):
+        for i in layers:
+            at = gpu * len(instance.kinds) + kinds[i]
+            total += phase.gpu[at] + phase.experts_on_cpu[at] * (i in experts_on_cpu)
+    return total

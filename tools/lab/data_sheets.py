@@ -8,7 +8,9 @@ which ``profiles/README.md`` states.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -63,10 +65,13 @@ class Family(NamedTuple):
     layer_s: float
     step_s: float
     routing: RoutingCost
+    context_bytes: int = 0
 
 
 FAMILIES: Final[Mapping[str, Family]] = {
-    "nvidia": Family("CUDA", "CUDA0", 0.78, 0.85, 0.8, 0.3, 25e-6, 2e-4, RoutingCost(layer_s=1e-5, many_ratio=2.0)),
+    "nvidia": Family(
+        "CUDA", "CUDA0", 0.78, 0.85, 0.8, 0.3, 25e-6, 2e-4, RoutingCost(layer_s=1e-5, many_ratio=2.0), 690_000_000
+    ),
     "amd": Family("ROCm", "ROCm0", 0.78, 0.8, 0.41, 0.4, 6e-5, 3e-4, RoutingCost(layer_s=2e-5, many_ratio=1.7)),
     "intel": Family("Vulkan", "Vulkan0", 0.55, 0.6, 0.22, 0.3, 6e-5, 4e-4, RoutingCost(layer_s=2e-5, many_ratio=1.7)),
     "integrated": Family(
@@ -122,6 +127,7 @@ class MachineSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     gpu: str = ""
     graphics: str = ""
     wireless: bool = False
+    more_gpus: tuple[str, ...] = ()
 
 
 class Sheets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -155,8 +161,22 @@ def profiles(sheets: Sheets) -> dict[str, tuple[DeviceProfile, str]]:
         processor = sheets.processor(machine)
         name = machine.gpu or machine.graphics or processor.graphics
         gpu = sheets.gpu(name) if name else None
-        found[machine.device] = profile(machine, processor, gpu), _how(processor, gpu)
+        device, how = profile(machine, processor, gpu), _how(processor, gpu)
+        for more in (sheets.gpu(name) for name in machine.more_gpus):
+            device = with_gpus_more(device, [_gpu(more, machine, processor)])
+            how += f" Also {more.name}."
+        found[machine.device] = device, how
     return found
+
+
+def with_gpus_more(device: DeviceProfile, gpus: Sequence[GpuProfile]) -> DeviceProfile:
+    """``device`` with ``gpus`` besides, all by the names that llama.cpp gives them."""
+    found, counts = list[GpuProfile](), Counter[str]()
+    for gpu in (*device.gpus, *gpus):
+        family = gpu.id.rstrip("0123456789")
+        found.append(replace(gpu, id=f"{family}{counts[family]}"))
+        counts[family] += 1
+    return device.with_gpus(sorted(found, key=lambda gpu: -gpu.vram_read_bytes_per_s))
 
 
 def _how(processor: ProcessorSheet, gpu: GpuSheet | None) -> str:
@@ -231,6 +251,7 @@ def _gpu(sheet: GpuSheet, machine: MachineSheet, processor: ProcessorSheet) -> G
         speeds=_speeds(family.bandwidth * bandwidth, flop),
         attention_flop_per_s=_rounded(family.attention * flop),
         routing=family.routing,
+        context_bytes=family.context_bytes if is_discrete else 0,
         prefill_offload=_offload_speeds(_OF_PCIE * 1e9 * _PCIE_LANE_GB_PER_S[sheet.pcie] * sheet.lanes, flop)
         if is_discrete
         else (),

@@ -23,7 +23,7 @@ from primad.planning.explain import best_plan
 from primad.planning.plan import Planned
 from primad.planning.question import LinkSpeed, Question
 from primad.planning.run_config import RunConfig
-from tools.lab.data_sheets import SHEETS, Sheets, read_sheets
+from tools.lab.data_sheets import SHEETS, Sheets, read_sheets, with_gpus_more
 from tools.lab.figures import Figure as Judged
 from tools.lab.figures import Row as BenchRow
 from tools.lab.named_devices import count_of, is_second_gpu, named_device
@@ -80,7 +80,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Row(BenchRow):
-    """A figure and the forecast of it. ``note`` says what the plan leaves out, or why there is none."""
+    """A figure and the forecast of it. ``note`` says why there is none."""
 
     columns: ClassVar[str] = (
         "id=figure, kind, decode_tok_s=decode:.4g, decode_planned_tok_s=planned:.4g, decode_ratio=ratio:.4g, "
@@ -156,11 +156,10 @@ def rows(published: Iterable[Figure]) -> list[Row]:
 def row(figure: Figure, sheets: Sheets) -> Row:
     """``figure`` with the forecast of it, or why there is none."""
     try:
-        devices, note = _devices(figure, sheets)
-        found = best_plan(_question(figure, devices, _model(figure)))
+        found = best_plan(_question(figure, _devices(figure, sheets), _model(figure)))
     except (ConfigError, Infeasible) as exc:
         return _row(figure, None, None, str(exc))
-    return _row(figure, *_rates(figure, found), note)
+    return _row(figure, *_rates(figure, found), "")
 
 
 def summary(ratios: Sequence[float]) -> Summary:
@@ -188,22 +187,21 @@ def _row(figure: Figure, decode: float | None, prefill: float | None, note: str)
     )
 
 
-def _devices(figure: Figure, sheets: Sheets) -> tuple[list[DeviceProfile], str]:
-    """The devices of a figure. Of several GPUs in one PC one takes part, as a device has one in a plan today."""
-    found, gpus = list[DeviceProfile](), 0
+def _devices(figure: Figure, sheets: Sheets) -> list[DeviceProfile]:
+    """The devices of a figure; several GPUs in one PC are those of one device."""
+    found = list[DeviceProfile]()
     for name in figure.devices:
         count, one = count_of(name)
-        if is_second_gpu(name) and found:
-            gpus += count
-            continue
         profile = named_device(one, sheets, f"device{len(found)}")
-        discrete = profile.gpu is not None and not profile.gpu.unified_memory
-        gpus += (count - 1) * discrete
-        found += [
-            replace(profile, device=f"device{len(found) + i}", host=f"device{len(found) + i}")
-            for i in range(1 if discrete else count)
-        ]
-    return found, f"with 1 of its {gpus + 1} GPUs" if gpus else ""
+        discrete = [gpu for gpu in profile.gpus if not gpu.unified_memory]
+        if is_second_gpu(name) and found:
+            found[-1] = with_gpus_more(found[-1], discrete * count)
+        elif discrete:
+            found.append(with_gpus_more(profile, discrete * (count - 1)))
+        else:
+            names = [f"device{len(found) + i}" for i in range(count)]
+            found += [replace(profile, device=each, host=each) for each in names]
+    return found
 
 
 def _model(figure: Figure) -> ModelProfile:

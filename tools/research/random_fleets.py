@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from halda import (
@@ -141,6 +142,18 @@ def random_device(
     )
 
 
+def with_more_gpus(rng: random.Random, device: DeviceProfile) -> DeviceProfile:
+    """``device`` with one or two GPUs more, if it has any: like its first or not, discrete or integrated."""
+    if device.gpu is None:
+        return device
+    more = []
+    for number in range(1, 1 + rng.choice([1, 1, 1, 2])):
+        like = device.gpu if rng.random() < 0.4 else None
+        gpu = like or _gpu(rng, device.ram_available_bytes, device.ram_read_bytes_per_s)
+        more.append(replace(gpu, id=f"GPU{number}", context_bytes=rng.choice([0, 1 << 20, 400 << 20])))
+    return device.with_gpus((device.gpu, *more))
+
+
 def random_links(rng: random.Random, devices: Sequence[DeviceProfile], *, missing: float = 0.0) -> list[LinkProfile]:
     """Links between all devices, fast on one machine; each is not measured with probability ``missing``."""
     links = []
@@ -264,7 +277,12 @@ def _route(rng: random.Random, question: Instance, rounds: int | None) -> tuple[
 def _window(rng: random.Random, question: Instance, member: int, first: int, last: int, gpu: int | None) -> Window:
     wanted = gpu if gpu is not None else rng.choice([0, last - first, rng.randint(0, last - first)])
     found = question.members[member]
-    return Window(device=found.name, first=first, last=last, gpu_layers=wanted if found.has_gpu else 0)
+    on_gpus = wanted if found.has_gpu else 0
+    others, left = [], on_gpus
+    for _ in found.profile.other_gpus:
+        others.append(rng.randint(0, left))
+        left -= others[-1]
+    return Window(device=found.name, first=first, last=last, gpu_layers=on_gpus, other_gpus=tuple(others))
 
 
 def _dense(rng: random.Random, size: float, kv: int) -> LayerProfile:

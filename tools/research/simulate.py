@@ -199,9 +199,11 @@ def _stops(plan: Plan, instance: Instance, *, decode: bool) -> list[Visit]:
     """The route as stops: in decode the tail window and the next token's first windows are one."""
     members = {member.name: member for member in instance.members}
     stations = {name: i for i, name in enumerate(plan.devices)}
-    uses_gpu = {window.device for window in plan.route if window.gpu_layers}
+    uses_gpu = {
+        (window.device, gpu) for window in plan.route for gpu, layers in enumerate(window.on_each_gpu) if len(layers)
+    }
     if plan.output_on_gpu:
-        uses_gpu.add(plan.head)
+        uses_gpu.add((plan.head, 0))
     uses_cpu = {window.device for window in plan.route if len(window.in_ram)}
     stops = []
     for device, windows in groupby(plan.route, key=lambda window: window.device):
@@ -209,7 +211,7 @@ def _stops(plan: Plan, instance: Instance, *, decode: bool) -> list[Visit]:
         for window in windows:
             member, last = members[device], window is plan.route[-1]
             phase = member.decode if decode else member.prefill
-            gpu_step_s = member.gpu_step_s if device in uses_gpu else 0.0
+            gpu_step_s = sum(seconds for gpu, seconds in enumerate(phase.gpu_steps_s) if (device, gpu) in uses_gpu)
             cpu_step_s = member.step_s if device in uses_cpu else 0.0
             output_s = member.gpu_output_s if plan.output_on_gpu else member.cpu_output_s
             tail_s = output_s if last and decode else 0.0
@@ -230,13 +232,14 @@ def _pieces(
     all_layers = [layer for _, each in plan.windows_of(name) for layer in each.in_ram]
     maximum = sum(instance.streamable[instance.kind_of[layer]] for layer in all_layers)
     share = phase.read_bytes(plan.streaming_of(name).streamed_bytes, maximum) / max(maximum, 1)
-    pieces: list[Segment] = []
+    kinds, pieces = len(instance.kinds), list[Segment]()
+    at = {layer: i * kinds + instance.kind_of[layer] for i, here in enumerate(window.on_each_gpu) for layer in here}
     layers: list[int] = []
     seconds = step_s
     for layer in window.in_ram:
         kind = instance.kind_of[layer]
         size = share * instance.streamable[kind]
-        layer_s = phase.cpu[kind] if layer in window.on_cpu else phase.gpu[kind] + phase.experts_on_cpu[kind]
+        layer_s = phase.gpu[at[layer]] + phase.experts_on_cpu[at[layer]] if layer in at else phase.cpu[kind]
         if size:
             if seconds or layers:
                 pieces.append(Segment(tuple(layers), seconds, 0.0, False, 0.0))
@@ -247,7 +250,7 @@ def _pieces(
             layers.append(layer)
             seconds += layer_s
     on_gpu = window.on_gpu[window.cpu_experts :]
-    seconds += sum(phase.gpu[instance.kind_of[layer]] for layer in on_gpu) + more_s
+    seconds += sum(phase.gpu[at[layer]] for layer in on_gpu) + more_s
     if seconds or layers or on_gpu:
         pieces.append(Segment((*layers, *on_gpu), seconds, 0.0, False, 0.0))
     return pieces

@@ -79,10 +79,20 @@ class PlannedFigures(msgspec.Struct, frozen=True, kw_only=True):
     hop_ms: float | None = None
 
 
+class GpuFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several GPUs of a device: layers planned on it, and bytes of its memory. ``id`` is llama.cpp's name for it."""
+
+    name: str
+    id: str
+    layers: int
+    planned_bytes: int
+
+
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One device of the ring; ``ring`` is null if its ring process did not reply in time.
 
     It ``computes`` if requests are open: it replies between two steps, and a prompt chunk may be a long one.
+    ``gpus`` lists the GPUs of a device that has several.
     """
 
     name: str
@@ -95,6 +105,7 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryFigures
     predicted: PlannedFigures
     computes: bool = False
+    gpus: list[GpuFigures] = []
 
 
 class RingForecast(msgspec.Struct, frozen=True, kw_only=True):

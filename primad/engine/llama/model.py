@@ -84,11 +84,48 @@ class _TensorPlace(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
-def _experts_on_cpu(assignment: WindowAssignment) -> Any:
-    """Where llama.cpp is to put the tensors of layers on the GPU that are to be in RAM; the last entry is empty."""
+def gpus_in_order(assignment: WindowAssignment, options: EngineOptions) -> list[tuple[str, int]]:
+    """The GPUs of a window with their layers, in llama.cpp's order: that of the layers, so the device's first comes last.
+
+    An output matrix is on the last one. The first one also computes prompts through layers in RAM: where another is to do
+    that it stands there without layers. Raises ``EngineError`` where the plan has more GPUs than the device.
+    """
+    if not assignment.uses_gpu:
+        return []
+    names = (options.gpu, *options.other_gpus)
+    if len(assignment.other_gpus) >= len(names):
+        raise EngineError(
+            f"a window with layers on {len(assignment.other_gpus) + 1} GPUs; this device has {len(names)}"
+        )
+    found = [(name, count) for name, count in zip(names, assignment.on_each_gpu, strict=False) if count][::-1]
+    if assignment.output == "gpu" and (not found or found[-1][0] != options.gpu):
+        found.append((options.gpu, 0))
+    offloading = options.offloading_gpu or options.gpu
+    if assignment.prefill_offload and (not found or found[0][0] != offloading):
+        found = [(offloading, 0), *found]
+    return found
+
+
+def tensor_split(layers: Sequence[int], n_gpu_layers: int) -> Any:
+    """What llama.cpp is told of several GPUs: how many layers each has, the output among those of the last one.
+
+    llama.cpp adds the numbers up and compares quotients by their sum with a layer's number over ``n_gpu_layers``. The sum is
+    that too, so both quotients of a boundary are the same number and each layer lies where it is to.
+    """
+    counts = [*layers[:-1], n_gpu_layers - sum(layers[:-1])] if layers else []
+    return (ctypes.c_float * max(int(llama.llama_max_devices()), len(counts)))(*counts)
+
+
+def _tensor_places(assignment: WindowAssignment, *, is_split: bool) -> Any:
+    """Where llama.cpp is to put the tensors of layers on the GPU that are to be in RAM; the last entry is empty.
+
+    Where a window ``is_split`` over GPUs there is a place for no tensor: with any llama.cpp does not keep inputs of several
+    steps on each GPU at once, of which a ring has one.
+    """
     layers = range(assignment.cpu_layers, assignment.ram_layers)
     cpu = ggml_base.ggml_backend_cpu_buffer_type()
     places = [_TensorPlace(rf"^blk\.{layer}\.{EXPERT_TENSORS}".encode(), cpu) for layer in layers]
+    places += [_TensorPlace(b"^no tensor$", cpu)] * (is_split and not places)
     return (_TensorPlace * (len(places) + 1))(*places)
 
 
@@ -166,12 +203,14 @@ class LlamaModel:
         if predicts:
             params.load_mtp = True
         # Whoever names no device gets them all: their memory for what the CPU computes, and layers spread over several.
-        named = [find_gpu(options.gpu)] if source.assignment.uses_gpu else []
-        devices = (ctypes.c_void_p * (len(named) + 1))(*named, None)
+        gpus = gpus_in_order(source.assignment, options)
+        devices = (ctypes.c_void_p * (len(gpus) + 1))(*(find_gpu(gpu) for gpu, _ in gpus), None)
         params.devices = ctypes.cast(devices, ctypes.c_void_p)
-        experts = _experts_on_cpu(source.assignment)
-        if source.assignment.cpu_experts:
-            params.tensor_buft_overrides = ctypes.cast(experts, ctypes.c_void_p)
+        split = tensor_split([layers for _, layers in gpus], params.n_gpu_layers)
+        params.tensor_split = ctypes.cast(split, type(params.tensor_split))
+        places = _tensor_places(source.assignment, is_split=len(gpus) > 1)
+        if len(places) > 1:
+            params.tensor_buft_overrides = ctypes.cast(places, ctypes.c_void_p)
         params.use_extra_bufts = source.extra_buffers
         params.no_host = True  # else a GPU's buffers in RAM come before them; files are mapped, so no weights lie there
         paths = (source.metadata, *source.layers)

@@ -71,10 +71,11 @@ class DeviceLimits:
         maximum = self.of(profile.device).ram_bytes
         if maximum is None or maximum >= profile.ram_available_bytes:
             return profile
-        gpu = profile.gpu
-        if gpu is not None and gpu.unified_memory:
-            gpu = replace(gpu, vram_available_bytes=min(gpu.vram_available_bytes, maximum))
-        return replace(profile, ram_available_bytes=maximum, gpu=gpu)
+        gpus = [
+            replace(gpu, vram_available_bytes=min(gpu.vram_available_bytes, maximum)) if gpu.unified_memory else gpu
+            for gpu in profile.gpus
+        ]
+        return replace(profile.with_gpus(gpus), ram_available_bytes=maximum)
 
 
 def _ram(device_limit: DeviceLimit) -> float:

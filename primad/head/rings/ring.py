@@ -259,7 +259,8 @@ class HeadRing:
 
     def describe(self) -> list[str]:
         """Layers of each device, one line each."""
-        return plan_lines(self.plan, self._inputs.forecast.assignments)
+        forecast = self._inputs.forecast
+        return plan_lines(self.plan, forecast.assignments, forecast.prediction)
 
     async def status(self) -> dict[str, Any]:
         """State and counters of every device, as plain data; a device that does not reply in time has no figures.

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 from halda import Assignment, LinkProfile, Plan, Prediction
+from halda.evaluate import GpuPrediction
 from halda.load import UnderLoad
-from primad.api.http.status import DeviceStatus, LinkStatus, MemoryFigures, PlannedFigures, RingFigures, RingForecast
+from primad.api.http.status import (
+    DeviceStatus,
+    GpuFigures,
+    LinkStatus,
+    MemoryFigures,
+    PlannedFigures,
+    RingFigures,
+    RingForecast,
+)
 from primad.planning.forecast import Forecast
 from primad.ring.messages import Status
-from primad.settings.quantities import show_count
+from primad.settings.quantities import show_count, show_gpu
 
 WINDOW_S: Final = 10.0
 """Means are over passes of this many seconds, however often the status is queried."""
@@ -78,8 +87,9 @@ def _goes_on(before: _Mark, status: Status) -> bool:
     )
 
 
-def plan_lines(plan: Plan, assignments: Mapping[str, Assignment]) -> list[str]:
-    """Layers of each device, one line each."""
+def plan_lines(plan: Plan, assignments: Mapping[str, Assignment], prediction: Prediction | None = None) -> list[str]:
+    """Layers of each device, one line each; those of each of several GPUs are in the ``prediction``."""
+    gpus = {} if prediction is None else {each.device: each.each_gpu for each in prediction.devices}
     lines = []
     for name in plan.devices:
         windows = ", ".join(
@@ -88,12 +98,19 @@ def plan_lines(plan: Plan, assignments: Mapping[str, Assignment]) -> list[str]:
         )
         kept = assignments[name]
         streams = f", {kept.streamed_layers} of them streamed" if kept.streamed_layers else ""
-        on_gpu = f", {kept.gpu_layers} of them on the GPU" if kept.gpu_layers else ""
+        on_gpu = f", {kept.gpu_layers} of them on {_where(gpus.get(name, ()))}" if kept.gpu_layers else ""
         experts_on_cpu = sum(window.cpu_experts for window in kept.windows)
         on_gpu += f" (the experts of {experts_on_cpu} in RAM)" if experts_on_cpu else ""
         prefill_offload = ", prefill offload to the GPU" if name in plan.prefill_offload else ""
         lines.append(f"{name}: {show_count(kept.layers, 'layer')} ({windows}){on_gpu}{streams}{prefill_offload}")
     return lines
+
+
+def _where(gpus: Sequence[GpuPrediction]) -> str:
+    """The GPU of a device, or each of several with its layers."""
+    if len(gpus) < 2:
+        return "the GPU"
+    return " and ".join(f"{show_gpu(gpu.name, gpu.id)}: {gpu.layers}" for gpu in gpus if gpu.layers)
 
 
 def left_out_line(device: str, reason: str, slowdown: float | None) -> str:
@@ -124,12 +141,20 @@ def device_status(
         windows=[(window.first, window.last) for _, window in plan.windows_of(name)],
         layers=kept.layers,
         gpu_layers=kept.gpu_layers,
+        gpus=[] if prediction is None else _gpus(prediction, name),
         daemon_rss_bytes=daemon_rss_bytes,
         ring=None if status is None else _figures(status),
         computes=computes,
         memory=_memory(status, costs),
         predicted=_planned(prediction, kept, name),
     )
+
+
+def _gpus(prediction: Prediction, name: str) -> list[GpuFigures]:
+    """The GPUs of a device that has several."""
+    each = next((device.each_gpu for device in prediction.devices if device.device == name), ())
+    several = each if len(each) > 1 else ()
+    return [GpuFigures(name=gpu.name, id=gpu.id, layers=gpu.layers, planned_bytes=gpu.vram_bytes) for gpu in several]
 
 
 def at_once_line(forecast: Forecast) -> str:

@@ -10,7 +10,7 @@ import pulp
 from halda.evaluate import Objective
 from halda.instance import Instance
 from halda.milp.layouts import Layout, integer
-from halda.milp.memory import StreamVariables, add_memory, add_streaming, uses_of_cpu
+from halda.milp.memory import StreamVariables, add_memory, add_streaming, uses_of_cpu, uses_of_gpus
 from halda.milp.time import READ_TIE, ProgramTime
 from halda.variables import Expression, positive
 
@@ -35,19 +35,14 @@ def build(
     """Memory, streaming and time over ``layout``. ``elastic`` asks instead how little memory would have to be added."""
     members = range(len(instance.devices))
     streams = add_streaming(problem, instance, layout)
-    uses_gpu = [integer(problem, f"gpu_used_{m}", 0, int(instance.members[m].has_gpu)) for m in members]
-    for m in members:
-        problem += (
-            pulp.lpSum(layout.gpu[m]) <= instance.gpu_room(m, layout.windows[m]) * uses_gpu[m],
-            f"{m} uses its GPU",
-        )
+    uses_gpu = [uses_of_gpus(problem, instance, layout, m) for m in members]
     uses_cpu = uses_of_cpu(problem, instance, layout, uses_gpu)
     output_on_gpu = integer(problem, "output_on_gpu", 0, int(instance.members[0].has_gpu))
     problem += (
         layout.tail_on_gpu <= len(instance.model.layers) * output_on_gpu,
         "the output is behind the tail's GPU layers",
     )
-    problem += output_on_gpu <= uses_gpu[0], "the head uses its GPU for the output"
+    problem += output_on_gpu <= uses_gpu[0][0], "the head uses its GPU for the output"
     for m in required - {0}:
         problem += layout.used[m] == 1, f"{m} is required"
     fullest = positive(problem, "fullest")

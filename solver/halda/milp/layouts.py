@@ -11,7 +11,7 @@ import pulp
 
 from halda.instance import Instance
 from halda.orders import HopShare, RingOrder, ring_order
-from halda.picking import Column, Columns, columns_between, fixed_columns
+from halda.picking import Column, Columns, GpuStairs, columns_between, fixed_columns
 from halda.plan import Plan
 from halda.variables import Expression
 
@@ -20,7 +20,8 @@ _Tail = tuple[list[Expression], list[Expression], list[Expression]]
 
 @dataclass(slots=True)
 class Layout:
-    """How many layers each member has, as expressions. Lists run over members, inner lists over kinds of layers.
+    """How many layers each member has, as expressions. Lists run over members, inner lists over kinds of layers, of those on
+    GPUs over the kinds of each GPU after the other.
 
     ``used[m]`` is 1 for a member that takes part; ``windows[m]`` is its number of windows a token, where ``loose`` the least
     that it may be. ``experts_on_cpu`` are those of the layers on the GPU whose experts are on the CPU. ``tail_on_gpu``
@@ -49,7 +50,8 @@ class Layout:
 
     def in_ram(self, m: int) -> list[Expression]:
         """Layers of ``m`` of which its CPU computes something, by kind."""
-        return [cpu + experts_on_cpu for cpu, experts_on_cpu in zip(self.cpu[m], self.experts_on_cpu[m], strict=True)]
+        kinds = len(self.cpu[m])
+        return [cpu + pulp.lpSum(self.experts_on_cpu[m][g::kinds]) for g, cpu in enumerate(self.cpu[m])]
 
     @property
     def tail_in_ram(self) -> Expression:
@@ -105,21 +107,38 @@ def even_layout(
         if m:
             problem += blocks[m] <= maximum * used[m], f"{m} has none if it does not"
     windows = [rounds + (m == 0) for m in members]
-    room = [instance.gpu_room(m, windows[m]) for m in members]
-    tail_gpu = integer(problem, "tail_gpu", 0, room[0])
+    rooms = [instance.gpu_rooms(m, windows[m]) for m in members]
+    tail_gpu = [integer(problem, _of_gpu("tail_gpu", i), 0, room) for i, room in enumerate(rooms[0])]
     on_cpu = 0 if loose else instance.model.kept_on_cpu
-    problem += tail_gpu <= tail - on_cpu, "GPU layers of the tail"
-    n = [integer(problem, f"n_{m}", 0, min(maximum * cut, room[m] // k)) for m in members]
+    problem += pulp.lpSum(tail_gpu) <= tail - on_cpu, "GPU layers of the tail"
+    n = [
+        [integer(problem, _of_gpu(f"n_{m}", i), 0, min(maximum * cut, room // k)) for i, room in enumerate(rooms[m])]
+        for m in members
+    ]
     for m in members:
-        problem += n[m] <= w[m] - on_cpu * bool(m or k > 1) * used[m], f"GPU layers of {m}"
-    on_gpu: list[Expression] = [k * n[m] + (tail_gpu if m == 0 else 0) for m in members]
+        problem += pulp.lpSum(n[m]) <= w[m] - on_cpu * bool(m or k > 1) * used[m], f"GPU layers of {m}"
+    on_gpu: list[list[Expression]] = [
+        [
+            k * of_window + (of_tail if m == 0 else 0)
+            for of_window, of_tail in zip(n[m], tail_gpu if m == 0 else n[m], strict=True)
+        ]
+        for m in members
+    ]
     cpu, gpu = _by_kind(problem, instance, layers, on_gpu)
-    a: list[Expression] = [_number_experts_on_cpu(problem, instance, f"apart_{m}", n[m]) for m in members]
+    a = [_number_experts_on_cpu(problem, instance, f"apart_{m}", n[m]) for m in members]
     tail_experts_on_cpu = _number_experts_on_cpu(problem, instance, "apart_tail", tail_gpu)
     experts_on_cpu = [
-        _experts_on_cpu_by_kind(
-            problem, instance, f"apart_{m}", k * a[m] + (tail_experts_on_cpu if m == 0 else 0), gpu[m]
-        )
+        [
+            each
+            for i, of_window in enumerate(a[m])
+            for each in _experts_on_cpu_by_kind(
+                problem,
+                instance,
+                _of_gpu(f"apart_{m}", i),
+                k * of_window + (tail_experts_on_cpu[i] if m == 0 else 0),
+                _of_number(gpu[m], i, len(a[m])),
+            )
+        ]
         for m in members
     ]
     return Layout(
@@ -130,9 +149,9 @@ def even_layout(
         experts_on_cpu=experts_on_cpu,
         used=used,
         windows=windows,
-        tail_on_gpu=tail_gpu,
-        tail=([tail - tail_gpu], [tail_gpu], [tail_experts_on_cpu]),
-        window_in_ram=None if loose else w[0] - n[0] + a[0],
+        tail_on_gpu=pulp.lpSum(tail_gpu),
+        tail=([tail - pulp.lpSum(tail_gpu)], [*tail_gpu], tail_experts_on_cpu),
+        window_in_ram=None if loose else w[0] - pulp.lpSum(n[0]) + pulp.lpSum(a[0]),
         orders=orders or (),
         picked=picked,
         shares=shares or (),
@@ -147,15 +166,32 @@ def even_layout(
     )
 
 
-def _number_experts_on_cpu(problem: Any, instance: Instance, name: str, on_gpu: Any) -> Expression:
-    """How many of so many layers on a GPU have their experts on the CPU."""
+def _of_gpu(name: str, gpu: int) -> str:
+    """The name of a variable of a GPU."""
+    return f"{name}_gpu{gpu}" if gpu else name
+
+
+def _of_number(counts: Sequence[Expression], gpu: int, gpus: int) -> Sequence[Expression]:
+    """Those of ``counts``, which are by kind for each of so many GPUs, that are of one of them."""
+    kinds = len(counts) // gpus
+    return counts[gpu * kinds : (gpu + 1) * kinds]
+
+
+def _number_experts_on_cpu(problem: Any, instance: Instance, name: str, on_gpus: Sequence[Any]) -> list[Expression]:
+    """How many of so many layers on each GPU of a window have their experts on the CPU: its first ones, so those of a GPU
+    only if those of the one behind it in the profile, which are before them in the window, have too."""
     if not instance.parts:
-        return pulp.lpSum(0)
+        return [pulp.lpSum(0) for _ in on_gpus]
     if instance.experts == "cpu":
-        return pulp.lpSum(on_gpu)
-    found = integer(problem, name, 0, on_gpu.upBound)
-    problem += found <= on_gpu, f"{name} are on the GPU"
-    return found
+        return [pulp.lpSum(on_gpu) for on_gpu in on_gpus]
+    found = [integer(problem, _of_gpu(name, i), 0, on_gpu.upBound) for i, on_gpu in enumerate(on_gpus)]
+    for i, (experts_on_cpu, on_gpu) in enumerate(zip(found, on_gpus, strict=True)):
+        problem += experts_on_cpu <= on_gpu, f"{_of_gpu(name, i)} are on the GPU"
+    for i, (after, before) in enumerate(pairwise(found)):
+        begins = integer(problem, f"{name}_begin_{i}", 0, 1)
+        problem += after <= on_gpus[i].upBound * begins, f"{name} begin at {i}"
+        problem += on_gpus[i + 1] - before <= on_gpus[i + 1].upBound * (1 - begins), f"{name} are all before {i}"
+    return [*found]
 
 
 def _experts_on_cpu_by_kind(
@@ -174,19 +210,28 @@ def _experts_on_cpu_by_kind(
 
 
 def _by_kind(
-    problem: Any, instance: Instance, layers: Sequence[Expression], on_gpu: Sequence[Expression]
+    problem: Any, instance: Instance, layers: Sequence[Expression], on_gpu: Sequence[Sequence[Expression]]
 ) -> tuple[list[list[Expression]], list[list[Expression]]]:
     """Which kinds the layers are of: any, as long as every layer has one place."""
     members, kinds = range(len(layers)), range(len(instance.kinds))
     if len(kinds) == 1:
-        return [[layers[m] - on_gpu[m]] for m in members], [[on_gpu[m]] for m in members]
+        return [[layers[m] - pulp.lpSum(on_gpu[m])] for m in members], [[*on_gpu[m]] for m in members]
     cpu = [[integer(problem, f"cpu_{m}_{g}", 0, instance.kind_totals[g]) for g in kinds] for m in members]
-    gpu = [[integer(problem, f"gpu_{m}_{g}", 0, instance.kind_totals[g]) for g in kinds] for m in members]
+    gpu = [
+        [
+            integer(problem, f"{_of_gpu(f'gpu_{m}', i)}_{g}", 0, instance.kind_totals[g])
+            for i in range(len(on_gpu[m]))
+            for g in kinds
+        ]
+        for m in members
+    ]
     for g in kinds:
-        held = pulp.lpSum(cpu[m][g] + gpu[m][g] for m in members)
+        held = pulp.lpSum([cpu[m][g] + pulp.lpSum(gpu[m][g :: len(kinds)]) for m in members])
         problem += held == instance.kind_totals[g], f"every layer of kind {g} has a place"
     for m in members:
-        problem += pulp.lpSum(gpu[m]) == on_gpu[m], f"GPU layers of {m} by kind"
+        for i, count in enumerate(on_gpu[m]):
+            of_gpu = pulp.lpSum(_of_number(gpu[m], i, len(on_gpu[m])))
+            problem += of_gpu == count, f"{_of_gpu(f'GPU layers of {m}', i)} by kind"
         problem += pulp.lpSum(cpu[m]) + pulp.lpSum(gpu[m]) == layers[m], f"layers of {m} by kind"
     return cpu, gpu
 
@@ -217,18 +262,19 @@ def cut_layout(
     for place, m in enumerate(sequence):
         open_end = place < len(sequence) - 1 or rounds == 1
         end = _staircase(problem, f"end_{m}", columns, cut, before, missing=missing) if open_end else [1] * columns
-        start, whole = _gpu_stairs(problem, instance, m, str(m), before, end)
+        stairs = _gpu_stairs(problem, instance, m, str(m), before, end)
+        start = stairs.bounds[0]
         if m or rounds > 1:
             on_cpu = pulp.lpSum(start) - pulp.lpSum(before)
             problem += on_cpu >= instance.model.kept_on_cpu * used[m], f"{m} has some on the CPU"
         cpu[m] = _counts(instance, in_columns, before, start)
-        gpu[m] = _counts(instance, in_columns, start, end)
-        experts_on_cpu[m] = _counts(instance, in_columns, start, whole)
-        placed[m] = columns_between(in_columns, before, start, whole, end)
+        gpu[m] = _counts_of_gpus(instance, in_columns, stairs.bounds)
+        experts_on_cpu[m] = _counts_of_gpus(instance, in_columns, stairs.wholes)
+        placed[m] = columns_between(in_columns, before, stairs)
         width = pulp.lpSum(end) - pulp.lpSum(before)
         problem += width >= (cut if m else cut - missing) * used[m], f"{m} has a window if it takes part"
         problem += width <= columns * used[m], f"{m} has none if it does not"
-        ends[m], starts[m], parted[m], before = end, start, whole, end
+        ends[m], starts[m], parted[m], before = end, stairs.bounds, stairs.wholes[-1], end
     # The tail: what is left in one round, a fixed range in several.
     rest = [[instance.kind_of[layer]] for layer in range(rounds * columns, total)]
     tail_columns = in_columns + rest if rounds == 1 else rest
@@ -236,13 +282,14 @@ def cut_layout(
     if rounds == 1:
         problem += pulp.lpSum(before) <= instance.model.last_cut, "the tail has its layers"
     every = [1] * len(tail_columns)
-    tail_start, tail_whole = _gpu_stairs(problem, instance, 0, "tail", tail_before, every)
+    tail_stairs = _gpu_stairs(problem, instance, 0, "tail", tail_before, every)
+    tail_start = tail_stairs.bounds[0]
     on_cpu = pulp.lpSum(tail_start) - pulp.lpSum(tail_before)
     problem += on_cpu >= instance.model.kept_on_cpu, "the tail has some on the CPU"
     tail = (
         _counts(instance, tail_columns, tail_before, tail_start),
-        _counts(instance, tail_columns, tail_start, every),
-        _counts(instance, tail_columns, tail_start, tail_whole),
+        _counts_of_gpus(instance, tail_columns, tail_stairs.bounds),
+        _counts_of_gpus(instance, tail_columns, tail_stairs.wholes),
     )
     for counts, of_tail in zip((cpu[0], gpu[0], experts_on_cpu[0]), tail, strict=True):
         for g, count in enumerate(of_tail):
@@ -260,13 +307,13 @@ def cut_layout(
         window_in_ram=pulp.lpSum(parted[sequence[0]]),
         orders=orders,
         picked=picked,
-        columns=Columns(placed, columns_between(tail_columns, tail_before, tail_start, tail_whole, every), sequence),
+        columns=Columns(placed, columns_between(tail_columns, tail_before, tail_stairs), sequence),
         variables={
             "end": ends,
             "start": starts,
             "whole": parted,
-            "tail_start": tail_start,
-            "tail_whole": tail_whole,
+            "tail_start": tail_stairs.bounds,
+            "tail_whole": tail_stairs.wholes[-1],
             "columns": columns,
         },
     )
@@ -274,29 +321,58 @@ def cut_layout(
 
 def _gpu_stairs(
     problem: Any, instance: Instance, m: int, name: str, before: Sequence[Expression], end: Sequence[Expression]
-) -> tuple[Sequence[Expression], Sequence[Expression]]:
-    """Where between two boundaries the layers on the GPU of ``m`` begin, and those that are on it with their experts."""
+) -> GpuStairs:
+    """Where between two boundaries the layers on the GPUs of ``m`` begin, and those that are on them with their experts."""
     if not instance.members[m].has_gpu:
-        return end, end
-    start = _staircase(problem, f"gpu_{name}", len(end), 1, before, end)
+        return GpuStairs([end, end], [end, end])
+    bounds: list[Sequence[Expression]] = [_staircase(problem, f"gpu_{name}", len(end), 1, before, end)]
+    for i in reversed(range(instance.members[m].gpu_count - 1)):
+        bounds.append(_staircase(problem, f"gpu_{name}_{i}", len(end), 1, bounds[-1], end))
+    start, inner = bounds[0], bounds[1:]
+    bounds.append(end)
     if not instance.parts:
-        return start, start
+        return GpuStairs(bounds, [start for _ in bounds])
     if instance.experts == "cpu":
-        return start, end
-    return start, _staircase(problem, f"whole_{name}", len(end), 1, start, end)
+        return GpuStairs(bounds, bounds)
+    whole = _staircase(problem, f"whole_{name}", len(end), 1, start, end)
+    both = [_both(problem, f"parted_{name}_{i}", whole, bound) for i, bound in enumerate(inner)]
+    return GpuStairs(bounds, [start, *both, whole])
+
+
+def _both(problem: Any, name: str, one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+    """The lower one of two staircases."""
+    found = [integer(problem, f"{name}_{i}", 0, 1) for i in range(len(one))]
+    for i, (a, b, both) in enumerate(zip(one, other, found, strict=True)):
+        problem += both <= a, f"{name} is below the one at {i}"
+        problem += both <= b, f"{name} is below the other at {i}"
+        problem += both >= a + b - 1, f"{name} is as high as both at {i}"
+    return found
+
+
+def _counts_of_gpus(
+    instance: Instance, columns: Sequence[Sequence[int]], bounds: Sequence[Sequence[Expression]]
+) -> list[Expression]:
+    """Layers of each kind between two of ``bounds`` after the other, of the last two, which are the first GPU's, first."""
+    pairs = reversed([*pairwise(bounds)])
+    return [count for low, high in pairs for count in _counts(instance, columns, low, high)]
 
 
 def fixed_layout(instance: Instance, plan: Plan) -> Layout:
     """The layers of ``plan`` as they are: only who streams what is open. The members are those of ``instance``, all used."""
-    cpu, gpu, experts_on_cpu = ([[0] * len(instance.kinds) for _ in instance.devices] for _ in range(3))
+    kinds = len(instance.kinds)
+    cpu = [[0] * kinds for _ in instance.devices]
+    gpu, experts_on_cpu = ([[0] * (kinds * max(1, m.gpu_count)) for m in instance.members] for _ in range(2))
     windows = [0] * len(instance.devices)
     index = {device.device: m for m, device in enumerate(instance.devices)}
     for window in plan.route:
         m = index[window.device]
         windows[m] += 1
-        for counts, layers in ((cpu, window.on_cpu), (gpu, window.on_gpu), (experts_on_cpu, window.experts_on_cpu)):
+        for layer in window.on_cpu:
+            cpu[m][instance.kind_of[layer]] += 1
+        for i, layers in enumerate(window.on_each_gpu):
             for layer in layers:
-                counts[m][instance.kind_of[layer]] += 1
+                gpu[m][i * kinds + instance.kind_of[layer]] += 1
+                experts_on_cpu[m][i * kinds + instance.kind_of[layer]] += layer in window.experts_on_cpu
     order = ring_order(instance, [index[name] for name in plan.devices])
     return Layout(
         rounds=plan.rounds,
@@ -320,25 +396,35 @@ def _tail(instance: Instance, plan: Plan) -> _Tail | None:
     if len(plan.route) == 1:
         return None
 
-    def counted(layers: range) -> list[Expression]:
-        return _counts(instance, [[instance.kind_of[layer]] for layer in layers], [0] * len(layers), [1] * len(layers))
-
     tail = plan.route[-1]
-    return counted(tail.on_cpu), counted(tail.on_gpu), counted(tail.experts_on_cpu)
+    member = next(member for member in instance.members if member.name == tail.device)
+
+    def counted(layers: range, among: range) -> list[Expression]:
+        counts = [sum(instance.kind_of[layer] == g for layer in layers if layer in among) for g in range(kinds)]
+        return [pulp.lpSum([count]) for count in counts]
+
+    kinds = len(instance.kinds)
+    on_each = [*tail.on_each_gpu, *[range(0)] * (max(1, member.gpu_count) - len(tail.on_each_gpu))]
+    return (
+        counted(tail.on_cpu, tail.on_cpu),
+        [count for layers in on_each for count in counted(layers, layers)],
+        [count for layers in on_each for count in counted(layers, tail.experts_on_cpu)],
+    )
 
 
 def single_device_layout(problem: Any, instance: Instance) -> Layout:
     """The only device computes the model in one window; the last layers on its GPU."""
     total = len(instance.model.layers)
     every = [1] * total
-    start, whole = _gpu_stairs(problem, instance, 0, "alone", [0] * total, every)
+    stairs = _gpu_stairs(problem, instance, 0, "alone", [0] * total, every)
+    start = stairs.bounds[0]
     columns = [[kind] for kind in instance.kind_of]
     return Layout(
         rounds=1,
         loose=False,
         cpu=[_counts(instance, columns, [0] * total, start)],
-        gpu=[_counts(instance, columns, start, every)],
-        experts_on_cpu=[_counts(instance, columns, start, whole)],
+        gpu=[_counts_of_gpus(instance, columns, stairs.bounds)],
+        experts_on_cpu=[_counts_of_gpus(instance, columns, stairs.wholes)],
         used=[1],
         windows=[1],
         tail_on_gpu=total - pulp.lpSum(start),
@@ -346,7 +432,7 @@ def single_device_layout(problem: Any, instance: Instance) -> Layout:
         window_in_ram=None,
         orders=(),
         picked=[],
-        variables={"start": start, "whole": whole},
+        variables={"start": stairs.bounds, "whole": stairs.wholes[-1]},
     )
 
 

@@ -28,7 +28,26 @@ class StreamVariables:
     decode: list[Any] = field(default_factory=list)
 
 
-def uses_of_cpu(problem: Any, instance: Instance, layout: Layout, uses_gpu: Sequence[Any]) -> list[Expression]:
+def uses_of_gpus(problem: Any, instance: Instance, layout: Layout, m: int) -> list[Any]:
+    """Whether anything of member ``m`` is on each of its GPUs. Of GPUs that are alike the first ones are used."""
+    member, found = instance.members[m], list[Any]()
+    for i, room in enumerate(instance.gpu_rooms(m, layout.windows[m])):
+        uses = integer(problem, f"gpu_used_{m}" if not i else f"gpu_used_{m}_{i}", 0, int(member.has_gpu))
+        problem += pulp.lpSum(_of_gpu(instance, layout.gpu[m], i)) <= room * uses, f"{m} uses its GPU {i}"
+        if i and member.has_own_host and member.are_alike(i - 1, i):
+            problem += uses <= found[-1], f"{m} uses its GPU {i - 1} before {i}"
+        found.append(uses)
+    return found
+
+
+def _of_gpu(instance: Instance, counts: Sequence[Expression], gpu: int) -> Sequence[Expression]:
+    kinds = len(instance.kinds)
+    return counts[gpu * kinds : (gpu + 1) * kinds]
+
+
+def uses_of_cpu(
+    problem: Any, instance: Instance, layout: Layout, uses_gpu: Sequence[Sequence[Any]]
+) -> list[Expression]:
     """Whether the processor of each member computes anything of a layer: without a GPU it does if it takes part."""
     found: list[Expression] = []
     for m, member in enumerate(instance.members):
@@ -37,7 +56,7 @@ def uses_of_cpu(problem: Any, instance: Instance, layout: Layout, uses_gpu: Sequ
             continue
         uses = integer(problem, f"cpu_used_{m}", 0, 1)
         problem += pulp.lpSum(layout.in_ram(m)) <= len(instance.model.layers) * uses, f"{m} uses its processor"
-        problem += uses + uses_gpu[m] >= layout.used[m], f"{m} uses either"
+        problem += uses + pulp.lpSum(uses_gpu[m]) >= layout.used[m], f"{m} uses either"
         found.append(uses)
     return found
 
@@ -90,7 +109,7 @@ def add_memory(
     instance: Instance,
     layout: Layout,
     streams: StreamVariables,
-    uses_gpu: Sequence[Any],
+    uses_gpu: Sequence[Sequence[Any]],
     output_on_gpu: Any,
     fullest: Any,
     *,
@@ -104,27 +123,32 @@ def add_memory(
     sizes = [size / unit for size in instance.size_bytes]
     with_kv = [size + kv / unit for size, kv in zip(sizes, instance.kv_bytes, strict=True)]
     experts = [size / unit for size in instance.expert_bytes]
-    output, ram, vram, disk = instance.model.output_bytes / unit, [], [], []
+    output, ram, disk = instance.model.output_bytes / unit, [], []
+    vram: list[list[Expression]] = []
     for m, member in enumerate(instance.members):
         windows = layout.windows[m]
-        besides = instance.gpu_runtime_bytes(windows, offloads=member.offloads_prefill) / unit
-        experts_on_cpu = dot(layout.experts_on_cpu[m], experts)
-        on_gpu = (
-            dot(layout.gpu[m], with_kv)
-            - experts_on_cpu
-            + (layout.used[m] if member.offloads_prefill else uses_gpu[m]) * besides
-        )
-        on_cpu = dot(layout.cpu[m], with_kv) + experts_on_cpu - streams.bytes[m] + streams.read_ahead[m]
+        vram.append([])
+        for gpu in range(member.gpu_count):
+            offloads = gpu == member.offloading_gpu
+            on_gpu = dot(_of_gpu(instance, layout.gpu[m], gpu), with_kv)
+            on_gpu -= dot(_of_gpu(instance, layout.experts_on_cpu[m], gpu), experts)
+            besides = instance.gpu_besides(member, gpu, windows) / unit
+            on_gpu += (layout.used[m] if offloads else uses_gpu[m][gpu]) * besides
+            if m == 0 and gpu == 0:
+                on_gpu += output_on_gpu * output
+            if m == 0 and offloads:
+                on_gpu += (1 - output_on_gpu) * (instance.output_copy_bytes / unit)
+            vram[m].append(on_gpu)
+        on_cpu = dot(layout.cpu[m], with_kv) - streams.bytes[m] + streams.read_ahead[m]
+        for gpu in range(member.gpu_count):
+            on_cpu += dot(_of_gpu(instance, layout.experts_on_cpu[m], gpu), experts)
         on_cpu += streams.streams[m] * (instance.reserve_bytes / unit)
         on_cpu += layout.used[m] * (instance.runtime_bytes(windows) / unit)
         if m == 0:
-            on_gpu += output_on_gpu * output
-            if member.offloads_prefill:
-                on_gpu += (1 - output_on_gpu) * (instance.output_copy_bytes / unit)
             on_cpu += instance.head_bytes(windows) / unit + (1 - output_on_gpu) * output
-        vram.append(on_gpu)
-        ram.append(on_cpu + on_gpu if member.shares_memory else on_cpu)
-        disk.append(dot(layout.cpu[m], sizes) + dot(layout.gpu[m], sizes) if len(instance.devices) > 1 else 0)
+        ram.append(on_cpu + pulp.lpSum(member.in_ram(vram[m])))
+        on_gpus = pulp.lpSum(dot(_of_gpu(instance, layout.gpu[m], gpu), sizes) for gpu in range(member.gpu_count))
+        disk.append(dot(layout.cpu[m], sizes) + on_gpus if len(instance.devices) > 1 else 0)
     slacks: list[Expression] = []
 
     def limit(what: str, where: str, needed: Expression, available: int) -> None:
@@ -138,15 +162,17 @@ def add_memory(
     for m, member in enumerate(instance.members):
         limit("RAM", str(m), ram[m], member.ram_limit)
         problem.addConstraint(ram[m] <= max(1, member.ram_limit) / unit * fullest, f"{m} is as full as the fullest")
-        limit("VRAM", str(m), vram[m], member.vram_limit)
+        for gpu, available in enumerate(member.vram_limits):
+            limit("VRAM", f"{m}g{gpu}", vram[m][gpu], available)
         limit("disk", str(m), disk[m], member.disk_limit)
     for host in instance.hosts:
         if len(host) > 1:
             profiles = [instance.devices[m] for m in host]
             name = "_".join(map(str, host))
             limit("RAM", name, pulp.lpSum(ram[m] for m in host), max(p.ram_available_bytes for p in profiles))
-            there = max(p.gpu.vram_available_bytes if p.gpu is not None else 0 for p in profiles)
-            limit("VRAM", name, pulp.lpSum(vram[m] for m in host), there)
+    for group in instance.vram_groups:
+        there = max(instance.devices[m].gpus[gpu].vram_available_bytes for m, gpu in group)
+        limit("VRAM", "_".join(f"{m}g{gpu}" for m, gpu in group), pulp.lpSum(vram[m][gpu] for m, gpu in group), there)
     for here in instance.disks:
         if len(here) > 1:
             free = max(instance.devices[m].disk.free_bytes for m in here)

@@ -54,7 +54,7 @@ class ProgramTime:
         problem: Any,
         instance: Instance,
         layout: Layout,
-        uses: tuple[Sequence[Expression], Sequence[Expression]],
+        uses: tuple[Sequence[Expression], Sequence[Sequence[Expression]]],
         output_on_gpu: Any,
         streams: StreamVariables,
     ) -> None:
@@ -170,7 +170,7 @@ class ProgramTime:
                 columns=layout.columns,
                 rounds=rounds,
                 used=layout.used,
-                step_ms=[self._steps(m, 1) for m in range(len(layout.used))],
+                step_ms=[self._steps(m, self._prefill[m], 1) for m in range(len(layout.used))],
                 read_ms=[self._read(m, phase) for m, phase in enumerate(self._prefill)],
                 orders=layout.orders,
                 picked=layout.picked,
@@ -206,8 +206,11 @@ class ProgramTime:
         """What a window of each member takes at the least, whichever layers it has."""
         found, minimum = self._layout.variables, []
         for m, (phase, w, n, a) in enumerate(zip(self._prefill, found["w"], found["n"], found["a"], strict=True)):
-            layers = (w - n) * min(phase.cpu) + n * min(phase.gpu) + a * min(phase.experts_on_cpu)
-            minimum.append(layers * MS + self._steps(m, 1))
+            layers = (w - pulp.lpSum(n)) * min(phase.cpu)
+            for gpu, (on_gpu, experts) in enumerate(zip(n, a, strict=True)):
+                of_gpu = slice(gpu * len(phase.cpu), (gpu + 1) * len(phase.cpu))
+                layers += on_gpu * min(phase.gpu[of_gpu]) + experts * min(phase.experts_on_cpu[of_gpu])
+            minimum.append(layers * MS + self._steps(m, phase, 1))
         return minimum
 
     def _read_all(self, m: int, prompt: Any, around: Expression, chunks: int) -> None:
@@ -228,13 +231,15 @@ class ProgramTime:
         """Milliseconds of computing the tail. Where it is unknown which layers it has, what suits best counts."""
         if self._layout.tail is None:
             return 0
-        found, minimum, maximum = self._steps(0, 1), [], []
+        found, minimum, maximum = self._steps(0, phase, 1), [], []
         for counts, seconds in zip(self._layout.tail, (phase.cpu, phase.gpu, phase.experts_on_cpu), strict=True):
             if len(counts) == len(seconds):
                 found += dot(counts, [s * MS for s in seconds])
             else:
-                minimum.append(dot(counts, [min(seconds) * MS]))
-                maximum.append(dot(counts, [max(seconds) * MS]))
+                kinds = len(seconds) // len(counts)
+                of_each = [seconds[first : first + kinds] for first in range(0, len(seconds), kinds)]
+                minimum.append(dot(counts, [min(each) * MS for each in of_each]))
+                maximum.append(dot(counts, [max(each) * MS for each in of_each]))
         if not minimum:
             return found
         unknown = positive(self._problem, f"{name}_tail_ms")
@@ -430,7 +435,7 @@ class ProgramTime:
 
     def _computing(self, m: int, phase: Phase) -> tuple[Expression, Expression]:
         """Milliseconds of computing: the layers on the CPU, and the rest without the output matrix."""
-        rest = dot(self._layout.gpu[m], [s * MS for s in phase.gpu]) + self._steps(m, self._layout.windows[m])
+        rest = dot(self._layout.gpu[m], [s * MS for s in phase.gpu]) + self._steps(m, phase, self._layout.windows[m])
         rest += dot(self._layout.experts_on_cpu[m], [s * MS for s in phase.experts_on_cpu])
         return dot(self._layout.cpu[m], [s * MS for s in phase.cpu]), rest
 
@@ -465,10 +470,11 @@ class ProgramTime:
         reads = [self._read(m, phase) for m, phase in enumerate(phases)]
         return [pulp.lpSum(reads[m] for m in here) for here in self._instance.disks]
 
-    def _steps(self, m: int, windows: float) -> Expression:
+    def _steps(self, m: int, phase: Phase, windows: float) -> Expression:
         """What ``windows`` windows cost besides their layers."""
-        member = self._instance.members[m]
-        per_window = self._uses_cpu[m] * (member.step_s * MS) + self._uses_gpu[m] * (member.gpu_step_s * MS)
+        per_window = self._uses_cpu[m] * (self._instance.members[m].step_s * MS)
+        for uses, seconds in zip(self._uses_gpu[m], phase.gpu_steps_s, strict=False):
+            per_window += uses * (seconds * MS)
         return windows * per_window
 
     def _sure_rest(self, m: int, phase: Phase, rest: Expression, output: Expression) -> Expression:
@@ -477,7 +483,7 @@ class ProgramTime:
             return rest
         if len(self._instance.devices) == 1:
             return rest + output
-        return rest - self._layout.tail_on_gpu * (max(phase.gpu) * MS) - self._steps(0, 1)
+        return rest - self._layout.tail_on_gpu * (max(phase.gpu) * MS) - self._steps(0, phase, 1)
 
     def _output(self) -> Expression:
         """The output matrix on the head."""

@@ -183,13 +183,19 @@ function card(device, news) {
       h("span", { class: "tag" }, device.role),
       ring === null ? silent(device) : pressure(memory.pressure),
     ),
-    h("p", { class: "muted" }, `${count(device.layers, "layer")}: ${ranges(device.windows)}${device.gpu_layers ? `, ${device.gpu_layers} on the GPU` : ""}`),
+    h("p", { class: "muted" }, `${count(device.layers, "layer")}: ${ranges(device.windows)}${onGpus(device)}`),
     h("table", { class: isPlanned ? null : "unplanned" }, h("thead", {}, h("tr", {}, h("td", {}), h("th", { scope: "col" }, "now"), h("th", { scope: "col" }, "plan"))), h("tbody", {}, rows)),
     next ? h("p", { class: "muted" }, `→ ${next.target}: ${ms(next.round_trip_ms)} round trip, ${speed(next.mbit_per_s)} Mbit/s`) : null,
   );
 }
 
 /** The device behind `device` in the ring. */
+function onGpus({ gpus, gpu_layers: total }) {
+  const used = (gpus ?? []).filter(({ layers }) => layers);
+  if (used.length) return `, ${used.map(({ name, id, layers }) => `${layers} on ${name}${id ? ` (${id})` : ""}`).join(", ")}`;
+  return total ? `, ${total} on the GPU` : "";
+}
+
 function following(device, { devices }) {
   const at = devices.indexOf(device);
   return devices[(at + 1) % devices.length].name;
