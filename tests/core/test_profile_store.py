@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from halda import DeviceProfile, OffloadSpeed, RoutingCost
 from primad.errors import ConfigError
 from primad.profiler import records
-from primad.profiler.store import MAX_FILE_BYTES, load_profile, load_profiles, save_profile
+from primad.profiler.store import MAX_FILE_BYTES, load_profile, load_profiles, parse_profile, save_profile
 from primad.settings.profiles import Implausible, check_profile, with_bounded_costs
 from tests.fakes.profile import CPU, DISK, GPU, PROFILE, speeds
 
@@ -70,6 +70,27 @@ OFFLOADED = OffloadSpeed(type="Q4_K", few_bytes_per_s=5e9, prefill_flop_per_s=2e
 
 
 ROUTING = RoutingCost(layer_s=1e-5, row_s=1e-7, many_ratio=2.0)
+
+
+def test_all_gpus_of_a_device_are_kept_and_a_file_from_before_has_one(tmp_path, raw):
+    two = PROFILE.with_gpus([replace(GPU, context_bytes=1 << 29, pci="0000:01:00.0"), replace(GPU, id="CUDA1")])
+    save_profile(tmp_path / "two.json", two, "by hand")
+    assert load_profile(tmp_path / "two.json").device == two
+    del raw["device"]["other_gpus"], raw["device"]["gpu"]["context_bytes"], raw["device"]["gpu"]["pci"]
+    assert parse_profile(json.dumps(raw).encode()).device.gpus == (GPU,)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words"),
+    [
+        ((GPU, replace(GPU, step_s=7.0)), r"other_gpus\[0\].step_s is 7"),
+        ((GPU,) * 18, "other_gpus is a list of 17; expected 16 at most"),
+    ],
+    ids=["figure", "many"],
+)
+def test_other_gpus_are_judged_like_the_first(gpus, words):
+    with pytest.raises(Implausible, match=words):
+        check_profile(PROFILE.with_gpus(gpus))
 
 
 def test_help_and_routing_are_kept_and_a_file_from_before_has_none(tmp_path, raw):
