@@ -10,6 +10,7 @@ import pytest
 
 from halda import DeviceProfile, Instance, Limits, Objective, Solution, Workload, evaluate, instance
 from halda.cost import GPU_RUNTIME_BYTES, between_gpus_s
+from halda.filling import filled
 from tests.fakes import planning
 from tests.fakes.planning import GB, offloading
 from tests.solver.small_fleets import small_instance, solved
@@ -165,3 +166,16 @@ def test_prompts_are_helped_by_the_last_gpu_that_can():
     found = solved(asked(both), "ttft", offloads=True)
     assert not found.prediction.short
     assert found.plan.prefill_offload == ("desk",)
+
+
+def test_a_cut_that_moves_finds_the_gpu_with_room():
+    """Steps are short here: else it would not be worth another GPU."""
+    devices = [desk(4, 4, name=name) for name in ("a", "b")]
+    quick = [device.with_gpus([replace(gpu, step_s=1e-6) for gpu in device.gpus]) for device in devices]
+    question = asked(*quick)
+    lopsided = solved(question, "latency", require=frozenset({"b"})).plan
+    before, after = (evaluate(plan, question) for plan in (lopsided, filled(lopsided, question, "latency")))
+    assert before.devices[0].each_gpu[1].layers == 0
+    assert after.devices[0].each_gpu[1].layers > 0
+    assert not after.short
+    assert sum(device.gpu_layers for device in after.devices) == LAYERS
