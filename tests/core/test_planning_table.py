@@ -129,3 +129,15 @@ def test_who_is_helped_is_said():
     assert "prompts through layers in RAM are computed by the GPU of desk" in shown(answers[True])
     assert "helped" not in shown(answers[False])
     assert answers[True].predicted.ttft_ms < answers[False].predicted.ttft_ms
+
+
+def test_what_was_given_up_for_a_simpler_plan_is_said():
+    desk, laptop = device("desk", ram=12 * GB), replace(device("laptop", ram=12 * GB, rate=21e9), wireless=True)
+    found = explain(ask(wishes(sequences=1), (desk, laptop), (), model()))
+    assert found.head == "desk"
+    assert [each.what for each in found.given_up] == ["laptop as head, which is on Wi-Fi"]
+    assert found.given_up[0].objective_ms == pytest.approx(found.proof.given_up_ms)
+    assert "%), without laptop as head, which is on Wi-Fi" in shown(found)
+    alone = explain(ask(wishes(sequences=1), (desk,), (), model()))
+    assert not alone.given_up
+    assert "given up" not in shown(alone)

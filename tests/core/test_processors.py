@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from primad.system import processors
-from primad.system.processors import usable_cores, usable_cpus
+from primad.system.processors import bound_cores, usable_cores, usable_cpus
 
 
 @pytest.fixture
@@ -70,3 +70,10 @@ def test_a_group_without_a_quota_limits_nothing(many, made, text):
 def test_threads_are_for_whole_cores_at_least_one(many, monkeypatch, cpus, cores):
     monkeypatch.setattr(processors, "usable_cpus", lambda: cpus)
     assert usable_cores() == cores
+
+
+@pytest.mark.parametrize(("allowed", "bound"), [([0, 1, 2, 3], ()), ([2], (2,)), ([3, 1], (1, 3)), ([], ())])
+def test_a_process_is_bound_to_cores_unless_it_may_use_all(monkeypatch, allowed, bound):
+    monkeypatch.setattr(processors.psutil.Process, "cpu_affinity", lambda _: allowed, raising=False)
+    monkeypatch.setattr(processors.os, "cpu_count", lambda: 4)
+    assert bound_cores() == bound

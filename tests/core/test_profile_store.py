@@ -101,7 +101,7 @@ def test_help_and_routing_are_kept_and_a_file_from_before_has_none(tmp_path, raw
     assert load_profiles(path) == [offloading]
     for name in ("prefill_offload", "routing", "attention_flop_per_s"):
         del raw["device"]["gpu"][name]
-    del raw["device"]["cpu"]["routing"]
+    del raw["device"]["cpu"]["routing"], raw["device"]["cores"]
     path.write_text(json.dumps(raw))
     assert load_profiles(path) == [PROFILE]
 
