@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import shutil
@@ -15,6 +16,7 @@ from hypothesis import settings
 
 from tests import figures
 from tests.fakes.profile import seed
+from tests.forks import forking
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave their core to the tests beside
 os.environ["COLUMNS"] = "200"  # the commands' consoles ask for it when they are first imported
@@ -63,6 +65,14 @@ def _model(name: str) -> Path:
 def pytest_configure() -> None:
     """Whoever started the tests may ignore SIGINT, as a shell does for what it starts with ``&``; children would too."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # until all tests are collected
+
+
+def pytest_collection_finish() -> None:
+    """What was collected stays to the end: looking through it for garbage again and again takes a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -92,6 +102,13 @@ def _own_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PRIMAD_HOST", "127.0.0.1")
         patch.setenv("PRIMAD_LOCAL_TRUST", str(tmp_path_factory.mktemp("trust") / "local-devices"))
+        yield
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[None]:
+    """What starts a process of primad forks it, unless it says ``executing``."""
+    with forking():
         yield
 
 

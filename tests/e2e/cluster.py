@@ -12,10 +12,9 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +25,8 @@ import psutil
 
 from primad.settings.config import LOOPBACK
 from primad.trust.local_trust import VARIABLE as LOCAL_TRUST
-from tests.e2e.forks import Forked
+from tests.forks import PROGRAM as PRIMAD
 
-PRIMAD = Path(sys.executable).with_name("primad")
 PATIENCE_S = 180.0
 """For what takes seconds: it may take much longer where other programs have most of the machine."""
 PATIENT = "suspect_after = 120\ngone_after = 240\n"
@@ -89,31 +87,22 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def executed(
-    arguments: Sequence[object], variables: Mapping[str, str], out: int, errors: int
-) -> subprocess.Popen[bytes]:
-    """Start ``primad`` as a shell does: a file that judges starts or arguments sets it as ``Primad.start``."""
-    return subprocess.Popen(
-        [PRIMAD, *map(str, arguments)],
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=errors,
-        start_new_session=True,
-    )
-
-
 class Primad:
     """One running ``primad`` command; ``lines`` is what it printed so far, both streams together."""
-
-    start: Callable[..., subprocess.Popen[bytes] | Forked] = Forked
 
     def __init__(self, *arguments: object, temporary: Path | None = None, **more: str) -> None:
         self.mark = secrets.token_hex(8)
         self.lines: list[str] = []
         self._news = threading.Condition()
         printed, out = os.pipe()
-        self.process = self.start(arguments, environment(self.mark, temporary, **more), out, out)
+        self.process = subprocess.Popen(
+            [PRIMAD, *map(str, arguments)],
+            env=environment(self.mark, temporary, **more),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
         os.close(out)
         self._printed = os.fdopen(printed, errors="replace")
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -147,8 +136,7 @@ class Primad:
 
     def processes(self) -> list[psutil.Process]:
         """Its running processes: itself and everything that it started."""
-        started = [process for process in marked(self.mark) if process.pid != self.process.pid]
-        return started if self.process.poll() is not None else [psutil.Process(self.process.pid), *started]
+        return marked(self.mark)
 
     def send_signal(self, number: int) -> None:
         """SIGINT as a terminal sends it, to its children as well; any other signal to itself only."""

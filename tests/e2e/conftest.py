@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.cluster import Primad, executed
-from tests.e2e.forks import NETWORK as _NETWORK
+from tests.forks import NETWORK as _NETWORK
+from tests.forks import executing
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,7 +47,13 @@ def _network_of_its_own() -> Iterator[None]:
         os.close(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _forked(forks: None) -> None:
+    """Commands fork, and what they start."""
+
+
 @pytest.fixture
-def started_by_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands start with all that a start takes, and have their own arguments."""
-    monkeypatch.setattr(Primad, "start", staticmethod(executed))
+def started_by_a_shell() -> Iterator[None]:
+    """Commands start with all that a start takes, and so does what they start."""
+    with executing():
+        yield

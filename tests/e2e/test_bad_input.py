@@ -26,7 +26,7 @@ from tests.e2e.cluster import (
     serving,
     snapshot,
 )
-from tests.e2e.forks import run_forked
+from tests.forks import executing
 from tools.synth import write_model
 
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ class Ended:
     errors: list[str]
 
 
-def ended(*arguments: object, temporary: Path, **more: str) -> Ended:
+def forked(*arguments: object, temporary: Path, **more: str) -> Ended:
     """Run ``primad`` to its end and see that it left no process and no temporary file."""
     mark = os.urandom(8).hex()
     run = subprocess.run(
@@ -53,21 +53,15 @@ def ended(*arguments: object, temporary: Path, **more: str) -> Ended:
         timeout=PATIENCE_S,
         check=False,
     )
-    return nothing_left(Ended(run.returncode, run.stdout, run.stderr.splitlines()), mark, temporary)
-
-
-def nothing_left(run: Ended, mark: str, temporary: Path) -> Ended:
-    """What was run, with no process and no temporary file left."""
     assert [command_of(process) for process in marked(mark)] == []
     assert list(temporary.rglob("*")) == []
-    return run
+    return Ended(run.returncode, run.stdout, run.stderr.splitlines())
 
 
-def forked(*arguments: object, temporary: Path, **more: str) -> Ended:
-    """The same without the time to import everything, which half a hundred commands would take."""
-    mark = os.urandom(8).hex()
-    code, out, errors = run_forked(arguments, environment(mark, temporary, **more))
-    return nothing_left(Ended(code, out, errors.splitlines()), mark, temporary)
+def ended(*arguments: object, temporary: Path, **more: str) -> Ended:
+    """The same with all that a start takes."""
+    with executing():
+        return forked(*arguments, temporary=temporary, **more)
 
 
 def assert_refused(run: Ended, *named: object, after: tuple[str, ...] = ()) -> None:

@@ -11,6 +11,11 @@ import pytest
 from primad.cli import main as cli
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _forked(forks: None) -> None:
+    """Processes of primad fork."""
+
+
 @pytest.fixture
 def command(capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
     """Runs ``primad`` with the arguments; gives exit code, output and error output."""
