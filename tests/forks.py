@@ -30,19 +30,22 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
-PROGRAM: Final = Path(sys.executable).with_name("primad")
+PYTHON: Final = sys.executable
+PROGRAM: Final = Path(PYTHON).with_name("primad")
 CHILDREN: Final = (
+    "primad.certify.child",
     "primad.engine.embedding_process",
     "primad.head.model.text_process",
     "primad.planning.solver_process",
-    "primad.profiler.process",
     "primad.ring.process",
     "primad.ring.speculation.process",
 )
-"""Modules that run as processes."""
+"""Modules that run as processes, but those that measure."""
 COMMAND: Final = "primad.cli.main"
 IMPORTED: Final = (
     "primad.api.dialects.openai.prepared",
+    "primad.certify.route",
+    "primad.certify.made",
     "primad.cli.chat",
     "primad.daemon.run",
     "primad.engine.embedder",
@@ -129,7 +132,7 @@ def _module_of(arguments: list[bytes]) -> str | None:
     """What runs in a process of these ``arguments``, if it may be forked."""
     if arguments[0] == os.fsencode(PROGRAM):
         return COMMAND
-    if arguments[:2] == [os.fsencode(sys.executable), b"-m"] and (module := arguments[2].decode()) in CHILDREN:
+    if arguments[:2] == [os.fsencode(PYTHON), b"-m"] and (module := arguments[2].decode()) in CHILDREN:
         return module
     return None
 
@@ -144,7 +147,7 @@ def forking() -> Iterator[None]:
     ours, theirs = socket.socketpair()
     variables = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PADDING": "=" * _PADDING}
     program = f"from {__name__} import prepare; prepare({theirs.fileno()})"
-    command = [sys.executable, "-c", program, "-" * _PADDING]
+    command = [PYTHON, "-c", program, "-" * _PADDING]
     with theirs, subprocess.Popen(command, env=variables, pass_fds=[theirs.fileno()], cwd=ROOT) as root:
         theirs.close()
         _template = Template(ours)
@@ -204,17 +207,19 @@ def _wait(connection: socket.socket) -> None:
             if pid:
                 os.write(tell, _SIZE.pack(pid))
                 os._exit(0)
-            for each in (told, tell, connection.fileno()):
+            for each in (told, connection.fileno()):
                 os.close(each)
-            _begin(start, descriptors)
+            _begin(start, descriptors, tell)
         os.waitpid(middle, 0)
-        connection.sendall(os.read(told, _SIZE.size))
-        for each in (told, tell, *descriptors):
+        os.close(tell)
+        with os.fdopen(told, "rb") as number:
+            connection.sendall(number.read())  # to the end: by then the new process shows what it is
+        for each in descriptors:
             os.close(each)
 
 
-def _begin(start: _Start, descriptors: list[int]) -> NoReturn:
-    """Become what was asked for."""
+def _begin(start: _Start, descriptors: list[int], tell: int) -> NoReturn:
+    """Become what was asked for; ``tell`` is closed as soon as the system says so."""
     *descriptors, network = descriptors
     if start.leads:
         os.setsid()
@@ -223,6 +228,7 @@ def _begin(start: _Start, descriptors: list[int]) -> NoReturn:
     os.close(network)
     high = max(start.places) + 1
     moved = [_above(each, high) for each in descriptors]
+    tell = _above(tell, high)
     for place, each in zip(start.places, moved, strict=True):
         os.dup2(each, place, inheritable=True)
         os.close(each)
@@ -234,21 +240,22 @@ def _begin(start: _Start, descriptors: list[int]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-    os._exit(_run(start))
+    os._exit(_run(start, tell))
 
 
-def _run(start: _Start) -> int:
+def _run(start: _Start, tell: int) -> int:
     """The exit code of what was asked for, which has ended."""
     sys.argv = list(map(os.fsdecode, start.arguments))
     code: Any = 0
     try:
         if start.module == COMMAND:
-            _be_asked()
-            _show(start)
+            _be_asked(tell)
+        _show(start)
+        os.close(tell)
+        if start.module == COMMAND:
             import_module(COMMAND).main()
         else:
             sys.argv = sys.argv[2:]
-            _show(start)
             sys.modules.pop(start.module, None)
             runpy.run_module(start.module, run_name="__main__", alter_sys=True)
     except SystemExit as ended:
@@ -266,7 +273,7 @@ def _run(start: _Start) -> int:
     return code or 0
 
 
-def _be_asked() -> None:
+def _be_asked(tell: int) -> None:
     """Have a template of its own for the processes that this one will start."""
     from primad.system.memory import staying
 
@@ -275,6 +282,7 @@ def _be_asked() -> None:
     pid = os.fork()
     if not pid:
         ours.close()
+        os.close(tell)
         nothing = os.open(os.devnull, os.O_RDWR)
         for each in (0, 1, 2):
             os.dup2(nothing, each)

@@ -163,7 +163,7 @@ def test_an_embedding_model_that_is_none(tiny, tmp_path, temporary, damage):
 
 def test_model_is_a_directory(tmp_path, temporary):
     home = tmp_path / "home"
-    assert_refused(ended("serve", "--model", tmp_path, "--home", home, temporary=temporary), tmp_path, "directory")
+    assert_refused(forked("serve", "--model", tmp_path, "--home", home, temporary=temporary), tmp_path, "directory")
     assert not home.exists()
 
 
@@ -175,7 +175,7 @@ def test_part_of_a_split_model_is_missing(tmp_path, temporary):
         "split.tensors.count": scalar_value(GGUFValueType.INT32, 100),
     }
     write_model(first, values=counts)
-    run = ended("serve", "--model", first, "--home", home, temporary=temporary)
+    run = forked("serve", "--model", first, "--home", home, temporary=temporary)
     assert_refused(run, "big-00002-of-00003.gguf", "missing")
     assert not home.exists()
 
@@ -188,7 +188,7 @@ def test_architecture_that_cannot_be_cut(tiny, tmp_path, new_home, cluster, temp
     with joined(worker_home, cluster):
         before = snapshot(worker_home)
         arguments = ("--home", home, "--name", "head", "--cluster", cluster, "--port", free_port(), "--wait", 1)
-        run = ended("serve", "--model", model, *arguments, temporary=temporary)
+        run = forked("serve", "--model", model, *arguments, temporary=temporary)
         assert_refused(run, "rwkv7", model)
         assert snapshot(worker_home) == before
     assert_clean(home)
@@ -213,7 +213,7 @@ def test_windows_that_do_not_fit(tiny, new_home, cluster, temporary):
     with joined(worker_home, cluster):
         for arguments, named in refused.items():
             base = ("--home", home, "--name", "head", "--cluster", cluster, "--port", free_port(), "--wait", 1)
-            run = ended("serve", "--model", tiny, *base, *arguments, temporary=temporary)
+            run = forked("serve", "--model", tiny, *base, *arguments, temporary=temporary)
             assert_refused(run, *named, after=("head: measuring links: done", "waiting for 1 of 1 devices: "))
             assert_clean(home)
 
@@ -319,17 +319,17 @@ def taken() -> Iterator[int]:
 
 def test_port_in_use(tiny, new_home, cluster, temporary, taken):
     home = new_home("home")
-    run = ended("serve", "--model", tiny, "--home", home, "--port", taken, "--alone", temporary=temporary)
+    run = forked("serve", "--model", tiny, "--home", home, "--port", taken, "--alone", temporary=temporary)
     assert_refused(run, f"--port {taken}")
     assert_clean(home)
-    assert_refused(ended("join", "--home", home, "--port", taken, "--cluster", cluster, temporary=temporary), taken)
+    assert_refused(forked("join", "--home", home, "--port", taken, "--cluster", cluster, temporary=temporary), taken)
     assert_clean(home)
 
 
 def test_fewer_devices_than_waited_for(tiny, new_home, cluster, temporary):
     home = new_home("home")
     arguments = ("--cluster", cluster, "--port", free_port(), "--wait", 2, "--wait-timeout", 1)
-    run = ended("serve", "--model", tiny, "--home", home, *arguments, temporary=temporary)
+    run = forked("serve", "--model", tiny, "--home", home, *arguments, temporary=temporary)
     assert_refused(run, "--wait 2", "0 of 2", after=("waiting for 2 of 2 devices: ",))
     assert_clean(home)
 
@@ -349,8 +349,8 @@ def test_home_of_another_daemon(tiny, new_home, cluster, temporary):
     home = new_home("home")
     with joined(home, cluster):
         before = snapshot(home)
-        assert_refused(ended("join", "--home", home, temporary=temporary), home)
-        run = ended("serve", "--model", tiny, "--home", home, "--port", free_port(), temporary=temporary)
+        assert_refused(forked("join", "--home", home, temporary=temporary), home)
+        run = forked("serve", "--model", tiny, "--home", home, "--port", free_port(), temporary=temporary)
         assert_refused(run, home)
         assert snapshot(home) == before
 

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.slow
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_text() * 5
 TOKENS = 16
-CHUNKS = {"smollm2": 256, "gemma3": 512}
-PROMPTS = {"smollm2": (1, 40, 300), "gemma3": (1, 40, 560)}
+CHUNKS = {"smollm2": 128, "gemma3": 512}
+PROMPTS = {"smollm2": (1, 40, 160), "gemma3": (1, 40, 560)}
 """Tokens: one, a part of a chunk, and more than a chunk; for Gemma also more than its sliding window."""
 
 RINGS = {
@@ -200,7 +200,7 @@ def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, mo
 @pytest.mark.parametrize(
     ("model", "windows", "counts", "threads", "tokens"),
     [
-        ("smollm2", None, (40, 300), 2, 6),
+        ("smollm2", None, (40, 160), 2, 6),
         *(
             pytest.param(model, windows, (40, 300, 1500), threads, TOKENS, marks=pytest.mark.matrix)
             for model, windows in (("smollm2", (10, 12)), ("gemma3", (7, 9)))

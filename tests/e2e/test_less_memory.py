@@ -27,7 +27,11 @@ from tools.lab.memory_runs import device_in
 from tools.lab.neighbour import Neighbour
 from tools.synth import write_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("started_by_a_shell"),  # a fork has memory in common with others, which no group counts
+]
 
 ROWS = 64
 CONTEXT = 1280

@@ -6,7 +6,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import ANY
 
 import msgspec
@@ -98,9 +100,10 @@ class Model:
         self.probabilities = self.distribution(plain, self.start)
         self.order = np.argsort(-self.probabilities, kind="stable")
         self._plain = plain
+        self.sampled = cache(self._sampled)
 
-    def sampled(self, seed: int, chain: dict[str, float]) -> list[int]:
-        """What plain llama.cpp draws after ``prompt``."""
+    def _sampled(self, seed: int, **chain: Any) -> list[int]:
+        """What plain llama.cpp draws after ``prompt``, for every ring."""
         return self._plain.draw(self.prompt, 24, seed=seed, **chain)
 
     def release(self) -> None:
@@ -145,7 +148,7 @@ def test_every_ring_size_draws_the_same(smollm2, ring, model):
             assert other.tokens(model.prompt, 12, SAMPLED, seed=seed) == ring.tokens(
                 model.prompt, 12, SAMPLED, seed=seed
             )
-        assert other.draws(model.start, 150) == ring.draws(model.start, 150)
+        assert other.draws(model.start, 60) == ring.draws(model.start, 60)
 
 
 CHAINS = [
@@ -165,7 +168,7 @@ CHAINS = [
 )
 def test_every_draw_is_that_of_plain_llama_cpp(ring, model, chain):
     for seed in (0, 11, 2**32 - 2):
-        plain = model.sampled(seed, chain)
+        plain = model.sampled(seed, **chain)
         assert ring.tokens(model.prompt, len(plain), SAMPLED, seed=seed, **chain) == plain
 
 
@@ -269,6 +272,6 @@ def test_loops_that_dry_sees_are_left(one, model):
 
 
 def test_an_answer_ends_where_it_may(one, model):
-    for seed in range(4):
-        assert len(one.tokens(model.prompt, 64, SAMPLED, seed=seed, temperature=1.5, min_tokens=40)) >= 40
-        assert len(one.tokens(model.prompt, 64, SAMPLED, seed=seed, temperature=1.5, ignore_eos=True)) == 64
+    for seed in range(3):
+        assert len(one.tokens(model.prompt, 48, SAMPLED, seed=seed, temperature=1.5, min_tokens=30)) >= 30
+        assert len(one.tokens(model.prompt, 48, SAMPLED, seed=seed, temperature=1.5, ignore_eos=True)) == 48

@@ -40,7 +40,7 @@ openai = Lazily("openai")
 pytestmark = pytest.mark.slow
 
 MODEL = "smollm2-135m-q4_1"
-CONTEXT = 2048
+CONTEXT = 1024
 HELLO = [{"role": "user", "content": "Name three colours."}]
 STORY = "Once upon a time, in a village by the sea,"
 
@@ -303,7 +303,7 @@ def test_a_bad_request_is_refused_and_the_next_one_served(served):
 
 
 def test_a_client_that_leaves_frees_the_sequence(served):
-    # Left alone, this answer would take the ring for two thousand steps.
+    # Left alone, this answer would take the ring for a thousand steps.
     body = {"prompt": STORY, "max_tokens": 4000, "temperature": 1, "stream": True, "logit_bias": {"0": -100, "2": -100}}
     before = all_steps(served)
     with httpx.stream("POST", f"{served.head.url}/v1/completions", json=body, timeout=PATIENCE_S) as answer:

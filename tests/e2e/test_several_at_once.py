@@ -16,7 +16,7 @@ from tests.e2e.streams import STORY, Told, ask, show
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = (STORY, "The capital of France is", f"{STORY} there lived a baker. " * 20, "One, two,")
+PROMPTS = (STORY, "The capital of France is", f"{STORY} there lived a baker. " * 12, "One, two,")
 TOKENS = 60
 
 

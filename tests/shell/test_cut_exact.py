@@ -41,7 +41,7 @@ class Route:
     Of each window the last ``on_gpu`` layers are on a GPU, in the tail with the output; None of the tail: the output alone.
     Prompts through the others are computed there too if they are ``prefill_offload``. ``apart``: of those on a GPU the
     experts are not. ``extra_buffers``: all windows have them. ``others`` are those on a second GPU, of each window. The
-    tail ``predicts``.
+    tail ``predicts``. ``parts`` lie there already.
     """
 
     def __init__(
@@ -58,26 +58,14 @@ class Route:
         extra_buffers=False,
         others=(),
         predicts=False,
+        parts=None,
     ):
-        cutter = ModelCutter(header, keeps_name=any(each.changes_output for each in adapters), predicts=predicts)
         layers = layer_count(header)
-        assert cuts[0] == 0
-        assert cuts[-1] == layers
         changes = [EmbeddingAdapter(each) for each in reversed(adapters) if each.embedding is not None]
         embedding = TokenEmbedding.of(header, None, changes)
         self.windows = []
-        for number, (first, last) in enumerate(pairwise(cuts)):
-            spec = cutter.spec(number, first, last)
-            metadata = folder / f"{number}.gguf"
-            spec.write_metadata(metadata)
-            paths = []
-            for split, ref in enumerate(spec.layers, start=1):
-                path = folder / f"{number}-{split}.gguf"
-                path.write_bytes(
-                    layer_header(ref.tensors, number=split - 1, split=split)
-                    + b"".join(cutter.source(ref.digest).chunks())
-                )
-                paths.append(str(path))
+        parts = parts or parts_of(header, cuts, folder, adapters, predicts=predicts)
+        for number, ((first, last), (spec, metadata, paths)) in enumerate(zip(pairwise(cuts), parts, strict=True)):
             count = on_gpu[number] if on_gpu else 0
             is_tail = last == layers
             assignment = assigned(
@@ -118,6 +106,27 @@ class Route:
     def release(self):
         for window in self.windows:
             window.release()
+
+
+def parts_of(header, cuts, folder, adapters=(), *, predicts=False):
+    """Of each window what it is, its metadata split and its layer files, written into ``folder``."""
+    assert cuts[0] == 0
+    assert cuts[-1] == layer_count(header)
+    cutter = ModelCutter(header, keeps_name=any(each.changes_output for each in adapters), predicts=predicts)
+    parts = []
+    for number, (first, last) in enumerate(pairwise(cuts)):
+        spec = cutter.spec(number, first, last)
+        metadata = folder / f"{number}.gguf"
+        spec.write_metadata(metadata)
+        paths = []
+        for split, ref in enumerate(spec.layers, start=1):
+            path = folder / f"{number}-{split}.gguf"
+            path.write_bytes(
+                layer_header(ref.tensors, number=split - 1, split=split) + b"".join(cutter.source(ref.digest).chunks())
+            )
+            paths.append(str(path))
+        parts.append((spec, metadata, paths))
+    return parts
 
 
 def adapters_of(adapters, spec, folder):

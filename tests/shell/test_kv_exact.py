@@ -26,7 +26,18 @@ from primad.kv import keys
 from primad.kv.cells import pack, unpack
 from primad.kv.store import KvStore
 from primad.planning.replicas import why_not_kept
-from tests.shell.test_cut_exact import EVERY_KIND, HYBRIDS, OPTIONS, PROMPT, Route, cuts_of, files_of, rows, synth
+from tests.shell.test_cut_exact import (
+    EVERY_KIND,
+    HYBRIDS,
+    OPTIONS,
+    PROMPT,
+    Route,
+    cuts_of,
+    files_of,
+    parts_of,
+    rows,
+    synth,
+)
 from tests.shell.test_streams_exact import EVERYTHING, streaming
 
 KINDS = {"flash": ("f16", True), "scores": ("f16", False), "q8_0": ("q8_0", True)}
@@ -94,14 +105,21 @@ def answer(route, kept, sequence, logits, count):
     return logits
 
 
+def cut_into(header, folder, cuts):
+    """The ``cuts``, each with the files of its windows."""
+    found = []
+    for number, cut in enumerate(cuts):
+        place = folder / str(number)
+        place.mkdir()
+        found.append((cut, parts_of(header, cut, place)))
+    return found
+
+
 def judge(header, folder, kind, sequences, cuts):
     options, sequence = options_of(kind, sequences), sequences - 1
     with ExitStack() as stack:
         routes = [Whole(header, options)]
-        for number, cut in enumerate(cuts):
-            place = folder / f"{kind}-{sequences}-{number}"
-            place.mkdir()
-            routes.append(Route(header, cut, place, options))
+        routes += [Route(header, cut, folder, options, parts=parts) for cut, parts in cuts]
         for route in routes:
             stack.callback(route.release)
             assert all(window.kv_supported for window in route.windows)
@@ -133,22 +151,33 @@ def joined(blocks):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [("flash", 1), ("flash", 3), ("scores", 3), ("q8_0", 1)],
+        pytest.param([("scores", 1), ("q8_0", 3)], marks=pytest.mark.matrix),
+    ],
+    ids=["each", "others"],
+)
 @pytest.mark.parametrize("architecture", sorted(set(EVERY_KIND) - set(HYBRIDS) - NOT_KEPT))
-def test_cells_go_to_windows_of_another_cut(architecture, tmp_path):
+def test_cells_go_to_windows_of_another_cut(architecture, pairs, tmp_path):
+    """Each kind of cells, and one sequence and several."""
     header = written(tmp_path, architecture, **WIDE)
     assert not why_not_kept(model_profile(header)), "what a plan says of it"
-    kinds = (
-        ["flash"] if architecture == "mimo2" else ["flash", "scores"]
-    )  # its values have several sizes, not those of keys
-    for kind in [*kinds, "q8_0"] if model_profile(header).kv_head_width % KV_BLOCK == 0 else kinds:
-        for sequences in (1, 3):
-            judge(header, tmp_path, kind, sequences, cuts_of(header))
+    kinds = {"flash"} if architecture == "mimo2" else {"flash", "scores"}  # its values have sizes other than keys
+    if model_profile(header).kv_head_width % KV_BLOCK == 0:
+        kinds.add("q8_0")
+    cuts = cut_into(header, tmp_path, cuts_of(header))
+    for kind, sequences in pairs:
+        if kind in kinds:
+            judge(header, tmp_path, kind, sequences, cuts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "deepseek2"])
 def test_cells_go_to_other_windows(architecture, kind, tmp_path):
-    judge(written(tmp_path, architecture, **WIDE), tmp_path, kind, 3, ([0, 2, 4, 6], [0, 1, 5, 6]))
+    header = written(tmp_path, architecture, **WIDE)
+    judge(header, tmp_path, kind, 3, cut_into(header, tmp_path, ([0, 2, 4, 6], [0, 1, 5, 6])))
 
 
 @pytest.mark.parametrize("architecture", [*HYBRIDS, *sorted(NOT_KEPT)])
