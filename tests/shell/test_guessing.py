@@ -318,6 +318,7 @@ def test_a_head_passes_guesses_on_that_are_some_and_guesses_itself_while_the_dev
 
 def test_a_device_that_the_owner_of_the_head_pauses_guesses_no_more_until_it_may_again(tmp_path, monkeypatch):
     monkeypatch.setattr("primad.head.rings.drafting.LOOK_S", 0.0)
+    monkeypatch.setattr("primad.head.rings.drafting.TRY_S", (0.0, 0.0))
 
     async def once() -> None:
         head = Elsewhere(tmp_path / "small.gguf", head_has_room=False)
