@@ -10,10 +10,12 @@ what runs prints in one place alone, and logs from there. No name is made of a w
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -88,23 +90,41 @@ def _is_type_variable(value: ast.expr) -> bool:
     return isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] in ("TypeVar", "ParamSpec")
 
 
-def imported(tree: ast.Module) -> Iterator[tuple[str, int]]:
+@cache
+def imported(path: Path) -> list[tuple[str, int]]:
     """The modules that a file imports, with their lines; of ``from tools import x`` that is ``tools.x``."""
-    for node in ast.walk(tree):
+    found: list[tuple[str, int]] = []
+    for node in _statements(ast.parse(path.read_text(encoding="utf-8"))):
         match node:
             case ast.Import(names=names):
-                yield from ((each.name, node.lineno) for each in names)
+                found += ((each.name, node.lineno) for each in names)
             case ast.ImportFrom(module="tools", names=names):
-                yield from ((f"tools.{each.name}", node.lineno) for each in names)
+                found += ((f"tools.{each.name}", node.lineno) for each in names)
             case ast.ImportFrom(module=str(module), level=0):
-                yield module, node.lineno
+                found.append((module, node.lineno))
+    return found
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Every statement in ``node``, those in others too, but no expression."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        inner = getattr(node, name, ())
+        for each in inner if isinstance(inner, list) else ():
+            yield each
+            yield from _statements(each)
+
+
+def files(root: Path, *folders: str) -> Iterator[tuple[str, Path]]:
+    """Every source file under the folders, with its path from the root."""
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            yield str(path.relative_to(root)), path
 
 
 def trees(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:
     """Every source file under the folders, by its path from the root."""
-    for folder in folders:
-        for path in sorted((root / folder).rglob("*.py")):
-            yield str(path.relative_to(root)), ast.parse(path.read_text(encoding="utf-8"))
+    for name, path in files(root, *folders):
+        yield name, ast.parse(path.read_text(encoding="utf-8"))
 
 
 def names_defined_twice(root: Path) -> Iterator[str]:
@@ -120,16 +140,16 @@ def names_defined_twice(root: Path) -> Iterator[str]:
 
 def wrong_imports(root: Path) -> Iterator[str]:
     """Lines about what runs and imports tools, tools that import tests, and tests that import tools not for them."""
-    for path, tree in trees(root, *PRODUCT):
-        for module, line in imported(tree):
+    for path, file in files(root, *PRODUCT):
+        for module, line in imported(file):
             if module.partition(".")[0] == "tools":
                 yield f"{path}:{line}: what runs imports {module}, which only a checkout has"
-    for path, tree in trees(root, "tools"):
-        for module, line in imported(tree):
+    for path, file in files(root, "tools"):
+        for module, line in imported(file):
             if module.partition(".")[0] == "tests":
                 yield f"{path}:{line}: a tool imports {module}"
-    for path, tree in trees(root, "tests"):
-        for module, line in imported(tree):
+    for path, file in files(root, "tests"):
+        for module, line in imported(file):
             if module.partition(".")[0] == "tools" and not _is_for_tests(module):
                 yield f"{path}:{line}: a test imports {module}; what both need belongs to tools/lab"
 
@@ -137,8 +157,8 @@ def wrong_imports(root: Path) -> Iterator[str]:
 def imports_of_packaging(root: Path) -> Iterator[str]:
     """Lines about files that import a script of ``packaging/``, by its own name or through the folder's."""
     scripts = {path.stem for path in (root / "packaging").rglob("*.py")}
-    for path, tree in trees(root, *PRODUCT, "tools", "tests", "examples"):
-        for module, line in imported(tree):
+    for path, file in files(root, *PRODUCT, "tools", "tests", "examples"):
+        for module, line in imported(file):
             first, _, rest = module.partition(".")
             if first in scripts or (first == "packaging" and rest.partition(".")[0] in scripts):
                 yield f"{path}:{line}: imports {module} of packaging/, which nothing imports"
@@ -182,6 +202,7 @@ def _is_for_tests(module: str) -> bool:
 
 def main() -> int:
     """Print what breaks a law; the exit code."""
+    gc.disable()  # a syntax tree has no circles, and is large
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent
     broken = [
         *names_defined_twice(root),
