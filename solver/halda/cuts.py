@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import pairwise, product
 from typing import Any, Final, NamedTuple
 
@@ -375,33 +376,35 @@ class _Pricing:
         compute, rest, overflow, streamable, layers = need
         instance, k, rate = self._instance, self._rounds, member.disk_bytes_per_s
         over, highest = overflow + instance.reserve_bytes, streamable - instance.pool_bytes
-        best, best_disk = np.full(compute.shape, math.inf), np.zeros(compute.shape)
+        ways: list[Any] = []
         for step in member.read_ahead_steps:
-            ways: list[Any] = [step.read_ahead_bytes]
+            ways.append((step, step.read_ahead_bytes))
             if k > 1 and not instance.by_expert:
-                ways += [np.maximum(step.wide_bytes, part * over / (k - 1)) for part in _READ_AHEAD_TRIALS]
+                ways += [(step, np.maximum(step.wide_bytes, part * over / (k - 1))) for part in _READ_AHEAD_TRIALS]
             elif not instance.by_expert:
-                ways.append(step.wide_bytes)
-            for read_ahead in ways:
-                streamed = over + read_ahead
-                left = np.maximum(streamed - phase.spare_bytes, 0)
-                read = np.max(
-                    [line.of_streamed * left + line.of_streamable * streamable for line in phase.read_lines], 0
-                )
-                waiting = read - k * read_ahead
-                if instance.by_expert:
-                    seconds = compute + rest + read / rate
-                else:
-                    meanwhile = np.maximum(waiting, 0) if member.has_own_host else read
-                    slowed = compute + rest + member.slows_s_per_byte * meanwhile
-                    if phase is member.prefill:
-                        slowed = slowed + np.maximum(2 * read - (layers + k / instance.chunks) * read_ahead, 0) / rate
-                    waits = rest + k * phase.edge_s + waiting / rate
-                    seconds = np.where(waiting > 0, np.maximum(slowed, waits), slowed)
-                seconds = np.where(streamed <= np.minimum(step.share * streamable, highest), seconds, math.inf)
-                best_disk = np.where(seconds < best, read / rate, best_disk)
-                best = np.minimum(best, seconds)
-        return best, best_disk
+                ways.append((step, step.wide_bytes))
+        # All ways are one array: there are few ranges, and numpy takes longer to begin than to compute.
+        share = np.array([[step.share] for step, _ in ways])
+        read_ahead = np.stack([np.broadcast_to(way, over.shape) for _, way in ways])
+        streamed = over + read_ahead
+        left = np.maximum(streamed - phase.spare_bytes, 0)
+        read = reduce(
+            np.maximum, (line.of_streamed * left + line.of_streamable * streamable for line in phase.read_lines)
+        )
+        waiting = read - k * read_ahead
+        if instance.by_expert:
+            seconds = compute + rest + read / rate
+        else:
+            meanwhile = np.maximum(waiting, 0) if member.has_own_host else read
+            slowed = compute + rest + member.slows_s_per_byte * meanwhile
+            if phase is member.prefill:
+                slowed = slowed + np.maximum(2 * read - (layers + k / instance.chunks) * read_ahead, 0) / rate
+            waits = rest + k * phase.edge_s + waiting / rate
+            seconds = np.where(waiting > 0, np.maximum(slowed, waits), slowed)
+        seconds = np.where(streamed <= np.minimum(share * streamable, highest), seconds, math.inf)
+        least = seconds.argmin(axis=0)[None]
+        best_s, disk_s = (np.take_along_axis(each, least, 0)[0] for each in (seconds, read / rate))
+        return best_s, np.where(np.isfinite(best_s), disk_s, 0.0)
 
     def _gpu_starts(self, vram: float, held: Floats) -> Any:
         """For each end j the first column from which on all up to j, of what is ``held``, fit into ``vram`` bytes."""
