@@ -367,7 +367,7 @@ class _Pricing:
         short = (need.overflow > 0) & self._allowed
         seconds[need.overflow > 0] = math.inf
         if short.any() and not member.offloads_prefill:
-            found = _Need(*(np.broadcast_to(each, short.shape)[short] for each in need))
+            found = _Need(*(_at(short, each) for each in need))
             seconds[short], disk_s[short] = self._read(member, phase, found)
         return seconds, disk_s
 
@@ -385,7 +385,9 @@ class _Pricing:
                 ways.append((step, step.wide_bytes))
         # All ways are one array: there are few ranges, and numpy takes longer to begin than to compute.
         share = np.array([[step.share] for step, _ in ways])
-        read_ahead = np.stack([np.broadcast_to(way, over.shape) for _, way in ways])
+        read_ahead = np.empty((len(ways), len(over)))
+        for row, (_, way) in zip(read_ahead, ways, strict=True):
+            row[:] = way
         streamed = over + read_ahead
         left = np.maximum(streamed - phase.spare_bytes, 0)
         read = reduce(
@@ -425,3 +427,8 @@ class _Pricing:
         sums = np.concatenate([[0.0], np.cumsum(values[self._by_column].sum(axis=0))])
         difference: Floats = sums[end] - sums[first]
         return difference
+
+
+def _at(short: NDArray[np.bool_], values: Any) -> Any:
+    """The ``values`` where something is ``short``; most of them have its shape."""
+    return (values if np.shape(values) == short.shape else np.broadcast_to(values, short.shape))[short]
