@@ -65,6 +65,8 @@ _MMAP_THRESHOLD: Final = -3
 _PADDING: Final = 1 << 14
 """Bytes of arguments and of environment that a forked process can show as its own."""
 _SIZE: Final = struct.Struct("<I")
+_AS_EVER: Final = (-1, None, None, None, -1, None)
+"""No other group of processes, user, groups or file mask, and nothing to call before."""
 _exec = subprocess._fork_exec  # type: ignore[attr-defined]
 
 
@@ -107,8 +109,8 @@ _template: Template | None = None
 def _fork_exec(arguments: Sequence[Any], *others: Any) -> int:
     """As ``subprocess`` has it, which takes what it needs of Python's own without a name."""
     module = _module_of(arguments := list(map(os.fsencode, arguments)))
-    _, _, kept, folder, variables, stdin, _, _, stdout, _, stderr, _, failed, _, leads, *_ = others
-    if module is None or _template is None or folder is not None:
+    _, _, kept, folder, variables, stdin, _, _, stdout, _, stderr, _, failed, _, leads, *more = others
+    if module is None or _template is None or folder is not None or tuple(more[:6]) != _AS_EVER:
         return int(_exec(arguments, *others))
     with open("/proc/thread-self/ns/net", "rb") as network:  # noqa: PTH123
         descriptors = [number if given < 0 else given for number, given in enumerate((stdin, stdout, stderr))]
