@@ -250,6 +250,11 @@ class Allowed:
         self.vocabulary = vocabulary
         self._all_but_ends: Candidates | None = None
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether there may be tokens that may not come next."""
+        return self._mask is not None or self._ignores_ends or self._sampled < self._min_tokens
+
     def is_ready(self, wait_s: float) -> bool:
         """Whether ``next`` would not wait, now or within ``wait_s``."""
         return self._mask is None or self._mask.is_ready(wait_s)

@@ -34,6 +34,7 @@ with without_top("llama_cpp"):
 MIROSTAT_WINDOW: Final = 100
 """Tokens by which mirostat 1 estimates the distribution's shape; what llama.cpp's programs use."""
 _MIN_P: Final = 1e-30
+_BIAS: Final = np.dtype([("token", np.int32), ("bias", np.float32)])
 _ENTRY: Final = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
@@ -142,6 +143,10 @@ class ChainSampler:
         )
         self._sampled = len(sampled)
         self._vocabulary = allowed.vocabulary
+        self._biases = np.array(list(sampling.logit_bias), _BIAS)
+        self._is_biased_here = allowed.leaves_out and bool(sampling.logit_bias)
+        """llama.cpp looks through all biases for each token that it is shown, unless it is shown all tokens in their order:
+        with a grammar and 25,000 biases each token of the ring took 0.3 s."""
         self._mu = 2 * sampling.mirostat_tau if sampling.mirostat_mu is None else sampling.mirostat_mu
         known = [*prompt, *sampled]
         reach = max(
@@ -169,11 +174,9 @@ class ChainSampler:
     def _shaping(self, vocabulary: int) -> Iterable[Any]:
         """What stays from token to token."""
         sampling = self._sampling
-        if sampling.logit_bias:
-            biases = (llama.llama_logit_bias * len(sampling.logit_bias))(
-                *(llama.llama_logit_bias(*bias) for bias in sampling.logit_bias)
-            )
-            yield llama.llama_sampler_init_logit_bias(vocabulary, len(biases), biases)
+        if sampling.logit_bias and not self._is_biased_here:
+            biases = ctypes.cast(self._biases.ctypes.data, ctypes.POINTER(llama.llama_logit_bias))
+            yield llama.llama_sampler_init_logit_bias(vocabulary, len(self._biases), biases)
         if self._is_mirostat:
             yield self._temperature()
             return
@@ -249,7 +252,7 @@ class ChainSampler:
         for sampler in self._drawing():
             self._add(sampler)
         self._sampled += 1
-        if candidates is None and (self._is_mirostat or kept is not None):
+        if candidates is None and (self._is_mirostat or self._is_biased_here or kept is not None):
             candidates = np.arange(self._vocabulary)
         if candidates is None:
             token = int(llama.llama_sampler_sample(self._chain, self._context, row))
@@ -261,6 +264,9 @@ class ChainSampler:
     def _choose(self, candidates: Candidates, logits: LogitsRow) -> int:
         """One of ``candidates``, the only ones that the chain sees."""
         entries = np.zeros(len(candidates), _ENTRY)
+        if self._is_biased_here:
+            logits = logits.copy()
+            logits[self._biases["token"]] += self._biases["bias"]
         entries["id"], entries["logit"] = candidates, logits[candidates]
         data = ctypes.cast(entries.ctypes.data, ctypes.POINTER(llama.llama_token_data))
         shown = llama.llama_token_data_array(data, len(entries), -1, False)
