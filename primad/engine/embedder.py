@@ -68,6 +68,9 @@ class Embedder:
         self.max_text_tokens = min(MAX_TOKENS, int(llama.llama_model_n_ctx_train(self._model)))
         self.width = int(llama.llama_model_n_embd(self._model))
         self._vocabulary = LlamaVocabulary(Path(path))
+        longest = self._vocabulary.longest_chars
+        self._max_chars = None if longest is None else self.max_text_tokens * longest
+        """More characters are more tokens than may be, however they are cut into tokens."""
         self._threads = threads
         self._step_rows = self.max_text_tokens
         self._batch: Any = llama.llama_batch_init(self.max_text_tokens, 0, 1)
@@ -122,7 +125,11 @@ class Embedder:
         """
         if not text:
             raise ValueError("is empty; there is nothing to embed")
-        vocabulary = self._vocabulary
+        vocabulary, most = self._vocabulary, self._max_chars
+        if isinstance(text, str) and most is not None and len(text) > most:
+            if not cuts:
+                raise ValueError(_too_long(f"at least {self.max_text_tokens + 1}", self.max_text_tokens))
+            text = text[: most + 1]
         tokens = vocabulary.tokenize(text, add_special=True, parse_special=False) if isinstance(text, str) else text
         if not tokens:
             raise ValueError("has no token; there is nothing to embed")
@@ -131,9 +138,7 @@ class Embedder:
         if len(tokens) <= self.max_text_tokens:
             return tokens
         if not cuts:
-            raise ValueError(
-                f"has {len(tokens)} tokens and exceeds the available context size of {self.max_text_tokens}; shorten it"
-            )
+            raise ValueError(_too_long(str(len(tokens)), self.max_text_tokens))
         ends = 1 if isinstance(text, str) and vocabulary.adds_end else 0
         return tokens[: self.max_text_tokens - ends] + tokens[len(tokens) - ends :]
 
@@ -169,3 +174,7 @@ class Embedder:
         if self._pooling == llama.LLAMA_POOLING_TYPE_MEAN:
             return np.asarray(rows.mean(axis=0), np.float32)
         return np.asarray(rows[-1 if self._pooling == llama.LLAMA_POOLING_TYPE_LAST else 0], np.float32)
+
+
+def _too_long(tokens: str, maximum: int) -> str:
+    return f"has {tokens} tokens and exceeds the available context size of {maximum}; shorten it"

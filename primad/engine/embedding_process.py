@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
@@ -26,7 +26,7 @@ from primad.engine.embedding_messages import (
     TextsChecked,
 )
 from primad.errors import EngineError
-from primad.system.children.answer_stream import answer_stream
+from primad.system.children.answer_stream import STACK_BYTES, answer_stream
 
 if TYPE_CHECKING:
     from primad.engine.embedder import Embedder
@@ -79,15 +79,23 @@ def _read(tasks: SimpleQueue[bytes]) -> None:
     os._exit(0)
 
 
-def main() -> None:
-    """Answer tasks until standard input ends."""
+def _work(tasks: SimpleQueue[bytes], answers: BinaryIO) -> None:
     process, decoder = _Process(), msgspec.json.Decoder(EmbeddingTask)
-    tasks = SimpleQueue[bytes]()
-    threading.Thread(target=_read, args=(tasks,), daemon=True).start()
-    with answer_stream() as answers:
+    try:
         while True:
             answers.write(msgspec.json.encode(process.answer(decoder.decode(tasks.get()))) + b"\n")
             answers.flush()
+    finally:  # nothing but a mistake of ours: nobody is to wait for an answer that does not come
+        os._exit(1)
+
+
+def main() -> None:
+    """Answer tasks until standard input ends."""
+    tasks = SimpleQueue[bytes]()
+    with answer_stream() as answers:
+        threading.stack_size(STACK_BYTES)
+        threading.Thread(target=_work, args=(tasks, answers), daemon=True).start()
+        _read(tasks)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from primad.gguf.windows import vocabulary_size
 from primad.head import serve
 from primad.head.serve import check_embedding
 from primad.system.memory import Memory, children
+from tests.fakes.vocabulary import write_vocabulary
 from tools.synth import write_model
 
 PATIENCE_S = 180
@@ -75,22 +76,25 @@ def test_vectors_are_those_of_plain_llama_cpp(smollm2):
 
 @pytest.mark.slow
 def test_a_text_is_refused_or_cut_and_others_are_not_touched(tmp_path):
-    path = tmp_path / "small.gguf"
-    write_model(path, layers=2)
+    path, vocabulary = tmp_path / "small.gguf", write_vocabulary(tmp_path / "vocabulary.gguf", pre="gpt-4o")
+    write_model(path, layers=2, vocabulary=f"from:{vocabulary}")
     last = vocabulary_size(open_model(path)) - 1
+    endless = "a" * 1_000_000  # that pre-tokenizer recurses once a character
 
     async def work(service):
         before = await service.embed(["Hello"], INPUT)
         for texts, wrong in (
             (["Hello", "sea " * 4000], r"input\[1\]: has \d+ tokens and exceeds the available context size of 2048"),
+            (["Hello", endless], r"input\[1\]: has at least 2049 tokens and exceeds the available context size of 2048"),
             (["Hello", ""], r"input\[1\]: is empty"),
             ([[]], r"input\[0\]: is empty"),
             ([[1, last + 1]], rf"input\[0\]: token ids go from 0 to {last}"),
         ):
             with pytest.raises(RequestError, match=wrong):
                 await service.embed(texts, INPUT)
-        _, tokens = await service.embed(["sea " * 4000], INPUT, cuts=True)
-        assert tokens == 2048
+        for text in ("sea " * 4000, endless):
+            _, tokens = await service.embed([text], INPUT, cuts=True)
+            assert tokens == 2048
         assert await service.embed(["Hello"], INPUT) == before
 
     with_service(path, work)

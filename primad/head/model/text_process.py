@@ -35,14 +35,12 @@ from primad.head.model.text_messages import (
     TextReady,
     TextReply,
 )
-from primad.system.children.answer_stream import answer_stream
+from primad.system.children.answer_stream import STACK_BYTES, answer_stream
 from primad.system.children.channel import LENGTH, MAX_FRAME_BYTES, frame
 
 if TYPE_CHECKING:
     from primad.head.model.tokenizer import ModelVocabulary
 
-STACK_BYTES: Final = 256 << 20
-"""A pre-tokenizer of llama.cpp uses up to some kB of stack for each character of a run of equal ones."""
 MODULE: Final = "primad.api."
 NEEDED: Final = "primad.api.dialects.openai.prepared"
 """Imports that nearly every request needs, and that no request has to wait for."""

@@ -6,9 +6,13 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 from primad.system.terminal import escape_uncaught
+
+STACK_BYTES: Final = 256 << 20
+"""Of the thread that makes tokens of texts: a pre-tokenizer of llama.cpp takes up to some kB of stack for each character of
+a run of equal ones."""
 
 
 @contextmanager
