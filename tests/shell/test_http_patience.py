@@ -119,6 +119,17 @@ async def large(scope: Scope, receive: Receive, send: Send) -> None:
     await Response(bytes(32 << 20))(scope, receive, send)
 
 
+async def reading(scope: Scope, receive: Receive, send: Send) -> None:
+    """Reads a body, and waits a little whether its client leaves."""
+    while (await receive()).get("more_body"):
+        pass
+    leaving = asyncio.ensure_future(receive())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    await Response(b"x")(scope, receive, send)
+    leaving.cancel()
+
+
 async def unread(port: int, headers: bytes = b"") -> socket.socket:
     """A client that has asked, was answered, and reads no more."""
     client = socket.socket()
@@ -153,6 +164,31 @@ def test_the_smallest_chunks_do_not_stop_the_loop():
             writer.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("body", [b'{"content": "x"}', b"x" * 9000], ids=["small", "large"])
+def test_of_requests_that_are_sent_ahead_little_is_kept_and_all_are_answered(body):
+    """What is kept is looked through with each request."""
+    ahead_bytes: list[int] = []
+
+    class Told(http_patience.PatientProtocol):
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            ahead_bytes.append(len(self._strict.trailing_data[0]))
+
+    async def scenario() -> None:
+        asked = b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        count = (1 << 16) // len(asked)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(http_patience, "PatientProtocol", Told)
+            async with patient(FakeBackend(says()), app=reading) as port:
+                reader, writer = await raw(port)
+                writer.write(asked * count + REQUEST[:-2] + b"Connection: close\r\n\r\n")
+                assert (await until_closed(reader)).count(b"HTTP/1.1 200 ") == count + 1
+                writer.close()
+
+    asyncio.run(scenario())
+    assert max(ahead_bytes) <= 2 * http_patience.MAX_READ_BYTES
 
 
 @pytest.mark.parametrize("headers", [b"", b"Connection: close\r\n", b"\r\n" + REQUEST[:-2]])

@@ -8,6 +8,8 @@ time for a body is bounded in ``api/http/connection.py``.
 A response that is not read stays in memory. A client that reads nothing for a while is disconnected, and if too much is
 unread in total, the slowest one. All connections together are bounded too, and machines share them.
 
+Requests that a client sends before the first is answered are read one by one, and few of their bytes are kept.
+
 Requests are read in small pieces. h11 takes some 10 us for each chunk of a body, and one may have six bytes: the 256
 KiB that asyncio reads at once blocked the loop for half a second. Even 8 KiB of such chunks take a turn of 14 ms, and a
 health check waits for six. So clients that send many parts are read less at a time, and all such clients share.
@@ -19,6 +21,7 @@ import asyncio
 from typing import Any, Final
 
 import h11
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from primad.api.http.access import machine_of
@@ -118,6 +121,19 @@ def _stop(timers: dict[PatientProtocol, asyncio.TimerHandle], connection: Patien
         timer.cancel()
 
 
+class _Flow(FlowControl):
+    """Reads nothing more of a client that sent ahead more than is read at once."""
+
+    def __init__(self, transport: asyncio.Transport, connection: StrictConnection) -> None:
+        super().__init__(transport)
+        self._connection = connection
+
+    def resume_reading(self) -> None:
+        """As far as it is wanted."""
+        if self._connection.ahead_bytes <= MAX_READ_BYTES:
+            super().resume_reading()
+
+
 class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
     """One connection."""
 
@@ -139,6 +155,7 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected."""
         super().connection_made(transport)
+        self.flow = _Flow(transport, self._strict)
         machine = machine_of(self.client[0] if self.client else "")
         self._patience.is_silent(self)
         if self._patience.places.has_room(machine):
@@ -167,6 +184,7 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
     def on_response_complete(self) -> None:
         """The response was written; the next request may have come with the last."""
         super().on_response_complete()
+        self.flow.resume_reading()  # the rest of a request that was sent ahead
         if not self._is_answering() and not self.flow.write_paused:
             self._patience.is_silent(self)
 
