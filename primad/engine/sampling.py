@@ -58,8 +58,8 @@ class GreedySampler:
         return self._allowed is None or self._allowed.is_ready(wait_s)
 
     def sample(self, row: int, kept: LogitsRow | None = None) -> int:
-        candidates = self._allowed.next() if self._allowed is not None else None
-        token = likeliest(self._window.logits(row) if kept is None else kept, candidates)
+        allowed = self._allowed.next() if self._allowed is not None else None
+        token = likeliest(self._window.logits(row) if kept is None else kept, allowed)
         if self._allowed is not None:
             self._allowed.took(token)
         return token
@@ -244,7 +244,8 @@ class ChainSampler:
         return (self._dry is None or self._dry.done()) and self._allowed.is_ready(wait_s)
 
     def sample(self, row: int, kept: LogitsRow | None = None) -> int:
-        candidates = self._allowed.next()
+        allowed = self._allowed.next()
+        candidates = None if allowed is None else allowed.ids
         if self._chain is None:
             self._begin()
         while (count := llama.llama_sampler_chain_n(self._chain)) > self._kept:

@@ -113,7 +113,7 @@ def test_a_mask_says_whether_it_is_there_and_is_given_up_in_the_end(monkeypatch)
     goes_on.set()
     while not mask.is_ready(0.1):
         pass
-    assert mask.allowed().tolist() == [ord("a")]
+    assert mask.allowed().ids.tolist() == [ord("a")]
     mask.release()
     monkeypatch.setattr(masks, "MASK_TIMEOUT_S", 0.0)
     goes_on.clear()

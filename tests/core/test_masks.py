@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.engine.masks import MAX_TEXT_CHARS, WORK_A_TOKEN_S, WORK_AT_ONCE_S, Allowed, GrammarMask, Words, likeliest
+from primad.engine.masks import MAX_TEXT_CHARS, WORK_A_TOKEN_S, WORK_AT_ONCE_S, Allowed, GrammarMask, TokenSet, Words, likeliest
 from primad.errors import GrammarError
 from tests.fakes.backend import BOS, EOS, SIZE, ByteVocabulary
 from tests.fakes.ring import GREEDY
@@ -42,8 +42,8 @@ def words() -> Iterator[Words]:
     assert ByteTokens.loaded == 0
 
 
-def text_of(candidates: np.ndarray) -> str:
-    return "".join("$" if token == EOS else chr(token) for token in candidates.tolist())
+def text_of(tokens: TokenSet) -> str:
+    return "".join("$" if token == EOS else chr(token) for token in tokens.ids.tolist())
 
 
 def test_a_mask_follows_the_answer_to_its_end(words):
@@ -71,8 +71,26 @@ def test_the_likeliest_token_is_the_first_of_the_best_that_may_come(logits, data
     tokens = data.draw(st.sets(st.integers(0, len(logits) - 1), min_size=1))
     best = max(logits[token] for token in tokens)
     first = min(token for token in tokens if logits[token] == best)
-    assert likeliest(np.array(logits, np.float32), np.array(sorted(tokens), np.int64)) == first
+    assert likeliest(np.array(logits, np.float32), TokenSet.of(tokens, len(logits))) == first
     assert likeliest(np.array(logits, np.float32), None) == logits.index(max(logits))
+
+
+@given(size=st.integers(1, 70), data=st.data())
+def test_a_set_of_tokens_is_one(size, data):
+    tokens, others = (data.draw(st.sets(st.integers(0, size - 1))) for _ in range(2))
+    one, other = TokenSet.of(tokens, size), TokenSet.of(others, size)
+    assert (one.ids.tolist(), bool(one)) == (sorted(tokens), bool(tokens))
+    assert [token for token in range(size) if token in one] == sorted(tokens)
+    assert one.without(other).ids.tolist() == sorted(tokens - others)
+    assert TokenSet.all_of(size).ids.tolist() == list(range(size))
+
+
+def test_which_tokens_may_come_is_looked_up_only_where_the_likeliest_may_not():
+    may = TokenSet.of({1, 3}, 4)
+    assert likeliest(np.array([0, 1, 0, 9], np.float32), may) == 3
+    assert may._ids is None
+    assert likeliest(np.array([9, 1, 0, 0], np.float32), may) == 1
+    assert may._ids is not None
 
 
 @pytest.mark.parametrize("cut", range(4))
@@ -189,7 +207,7 @@ def test_without_bounds_every_token_may_come(words):
 def test_an_answer_does_not_end_before_its_least_length(words):
     bounds = allowed(words, None, min_tokens=2)
     for _ in range(2):
-        assert set(range(SIZE)) - set(bounds.next().tolist()) == ENDS
+        assert set(range(SIZE)) - set(bounds.next().ids.tolist()) == ENDS
         bounds.took(65)
     assert bounds.next() is None
     assert EOS not in allowed(words, None, ignore_eos=True).next()

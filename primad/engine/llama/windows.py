@@ -147,9 +147,11 @@ class _LogitsWindow(LlamaModel):
     def sampler(
         self, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]
     ) -> GreedySampler | ChainSampler:
-        mask = GrammarMask(self._words, sampling.grammar, sampled) if sampling.grammar is not None else None
+        takes_likeliest, mask = sampling.is_greedy and not sampling.changes_logits, None
+        if sampling.grammar is not None:
+            mask = GrammarMask(self._words, sampling.grammar, sampled, lists=not takes_likeliest)
         allowed = Allowed(sampling, self._ends, len(sampled), mask, vocabulary=self._vocabulary)
-        if sampling.is_greedy and not sampling.changes_logits:
+        if takes_likeliest:
             return GreedySampler(self, allowed)
         return ChainSampler(
             self._context,
