@@ -27,6 +27,10 @@ FIELDS = {f"field {number}": {"type": "string", "description": "x" * 20} for num
 SCHEMA = {"type": "object", "properties": FIELDS, "required": list(FIELDS)}
 TOOLS = [{"type": "function", "function": {"name": f"f{n}", "parameters": {"type": "object"}}} for n in range(3000)]
 BIAS = {str(number): 1 for number in range(MANY)}
+TEXT_BIAS = {f"word {number}": 1 for number in range(3 * MANY)}
+CALLS = [{"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": "{}"}} for n in range(2 * MANY)]
+RESULTS = [{"role": "tool", "tool_call_id": f"c{n}", "content": f"result {n}"} for n in range(2 * MANY)]
+OUTPUTS = [{"type": "function_call_output", "call_id": f"c{n}", "output": f"{n}"} for n in range(2 * MANY)]
 NESTED = b'{"messages": ' + b"[" * MANY
 
 Body = dict[str, Any] | bytes
@@ -35,6 +39,10 @@ HOSTILE: list[tuple[str, Body]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": " " * LONG}]}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * MANY}]}),
     ("/v1/chat/completions", {"messages": HELLO, "logit_bias": BIAS}),
+    ("/v1/chat/completions", {"messages": HELLO, "logit_bias": TEXT_BIAS}),
+    ("/v1/chat/completions", {"messages": HELLO, "logit_bias": {"x" * LONG: 1}}),
+    ("/v1/chat/completions", {"messages": [*HELLO, {"role": "assistant", "tool_calls": CALLS}, *RESULTS]}),
+    ("/v1/chat/completions", {"messages": [*HELLO, *RESULTS]}),
     ("/v1/chat/completions", {"messages": HELLO, "json_schema": SCHEMA}),
     ("/v1/chat/completions", {"messages": HELLO, "tools": TOOLS}),
     ("/v1/chat/completions", {"messages": HELLO, "grammar": 'root ::= "x"\n' * MANY}),
@@ -56,6 +64,7 @@ HOSTILE: list[tuple[str, Body]] = [
     ("/v1/messages", {"model": "claude-x", "max_tokens": 5, "messages": HELLO, "system": "x" * LONG}),
     ("/v1/messages/count_tokens", {"model": "claude-x", "messages": TURNS}),
     ("/v1/responses", {"input": [{"role": "user", "content": "Hi"}] * MANY}),
+    ("/v1/responses", {"input": OUTPUTS}),
     ("/v1/responses", {"input": "Hi", "metadata": {str(number): "x" * 100 for number in range(MANY)}}),
     ("/v1/responses", {"input": "Hi", "instructions": "x" * 9000, "stream": True}),
     ("/api/chat", {"model": "toy", "messages": TURNS}),
@@ -85,6 +94,7 @@ class Asked:
     def __init__(self, service: TextService, backend: FakeBackend) -> None:
         backend.prepare = service.prepare  # type: ignore[method-assign]
         self._app = create_app(backend, embeddings=FakeEmbeddings())
+        self.refusals: list[bytes] = []
 
     async def __call__(self, path: str, body: bytes) -> tuple[int, int]:
         """The status, and how many bytes the answer has."""
@@ -102,6 +112,8 @@ class Asked:
             nonlocal status, size
             status = message.get("status", status)
             size += len(message.get("body", b""))
+            if status >= 400:
+                self.refusals.append(message.get("body", b""))
             await asyncio.sleep(0)
 
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
@@ -130,6 +142,8 @@ def hostile(tmp_path: Any, backend: FakeBackend, requests: list[tuple[str, Body]
                         answers.append(await ask(to, body))
                         stood += [f"{to} {body[:60]!r}: {each}" for each in late[len(stood) :]]
                 assert not stood, "\n".join(stood)
+                slow = [refusal for refusal in ask.refusals if b"took more than" in refusal]
+                assert not slow, "work that grows faster than the request"
                 return answers
         finally:
             await service.close()

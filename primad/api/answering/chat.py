@@ -96,6 +96,7 @@ def render(
     form: CallForm = HERMES,
     opens: bool = True,
     continues: bool = False,
+    max_chars: int | None = None,
 ) -> str:
     """The prompt for ``messages`` as text, by the model's template, ready for the assistant's next turn if it ``opens``
     one.
@@ -104,12 +105,12 @@ def render(
     ``reasoning_content``; a developer's message is a system message for templates. ``now`` is what ``strftime_now``
     formats; ``variables`` are the request's, by name. ``tools`` are those that may be called, described in ``form`` if
     the template does not support tools. If it ``continues`` the prompt ends with the text of the last message, which is
-    the assistant's.
+    the assistant's. A prompt of more than ``max_chars`` is refused by the caller, so no better one is searched for.
 
     Raises ``RequestError`` if the template refuses the messages in every shape and ``ModelError`` if it is invalid.
     """
     source = vocabulary.chat_template or CHATML
-    template = _Template(_compile(source), source, vocabulary, now, variables or {}, tools, form)
+    template = _Template(_compile(source), source, vocabulary, now, variables or {}, tools, form, max_chars)
     return template.continued(messages) if continues else template.prompt(messages, opens=opens)
 
 
@@ -122,6 +123,7 @@ class _Template:
     variables: Mapping[str, Any]
     tools: Sequence[Mapping[str, Any]]
     form: CallForm
+    max_chars: int | None
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], *, opens: bool, must: str = "") -> str:
         """The first prompt with ``must`` and all of ``messages``; if there is none, the first with ``must``."""
@@ -135,7 +137,8 @@ class _Template:
                 continue
             if must not in text or text in found:
                 continue
-            if not self._leaves_out(shape, known, opens, text):
+            is_too_long = self.max_chars is not None and len(text) > self.max_chars
+            if is_too_long or not self._leaves_out(shape, known, opens, text):
                 return text
             found.append(text)
             if len(found) == MAX_TRIES:
@@ -197,22 +200,36 @@ class _Template:
             words.append(f"{_MARK}{len(words)}x")
             return words[-1]
 
-        asked = []
+        asked, shown = [], _Shown(text)
         for number, message in enumerate(messages):
             calls = message.get("tool_calls") or []
             is_at_an_end = number + 1 == len(messages) or all(each["role"] == "system" for each in messages[:number])
             if calls and (len(calls) > 1 or message["content"] or is_at_an_end):  # where some templates omit calls
                 message = message | {"tool_calls": [with_argument(call, word()) for call in calls]}
-            if _is_doubted(number, message, text):
+            if _is_doubted(number, message, shown):
                 message = message | {"content": word()}
             asked.append(message)
         if not words:
             return False
         try:
-            shown = self._text(asked, known, opens)
+            shown = _Shown(self._text(asked, known, opens))
         except RequestError:
             return False
         return not all(word in shown for word in words)
+
+
+class _Shown:
+    """A prompt that is searched for messages in their order, each time from where the last one was found."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._at = text, 0
+
+    def __contains__(self, said: str) -> bool:
+        at = self._text.find(said, self._at)
+        if at < 0:
+            at = self._text.find(said, 0, self._at + len(said))
+        self._at = at if at >= 0 else self._at
+        return at >= 0
 
 
 def _begun(text: str, said: str, thinking: Thinking | None) -> str:
@@ -233,7 +250,7 @@ def _closed(thinking: Thinking) -> re.Pattern[str]:
     return re.compile(rf"(?:{re.escape(thinking.begin)}\s*)?{re.escape(thinking.end)}\s*\Z")
 
 
-def _is_doubted(number: int, message: Mapping[str, Any], text: str) -> bool:
+def _is_doubted(number: int, message: Mapping[str, Any], text: _Shown) -> bool:
     """Whether ``text`` may lack ``message``: its beginning is missing, or too short to decide."""
     content = text_of(message).strip()
     if not content:

@@ -78,29 +78,32 @@ def _with_one_system(messages: Messages) -> Messages:
 
 def _joined(messages: Messages) -> Messages:
     """Adjacent messages of one role are merged. An empty assistant's message is removed."""
-    found: Messages = []
+    groups: list[Messages] = []
     for message in messages:
         role = message["role"]
         if role == "assistant" and not message["content"] and not message.get("tool_calls"):
             continue
-        if found and role == found[-1]["role"] and role in ("user", "assistant"):
-            found[-1] = _as_one(found[-1], message)
+        if groups and role == groups[-1][0]["role"] and role in ("user", "assistant"):
+            groups[-1].append(message)
         else:
-            found.append(message)
-    return found
+            groups.append([message])
+    return [group[0] if len(group) == 1 else _as_one(group) for group in groups]
 
 
-def _as_one(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    joined = first | second | {"content": _both(first, second, "content")}
-    if first.get("reasoning_content"):
-        joined["reasoning_content"] = _both(first, second, "reasoning_content")
-    if first.get("tool_calls"):
-        joined["tool_calls"] = [*first["tool_calls"], *second.get("tool_calls", ())]
+def _as_one(messages: Messages) -> dict[str, Any]:
+    joined: dict[str, Any] = {}
+    for message in messages:
+        joined |= message
+    joined["content"] = _all_of(messages, "content")
+    if thoughts := _all_of(messages, "reasoning_content"):
+        joined["reasoning_content"] = thoughts
+    if calls := [call for message in messages for call in message.get("tool_calls") or ()]:
+        joined["tool_calls"] = calls
     return joined
 
 
-def _both(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -> str:
-    return _PARAGRAPH.join(text for text in (first.get(name), second.get(name)) if text)
+def _all_of(messages: Messages, name: str) -> str:
+    return _PARAGRAPH.join(text for message in messages if (text := message.get(name)))
 
 
 def _begun_by_user(messages: Messages) -> Messages:
@@ -126,10 +129,10 @@ def _system_in_user(messages: Messages) -> Messages:
 
 def _in_results(messages: Messages) -> Messages:
     """User text after tool results moves into the last result."""
-    found: Messages = []
+    groups: list[Messages] = []
     for message in messages:
-        if found and message["role"] == "user" and found[-1]["role"] == "tool":
-            found[-1] = found[-1] | {"content": _both(found[-1], message, "content")}
+        if groups and message["role"] == "user" and groups[-1][0]["role"] == "tool":
+            groups[-1].append(message)
         else:
-            found.append(message)
-    return found
+            groups.append([message])
+    return [group[0] if len(group) == 1 else group[0] | {"content": _all_of(group, "content")} for group in groups]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Final
@@ -153,24 +154,25 @@ def _text_before_calls(messages: Messages, *, is_own_turn: bool = False) -> Mess
 
 def _call_by_call(messages: Messages) -> Messages:
     """``messages`` with each call in its own message, followed by its result: some models make one call at a time."""
-    found: Messages = []
-    last: dict[str, int] = {}
-    """By call id: the index of the message before its result."""
+    runs: list[deque[dict[str, Any]]] = []
+    """Messages, and the results of each call."""
+    last: dict[str, deque[dict[str, Any]]] = {}
+    """By call id: its results, the last one first."""
     for message in messages:
         calls = message.get("tool_calls") or []
-        at = last.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
-        if at is not None:
-            found.insert(at + 1, message)
-            last = {call: place + (place > at) for call, place in last.items()}
+        results = last.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
+        if results is not None:
+            results.appendleft(message)
             continue
         last = {}
         if not calls:
-            found.append(message)
+            runs.append(deque([message]))
             continue
         for number, call in enumerate(calls):
-            last[call["id"]] = len(found)
-            found.append(({"role": message["role"], "content": ""} if number else message) | {"tool_calls": [call]})
-    return found
+            first = {"role": message["role"], "content": ""} if number else message
+            last[call["id"]] = deque()
+            runs += [deque([first | {"tool_calls": [call]}]), last[call["id"]]]
+    return [message for run in runs for message in run]
 
 
 def with_argument(call: Mapping[str, Any], word: str) -> dict[str, Any]:
@@ -199,7 +201,8 @@ def _id(template: str, call: str) -> str:
 
 def _as_text(messages: Messages, form: CallForm) -> Messages:
     """``messages`` with calls written into the assistant's text, and results as user messages."""
-    found: Messages = []
+    found: list[tuple[dict[str, Any], list[str]]] = []
+    """Each message, and the texts that are its content."""
     is_result = False
     for message in messages:
         role, content = message["role"], message["content"] or ""
@@ -211,11 +214,11 @@ def _as_text(messages: Messages, form: CallForm) -> Messages:
         elif role == "tool":
             rest = {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
         if is_result and rest["role"] == "user":  # many templates want the roles to alternate
-            found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n{rest['content']}"}
+            found[-1][1].append(rest["content"])
         else:
-            found.append(rest)
+            found.append((rest, [rest["content"]]))
         is_result = role == "tool"
-    return found
+    return [rest | {"content": "\n".join(texts)} if len(texts) > 1 else rest for rest, texts in found]
 
 
 def _announced(messages: Messages, text: str) -> Messages:

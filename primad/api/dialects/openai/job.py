@@ -26,20 +26,27 @@ def chat_job(request: ChatRequest, served: TextModel, *, seed: int, now: datetim
     Raises ``RequestError`` for what the served model does not support and ``ModelError`` for a broken chat template.
     """
     check_model(request.model, [served])
-    text = chat_text(request, served, now=now)
-    if not served.context_shift:
-        check_length(text, served, at="messages")
-    prompt = tokenize_prompt(served.vocabulary, text)
     maximum = served.context_tokens - answer_room(served.context_tokens, request.token_limit)
-    if served.context_shift and len(prompt) > maximum:
+    longest = served.vocabulary.longest_chars
+    max_chars = None if longest is None else (served.context_tokens - 1) * longest
 
-        def fits(messages: list[Message]) -> bool:
-            shorter = request.model_copy(update={"messages": messages})
-            return len(tokenize_prompt(served.vocabulary, chat_text(shorter, served, now=now))) <= maximum
+    def prompt_of(request: ChatRequest) -> tuple[str, list[int] | None]:
+        """Its text, and its tokens; None where it is far too long, however it is cut into tokens."""
+        text = chat_text(request, served, now=now, max_chars=max_chars)
+        is_too_long = max_chars is not None and len(text) > max_chars
+        return text, None if is_too_long else tokenize_prompt(served.vocabulary, text)
 
+    def fits(messages: list[Message]) -> bool:
+        tokens = prompt_of(request.model_copy(update={"messages": messages}))[1]
+        return tokens is not None and len(tokens) <= maximum
+
+    text, prompt = prompt_of(request)
+    if served.context_shift and (prompt is None or len(prompt) > maximum):
         request = request.model_copy(update={"messages": shifted(request.messages, fits)})
-        text = chat_text(request, served, now=now)
-        prompt = tokenize_prompt(served.vocabulary, text)
+        text, prompt = prompt_of(request)
+    if prompt is None:
+        check_length(text, served, at="messages")
+    assert prompt is not None, "what is too long was refused"
     rules = answer_rules(request, served, text)
     return _job(request, served, [(prompt, "")], grammar=rules.grammar, reading=rules.reading, seed=seed, at="messages")
 

@@ -24,8 +24,8 @@ _OPEN: Final = frozenset(
 """With one of these the schema itself defines which other properties are allowed."""
 
 
-def chat_text(request: ChatFields, served: TextModel, *, now: datetime) -> str:
-    """The prompt of ``request`` as text. Raises like ``render``."""
+def chat_text(request: ChatFields, served: TextModel, *, now: datetime, max_chars: int | None = None) -> str:
+    """The prompt of ``request`` as text; for ``max_chars`` see ``render``. Raises like that."""
     template = served.vocabulary.chat_template or ""
     named = (request.chat_template_kwargs or {}).get("enable_thinking")
     thinks = named if isinstance(named, bool) else request.enable_thinking
@@ -38,6 +38,7 @@ def chat_text(request: ChatFields, served: TextModel, *, now: datetime) -> str:
         form=_manner(served).call_form,
         opens=request.opens_turn,
         continues=request.continues,
+        max_chars=max_chars,
     )
 
 
