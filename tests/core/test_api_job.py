@@ -208,10 +208,14 @@ def test_a_bias_for_no_token_is_refused(key):
     assert refusal(completion, logit_bias=[[key, 1]]).param == "logit_bias"
 
 
-@pytest.mark.parametrize("texts", [["x"] * 1025, ["x" * 9000, "y" * 9000], ["漢" * 20_000]], ids=["many", "long", "one"])
+@pytest.mark.parametrize(
+    "texts", [["x"] * 1025, ["x" * 9000, "y" * 9000], ["漢" * 20_000]], ids=["many", "long", "one"]
+)
 def test_texts_with_a_bias_are_few_and_short_and_ids_as_many_as_there_are(texts):
     assert refusal(completion, logit_bias=[[text, 1] for text in texts]).param == "logit_bias"
-    assert len(completion(logit_bias=[[number % 256, 1] for number in range(5000)]).choices[0].sampling.logit_bias) == 256
+    assert (
+        len(completion(logit_bias=[[number % 256, 1] for number in range(5000)]).choices[0].sampling.logit_bias) == 256
+    )
 
 
 @pytest.mark.parametrize("pair", [[260, 1], [-1, 1], [1.5, 1], [True, 1], [7, "x"], [7, True], [7, 101]])

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.engine.masks import MAX_TEXT_CHARS, WORK_A_TOKEN_S, WORK_AT_ONCE_S, Allowed, GrammarMask, TokenSet, Words, likeliest
+from primad.engine.masks import (
+    MAX_TEXT_CHARS,
+    WORK_A_TOKEN_S,
+    WORK_AT_ONCE_S,
+    Allowed,
+    GrammarMask,
+    TokenSet,
+    Words,
+    likeliest,
+)
 from primad.errors import GrammarError
 from tests.fakes.backend import BOS, EOS, SIZE, ByteVocabulary
 from tests.fakes.ring import GREEDY

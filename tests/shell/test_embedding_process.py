@@ -85,7 +85,10 @@ def test_a_text_is_refused_or_cut_and_others_are_not_touched(tmp_path):
         before = await service.embed(["Hello"], INPUT)
         for texts, wrong in (
             (["Hello", "sea " * 4000], r"input\[1\]: has \d+ tokens and exceeds the available context size of 2048"),
-            (["Hello", endless], r"input\[1\]: has at least 2049 tokens and exceeds the available context size of 2048"),
+            (
+                ["Hello", endless],
+                r"input\[1\]: has at least 2049 tokens and exceeds the available context size of 2048",
+            ),
             (["Hello", ""], r"input\[1\]: is empty"),
             ([[]], r"input\[0\]: is empty"),
             ([[1, last + 1]], rf"input\[0\]: token ids go from 0 to {last}"),

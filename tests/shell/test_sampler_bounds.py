@@ -76,11 +76,13 @@ def test_the_vocabulary_is_looked_through_for_breakers_once_for_all_choices_and_
     samplers.release()
 
 
-@pytest.mark.parametrize("fields", [{}, {"temperature": 0.0}, {"mirostat": 2}, {"repeat_penalty": 1.5, "penalty_tokens": 9}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"temperature": 0.0}, {"mirostat": 2}, {"repeat_penalty": 1.5, "penalty_tokens": 9}]
+)
 @pytest.mark.parametrize("bounds", [{"min_tokens": 9}, {"ignore_eos": True}])
 def test_of_biases_each_is_looked_at_once_a_token_where_some_tokens_may_not_come(monkeypatch, fields, bounds):
     """llama.cpp looks at each for each token then."""
-    bias = tuple((token, 3.0 * token - 100 * (token == 5)) for token in range(SIZE - 1)) + ((SIZE - 1, -math.inf),)
+    bias = (*((token, 3.0 * token - 100 * (token == 5)) for token in range(SIZE - 1)), (SIZE - 1, -math.inf))
 
     def drawn(**more: Any) -> list[int]:
         sampler = chain(logit_bias=bias, seed=3, **fields, **more)

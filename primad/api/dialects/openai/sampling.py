@@ -18,7 +18,7 @@ from primad.errors import RequestError, printable
 from primad.ring.messages import GREEDY, Sampling
 
 BREAKERS: Final = ("\n", ":", '"', "*")
-"""Where DRY lets a repetition begin anew, as in llama.cpp."""
+"""Where DRY lets a repetition restart, as in llama.cpp."""
 MAX_BIAS_TEXTS: Final = 1024
 MAX_BIAS_CHARS: Final = 16 << 10
 """Of all texts that have a bias: each takes llama.cpp's pre-tokenizers 0.1 to 1 ms; 50,000 took 14 s."""
