@@ -11,6 +11,7 @@ import contextvars
 import ipaddress
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
+from functools import lru_cache
 from typing import Final
 
 from primad.api.answering.generation import Written
@@ -98,6 +99,7 @@ def caller() -> str:
     return machine_of(_address.get()) if allowance is None else allowance.key.name
 
 
+@lru_cache(maxsize=1024)
 def machine_of(address: str) -> str:
     """One name for all spellings of an IP ``address``; empty for this machine."""
     try:

@@ -25,10 +25,13 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from primad.api.http.access import machine_of
+from primad.api.http.starts import Starts
 from primad.api.http.strict import MAX_HEAD_BYTES, StrictConnection
 from primad.system.shares import Shares
 
 MAX_SILENT: Final = 512
+MAKE_ROOM_S: Final = 0.1
+"""Who asked meanwhile was not silent: a thousand connections may be here before the first of them was read."""
 MAX_CONNECTIONS: Final = 2048
 """Half of them for one machine; several times the number that may be silent."""
 MAX_UNREAD_BYTES: Final = 256 << 20
@@ -68,6 +71,8 @@ class Patience:
         self._silent: dict[PatientProtocol, asyncio.TimerHandle] = {}  # the one that waits longest first
         self._unread: dict[PatientProtocol, asyncio.TimerHandle] = {}
         self._in_parts: set[PatientProtocol] = set()
+        self._making_room: asyncio.TimerHandle | None = None
+        self.starts = Starts()
 
     def protocol(self, *arguments: Any, **options: Any) -> PatientProtocol:
         """A new connection of the server; give this to uvicorn as ``http``."""
@@ -76,9 +81,14 @@ class Patience:
     def is_silent(self, connection: PatientProtocol) -> None:
         """It may send a request from now on."""
         self.has_asked(connection)
-        while len(self._silent) >= self._max_silent:
-            next(iter(self._silent)).give_up()
         self._silent[connection] = connection.loop.call_later(self._request_timeout_s, connection.give_up)
+        if len(self._silent) > self._max_silent and self._making_room is None:
+            self._making_room = connection.loop.call_later(MAKE_ROOM_S, self._make_room)
+
+    def _make_room(self) -> None:
+        self._making_room = None
+        while len(self._silent) > self._max_silent:
+            next(iter(self._silent)).give_up()
 
     def has_asked(self, connection: PatientProtocol) -> None:
         """It has sent a request, or is gone."""
@@ -105,6 +115,7 @@ class Patience:
     def is_gone(self, connection: PatientProtocol) -> None:
         """It sends nothing any more."""
         self._in_parts.discard(connection)
+        self.starts.forget(connection)
 
     def _look_again(self, connection: PatientProtocol, before_bytes: int | None = None) -> None:
         unread_bytes = connection.unread_bytes
@@ -144,8 +155,8 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
         self._read = memoryview(bytearray(MAX_READ_BYTES))
         self._read_bytes = FIRST_READ_BYTES
         """The size of its next read."""
-        self._machine: str | None = None
-        """The connection whose place it has, if any."""
+        self._machine = ""
+        self._has_place = False
 
     @property
     def unread_bytes(self) -> int:
@@ -156,11 +167,11 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
         """A client connected."""
         super().connection_made(transport)
         self.flow = _Flow(transport, self._strict)
-        machine = machine_of(self.client[0] if self.client else "")
+        self._machine = machine_of(self.client[0] if self.client else "")
         self._patience.is_silent(self)
-        if self._patience.places.has_room(machine):
-            self._patience.places.take(machine)
-            self._machine = machine
+        if self._patience.places.has_room(self._machine):
+            self._patience.places.take(self._machine)
+            self._has_place = True
         else:
             transport.write(_REFUSAL)
             transport.close()
@@ -175,15 +186,27 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
         self.data_received(bytes(self._read[:nbytes]))
         self._read_bytes = self._patience.read_next(self, nbytes, self._strict.events - before)
 
-    def data_received(self, data: bytes) -> None:
-        """The client sent data, perhaps a whole request."""
-        super().data_received(data)
+    def handle_events(self) -> None:
+        """The client sent data, perhaps a whole request, which begins in its turn."""
+        if self._is_answering():
+            super().handle_events()
+            return
+        self._patience.starts.ready(self, self._machine, is_new=self.cycle is None)
+        if self in self._patience.starts:
+            self.flow.pause_reading()
+
+    def begin(self) -> None:
+        """It is this connection's turn."""
+        self.flow.resume_reading()
+        super().handle_events()
         if self._is_answering():
             self._patience.has_asked(self)
 
     def on_response_complete(self) -> None:
         """The response was written; the next request may have come with the last."""
         super().on_response_complete()
+        if self in self._patience.starts:
+            return
         self.flow.resume_reading()  # the rest of a request that was sent ahead
         if not self._is_answering() and not self.flow.write_paused:
             self._patience.is_silent(self)
@@ -209,9 +232,9 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
-        if self._machine is not None:
+        if self._has_place:
             self._patience.places.give_back(self._machine)
-            self._machine = None
+            self._has_place = False
         super().connection_lost(exc)
         self._patience.is_read(self)
         self._patience.has_asked(self)

@@ -1,0 +1,85 @@
+"""Which request begins next where many come at once: some at a turn of the loop.
+
+A thousand connections with a request each took a turn of half a second, and a health check waits for some turns. Who has
+just come is first, and machines take turns: so one that asks now and then is heard while others ask without end. Behind
+those are connections that were answered before, each in its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Final, Protocol
+
+MAX_STARTS: Final = 8
+"""At one turn of the loop; each takes some tenths of a millisecond, most of them in the next turn."""
+_OTHERS_EVERY: Final = 4
+"""One of so many is of a connection that was answered before, if one waits."""
+
+
+class Starting(Protocol):
+    """A connection that has something to begin."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def begin(self) -> None:
+        """Begin it."""
+
+
+class Starts:
+    """Connections that wait for their turn to begin a request."""
+
+    def __init__(self) -> None:
+        self._new: dict[str, list[Starting]] = {}
+        """By machine, the newest last; the machine whose turn it is first."""
+        self._others: deque[Starting] = deque()
+        self._waiting: set[Starting] = set()
+        self._begun = 0
+        self._is_due = False
+
+    def __contains__(self, connection: Starting) -> bool:
+        return connection in self._waiting
+
+    def ready(self, connection: Starting, machine: str, *, is_new: bool) -> None:
+        """Let ``connection`` begin, now or in its turn."""
+        if not self._is_due:
+            self._is_due = True
+            connection.loop.call_soon(self._turn, connection.loop)
+        if connection in self._waiting:
+            return
+        if not self._waiting and self._begun < MAX_STARTS:
+            self._begun += 1
+            connection.begin()
+            return
+        self._waiting.add(connection)
+        if is_new:
+            self._new.setdefault(machine, []).append(connection)
+        else:
+            self._others.append(connection)
+
+    def forget(self, connection: Starting) -> None:
+        """It is gone."""
+        self._waiting.discard(connection)
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        was_idle, self._begun = not self._begun, 0
+        while self._begun < MAX_STARTS and (connection := self._next()) is not None:
+            if connection in self._waiting:
+                self._waiting.remove(connection)
+                self._begun += 1
+                connection.begin()
+        self._is_due = not was_idle or bool(self._begun)
+        if self._is_due:
+            loop.call_soon(self._turn, loop)
+
+    def _next(self) -> Starting | None:
+        if self._others and (not self._new or self._begun % _OTHERS_EVERY == _OTHERS_EVERY - 1):
+            return self._others.popleft()
+        if not self._new:
+            return None
+        machine = next(iter(self._new))
+        waiting = self._new.pop(machine)
+        connection = waiting.pop()
+        if waiting:
+            self._new[machine] = waiting
+        return connection

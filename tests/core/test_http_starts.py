@@ -1,0 +1,97 @@
+"""Of requests that come at once some begin at a turn of the loop, the newest connection's first, and machines take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from primad.api.http.starts import MAX_STARTS, Starts
+
+
+class Loop:
+    """Runs what is asked for when it is told to."""
+
+    def __init__(self) -> None:
+        self._soon: list[Callable[[], None]] = []
+
+    def call_soon(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._soon.append(lambda: work(*arguments))
+
+    def turn(self) -> bool:
+        """Whether there was something to do."""
+        due, self._soon = self._soon, []
+        for work in due:
+            work()
+        return bool(due)
+
+
+class Connections:
+    def __init__(self) -> None:
+        self.loop, self.starts, self.begun = Loop(), Starts(), list[str]()
+
+    def ready(self, name: str, machine: str = "", *, is_new: bool = True) -> Any:
+        connection = Connection(self, name)
+        self.starts.ready(connection, machine, is_new=is_new)  # type: ignore[arg-type]
+        return connection
+
+    def at_each_turn(self) -> list[list[str]]:
+        turns = [self.begun[:]]
+        while self.loop.turn():
+            turns.append(self.begun[sum(map(len, turns)) :])
+        return [turn for turn in turns if turn]
+
+
+class Connection:
+    def __init__(self, of: Connections, name: str) -> None:
+        self.loop, self._of, self._name = of.loop, of, name
+
+    def begin(self) -> None:
+        self._of.begun.append(self._name)
+
+
+def test_one_request_begins_at_once_and_the_loop_comes_to_rest():
+    here = Connections()
+    here.ready("one")
+    assert here.at_each_turn() == [["one"]]
+
+
+def test_of_many_few_begin_at_a_turn_and_the_newest_connection_is_first():
+    here = Connections()
+    for number in range(40):
+        here.ready(f"{number}")
+    turns = here.at_each_turn()
+    assert all(len(turn) <= MAX_STARTS for turn in turns)
+    assert turns[1][0] == "39"
+    assert sorted(here.begun) == sorted(f"{number}" for number in range(40))
+
+
+def test_machines_take_turns():
+    here = Connections()
+    for number in range(40):
+        here.ready(f"{number}", "greedy")
+    here.ready("modest", "other")
+    here.ready("41", "greedy")
+    assert "modest" in here.at_each_turn()[1]
+
+
+def test_who_was_answered_before_waits_behind_who_has_come_but_not_for_ever():
+    here = Connections()
+    for number in range(MAX_STARTS):
+        here.ready(f"{number}")
+    here.ready("again", is_new=False)
+    for number in range(MAX_STARTS):
+        here.ready(f"new {number}")
+    turn = here.at_each_turn()[1]
+    assert turn[0] == f"new {MAX_STARTS - 1}"
+    assert "again" in turn
+
+
+def test_who_is_gone_begins_nothing_and_who_waits_waits_once():
+    here = Connections()
+    for number in range(MAX_STARTS):
+        here.ready(f"{number}")
+    gone, twice = here.ready("gone"), here.ready("twice")
+    here.starts.ready(twice, "", is_new=True)
+    here.starts.forget(gone)
+    assert (gone in here.starts, twice in here.starts) == (False, True)
+    assert here.at_each_turn()[1] == ["twice"]
