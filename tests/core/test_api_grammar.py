@@ -17,6 +17,7 @@ from primad.api.answering.grammar import (
     of_schema,
     of_text,
 )
+from primad.api.answering.pattern_words import without_look_ahead
 from primad.errors import RequestError
 
 BYTES = LLTokenizer("byte")
@@ -279,6 +280,28 @@ def test_a_schema_that_is_too_deep_or_too_long_is_refused():
         deep = {"items": deep}
     assert str(MAX_NESTING) in str(refusal(of_schema, deep))
     assert str(MAX_GRAMMAR_CHARS) in str(refusal(of_schema, {"description": "x" * MAX_GRAMMAR_CHARS}))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 100_001},
+        {"type": "object", "properties": {str(number): {} for number in range(5001)}},
+        {"type": "object", "propertyNames": {"enum": [str(number) for number in range(5001)]}},
+        {"type": "string", "pattern": "^(?!" + "(" * 40_000 + "a" + ")" * 40_000 + ").*$"},
+        {"type": "string", "pattern": "^(?=a)" + "(" * 60_000 + "x" + ")" * 60_000},
+    ],
+    ids=["multiple", "properties", "names", "nested look-ahead", "nested groups"],
+)
+def test_what_takes_seconds_to_read_is_refused_before(schema):
+    refused = refusal(of_schema, schema)
+    assert refused.code == "unsupported_schema"
+    assert "more than 3 s" not in str(refused)
+
+
+def test_a_pattern_with_groups_in_groups_forbids_what_they_do():
+    deep = "(" * 900 + "ab|c" + ")" * 900
+    assert without_look_ahead(f"^(?!{deep}).*$") == without_look_ahead("^(?!ab|c).*$")
 
 
 def test_a_schema_that_is_too_much_work_is_refused():

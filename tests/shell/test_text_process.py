@@ -19,7 +19,8 @@ from primad.api.answering.backend import ModelSettings, TextModel
 from primad.api.dialects.llama_server import prepared as llama_server
 from primad.api.dialects.openai import prepared as openai
 from primad.errors import EngineError, ModelError, PromptTooLongError, RequestError, RingError
-from primad.head.model.text_messages import LoadText, Prepare, PreparedRequest, TextReady, TextReply
+from primad.head.model.text_messages import LoadText, Prepare, PreparedRequest, RequestRefused, TextReady, TextReply
+from primad.head.model.text_process import prepared
 from primad.head.model.text_service import TextLimits, TextService
 from primad.head.model.tokenizer import ModelVocabulary
 from primad.system.children.channel import LENGTH, frame
@@ -319,6 +320,16 @@ def test_long_runs_of_a_character_end_no_pre_tokenizer(tmp_path):
                 assert length, f"{pre} ended the process"
                 answer = msgspec.msgpack.decode(process.stdout.read(LENGTH.unpack(length)[0]), type=TextReply)
                 assert isinstance(answer, kind), f"{pre}: {answer}"
+
+
+def test_what_is_nested_too_deeply_for_any_code_that_reads_it_is_refused(monkeypatch):
+    def deeper(*_: Any) -> None:
+        deeper()
+
+    monkeypatch.setattr(openai, "embedding", deeper)
+    task = Prepare(what=f"{openai.__name__}:embedding", body=b"", settings=None, seed=0, now=datetime.now())
+    assert isinstance(answer := prepared(task, None), RequestRefused)
+    assert answer.status == 400
 
 
 def test_the_settings_of_a_model_go_over_whole():

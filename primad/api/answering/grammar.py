@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_CHARS: Final = 128 << 10
 MAX_NESTING: Final = 64
 MAX_GBNF_RULES: Final = 512
+MAX_PROPERTIES: Final = 5000
+MAX_MULTIPLE: Final = 100_000
+"""Of ``multipleOf``: each remainder is a state. A million of them took 8 s."""
+MAX_WORK_S: Final = 3.0
+"""CPU time to check a grammar; the ring process takes half of that again."""
 
 _WHITESPACE: Final = r" ?|\n{1,2}[ \t]{0,20}"
 """Between the parts of JSON: a space, or indented lines. Without a bound a model may write nothing else."""
@@ -51,9 +57,11 @@ def of_schema(schema: Any, *, param: str = "json_schema") -> str:
 
     if not isinstance(schema, dict):
         raise RequestError(f"'{param}': a JSON schema must be an object", param=param, code="invalid_value")
-    _check_nesting(schema, param)
+    _check_parts(schema, param)
     _check_size(json.dumps(schema), param)
-    text = json.dumps(_known(schema))
+    known = _known(schema)
+    _check_parts(known, param)
+    text = json.dumps(known)
     _check_size(text, param)
     try:
         grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
@@ -187,6 +195,7 @@ def _wrong(grammar: str) -> str | None:
     """The reason why ``grammar`` is unsupported, checked up to its first choice; None if it is not."""
     from llguidance import LLMatcher, LLParserLimits
 
+    began_s = time.thread_time()
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if is_error:
         return messages[0]
@@ -194,6 +203,8 @@ def _wrong(grammar: str) -> str | None:
     if not matcher.is_error():
         matcher.consume_tokens(matcher.compute_ff_tokens())
         matcher.compute_bitmask()
+    if time.thread_time() - began_s > MAX_WORK_S:
+        return f"it takes more than {MAX_WORK_S:g} s of processor time to read; make it simpler"
     return matcher.get_error() or None
 
 
@@ -231,14 +242,20 @@ def _check_size(text: str, param: str) -> None:
         )
 
 
-def _check_nesting(schema: Any, param: str) -> None:
+def _check_parts(schema: Any, param: str) -> None:
     """Level by level, so that any depth can be checked."""
     level: list[Any] = [schema]
+    properties = 0
     for _ in range(MAX_NESTING + 1):
         inner: list[Any] = []
         for value in level:
             if isinstance(value, dict):
                 inner += value.values()
+                named, multiple = value.get("properties"), value.get("multipleOf")
+                properties += len(named) if isinstance(named, dict) else 0
+                if properties > MAX_PROPERTIES or (isinstance(multiple, int) and multiple > MAX_MULTIPLE):
+                    most = f"at most {MAX_PROPERTIES} properties and multiples of at most {MAX_MULTIPLE} are guaranteed"
+                    raise RequestError(f"'{param}': {most}", param=param, code="unsupported_schema")
             elif isinstance(value, list):
                 inner += value
         if not inner:

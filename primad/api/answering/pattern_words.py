@@ -20,12 +20,14 @@ _LITERAL: Final = re.compile(r"(?:[\w -]|\\[^\w\s])+")
 _LOOKS: Final = ("(?=", "(?!")
 _ANYWHERE: Final = re.compile(r"(?<!\\)\(\?(?:[=!]|<[=!])")
 MAX_LITERAL: Final = 32
+MAX_CHARS: Final = 2048
+"""Of a pattern that is rewritten; longer ones stay as they are, and are refused if unsupported."""
 
 
 def without_look_ahead(pattern: str) -> list[str] | None:
     """Patterns that a text matches together if it matches ``pattern``; None without a look-ahead, or with an
     unsupported one."""
-    if not pattern.startswith("^") or not pattern[1:].startswith(_LOOKS):
+    if len(pattern) > MAX_CHARS or not pattern.startswith("^") or not pattern[1:].startswith(_LOOKS):
         return None
     rest, found = pattern[1:], []
     while rest.startswith(_LOOKS):
@@ -49,11 +51,13 @@ def _without_idle(found: re.Match[str]) -> str:
 
 def _alternatives(inner: str) -> list[str]:
     """The forbidden alternatives: ``a|b``, or ``(?:a|b)$``."""
-    group = re.match(r"\((?:\?:)?", inner)
-    end = _end_of_group(inner) if group is not None else -1
-    if group is not None and end >= 0 and inner[end + 1 :] in ("", "$"):
-        return [each + inner[end + 1 :] for each in _alternatives(inner[group.end() : end])]
-    return [inner] if re.search(r"[()\[]", inner) else re.split(r"(?<!\\)\|", inner)
+    behind = ""
+    while (group := re.match(r"\((?:\?:)?", inner)) is not None:
+        end = _end_of_group(inner)
+        if end < 0 or inner[end + 1 :] not in ("", "$"):
+            break
+        inner, behind = inner[group.end() : end], inner[end + 1 :] + behind
+    return [each + behind for each in ([inner] if re.search(r"[()\[]", inner) else re.split(r"(?<!\\)\|", inner))]
 
 
 def anything_but(inner: str) -> str | None:

@@ -97,6 +97,8 @@ def prepared(task: Prepare, vocabulary: Vocabulary | None) -> PreparedRequest | 
         return RequestRefused(
             message="the request takes more memory to read than there is for one", status=400, spent=True
         )
+    except RecursionError:
+        return RequestRefused(message="the request is nested too deeply to be read", status=400)
     except OverflowError:  # of msgpack
         return RequestRefused(message="the request has a whole number of more than 64 bits", status=400)
     except Exception:  # noqa: BLE001 (the top of this process: the daemon logs it)
