@@ -213,6 +213,8 @@ class _Fetch:
         """
         sizes, data = await self._request(link, asked.keys, asked.layers, 0)
         at = sum(sizes[:-1])
+        if at > len(data):
+            raise ProtocolError("sent less of KV cells than it says, and only the last of them may be cut")
         while (got := len(data) - at) < sizes[-1]:  # the rest of one that is larger than a reply
             again, more = await self._request(link, [asked.keys[len(sizes) - 1]], asked.layers, got)
             if again != sizes[-1:] or not more:

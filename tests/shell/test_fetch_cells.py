@@ -172,6 +172,26 @@ def test_a_source_that_lies_costs_nothing_but_itself(tmp_path, number):
     assert all(whole(mine, block, 0, 2) for block in blocks)
 
 
+def test_who_says_that_blocks_are_large_and_sends_little_of_them_is_not_asked_for_the_rest(tmp_path):
+    """As much memory as it says would be taken for what it may send a little at a time."""
+    blocks, asked = chain(4), list[FetchCells]()
+
+    def answer(request: TransferRequest) -> Reply:
+        if isinstance(request, AskPresent):
+            return [encode(Present(held=[]))]
+        assert isinstance(request, FetchCells)
+        asked.append(request)
+        return [encode(Cells(sizes=[1 << 20] * len(request.keys))), bytes(1 << 18)]
+
+    async def test() -> None:
+        async with links() as context, answering(context, answer) as liar:
+            mine = fetcher(context, KvStore(tmp_path / "mine"))
+            assert await mine.hold(blocks, [(0, 2)], [liar], PATIENCE_S, verify=False) == [False] * 4
+
+    asyncio.run(test())
+    assert len(asked) == 1
+
+
 def test_another_blocks_cells_are_not_taken_for_it(tmp_path):
     block, other = chain(2)
     store = holding(tmp_path / "there", [other], [0])
