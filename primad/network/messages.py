@@ -65,6 +65,8 @@ MAX_MESSAGE_TIMES: Final = 16
 MAX_ROUND_TRIP_S: Final = 3600.0
 MAX_LINK_BYTES_PER_S: Final = 1e13
 MAX_MEMORY_BYTES: Final = 1 << 50
+MAX_FIGURE: Final = 1e18
+"""Of what a worker says it did: none of it is negative, infinite or no number."""
 MAX_BLOCKS: Final = 16_384
 MAX_HOLD_S: Final = 600.0
 MAX_TREE_BYTES: Final = 1 << 20
@@ -552,6 +554,8 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
             _check_links(links)
             places = [msgspec.structs.replace(each, place=printable(each.place, 80)) for each in unreached]
             return msgspec.structs.replace(message, unreached=places)
+        case WorkerStatus():
+            _check_figures(message)
         case DraftModelState(error=error):
             return msgspec.structs.replace(message, error=printable(error))
     return message
@@ -628,6 +632,19 @@ def _are_times(messages: Sequence[MessageTime]) -> bool:
     times = [0.0, *(message.beyond_s for message in messages), MAX_ROUND_TRIP_S]
     grows = all(a < b for a, b in pairwise(sizes)) and all(a <= b for a, b in pairwise(times))
     return grows and len(messages) <= MAX_MESSAGE_TIMES
+
+
+def _check_figures(message: WorkerStatus) -> None:
+    """What is planned with, and shown, are numbers that can be."""
+    parts = [msgspec.to_builtins(message)]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict | list):
+            parts += part.values() if isinstance(part, dict) else part
+        elif (isinstance(part, int | float) and not 0 <= part <= MAX_FIGURE) or (
+            isinstance(part, str) and len(part) > 40
+        ):
+            raise ProtocolError(f"a status with the impossible figure {printable(part, 40)!r}")
 
 
 def _check_profile(profile: DeviceProfile) -> None:

@@ -22,7 +22,7 @@ from primad.network import layer_messages as transfer
 from primad.network import messages as cluster
 from primad.network.contacts import MAX_ADDRESSES, Contact
 from primad.network.versions import Versions
-from primad.ring.messages import Status
+from primad.ring.messages import DecodeStatus, PromptStatus, Status
 from primad.system.wire import encode
 from tests.fakes.profile import PROFILE
 from tests.fakes.wire import anything, assert_one_line, numbers, outcome
@@ -573,6 +573,24 @@ def test_a_profile_with_impossible_figures_is_refused(figures):
 def test_impossible_news_of_a_worker_are_refused(message):
     with pytest.raises(ProtocolError) as refused:
         cluster.decode_from_worker(encode(message))
+    assert_one_line(str(refused.value))
+
+
+@pytest.mark.parametrize("figure", [math.nan, math.inf, -math.inf, -1.0, 1e19])
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda figure: {"compute_s": figure},
+        lambda figure: {"hop_s": [0.1, figure]},
+        lambda figure: {"decode": DecodeStatus(tokens=9, token_s=None, compute_s=1, stall_s=figure, read_bytes=0)},
+        lambda figure: {"prompt": PromptStatus(rows=512, row_s=figure)},
+    ],
+    ids=["compute", "hops", "decode", "prompt"],
+)
+def test_what_a_worker_did_are_numbers_that_can_be(place, figure):
+    status = msgspec.structs.replace(STATUS, **place(figure))
+    with pytest.raises(ProtocolError, match="impossible figure") as refused:
+        cluster.decode_from_worker(encode(cluster.WorkerStatus(epoch=1, status=status, daemon_rss_bytes=1)))
     assert_one_line(str(refused.value))
 
 
