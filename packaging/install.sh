@@ -186,6 +186,8 @@ else
   built=$("$root/tools/build-llama" --kept "$work/build/bin/python") || exit 2
 fi
 cp "${wheel:-$built}" "$work/wheels/"
+# what is installed is what was judged, though the file may have become another one since
+[ -z "$wheel" ] || [ "$(sha256 "$work/wheels/$(basename "$wheel")")" = "$hash" ] || die "--llama-wheel $wheel: changed meanwhile"
 case "$installer" in
   venv)
     environment "$lib" "making $lib"

@@ -201,6 +201,16 @@ def test_an_llama_cpp_that_is_given_needs_no_compiler_and_must_have_its_hash(
     assert f"--llama-wheel {llama}: File is not a zip file; leave it out to build one here" in unfit.stderr
 
 
+def test_a_wheel_that_becomes_another_one_after_it_was_judged_is_not_installed(
+    home: Path, wheel: Path, llama: Path
+) -> None:
+    given = ("--from", wheel, "--yes", "--llama-wheel", llama, "--sha256", sha256(llama))
+    program(home.parent / "programs" / "mktemp", f'#!/bin/sh\necho other >>"{llama}"\nexec /usr/bin/mktemp "$@"\n')
+    ended = install(home, *given, script=checkout(home.parent, CONSTRAINTS % ("0" * 64)))
+    assert (ended.returncode, "changed meanwhile" in ended.stderr) == (2, True)
+    assert not (home / ".local").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
