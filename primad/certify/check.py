@@ -137,7 +137,7 @@ class _Check:
             version=VERSION,
             checked=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             library=build_id(),
-            model=self.header.text("general.name", self.header.path.stem),
+            model=self.header.name,
             architecture=self.header.text("general.architecture"),
             layers=layer_count(self.header),
             cut_multiple=(places := cut_points(self.header)).step,

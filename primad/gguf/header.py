@@ -158,6 +158,11 @@ class Header:
             )
         return text
 
+    @property
+    def name(self) -> str:
+        """What the model is called, in one line: others could pass for what primad says. Raises ``ModelError`` as ``text``."""
+        return " ".join(self.text("general.name", "").split()) or self.path.stem
+
     def number(self, key: str, default: float | None = None) -> float:
         """The number at ``key``. Raises ``ModelError`` when it is missing (and no default is given) or not a number."""
         if key not in self.values and default is not None:

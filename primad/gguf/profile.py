@@ -68,7 +68,7 @@ def model_profile(header: Header) -> ModelProfile:
     rest = weights.outside - Counter({embedding.type.name: embedding.bytes})
     tied = rest.total() * 4 <= embedding.bytes
     return ModelProfile(
-        name=header.text("general.name", header.path.stem),
+        name=header.name,
         architecture=name,
         layers=tuple(
             LayerProfile(

@@ -4,6 +4,7 @@ import os
 import struct
 import time
 import tracemalloc
+from pathlib import Path
 
 import pytest
 from gguf import GGMLQuantizationType, GGUFValueType
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from primad.errors import ModelError
-from primad.gguf.header import MAX_HEADER_BYTES, array_value, read_header, scalar_value
+from primad.gguf.header import MAX_HEADER_BYTES, Header, array_value, read_header, scalar_value
 
 U8, U32, F32, STRING, ARRAY, U64 = 0, 4, 6, 8, 9, 10
 
@@ -95,6 +96,21 @@ def test_values_are_kept_as_the_bytes_of_the_file(scratch):
     values = read(scratch, GOOD).values
     assert values["llama.block_count"] == scalar_value(GGUFValueType.UINT32, 2)
     assert values["llama.attention.head_count_kv"] == array_value(GGUFValueType.UINT32, [3, 4])
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("a\r\nprimad: b", "a primad: b"),
+        ("\u2028a\x85\x1cb\n", "a b"),
+        ("a  b", "a b"),
+        (" \n", "model"),
+        (None, "model"),
+    ],
+)
+def test_a_model_is_called_by_one_line(given, name):
+    values = {} if given is None else {"general.name": scalar_value(GGUFValueType.STRING, given)}
+    assert Header(path=Path("there/model.gguf"), values=values, tensors={}, data_offset=0).name == name
 
 
 def test_version_2_is_read(scratch):
