@@ -160,7 +160,7 @@ class Header:
 
     @property
     def name(self) -> str:
-        """What the model is called, in one line: others could pass for what primad says. Raises ``ModelError`` as ``text``."""
+        """What the model is called, in one line: others could pass for primad's. Raises ``ModelError`` as ``text``."""
         return " ".join(self.text("general.name", "").split()) or self.path.stem
 
     def number(self, key: str, default: float | None = None) -> float:
