@@ -25,7 +25,7 @@ from primad.profiler.device import check_chosen_gpu, is_profiled, profile_device
 from primad.profiler.effort import QUICK, Effort
 from primad.settings.config import Config, open_home, open_kv_cache, usage_folder
 from primad.settings.quantities import show_bytes
-from primad.system.allocator import keep_little_freed
+from primad.system.allocator import keep_little_freed, keep_what_is_loaded
 from primad.system.files import locked
 from primad.trust.identity import load_identity
 from primad.trust.trust import TrustStore
@@ -39,6 +39,7 @@ def run(main: Coroutine[Any, Any, None], ask_to_end: Callable[[], bool] | None =
     ``ask_to_end`` is tried at a signal first: it gives the daemon time to hand its work over, and says False when it was
     called before, so that a second signal ends the daemon at once.
     """
+    keep_what_is_loaded()
     loop_factory = asyncio.SelectorEventLoop if sys.platform == "win32" else None  # ZeroMQ needs one that selects
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         try:

@@ -22,6 +22,7 @@ from primad.ring.gpu_room import GpuWatch, watch_gpus
 from primad.ring.messages import Open, RingBroken, RingCommand, broken_by, command_decoder
 from primad.ring.roles import Role, open_role
 from primad.settings.timings import RingTimings, Timings
+from primad.system.allocator import keep_what_is_loaded
 from primad.system.children.channel import RingChannel
 from primad.system.children.child import inherited
 from primad.system.terminal import start_logging
@@ -51,6 +52,7 @@ def _serve(channel: RingChannel[RingCommand], timings: RingTimings) -> None:
     role = open_role(opening, channel, timings)
     try:
         channel.notify(role.opened())
+        keep_what_is_loaded()
         _attend(role, channel, commands, watch_gpus(opening))
     finally:
         role.close()

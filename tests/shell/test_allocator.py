@@ -101,3 +101,17 @@ print(held_bytes([os.getpid()]) - before)
 """
     assert int(python(program, "little")) < 2 << 20
     assert int(python(program, "as ever")) > 6 << 20
+
+
+def test_what_a_daemon_has_loaded_is_not_looked_through_again_while_it_answers():
+    program = """
+import gc
+from primad.daemon.run import run
+import primad.head.serve
+
+async def main():
+    print(len(gc.get_objects()) < gc.get_freeze_count() // 10)
+
+run(main())
+"""
+    assert python(program) == "True\n"
