@@ -197,6 +197,8 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
 
     def begin(self) -> None:
         """It is this connection's turn."""
+        if self.transport.is_closing():
+            return
         self.flow.resume_reading()
         super().handle_events()
         if self._is_answering():
