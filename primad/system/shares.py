@@ -7,7 +7,7 @@ finds room; nothing has to be taken from anybody, and nobody has to know how man
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -67,11 +67,19 @@ class Turns(Generic[T]):
 
     def next(self) -> T:
         """What is next; there is something."""
+        found = self.next_but(())
+        assert found is not None
+        return found
+
+    def next_but(self, left_out: Collection[str]) -> T | None:
+        """What is next of callers that are not ``left_out``; None where there is nothing."""
         if self._last in self._waiting:
             self._waiting[self._last] = self._waiting.pop(self._last)
-        self._last = next(iter(self._waiting))
-        items = self._waiting[self._last]
+        caller = next((each for each in self._waiting if each not in left_out), None)
+        if caller is None:
+            return None
+        self._last, items = caller, self._waiting[caller]
         item = items.popleft()
         if not items:
-            del self._waiting[self._last]
+            del self._waiting[caller]
         return item

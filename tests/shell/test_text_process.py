@@ -208,7 +208,31 @@ def test_slow_requests_wait_for_each_other_and_others_go_on(tmp_path):
         await asyncio.gather(*slow, return_exceptions=True)
         await works(service, "a")
 
-    with_service(tmp_path, work, TextLimits(quick_s=0.3, max_s=PATIENCE_S, look_s=0.01))
+    with_service(tmp_path, work, TextLimits(quick_s=0.3, max_s=PATIENCE_S, look_s=0.01, rest_s=0.1))
+
+
+def test_who_costs_others_their_process_does_so_once_in_a_while(tmp_path):
+    begun: list[int] = []
+
+    async def run() -> None:
+        limits = TextLimits(quick_s=0.1, max_s=PATIENCE_S, look_s=0.01, rest_s=PATIENCE_S)
+        path = write_vocabulary(tmp_path / "toy.gguf")
+        service = TextService(str(path), TEMPLATE, limits=limits, began=begun.append)
+        await service.pieces()
+        flood = [asyncio.create_task(service.prepare(openai.chat, chat("hang"), SETTINGS, owner="a")) for _ in range(9)]
+        while len(begun) < 3:  # the second one was ended for a request that was not the first slow one
+            await works(service, "b")
+        for _ in range(20):
+            await works(service, "b")
+        assert len(begun) == 3
+        assert not any(task.done() for task in flood)
+        for task in flood:
+            task.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+        await works(service, "a")
+        await service.close()
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
 def test_callers_take_turns(tmp_path):

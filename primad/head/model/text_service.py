@@ -3,6 +3,9 @@
 Most requests take milliseconds. One that takes ``quick_s`` is slow. Of the slow ones one at a time goes on, so that another
 process is free for all others. What takes ``max_s`` is refused, and so is what makes its process end, hang or grow; the
 next request gets a new process. Time in which a process waited for a processor does not count. Callers take turns.
+
+To begin a process takes as long as hundreds of usual requests, so whoever costs the free one its process rests: for a while
+its requests, slow or not, are only read where the slow ones are, those that were not tried yet first.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import os
 import secrets
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -64,6 +67,7 @@ class TextLimits:
     look_s: float = 0.1
     idle_s: float = 60.0
     """A second process for which there was nothing to do for so long ends."""
+    rest_s: float = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -152,6 +156,7 @@ class TextService:
         self._places = Shares(2 * MAX_WAITING, minimum=1)
         self._quick, self._slow = Turns[_Turn](), Turns[_Turn]()
         self._running: set[_Turn] = set()
+        self._resting: dict[str, asyncio.TimerHandle] = {}
         self._tasks = Tasks()
         self._pieces: ModelPieces | None = None
         self._loading = asyncio.Lock()
@@ -213,6 +218,8 @@ class TextService:
     async def close(self) -> None:
         """End all processes; who waits hears that primad stops."""
         self._closed = True
+        for resting in self._resting.values():
+            resting.cancel()
         self._refuse_all(RingError("primad is stopping"))
         await self._tasks.close()
         for child in list(self._children):
@@ -232,12 +239,25 @@ class TextService:
 
     def _next(self) -> _Turn | None:
         """The next request, of which one is slow at a time. Those whose client left are forgotten."""
-        for turns in (self._quick,) if self._slow_runs else (self._quick, self._slow):
-            while turns:
-                turn = turns.next()
+        lanes: list[tuple[Turns[_Turn], Collection[str]]] = [(self._quick, self._resting)]
+        if not self._slow_runs:
+            lanes += [(self._quick, ()), (self._slow, ())]
+        for turns, left_out in lanes:
+            while (turn := turns.next_but(left_out)) is not None:
                 if not turn.answer.done():
                     return turn
         return None
+
+    def _rest(self, owner: str) -> None:
+        """``owner`` cost others a process."""
+
+        def rested() -> None:
+            del self._resting[owner]
+            self._pump()
+
+        if (before := self._resting.get(owner)) is not None:
+            before.cancel()
+        self._resting[owner] = asyncio.get_running_loop().call_later(self._limits.rest_s, rested)
 
     def _refuse_all(self, error: PrimadError) -> None:
         """Nobody waits any more."""
@@ -318,6 +338,8 @@ class TextService:
                 await self._bury(child)
             resolve(turn.answer, answer)
         except (_LaterError, _EndedError, _TooMuchError) as exc:
+            if not turn.is_slow:
+                self._rest(turn.owner)
             await self._bury(child)
             if isinstance(exc, _LaterError) or (isinstance(exc, _EndedError) and not turn.is_again):
                 turn.is_again = turn.is_again or isinstance(exc, _EndedError)
