@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from primad.api.app import create_app
 from primad.api.http import patience as http_patience
 from primad.api.http.patience import Patience
+from primad.api.http.starts import MAX_STARTS
 from primad.settings.timings import ApiTimings
 from tests.fakes.backend import FakeBackend, says
 from tests.fakes.http import PATIENCE_S
@@ -295,3 +296,36 @@ def test_who_sends_many_parts_is_read_a_little_at_a_time_and_others_in_long_piec
     asyncio.run(scenario())
     assert maximum["parts"] <= http_patience.MAX_PARTS + 2
     assert maximum["plain"] == http_patience.MAX_READ_BYTES
+
+
+def test_of_those_who_send_many_parts_few_are_read_at_a_turn_of_the_loop():
+    at_a_turn: list[int] = [0]
+
+    class Watching(Patience):
+        def read_next(self, connection: http_patience.PatientProtocol, read_bytes: int, parts: int) -> int:
+            at_a_turn[-1] += parts > http_patience.FEW_PARTS
+            return super().read_next(connection, read_bytes, parts)
+
+    async def count_turns() -> None:
+        while True:
+            await asyncio.sleep(0)
+            at_a_turn.append(0)
+
+    async def ask(port: int) -> bytes:
+        reader, writer = await raw(port)
+        writer.write(b"POST /x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(b"1\r\nx\r\n" * 1000 + b"0\r\n\r\n")
+        said = await until_closed(reader)
+        writer.close()
+        return said
+
+    async def scenario() -> None:
+        async with patient(FakeBackend(says("Hi")), kind=Watching, app=reading) as port:
+            counting = asyncio.create_task(count_turns())
+            answers = await asyncio.gather(*(ask(port) for _ in range(40)))
+            counting.cancel()
+        assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in answers)
+
+    asyncio.run(scenario())
+    assert sum(at_a_turn) > 500
+    assert sorted(at_a_turn)[-20] <= 2 * MAX_STARTS, "but for the first piece of each, which nobody knows before"

@@ -12,12 +12,14 @@ Requests that a client sends before the first is answered are read one by one, a
 
 Requests are read in small pieces. h11 takes some 10 us for each chunk of a body, and one may have six bytes: the 256
 KiB that asyncio reads at once blocked the loop for half a second. Even 8 KiB of such chunks take a turn of 14 ms, and a
-health check waits for six. So clients that send many parts are read less at a time, and all such clients share.
+health check waits for six. So clients that send many parts are read less at a time; all such clients share, and take
+turns (``starts.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Final
 
 import h11
@@ -133,15 +135,15 @@ def _stop(timers: dict[PatientProtocol, asyncio.TimerHandle], connection: Patien
 
 
 class _Flow(FlowControl):
-    """Reads nothing more of a client that sent ahead more than is read at once."""
+    """Reads nothing more of a client that waits for its turn, or sent ahead more than is read at once."""
 
-    def __init__(self, transport: asyncio.Transport, connection: StrictConnection) -> None:
+    def __init__(self, transport: asyncio.Transport, is_held: Callable[[], bool]) -> None:
         super().__init__(transport)
-        self._connection = connection
+        self._is_held = is_held
 
     def resume_reading(self) -> None:
         """As far as it is wanted."""
-        if self._connection.ahead_bytes <= MAX_READ_BYTES:
+        if not self._is_held():
             super().resume_reading()
 
 
@@ -166,7 +168,7 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected."""
         super().connection_made(transport)
-        self.flow = _Flow(transport, self._strict)
+        self.flow = _Flow(transport, self._is_held)
         self._machine = machine_of(self.client[0] if self.client else "")
         self._patience.is_silent(self)
         if self._patience.places.has_room(self._machine):
@@ -184,16 +186,25 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
         """The client sent this many bytes."""
         before = self._strict.events
         self.data_received(bytes(self._read[:nbytes]))
-        self._read_bytes = self._patience.read_next(self, nbytes, self._strict.events - before)
+        parts = self._strict.events - before
+        self._read_bytes = self._patience.read_next(self, nbytes, parts)
+        if parts > FEW_PARTS:
+            self._wait_for_turn()
 
     def handle_events(self) -> None:
         """The client sent data, perhaps a whole request, which begins in its turn."""
         if self._is_answering():
             super().handle_events()
             return
+        self._wait_for_turn()
+
+    def _wait_for_turn(self) -> None:
         self._patience.starts.ready(self, self._machine, is_new=self.cycle is None)
         if self in self._patience.starts:
             self.flow.pause_reading()
+
+    def _is_held(self) -> bool:
+        return self in self._patience.starts or self._strict.ahead_bytes > MAX_READ_BYTES
 
     def begin(self) -> None:
         """It is this connection's turn."""
@@ -207,10 +218,8 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
     def on_response_complete(self) -> None:
         """The response was written; the next request may have come with the last."""
         super().on_response_complete()
-        if self in self._patience.starts:
-            return
         self.flow.resume_reading()  # the rest of a request that was sent ahead
-        if not self._is_answering() and not self.flow.write_paused:
+        if not self._is_answering() and not self.flow.write_paused and self not in self._patience.starts:
             self._patience.is_silent(self)
 
     def pause_writing(self) -> None:

@@ -2,7 +2,7 @@
 
 A thousand connections with a request each took a turn of half a second, and a health check waits for some turns. Who has
 just come is first, and machines take turns: so one that asks now and then is heard while others ask without end. Behind
-those are connections that were answered before, each in its turn.
+those are connections that were answered before, each in its turn, and those whose requests come in many small parts.
 """
 
 from __future__ import annotations
