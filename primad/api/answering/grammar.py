@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -26,8 +25,6 @@ MAX_GBNF_RULES: Final = 512
 MAX_PROPERTIES: Final = 5000
 MAX_MULTIPLE: Final = 100_000
 """Of ``multipleOf``: each remainder is a state. A million of them took 8 s."""
-MAX_WORK_S: Final = 3.0
-"""CPU time to check a grammar; the ring process takes half of that again."""
 
 _WHITESPACE: Final = r" ?|\n{1,2}[ \t]{0,20}"
 """Between the parts of JSON: a space, or indented lines. Without a bound a model may write nothing else."""
@@ -195,7 +192,6 @@ def _wrong(grammar: str) -> str | None:
     """The reason why ``grammar`` is unsupported, checked up to its first choice; None if it is not."""
     from llguidance import LLMatcher, LLParserLimits
 
-    began_s = time.thread_time()
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if is_error:
         return messages[0]
@@ -203,8 +199,6 @@ def _wrong(grammar: str) -> str | None:
     if not matcher.is_error():
         matcher.consume_tokens(matcher.compute_ff_tokens())
         matcher.compute_bitmask()
-    if time.thread_time() - began_s > MAX_WORK_S:
-        return f"it takes more than {MAX_WORK_S:g} s of processor time to read; make it simpler"
     return matcher.get_error() or None
 
 
