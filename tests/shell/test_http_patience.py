@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import httpx
 import pytest
@@ -113,6 +114,29 @@ def test_the_silent_make_room_for_who_asks():
                 writer.close()
 
     asyncio.run(scenario())
+
+
+def test_who_waits_for_its_turn_is_not_silent():
+    class Waiting:
+        def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+            self.loop, self.gone = loop, False
+
+        def give_up(self) -> None:
+            self.gone = True
+
+    async def scenario() -> list[bool]:
+        patience = Patience(60, 60, max_silent=1)
+        many: list[Any] = [Waiting(asyncio.get_running_loop()) for _ in range(4)]
+        for each in many:
+            patience.is_silent(each)
+        patience.starts._waiting.add(many[0])
+        patience._make_room()
+        for each in many:
+            patience.has_asked(each)
+        assert patience._making_room is None
+        return [each.gone for each in many]
+
+    assert asyncio.run(scenario()) == [False, True, True, True]
 
 
 async def large(scope: Scope, receive: Receive, send: Send) -> None:

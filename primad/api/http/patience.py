@@ -32,8 +32,8 @@ from primad.api.http.strict import MAX_HEAD_BYTES, StrictConnection
 from primad.system.shares import Shares
 
 MAX_SILENT: Final = 512
-MAKE_ROOM_S: Final = 0.1
-"""Who asked meanwhile was not silent: a thousand connections may be here before the first of them was read."""
+MAKE_ROOM_S: Final = 1.0
+"""Then connections are closed that were not read in that time: a thousand may be here before the first is read."""
 MAX_CONNECTIONS: Final = 2048
 """Half of them for one machine; several times the number that may be silent."""
 MAX_UNREAD_BYTES: Final = 256 << 20
@@ -89,8 +89,9 @@ class Patience:
 
     def _make_room(self) -> None:
         self._making_room = None
-        while len(self._silent) > self._max_silent:
-            next(iter(self._silent)).give_up()
+        silent = [each for each in self._silent if each not in self.starts]
+        for connection in silent[: len(self._silent) - self._max_silent]:
+            connection.give_up()
 
     def has_asked(self, connection: PatientProtocol) -> None:
         """It has sent a request, or is gone."""
