@@ -125,11 +125,11 @@ class Embedder:
         """
         if not text:
             raise ValueError("is empty; there is nothing to embed")
-        vocabulary, most = self._vocabulary, self._max_chars
-        if isinstance(text, str) and most is not None and len(text) > most:
+        vocabulary, max_chars = self._vocabulary, self._max_chars
+        if isinstance(text, str) and max_chars is not None and len(text) > max_chars:
             if not cuts:
                 raise ValueError(_too_long(f"at least {self.max_text_tokens + 1}", self.max_text_tokens))
-            text = text[: most + 1]
+            text = text[: max_chars + 1]
         tokens = vocabulary.tokenize(text, add_special=True, parse_special=False) if isinstance(text, str) else text
         if not tokens:
             raise ValueError("has no token; there is nothing to embed")

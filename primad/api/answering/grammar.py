@@ -248,8 +248,10 @@ def _check_parts(schema: Any, param: str) -> None:
                 named, multiple = value.get("properties"), value.get("multipleOf")
                 properties += len(named) if isinstance(named, dict) else 0
                 if properties > MAX_PROPERTIES or (isinstance(multiple, int) and multiple > MAX_MULTIPLE):
-                    most = f"at most {MAX_PROPERTIES} properties and multiples of at most {MAX_MULTIPLE} are guaranteed"
-                    raise RequestError(f"'{param}': {most}", param=param, code="unsupported_schema")
+                    bounds = (
+                        f"at most {MAX_PROPERTIES} properties and multiples of at most {MAX_MULTIPLE} are guaranteed"
+                    )
+                    raise RequestError(f"'{param}': {bounds}", param=param, code="unsupported_schema")
             elif isinstance(value, list):
                 inner += value
         if not inner:
