@@ -57,6 +57,7 @@ class WindowLoad:
             kv_type=load.kv_type,
             lock=node.config.lock,
             flash=load.flash,
+            small_windows=load.small_windows,
             rope=load.rope,
             gpu="" if profile.gpu is None else profile.gpu.id,
             other_gpus=tuple(gpu.id for gpu in profile.other_gpus),

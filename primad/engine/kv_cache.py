@@ -7,9 +7,11 @@ to do after every few tokens. So cells are read where they lie:
   ``cache_v_l<layer>``, which stays where it is as long as its context. The evaluation callback is shown the nodes anyway.
 * **Which cell.** Position p of a sequence is cell p of its stream: each sequence has a stream of its own (or there is only
   one), rows come in the order of their positions, only tails are forgotten, and llama.cpp goes on at the first cell that is
-  free. That holds for sliding windows too as long as their cache is as large as the others (``swa_full``).
+  free. A small cache of sliding windows uses its cells again: there it is cell p modulo their number, and one of another
+  position once so many are behind it.
 * **Putting back** is llama.cpp's own restore of a state that is written here. Cells that a sliding window has passed are
-  put back with the others, so that each comes to stand where it was: attention adds in the order of the cells.
+  put back with the others, so that each comes to stand where it was: attention adds in the order of the cells
+  (``llama/sliding_cells.py`` says how in a small cache).
 
 The layout of a state belongs to a build of llama.cpp (this is 0.3.36's): u32 magic, u32 sequence, then for each cache (two
 where layers slide) u32 streams, for each stream u32 cells and, if there are any, for each i32 position, u32 1, three
@@ -34,7 +36,7 @@ from numpy.typing import NDArray
 
 from primad.engine.tensor import Tensor
 from primad.errors import EngineError
-from primad.kv.cells import Bytes, CellShape, LayerCells
+from primad.kv.cells import MAX_POSITIONS, Bytes, CellShape, LayerCells
 from primad.system.allocator import without_top
 
 with without_top("llama_cpp"):
@@ -45,8 +47,8 @@ _MAGIC: Final = 0xAF143CD8
 _PROBED: Final = 2
 """Cells of the round trip: so many that keys and values which are stored the other way round do not look the same."""
 
-_PLACES: Final = np.dtype([("position", "<i4"), ("count", "<u4"), ("sequence", "<i4")])
-_PLACES_2D: Final = np.dtype(
+PLACES: Final = np.dtype([("position", "<i4"), ("count", "<u4"), ("sequence", "<i4")])
+PLACES_2D: Final = np.dtype(
     [("position", "<i4"), ("count", "<u4"), ("x", "<i4"), ("y", "<i4"), ("token", "<i4"), ("sequence", "<i4")]
 )
 """Of models whose positions have several parts, which are equal for text."""
@@ -109,7 +111,8 @@ class _Part:
 
 class KvCache:
     """The KV cache of ``context``, whose ``tensors`` are known, of a window of layers from ``first`` on, of which the last
-    ``sharing`` use the cells of others: their own are empty.
+    ``sharing`` use the cells of others: their own are empty. Those that slide have so many ``window_cells``, or as many as
+    the others (None).
 
     Made while ``sequence`` has no cells: a round trip of two made-up cells there finds out how this build stores them.
     Raises ``EngineError`` when it stores them in no known way.
@@ -125,8 +128,10 @@ class KvCache:
         layers: int,
         sharing: int,
         sequence: int,
+        window_cells: int | None = None,
     ) -> None:
         self._ggml = ggml
+        self._window_cells = window_cells
         self._context = context
         self._memory = llama.llama_get_memory(context)
         self._first, self._layers = first, layers
@@ -134,13 +139,15 @@ class KvCache:
             raise EngineError(f"llama.cpp's graph shows keys of {len(tensors.keys)} of {layers - sharing} layers")
         self._keys = {layer: _Part.of(place) for layer, place in tensors.keys.items()}
         self._values = {layer: _Part.of(place) for layer, place in tensors.values.items()}
-        shapes = {(part.cells, part.streams) for part in (*self._keys.values(), *self._values.values())}
-        if len(shapes) != 1:
+        parts = (*self._keys.values(), *self._values.values())
+        sizes, streams = {part.cells for part in parts} - {window_cells}, {part.streams for part in parts}
+        if len(sizes) > 1 or len(streams) != 1:
             raise EngineError("the caches of llama.cpp's layers have different sizes")
-        self._cells, self._streams = shapes.pop()
+        self._cells = sizes.pop() if sizes else MAX_POSITIONS  # where all slide positions are bounded by none
+        self._streams = streams.pop()
         self._caches: list[list[int]] = []
         self._transposed = False
-        self._places: np.dtype[np.void] = _PLACES
+        self._places: np.dtype[np.void] = PLACES
         self._find_layout(sequence)
 
     def shapes(self) -> list[CellShape]:
@@ -162,8 +169,9 @@ class KvCache:
 
     def read(self, sequence: int, start: int, end: int) -> list[LayerCells]:
         """The cells at positions ``start <= p < end``, of every layer. Raises ``EngineError`` where there are none."""
+        first = llama.llama_memory_seq_pos_min(self._memory, sequence)
         last = llama.llama_memory_seq_pos_max(self._memory, sequence)
-        if not 0 <= start < end <= last + 1 or llama.llama_memory_seq_pos_min(self._memory, sequence) != 0:
+        if not 0 <= first <= start < end <= last + 1 or (first and self._window_cells is None):
             raise EngineError(
                 f"sequence {sequence} has no KV cells at positions {start} to {end}; it ends at {last + 1}"
             )
@@ -186,7 +194,8 @@ class KvCache:
             if values is None:
                 raw = np.empty(0, np.uint8)
             else:
-                raw = (self._columns if self._transposed else self._rows)(values, stream, start, end)
+                taken = self._columns if self._transposed else self._rows
+                raw = _joined([taken(values, stream, *run).data for run in self._pieces(values, start, end)])
             found.append(
                 LayerCells(
                     layer=self._first + layer,
@@ -194,11 +203,19 @@ class KvCache:
                     end=end,
                     key_type=keys.kind,
                     value_type=values.kind if values is not None else keys.kind,
-                    keys=self._rows(keys, stream, start, end).data,
+                    keys=_joined([self._rows(keys, stream, *run).data for run in self._pieces(keys, start, end)]).data,
                     values=raw.data,
                 )
             )
         return found
+
+    def _pieces(self, part: _Part, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """The cells of positions ``start <= p < end``, as runs of them."""
+        while start < end:
+            cell = start % part.cells
+            count = min(end - start, part.cells - cell)
+            yield cell, cell + count
+            start += count
 
     def _rows(self, part: _Part, stream: int, start: int, end: int) -> Raw:
         raw = np.empty((end - start) * part.cell_bytes, np.uint8)
@@ -209,7 +226,7 @@ class KvCache:
     def _columns(self, part: _Part, stream: int, start: int, end: int) -> Raw:
         size, count = (end - start) * part.element_bytes, part.cell_bytes // part.element_bytes
         raw = np.empty((count, end - start, part.element_bytes), np.uint8)
-        offset, stride = stream * part.stream_bytes + start * part.element_bytes, self._cells * part.element_bytes
+        offset, stride = stream * part.stream_bytes + start * part.element_bytes, part.cells * part.element_bytes
         self._ggml.ggml_backend_tensor_get_2d(part.tensor, raw.ctypes.data, offset, size, count, stride, size)
         return np.ascontiguousarray(raw.transpose(1, 0, 2)).reshape(-1)
 
@@ -254,10 +271,15 @@ class KvCache:
         """Whether llama.cpp takes the state of ``blocks``; where it does not, the sequence has no cells."""
         state = self._state(sequence, blocks)
         pointer = ctypes.cast(state.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
-        if llama.llama_state_seq_set_data(self._context, pointer, state.nbytes, sequence) == state.nbytes:
+        took = llama.llama_state_seq_set_data(self._context, pointer, state.nbytes, sequence) == state.nbytes
+        if took and self._cut(sequence, blocks[-1][0].end):
             return True
         self._forget(sequence)
         return False
+
+    def _cut(self, sequence: int, end: int) -> bool:
+        """Where a small cache has a position that is to come, forget it: the next row is to lie there."""
+        return self._window_cells is None or bool(llama.llama_memory_seq_rm(self._memory, sequence, end, -1))
 
     def _forget(self, sequence: int) -> None:
         llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
@@ -265,33 +287,37 @@ class KvCache:
     def _state(self, sequence: int, blocks: Sequence[Sequence[LayerCells]]) -> Raw:
         """``blocks`` in llama.cpp's layout."""
         count = blocks[-1][0].end
-        places = np.zeros(count, self._places)
-        places["position"], places["count"], places["sequence"] = np.arange(count), 1, sequence
-        if self._places is _PLACES_2D:
-            places["x"] = places["y"] = places["position"]
         own = sequence if self._streams > 1 else 0
         pieces: list[Any] = [struct.pack("<Ii", _MAGIC, sequence)]
         for layers in self._caches:
-            pieces.append(struct.pack(f"<{1 + own + 1}I", self._streams, *[0] * own, count))
+            window = self._window_cells if layers and self._keys[layers[0]].cells == self._window_cells else None
+            held = positions_of(count, window)
+            places = np.zeros(len(held), self._places)
+            places["position"], places["count"], places["sequence"] = held, 1, sequence
+            if window is not None and count >= window:
+                places["position"][count % window] = count
+            if self._places is PLACES_2D:
+                places["x"] = places["y"] = places["position"]
+            pieces.append(struct.pack(f"<{1 + own + 1}I", self._streams, *[0] * own, len(held)))
             pieces += [places.tobytes(), struct.pack("<II", self._transposed, len(layers))]
             for layer in layers:
                 keys = self._keys[layer]
                 pieces.append(struct.pack("<iQ", keys.kind, keys.cell_bytes))
-                pieces += [block[layer].keys for block in blocks]
+                pieces += _in_order([block[layer].keys for block in blocks], held, count)
             for layer in layers:
-                pieces += self._state_values(layer, blocks)
+                pieces += self._state_values(layer, blocks, held)
             pieces.append(bytes(4 * (self._streams - own - 1)))
         return _joined(pieces)
 
-    def _state_values(self, layer: int, blocks: Sequence[Sequence[LayerCells]]) -> list[Any]:
+    def _state_values(self, layer: int, blocks: Sequence[Sequence[LayerCells]], held: NDArray[np.int64]) -> list[Any]:
         values = self._values.get(layer)
         if values is None:
             return []
+        cells = _in_order([block[layer].values for block in blocks], held, blocks[-1][0].end)
         if not self._transposed:
-            head = struct.pack("<iQ", values.kind, values.cell_bytes)
-            return [head, *(block[layer].values for block in blocks)]
+            return [struct.pack("<iQ", values.kind, values.cell_bytes), *cells]
         elements = values.cell_bytes // values.element_bytes
-        raw = _joined([block[layer].values for block in blocks]).view(f"u{values.element_bytes}")
+        raw = _joined(cells).view(f"u{values.element_bytes}")
         columns = np.ascontiguousarray(raw.reshape(-1, elements).T)
         return [
             struct.pack("<iII", values.kind, values.element_bytes, elements),
@@ -310,7 +336,7 @@ class KvCache:
         for values in [self._values] if narrow == self._values else [self._values, narrow]:
             self._values = values
             marks = [self._mark(layer) for layer in range(len(self._keys))]
-            for form in product((False, True), (_PLACES, _PLACES_2D), caches):
+            for form in product((False, True), (PLACES, PLACES_2D), caches):
                 self._transposed, self._places, self._caches = form
                 if self._write(sequence, [marks]):
                     self._recognise(sequence, marks)
@@ -364,6 +390,23 @@ class KvCache:
             keys=raw[0].data,
             values=raw[1].data,
         )
+
+
+def positions_of(end: int, cells: int | None) -> NDArray[np.int64]:
+    """The positions of a sequence of ``end`` in the order of its cells; there are as many, or at most ``cells``."""
+    held = end if cells is None else min(end, cells)
+    positions = np.arange(end - held, end)
+    found = np.empty(held, np.int64)
+    found[positions % max(held, 1) if cells is None else positions % cells] = positions
+    return found
+
+
+def _in_order(pieces: Sequence[Bytes], positions: NDArray[np.int64], end: int) -> Sequence[Bytes]:
+    """Of ``pieces``, the cells of positions before ``end``, those of ``positions`` in that order."""
+    if len(positions) == end and (not end or positions[0] == 0):
+        return pieces
+    raw = _joined(pieces)
+    return [np.ascontiguousarray(raw.reshape(end, -1)[positions]).reshape(-1).data]
 
 
 def _joined(pieces: Sequence[Bytes]) -> Raw:

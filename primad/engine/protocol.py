@@ -150,6 +150,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     that layers are to lie on first ("": the first there is), ``other_gpus`` are the device's others, ``offloading_gpu`` is
     the one that helps with prompts ("": the first). Beside a single sequence there may be so many ``branches`` of it, which
     are numbered behind it and share its cells: rows are then not bit for bit what they are in a sequence of their own.
+    With ``small_windows`` layers with a sliding window have little more cells than that, and go back to kept states alone.
     """
 
     context: int
@@ -165,9 +166,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     branches: int = 0
     other_gpus: tuple[str, ...] = ()
     offloading_gpu: str = ""
+    small_windows: bool = False
 
     def __post_init__(self) -> None:
-        assert not self.branches or self.sequences == 1
+        assert not self.branches or (self.sequences == 1 and not self.small_windows)
 
     @property
     def numbers(self) -> int:
@@ -241,6 +243,15 @@ class EngineWindow(Protocol):
 
     def kv_restore(self, sequence: int, blocks: Sequence[Sequence[LayerCells]]) -> None:
         """Forget ``sequence``, and let it have ``blocks``: positions from 0 on, without a hole, each for all layers."""
+
+    def state_keep(self, number: int, sequence: int, end: int) -> None:
+        """Keep what cannot be cut back of ``sequence``, which has ``end`` positions, as ``number``, in place of another."""
+
+    def state_restore(self, number: int, sequence: int, end: int) -> None:
+        """Go back: ``sequence`` has its first ``end`` positions again, behind which its state was kept as ``number``."""
+
+    def state_forget(self) -> None:
+        """Keep no state of any sequence any more."""
 
     def release(self) -> None:
         """Give back all memory; the window must not be used again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,7 +22,7 @@ from primad.gguf.architectures.layers import (
     sharing_layers,
     sliding_layers,
 )
-from primad.gguf.architectures.table import known
+from primad.gguf.architectures.table import SLIDING_KEYS, known
 from primad.gguf.architectures.tensors import LAYER_INPUTS, LAYER_PROJECTION, layer_of
 from primad.gguf.header import Header
 from primad.gguf.windows import beside_values, token_embedding
@@ -65,6 +65,7 @@ def model_profile(header: Header) -> ModelProfile:
         _first(header, f"{name}.attention.head_count", layer) * _head_widths(header, name, layer)[0]
         for layer in range(layers)
     ]
+    windows = _window_tokens(header, name)
     rest = weights.outside - Counter({embedding.type.name: embedding.bytes})
     tied = rest.total() * 4 <= embedding.bytes
     return ModelProfile(
@@ -87,6 +88,7 @@ def model_profile(header: Header) -> ModelProfile:
                 adapter_reads=beside,
                 attends=attends[layer],
                 query_width=queries[layer] if queries[layer] < max(queries) else 0,
+                window_tokens=windows[layer],
             )
             for layer in range(layers)
         ),
@@ -175,6 +177,13 @@ def _kv_bytes(header: Header, name: str, layer: int) -> int:
     if _latent_key(header, name):
         value = 0  # llama.cpp reads the values from the keys
     return kv_heads * (key + value) * KV_VALUE_BYTES
+
+
+def _window_tokens(header: Header, name: str) -> Sequence[int]:
+    """Of each layer the tokens of its sliding window; 0 where it attends to all, or it is not known."""
+    if known(header) is None:
+        return (0,) * layer_count(header)
+    return [header.count(f"{name}.{SLIDING_KEYS}", 0) * slides for slides in sliding_layers(header)]
 
 
 def _indexer(header: Header, name: str) -> tuple[int, int]:

@@ -24,6 +24,7 @@ import msgspec
 from halda import LayerProfile, ModelProfile
 from halda.quantisation import bytes_per_weight
 from primad.errors import ConfigError
+from primad.gguf.architectures.table import SUPPORTED
 from primad.gguf.profile import KV_VALUE_BYTES, recurrent_values, state_bytes
 
 PROFILES_VERSION: Final = 1
@@ -113,7 +114,7 @@ class LatentShape:
 class LayerKind:
     """In what some layers differ from what the shape says. ``gate`` counts values a head that are multiplied with what
     attention gives; without ``has_values`` those are the keys, without ``has_cells`` both are those of another layer. A
-    layer with a ``state`` does not attend."""
+    layer with a ``state`` does not attend. Of a sliding ``window`` these are the tokens."""
 
     heads: int | None = None
     kv_heads: int | None = None
@@ -125,6 +126,7 @@ class LayerKind:
     state: StateShape | None = None
     forward: Literal["experts", "dense", "none"] | None = None
     feed_forward: int | None = None
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +140,8 @@ class Shape:
     row for each token. A ``popular`` model is one that people ask for. Its file of about four bits is ``hub`` by name and
     has ``file_bytes``, where that is known; ``also`` are other names of models of this shape. ``file`` are the
     types of the only file that there is; ``expert_bias`` and ``sinks`` are of gpt-oss: biases of each expert, one a head.
-    With ``latent`` attention ``kv_heads`` and ``head_width`` say nothing.
+    With ``latent`` attention ``kv_heads`` and ``head_width`` say nothing. All layers but the last of a period of the
+    architecture attend to a ``window`` of so many tokens.
     """
 
     version: int
@@ -174,10 +177,13 @@ class Shape:
     expert_bias: bool = False
     sinks: bool = False
     latent: LatentShape | None = None
+    window: int = 0
 
     def kind_of(self, layer: int) -> LayerKind:
         """What layer ``layer`` is."""
         kind = self.kinds[self.pattern[layer % len(self.pattern)]] if self.pattern else LayerKind()
+        if self.window and (layer + 1) % SUPPORTED[self.architecture].sliding_period:
+            kind = replace(kind, window=self.window)
         if kind.forward is not None:
             return kind
         has_experts = self.experts > 0 and layer >= self.dense_layers
@@ -305,6 +311,7 @@ def _layer(model: Shape, kind: LayerKind, types: Types, layer: int, widest: int)
         adapter_reads=makes_inputs,
         attends=kind.attends,
         query_width=_queries(model, kind) if _queries(model, kind) < widest else 0,
+        window_tokens=kind.window,
     )
 
 

@@ -184,8 +184,7 @@ def serve(
                 node, header, model, options, ranged, draft, adapters, head_has_room=has_room, predicts=drafts_itself
             )
             texts = TextService(str(service.model.file), template)
-            # A state cannot be cut back to a common prefix of two prompts.
-            backend = RingBackend(texts=texts, max_wait_s=options.max_wait_s, reuses=not model.is_recurrent)
+            backend = RingBackend(texts=texts, max_wait_s=options.max_wait_s)
             embedding = _embedding_of(options, config)
             head = HeadDaemon(
                 node,

@@ -145,9 +145,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     stages in several epochs at a time: the next ring is loaded while the last one serves. ``assignments[i]`` says which
     part of ``windows[i]`` is on the GPU, whether the GPU does prefill offload and how much stays in memory,
     ``extra_buffers[i]`` whether llama.cpp may repack its weights; ``read_ahead_bytes`` of streamed layers are read
-    ahead. ``kv_type`` is the type of the KV cache, ``flash`` whether attention is flash attention, ``rope`` overrides
-    RoPE. With ``keeps`` it saves the KV blocks of the step log. Layers of ``origins`` may be fetched from the hub that
-    has ``files``, or from the head, the first of ``sources``, by the names of their origins.
+    ahead. ``kv_type`` is the type of the KV cache, ``flash`` whether attention is flash attention, with ``small_windows``
+    as in ``EngineOptions``, ``rope`` overrides RoPE. With ``keeps`` it saves the KV blocks of the step log. Layers of
+    ``origins`` may be fetched from the hub that has ``files``, or from the head, the first of ``sources``, by the names
+    of their origins.
     """
 
     ring: int
@@ -166,6 +167,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     place: Annotated[int, Meta(ge=0, lt=1 << 16)]
     kv_type: KvType
     flash: bool = True
+    small_windows: bool = False
     keeps: bool = False
     rope: Rope = Rope()
     files: Annotated[list[RemoteFile], Meta(max_length=MAX_FILES)] = []

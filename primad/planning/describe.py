@@ -108,7 +108,13 @@ def kept_part(planned: Planned) -> list[KeptJson]:
             bytes_per_s=kept.bytes_per_s,
             why=kept.why,
         )
-        for kept in replicas(devices, plan.head, links, tokens_per_s, why_not=why_not_kept(asked.model))
+        for kept in replicas(
+            devices,
+            plan.head,
+            links,
+            tokens_per_s,
+            why_not=why_not_kept(asked.model),
+        )
     ]
 
 
@@ -200,6 +206,7 @@ def workload_part(planned: Planned) -> WorkloadJson:
         sequences=work.sequences,
         why_sequences=planned.why_sequences,
         flash=work.flash,
+        small_windows=work.small_windows,
         prompt_tokens=work.prompt_tokens,
         answer_tokens=work.answer_tokens,
     )

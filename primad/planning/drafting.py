@@ -32,11 +32,12 @@ def drafting_of(
 ) -> Drafting | None:
     """How drafts are computed under ``plan``; None: not at all, as where ``auto`` sees no room for them.
 
-    A state cannot be cut back to what held. Steps of several rows of one sequence are computed where they are bit for bit
-    single ones, and with fast ``batching`` everywhere. Trees are for the latter alone, where weights stream on one device:
-    their rows lie in the KV cache in another order, and so are not bit for bit those of a chain.
+    Neither a state nor a small cache of windows can be cut back to what held. Steps of several rows of one sequence are
+    computed where they are bit for bit single ones, and with fast ``batching`` everywhere. Trees are for the latter alone,
+    where weights stream on one device: their rows lie in the KV cache in another order, and so are not bit for bit those of
+    a chain.
     """
-    if mode == "off" or question.model.is_recurrent:
+    if mode == "off" or question.model.is_recurrent or question.workload.small_windows:
         return None
     ring_passes = _ring_passes(plan, question)
     room = 1 if round(ring_passes) <= 1 else min(round(ring_passes) + WAITING, MAX_ROOM)

@@ -31,11 +31,15 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What was served before: so many ``sequences`` of ``context_tokens``, with ``flash`` attention or not."""
+    """What was served before: so many ``sequences`` of ``context_tokens``, with ``flash`` attention or not.
+
+    ``small_windows`` are as in ``Workload``.
+    """
 
     context_tokens: int
     sequences: int
     flash: bool
+    small_windows: bool = False
 
 
 def fitted(

@@ -22,8 +22,9 @@ class Forecast:
 
     Both were made with what was learnt until then, ``corrections``, and for ``sequences`` answers at once, each with a
     context of ``context_tokens``; ``why_sequences`` and ``why_context`` say why it is not more, where nobody said how much.
-    Attention is ``flash`` attention or not, and next tokens are computed together as ``batches`` say, drafts as ``drafting``
-    does, by a model on device ``draft_device``, if one drafts. ``question`` is what was planned for, if that was solved.
+    Attention is ``flash`` attention or not, with ``small_windows`` as in ``Workload``, and next tokens are computed together
+    as ``batches`` say, drafts as ``drafting`` does, by a model on device ``draft_device``, if one drafts. ``question`` is
+    what was planned for, if that was solved.
     """
 
     plan: Plan
@@ -35,6 +36,7 @@ class Forecast:
     why_context: str = ""
     why_sequences: str = ""
     flash: bool = True
+    small_windows: bool = False
     batches: Batches | None = None
     question: Instance | None = None
     drafting: Drafting | None = None
@@ -58,7 +60,17 @@ class Forecast:
     @property
     def served(self) -> Served:
         """What the next plan may take over of it."""
-        return Served(context_tokens=self.context_tokens, sequences=self.sequences, flash=self.flash)
+        return Served(
+            context_tokens=self.context_tokens,
+            sequences=self.sequences,
+            flash=self.flash,
+            small_windows=self.small_windows,
+        )
+
+    @property
+    def attention(self) -> tuple[bool, bool]:
+        """What answers would go on with other last bits if it changed."""
+        return self.flash, self.small_windows
 
     def drafting_with(self, keep_rows: int | None) -> Drafting | None:
         """How drafts are computed: as trees only where one sequence has all cells, and none of them is kept elsewhere."""
@@ -80,6 +92,7 @@ class Forecast:
             why_context=planned.why_context,
             why_sequences=planned.why_sequences,
             flash=work.flash,
+            small_windows=work.small_windows,
             batches=planned.batches,
             question=None if by_hand else planned.question,
             drafting=planned.drafting,
@@ -99,6 +112,7 @@ class Forecast:
         why_context: str = "",
         why_sequences: str = "",
         flash: bool = True,
+        small_windows: bool = False,
         batches: Batches | None = None,
         question: Instance | None = None,
         drafting: Drafting | None = None,
@@ -115,6 +129,7 @@ class Forecast:
             why_context=why_context,
             why_sequences=why_sequences,
             flash=flash,
+            small_windows=small_windows,
             batches=batches,
             question=question,
             drafting=drafting,

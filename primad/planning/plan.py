@@ -7,7 +7,7 @@ the plan has room for besides: requests at once, context, attention, chunks, dra
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -74,12 +74,19 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
         first, served = workload_of(self.run, self.model), self.served
         work = first
         if served is not None:
-            flash = served.flash if self.keeps_attention else first.flash
-            work = replace(first, context_tokens=served.context_tokens, flash=flash)
+            work = replace(first, context_tokens=served.context_tokens)
+            if self.keeps_attention:
+                work = replace(work, flash=served.flash, small_windows=served.small_windows)
         tried = [work] if work.flash else [work, replace(work, flash=True)]
         if self.run.context_tokens is None:
             tried += [replace(each, context_tokens=first.context_tokens) for each in tried]
         return list(dict.fromkeys(tried))
+
+    @property
+    def may_have_small_windows(self) -> bool:
+        """Whether sliding layers may have a small cache: with it there are no drafts, which nobody must have asked for."""
+        is_kept = self.keeps_attention and self.served is not None
+        return self.model.has_windows and self.run.speculate in ("auto", "off") and not is_kept
 
     @property
     def wanted_tokens(self) -> int:
@@ -155,7 +162,38 @@ def search(request: PlanRequest) -> FoundPlan:
     raise AssertionError("there is a workload")
 
 
+SMALL_WINDOWS_GAIN: Final = 0.05
+"""Cells of whole contexts are worth so much: drafts, and any prefix instead of kept ones."""
+
+
 def _search(request: PlanRequest, work: Workload, require: frozenset[str]) -> FoundPlan:
+    """The best plan for ``work``; with a small cache of sliding windows where that is worth what goes with the others."""
+    small = replace(work, small_windows=True)
+    if small == work or not request.may_have_small_windows:
+        return _search_for(request, work, require)
+    try:
+        found = _search_for(request, work, require)
+    except CutOff:
+        raise
+    except Infeasible:
+        return _search_for(request, small, require)
+    if not _is_short(found):
+        return found
+    other = _search_for(request, small, require)
+    is_wider = other.workload.context_tokens > found.workload.context_tokens
+    gains = other.solution.objective_s < (1 - SMALL_WINDOWS_GAIN) * found.solution.objective_s
+    return other if is_wider or gains else found
+
+
+def _is_short(found: FoundPlan) -> bool:
+    """Whether memory is missed: layers stream, or lie in RAM beside a GPU, or the context is small for it."""
+    plan, with_gpu = found.solution.plan, {each.device for each in found.devices if each.gpu is not None}
+    return bool(
+        plan.streaming or found.why_context or any(each.in_ram for each in plan.route if each.device in with_gpu)
+    )
+
+
+def _search_for(request: PlanRequest, work: Workload, require: frozenset[str]) -> FoundPlan:
     from halda import CHUNKS, solve  # only a process that solves loads the solver
 
     run, devices = request.run, request.devices
@@ -238,7 +276,7 @@ def _complete_by_hand(request: PlanRequest, solved: FoundPlan) -> Planned:
     there = msgspec.structs.replace(request, devices=solved.devices)
     kept = request.served if request.keeps_attention else None
     flash = not attends_plainly(plan, there.instance(work, plan.head), work) if kept is None else kept.flash
-    work = replace(work, flash=flash)
+    work = replace(work, flash=flash, small_windows=kept is not None and kept.small_windows)
     question = there.instance(work, plan.head)
     batches = batches_of(run.batching, plan, question, work.sequences)
     drafting = drafting_of(run.speculate, run.batching, plan, question, batches)

@@ -252,7 +252,8 @@ class WorkloadJson(msgspec.Struct, frozen=True, kw_only=True):
 
     ``why_context`` says why the context is not more where nobody said how much, and ``too_small_for`` which clients' first
     request does not fit into it; ``why_sequences`` why they are not more, where nobody said how many; else they are empty.
-    Attention is ``flash`` attention or not.
+    Attention is ``flash`` attention or not; with ``small_windows`` layers with a sliding window have little more cells than
+    that, and there are no drafts.
     """
 
     context_tokens: int
@@ -262,6 +263,7 @@ class WorkloadJson(msgspec.Struct, frozen=True, kw_only=True):
     sequences: int
     why_sequences: str
     flash: bool
+    small_windows: bool
     prompt_tokens: int
     answer_tokens: int
 

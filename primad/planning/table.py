@@ -139,6 +139,8 @@ def _facts(answer: Explanation) -> Table:
         table.add_row("at once", f"one answer ({work.why_sequences})")
     why = f" ({work.why_context})" if work.why_context else ""
     table.add_row("context", f"{show_count(work.context_tokens, 'token')}{why}")
+    if work.small_windows:
+        table.add_row("sliding layers", "keep the KV cache of their window alone, which leaves out drafts")
     if work.too_small_for:
         table.add_row("", work.too_small_for)
     if _streams(answer):

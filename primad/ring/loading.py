@@ -208,6 +208,7 @@ def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple
                 at_once=part.at_once,
                 batching=part.batching,
                 keep_rows=part.keep_rows if kv_writer is not None else None,
+                states=part.states,
                 drafting=part.drafting,
                 drafter=drafter,
             )

@@ -43,7 +43,7 @@ from primad.ring.grouping import Batching
 from primad.ring.speculation.drafter import Drafting
 from primad.ring.speculation.messages import Drafted, DraftModel, TextTask
 
-PROTOCOL: Final = 6
+PROTOCOL: Final = 7
 """The version of every message in this file. It grows when an older peer could misread a newer one."""
 
 HIDDEN_DTYPE: Final = "f32"
@@ -56,6 +56,8 @@ MAX_SEQUENCES: Final = 256
 MAX_OPS: Final = 8192
 """Of any step of any ring, so that a header is bounded before it is read."""
 MAX_HOPS: Final = 4096
+MAX_STATES: Final = 2 * MAX_SEQUENCES
+"""Of all sequences that a ring keeps: each takes as much memory in every window as the state of a sequence does."""
 
 
 # ---- along the route ------------------------------------------------------------------------------------------------
@@ -92,7 +94,23 @@ class KvLoad(msgspec.Struct, frozen=True, tag="load", array_like=True):
     end: int
 
 
-KvOp = KvRemove | KvCopy | KvKeep | KvLoad
+class StateKeep(msgspec.Struct, frozen=True, tag="state-keep", array_like=True):
+    """Keep what cannot be cut back of ``sequence``, behind its ``end`` positions, in memory as ``number``."""
+
+    sequence: int
+    number: int
+    end: int
+
+
+class StateRestore(msgspec.Struct, frozen=True, tag="state-restore", array_like=True):
+    """Have ``sequence`` end behind ``end`` positions, where its state was kept as ``number``."""
+
+    sequence: int
+    number: int
+    end: int
+
+
+KvOp = KvRemove | KvCopy | KvKeep | KvLoad | StateKeep | StateRestore
 
 
 class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
@@ -234,6 +252,10 @@ def _check_op(op: KvOp, limits: StepLimits) -> None:
             sequences, span = [sequence], (0, end)
             if not is_key(key) or end <= 0:
                 raise ProtocolError(f"a KV operation loads what is no block: {printable(f'{key!r} up to {end}')}")
+        case StateKeep(sequence, number, end) | StateRestore(sequence, number, end):
+            sequences, span = [sequence], (0, end)
+            if not 0 <= number < MAX_STATES or end <= 0:
+                raise ProtocolError(f"KV operation {op} names a state that no ring has")
         case KvCopy(source, target, end):
             sequences, span = [source, target], (0, end)
             if source == target or end < 0:
@@ -397,8 +419,9 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     It keeps at most ``depth`` steps in flight and runs so many generations ``at_once``, whose next tokens are computed
     together as ``batching`` says. A chunk of a prompt has at most ``chunk_rows``, and ``min_rows`` or more before a
     message; beside other answers it is computed in ``pieces``. Of an answer the cells of every ``keep_rows`` rows are kept,
-    or none. Drafts are computed as ``drafting`` says, or none; the model ``draft`` drafts what they are, if there is one:
-    here, unless another device ``drafts_elsewhere``. Or the model ``predicts`` itself, with layers that its tail has.
+    or none. So many ``states`` of sequences are kept, where some layers have one; 0: they can be cut back. Drafts are
+    computed as ``drafting`` says, or none; the model ``draft`` drafts what they are, if there is one: here, unless
+    another device ``drafts_elsewhere``. Or the model ``predicts`` itself, with layers that its tail has.
     Where ``model`` has the vocabulary alone, the token embedding is in the layer file ``embedding``. Whole files of
     ``adapters`` are for the token embedding and for a model that is not cut.
     """
@@ -411,6 +434,7 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     batching: Batching = Batching()
     pieces: Pieces | None = None
     keep_rows: int | None = None
+    states: int = 0
     drafting: Drafting | None = None
     draft: DraftModel | None = None
     drafts_elsewhere: bool = False

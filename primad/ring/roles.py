@@ -344,6 +344,7 @@ def _renumbered(reopen: Reopen, windows: dict[int, HiddenWindow]) -> dict[int, H
 def _forget(window: HiddenWindow, options: EngineOptions) -> None:
     for sequence in range(options.sequences):
         window.kv_remove(sequence, 0, -1)
+    window.state_forget()
 
 
 def open_role(opening: Open, channel: RingChannel[RingCommand], timings: RingTimings) -> Role:

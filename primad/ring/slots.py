@@ -14,8 +14,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from primad.engine.protocol import LogitsRow
 from primad.kv.keys import KvBlock
+from primad.ring.checkpoints import Checkpoints
 from primad.ring.chunks import Chunking, Computed
 from primad.ring.keeping import Chain, Keeping, Usable, usable
 from primad.ring.messages import Generate, KvCopy, KvForgotten, KvKept, KvLoad, KvOp, KvRemove
@@ -134,10 +137,14 @@ class Slots:
     """The ``sequences`` of a ring, each with a context of ``context`` tokens.
 
     The cells of every ``keep_rows`` rows of an answer are kept, and those of prompts; None: nothing is, and nothing loaded.
+    So many ``states`` are kept, to which alone sequences go back; with 0 they do anywhere.
     """
 
-    def __init__(self, count: int, *, context: int, chunking: Chunking, keep_rows: int | None = None) -> None:
+    def __init__(
+        self, count: int, *, context: int, chunking: Chunking, keep_rows: int | None = None, states: int = 0
+    ) -> None:
         assert keep_rows is None or keep_rows > 0
+        self._checkpoints = Checkpoints(states)
         self._minimum = context // COPIED_CELLS
         self._chunking = chunking
         self._keep_rows = keep_rows
@@ -219,6 +226,13 @@ class Slots:
         while (ends := self._ends(running)) and ends[-1] <= running.certain:
             self._keeping.add(chain, sequence.number, running.tokens(chain.end, ends[-1]), ends)
 
+    def keep_state(self, running: Running, step: int) -> None:
+        """``step`` has a chunk of its prompt, up to its last cell: its state is kept in front of the next one, if it is."""
+        sequence = running.sequence
+        self._first += self._checkpoints.keep(
+            sequence.number, running.chunking, running.generate.prompt, sequence.cells, step
+        )
+
     def keep_rest(self, running: Running) -> None:
         """Have kept the rows of its answer that are in no block, as a shorter one."""
         sequence, chain = running.sequence, running.sequence.chain
@@ -248,7 +262,8 @@ class Slots:
             if not generate.reuses:
                 return 0
             is_whole = sequence.ending is not None and not generate.sampled
-            return running.chunking.reused(generate.prompt, sequence.computed, is_whole=is_whole)
+            found = running.chunking.reused(generate.prompt, sequence.computed, is_whole=is_whole)
+            return self._checkpoints.last(sequence.number, found) if self._checkpoints.are_needed else found
 
         kept, _, sequence = max(
             ((reused(each), -each.used, each) for each in self._free), key=lambda candidate: candidate[:2]
@@ -274,7 +289,16 @@ class Slots:
         ends = [end for end in sequence.computed.ends if end <= kept]
         sequence.computed, sequence.cells = Computed(generate.prompt, ends), kept
         running.chunk_end = running.chunking.begun(generate.prompt, ends, kept)
-        sequence.ops = [KvRemove(sequence.number, kept, -1)] if sequence.used or sequence.ops else []
+        self._go_back(sequence, kept)
+
+    def _go_back(self, sequence: KvSequence, kept: int) -> None:
+        """It has its first ``kept`` cells. A state is put back with the next step: others may take its place behind that."""
+        if self._checkpoints.are_needed and kept:
+            self._first.append(self._checkpoints.restore(sequence.number, kept, sequence.used))
+            sequence.ops = []
+        else:
+            sequence.ops = [KvRemove(sequence.number, kept, -1)] if sequence.used or sequence.ops else []
+        self._checkpoints.cut(sequence.number, kept)
 
     def _load(self, running: Running, loaded: Usable) -> None:
         """Fill its sequence with what is kept. With the next step, since who waits for this prompt may copy it then."""
@@ -286,19 +310,23 @@ class Slots:
         sequence.computed = Computed(generate.prompt, ends[: loaded.chunks])
         self._first.append(KvLoad(sequence.number, loaded.blocks[-1].key, loaded.end))
         sequence.cells, sequence.ops, sequence.used = loaded.end, [], max(sequence.used, 1)
+        self._checkpoints.cut(sequence.number, 0)
 
     def _begin_chain(self, running: Running, source: Chain, cells: int) -> None:
         """Its sequence has the first ``cells`` of that of ``source``."""
         root = running.generate.root if self._keep_rows is not None else ""
         if root or running.sequence.chain.root:
             blocks = source.before(cells, root) if root else []
-            self._keeping.begin(running.sequence.chain, running.generate, blocks, told=False)
+            generate = running.generate
+            if self._checkpoints.are_needed and cells != (blocks[-1].end if blocks else 0):
+                generate, blocks = msgspec.structs.replace(generate, root=""), []  # those of before are gone
+            self._keeping.begin(running.sequence.chain, generate, blocks, told=False)
 
     def _leader(self, running: Running, others: Collection[Running]) -> tuple[Running | None, int]:
         """The one of the ``others`` whose prompt has most in common with that of ``running``, and how much."""
         generate, chunking = running.generate, running.chunking
         best: tuple[Running | None, int] = (None, 0)
-        for each in others if generate.reuses else ():
+        for each in others if generate.reuses and not self._checkpoints.are_needed else ():
             if each.behind is None and not each.is_foreign and each.chunking == chunking:
                 prompt = each.generate.prompt
                 is_same = not each.is_decoding and prompt == generate.prompt

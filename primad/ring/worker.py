@@ -17,7 +17,19 @@ from primad.engine.protocol import Hidden, HiddenWindow, RouteWindow, Rows, Toke
 from primad.errors import NotFiniteError, RingError, SenderError
 from primad.kv.cells import CellShape, LayerCells
 from primad.kv.keys import KvBlock
-from primad.ring.messages import MAX_SKIPPED, SENDER, KvCopy, KvKeep, KvLoad, KvOp, KvRemove, Skip, Step
+from primad.ring.messages import (
+    MAX_SKIPPED,
+    SENDER,
+    KvCopy,
+    KvKeep,
+    KvLoad,
+    KvOp,
+    KvRemove,
+    Skip,
+    StateKeep,
+    StateRestore,
+    Step,
+)
 
 
 class WritesKv(Protocol):
@@ -58,6 +70,10 @@ def _apply(window: RouteWindow, op: KvOp, kv_writer: WritesKv | None) -> None:
         case KvKeep(sequence, block):
             if kv_writer is not None:
                 kv_writer.keep(block, window.kv_cells(sequence, block.start, block.end))
+        case StateKeep(sequence, number, end):
+            window.state_keep(number, sequence, end)
+        case StateRestore(sequence, number, end):
+            window.state_restore(number, sequence, end)
         case KvLoad():
             window.kv_restore(op.sequence, _chain(window, op, kv_writer))
 

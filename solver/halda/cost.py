@@ -107,6 +107,10 @@ FLASH_HEADS: Final[Mapping[str, frozenset[int]]] = {
 }
 """Widths of heads that llama.cpp has flash attention for on these backends; a context with other ones there does without.
 (Vulkan's has all that are multiples of 8; of others attention is computed on the CPU.)"""
+CELL_PADDING: Final = 256
+"""llama.cpp rounds the cells of a small cache up to so many."""
+CHECKPOINTS_BEYOND: Final = 3
+"""Of one user: before the last two chunks of a prompt, behind it, and one before these."""
 STATE_PASSES: Final = 12
 """How often a token's step reads or writes the state of a layer that has one. It is gathered, goes through operations
 of its own (decay, what the key finds, update, what the query finds) and is put back; each reads or writes all of it."""
@@ -465,10 +469,32 @@ def kv_bytes_per_token(layer: LayerProfile, kv_type: CacheType) -> int:
     return math.ceil(layer.kv_bytes_per_token * KV_VALUE_BYTES[kv_type] / KV_VALUE_BYTES["f16"])
 
 
+def kv_cells(layer: LayerProfile, workload: Workload, tokens: float | None = None) -> int:
+    """Cells of the KV cache of one layer that ``tokens`` of a sequence use, or that a whole context does (None)."""
+    maximum = workload.context_tokens if tokens is None else tokens
+    if workload.small_windows and layer.window_tokens:
+        window = layer.window_tokens + workload.step_rows
+        maximum = min(maximum, -(-window // CELL_PADDING) * CELL_PADDING)
+    return math.ceil(maximum)
+
+
 def kv_bytes(layer: LayerProfile, workload: Workload) -> int:
     """KV cache of one layer, or its state, for all sequences, and adapters, which lie in memory as it does."""
-    each = kv_bytes_per_token(layer, workload.kv_type) * workload.context_tokens + layer.state_bytes
+    each = kv_bytes_per_token(layer, workload.kv_type) * kv_cells(layer, workload) + layer.state_bytes
     return each * workload.sequences + layer.adapter_bytes
+
+
+def checkpoints(sequences: int) -> int:
+    """How many states a ring of so many sequences keeps besides theirs, to which sequences go back."""
+    return sequences + CHECKPOINTS_BEYOND
+
+
+def checkpoint_bytes(layer: LayerProfile, workload: Workload) -> int:
+    """RAM of one layer for what is kept of states, wherever the layer is."""
+    size = layer.state_bytes
+    if workload.small_windows and layer.window_tokens:
+        size += kv_bytes_per_token(layer, workload.kv_type) * min(layer.window_tokens, workload.context_tokens)
+    return checkpoints(workload.sequences) * size
 
 
 def compute_buffer_bytes(model: ModelProfile, workload: Workload) -> int:

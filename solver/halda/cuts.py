@@ -191,6 +191,7 @@ class _Pricing:
         by_column = kinds[: rounds * columns].reshape(rounds, columns)
         self._sizes = np.array([kind.size_bytes for kind in instance.kinds], np.float64)
         self._held = self._sizes + np.array(instance.kv_bytes, np.float64)
+        self._checkpoints = np.array(instance.checkpoint_bytes, np.float64)
         self._by_column, self._tail = by_column, kinds[tail:]
         self._streamable = np.array(instance.streamable, np.float64)
         self._experts = np.array(instance.expert_bytes, np.float64)
@@ -304,6 +305,9 @@ class _Pricing:
         in_ram = self._sum(experts, start, whole) + (experts[tail].sum() if tail_on_gpu else 0)
         on_cpu = (
             self._sum(self._held, self._at[:, None], start) + (0 if tail_on_gpu else self._held[tail].sum()) + in_ram
+        )
+        on_cpu = (
+            on_cpu + self._sum(self._checkpoints, self._at[:, None], self._at[None, :]) + self._checkpoints[tail].sum()
         )
         in_vram = self._sum(self._held, start, self._at[None, :]) - self._sum(experts, start, whole)
         in_vram = in_vram + besides * (uses_gpu | offloads)

@@ -700,6 +700,8 @@ def _ram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
     experts = (share.of_gpu(share.experts_on_cpu, gpu) for gpu in range(share.member.gpu_count))
     total = _weights(share.cpu, instance) + _kv(share.cpu, instance)
     total += sum(_total(counts, instance.expert_bytes) for counts in experts)
+    of_gpus = (share.of_gpu(share.gpu, gpu) for gpu in range(share.member.gpu_count))
+    total += sum(_total(counts, instance.checkpoint_bytes) for counts in (share.cpu, *of_gpus))
     if share.streamed_bytes:
         total += share.read_ahead_bytes + instance.reserve_bytes - share.streamed_bytes
     total += instance.runtime_bytes(share.windows)

@@ -205,6 +205,11 @@ class Instance:
         return tuple(cost.kv_bytes(kind, self.workload) for kind in self.kinds)
 
     @cached_property
+    def checkpoint_bytes(self) -> tuple[int, ...]:
+        """What RAM keeps of the states of one layer of each kind."""
+        return tuple(cost.checkpoint_bytes(kind, self.workload) for kind in self.kinds)
+
+    @cached_property
     def by_expert(self) -> bool:
         """Whether what streams are experts, one by one."""
         return streaming.by_expert(self.model)
@@ -468,7 +473,7 @@ class Instance:
                         kind,
                         model,
                         rows,
-                        kv,
+                        cost.kv_cells(kind, work, kv),
                         work.kv_type,
                         flash=work.flash,
                         chunk=is_chunk,
@@ -476,7 +481,16 @@ class Instance:
                     for kind in self.kinds
                 ),
                 gpu=tuple(
-                    cost.layer_s(gpu, gpu.vram_read_bytes_per_s, kind, model, rows, kv, work.kv_type, chunk=is_chunk)
+                    cost.layer_s(
+                        gpu,
+                        gpu.vram_read_bytes_per_s,
+                        kind,
+                        model,
+                        rows,
+                        cost.kv_cells(kind, work, kv),
+                        work.kv_type,
+                        chunk=is_chunk,
+                    )
                     if gpu is not None
                     else 0.0
                     for gpu in processors
@@ -499,7 +513,9 @@ class Instance:
         prefill = phase(device.cpu, chunk, work.prompt_tokens / 2, 0, is_chunk=True)
         if offloads_prefill and chunk >= cost.OFFLOAD_ROWS:
             prefill_offload = (
-                cost.offloaded_layer_s(able[-1], kind, model, chunk, work.prompt_tokens / 2, work.kv_type)
+                cost.offloaded_layer_s(
+                    able[-1], kind, model, chunk, cost.kv_cells(kind, work, work.prompt_tokens / 2), work.kv_type
+                )
                 for kind in self.kinds
             )
             experts_on_cpu = (

@@ -306,6 +306,8 @@ class LayerProfile:
     ``adapter_bytes`` are those of adapters and of what makes its inputs, which lie in memory beside it, also where it
     streams; ``adapter_reads`` what a row reads of them, by type.
 
+    With ``window_tokens`` it attends to so many of the last tokens alone; 0: to all.
+
     ``bytes_by_type`` are the weights that every row uses, ``expert_bytes_by_type`` those of all experts, of which a row uses
     ``experts_used`` of ``experts``.
     """
@@ -319,6 +321,7 @@ class LayerProfile:
     adapter_reads: Mapping[str, int] = field(default_factory=dict)
     attends: bool = True
     query_width: int = 0
+    window_tokens: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -413,6 +416,11 @@ class ModelProfile:
         return any(layer.state_bytes for layer in self.layers)
 
     @property
+    def has_windows(self) -> bool:
+        """Whether some layers attend to a window of the last tokens alone."""
+        return any(layer.window_tokens for layer in self.layers)
+
+    @property
     def kept_on_cpu(self) -> int:
         """Layers that a window behind the first has on the CPU at the least."""
         return int(self.beside_values > 0)
@@ -456,7 +464,7 @@ class Workload:
     A typical request has ``prompt_tokens`` and ``answer_tokens``; prompts are computed ``chunk_rows`` rows at a time.
     Buffers hold as many, or ``buffer_rows`` if that is more: a ring that follows may go on with larger chunks.
     Attention is llama.cpp's ``flash`` attention, or keeps the scores of all tokens: that takes more memory, and on a CPU
-    less time for a token.
+    less time for a token. With ``small_windows`` layers that attend to a window have little more of a KV cache than that.
     """
 
     context_tokens: int
@@ -467,6 +475,7 @@ class Workload:
     chunk_rows: int
     flash: bool = True
     buffer_rows: int = 0
+    small_windows: bool = False
 
     @property
     def step_rows(self) -> int:

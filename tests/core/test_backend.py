@@ -824,17 +824,3 @@ def test_what_is_there_of_a_prompt_goes_with_it_unless_the_ring_changed_meanwhil
             await reader.cancel()
 
     asyncio.run(once())
-
-
-def test_a_backend_may_have_every_prompt_computed_anew():
-    async def once() -> None:
-        for reuses in (True, False):
-            backend = RingBackend(reuses=reuses)
-            ring = await attach(backend, 1)
-            reader = Reader(ask(backend, 5, 6))
-            await settled()
-            (sent,) = ring.generates
-            assert sent.reuses is reuses
-            await reader.cancel()
-
-    asyncio.run(once())

@@ -123,6 +123,32 @@ def test_an_operation_that_does_not_fit_the_cache_is_noticed():
     assert window.held(0) == 2
 
 
+def test_a_state_goes_back_to_where_it_was_kept_of_the_same_text_and_nowhere_else():
+    fake = replace(model(), has_state=True)
+    window = fake.whole()
+    window.forward(rows([1, 2, 3]))
+    with pytest.raises(AssertionError, match="cut back to 2"):
+        window.kv_remove(0, 2, -1)
+    with pytest.raises(AssertionError, match="behind 2 of 3 positions"):
+        window.state_keep(0, 0, 2)
+    window.state_keep(4, 0, 3)
+    window.forward(rows([7], start=3))
+    for number, sequence, end, why in (
+        (3, 0, 3, "not kept"), (4, 1, 3, "of sequence 0"), (4, 0, 2, "behind 3")
+    ):  # fmt: skip
+        with pytest.raises(AssertionError, match=why):
+            window.state_restore(number, sequence, end)
+    window.state_restore(4, 0, 3)
+    assert window.held(0) == 3
+    window.kv_remove(0, 0, -1)
+    window.forward(rows([1, 2, 4]))
+    with pytest.raises(AssertionError, match="another text"):
+        window.state_restore(4, 0, 3)
+    window.state_forget()
+    with pytest.raises(AssertionError, match="not kept"):
+        window.state_restore(4, 0, 3)
+
+
 def test_cells_go_into_another_window_of_the_same_layers_behind_each_other_and_nowhere_else():
     fake = model()
     first, middle, other = fake.first(1), fake.middle(1, 3), fake.middle(1, 3)

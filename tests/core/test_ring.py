@@ -600,6 +600,7 @@ def options(draw):
         "depth": draw(st.integers(1, 4)),
         "seed": draw(st.integers(0, 2**32)),
         "context": CONTEXT,
+        "states": draw(st.sampled_from([0, 0, 1, 2, 5])),
     }
 
 
@@ -662,7 +663,8 @@ def rings_for_several(draw, shape: Shape, shelves: Sequence[FakeKvWriter] = ()):
     """
     rows = draw(st.sampled_from([shape.rows, shape.rows, 3, 16]))
     batching = draw(batchings)
-    layers = sum(map(sum, shape.rounds)) + shape.tail
+    layers, has_rows = sum(map(sum, shape.rounds)) + shape.tail, batching.pads or batching.replays > 1
+    states = 0 if has_rows else draw(st.sampled_from([0, 0, 2, 5]))
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=4))) if layers > 1 else []
     sizes = [last - first for first, last in pairwise([0, *cuts, layers])]
     is_cut_anew = draw(st.booleans())
@@ -677,6 +679,7 @@ def rings_for_several(draw, shape: Shape, shelves: Sequence[FakeKvWriter] = ()):
         batching=replace(batching, replays=min(batching.replays, rows)),
         pieces=draw(cuts_of_chunks),
         keep_rows=draw(st.sampled_from([None, 1, 3, 16])),
+        states=states,
         shelves=shelves,
         seed=draw(st.integers(0, 2**32)),
     )

@@ -16,6 +16,7 @@ from primad.kv.keys import KvBlock
 from primad.ring.grouping import Batching
 from primad.ring.messages import (
     MAX_HEADER_BYTES,
+    MAX_STATES,
     PROTOCOL,
     Cancel,
     Connect,
@@ -39,6 +40,8 @@ from primad.ring.messages import (
     RingBroken,
     Sampled,
     Serving,
+    StateKeep,
+    StateRestore,
     Status,
     Step,
     StepLimits,
@@ -69,7 +72,15 @@ def a_step(**changes: Any) -> Step:
         positions=[0, 1, 31],
         sequences=[[0], [1, 2], [0, 1, 2]],
         outputs=[False, True, True],
-        ops=[KvRemove(0, 0, -1), KvCopy(0, 1, 32), KvKeep(2, BLOCK), KvKeep(2, FIRST), KvLoad(1, KEY, 32)],
+        ops=[
+            KvRemove(0, 0, -1),
+            KvCopy(0, 1, 32),
+            KvKeep(2, BLOCK),
+            KvKeep(2, FIRST),
+            KvLoad(1, KEY, 32),
+            StateKeep(2, 5, 32),
+            StateRestore(1, 0, 1),
+        ],
     )
     return msgspec.structs.replace(step, **changes)
 
@@ -110,6 +121,10 @@ def assert_within_limits(step: Step) -> None:
                 named, span = {sequence}, (0, end)
                 assert set(key) <= set("0123456789abcdef")
                 assert (len(key), end > 0) == (32, True)
+            case StateKeep(sequence, number, end) | StateRestore(sequence, number, end):
+                named, span = {sequence}, (0, end)
+                assert 0 <= number < MAX_STATES
+                assert end > 0
         assert all(0 <= sequence < LIMITS.sequences for sequence in named)
         assert 0 <= span[0] <= LIMITS.context
         assert -1 <= span[1] <= LIMITS.context
@@ -189,6 +204,11 @@ def test_another_ring_or_epoch_is_none_of_this_ring(changes):
         ({"ops": [KvKeep(0, KvBlock("../" + KEY[3:], "", 0, 4))]}, "no block"),
         ({"ops": [KvKeep(0, KvBlock(KEY, OTHER[1:], 4, 8))]}, "no block"),
         ({"ops": [KvKeep(0, KvBlock("F" * 100_000, "", 0, 4))]}, "no block"),
+        ({"ops": [StateKeep(3, 0, 4)]}, "sequence"),
+        ({"ops": [StateKeep(0, 0, 33)]}, "position"),
+        ({"ops": [StateKeep(0, 0, 0)]}, "a state that no ring has"),
+        ({"ops": [StateKeep(0, -1, 4)]}, "a state that no ring has"),
+        ({"ops": [StateRestore(0, MAX_STATES, 4)]}, "a state that no ring has"),
         ({"ops": [KvLoad(3, KEY, 4)]}, "sequence"),
         ({"ops": [KvLoad(0, KEY, 33)]}, "position"),
         ({"ops": [KvLoad(0, KEY, 0)]}, "no block"),

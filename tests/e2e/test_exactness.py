@@ -162,6 +162,36 @@ def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_another(t
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("windows", "rounds"), [(None, 1), ((2, 6), 2)])
+def test_a_small_cache_of_windows_gives_what_plain_llama_says_with_its_own(gemma3, layers, windows, rounds):
+    """Behind its last cell, also where a prompt goes back to a kept state, and in a ring that goes on with an answer."""
+    expected = truth(gemma3, CHUNKS["gemma3"], (1300,), swa_full=False)
+    (whole,), (answer,) = expected.prompts.values(), expected.answers.values()
+    other = whole[: 2 * expected.chunk + 20] + whole[30:50]
+
+    async def run():
+        async with ring_of(expected, windows, rounds, layers, small_windows=True) as ring:
+            alone, _ = await ring.generate(other, TOKENS, logprobs=TOP)
+            sampled, _ = await ring.generate(whole, TOKENS, logprobs=0)
+            rows = [(await ring.status(ring.plan.head)).rows]
+            for _ in range(2):
+                shared, _ = await ring.generate(other, TOKENS, logprobs=TOP, reuses=True)
+                assert said(shared) == said(alone)
+                rows.append((await ring.status(ring.plan.head)).rows)
+            if windows is not None:
+                await ring.replace_head()
+                rest, _ = await ring.generate(whole, TOKENS, replayed=answer.tokens[:6], logprobs=0)
+                assert [event.token for event in rest] == answer.tokens[6:]
+        assert [event.token for event in sampled] == answer.tokens
+        assert [event.logprob for event in sampled] == pytest.approx(
+            [answer.logprob(step, token) for step, token in enumerate(answer.tokens)], abs=1e-9
+        )
+        visits = 1 if windows is None else rounds + 1
+        assert [rows[1] - rows[0], rows[2] - rows[1]] == [visits * (40 + TOKENS - 1), visits * (TOKENS - 1)]
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("model", "windows", "rounds", "batching", "pieces"),
     [

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 
+import httpx
 import pytest
 
 from primad.gguf.header import read_header
+from tests.e2e.cluster import PATIENCE_S
 from tests.e2e.kept import Lab
 from tests.e2e.streams import show
 from tools import synth
@@ -29,6 +31,25 @@ def survives_a_death(model, new_home, tokens):
         assert told.error is None, lab.head.run.output
         assert told.text == lab.undisturbed
         assert lab.undisturbed
+        goes_on_behind_its_history(lab.head)
+
+
+def goes_on_behind_its_history(head):
+    """The next turn computes what is new, and its answer is that of a prompt which is computed as a whole."""
+
+    def answer(prompt, **more):
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 2, **more}
+        reply = httpx.post(f"{head.url}/v1/completions", json=body, timeout=PATIENCE_S).json()
+        return reply["choices"][0], reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    history = "A tale of the sea. " * 20
+    first, _ = answer(history)
+    turn = history + first["text"] + " And then?"
+    fresh, none = answer(turn, cache_prompt=False)
+    answer(history)
+    said, cached = answer(turn)
+    assert (said, none) == (fresh, 0)
+    assert cached > 0
 
 
 @pytest.mark.parametrize("architecture", ["qwen35moe", "gemma4-per-layer"])

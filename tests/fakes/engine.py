@@ -88,6 +88,8 @@ class FakeModel:
     vocabulary: int = VOCABULARY
     script: Mapping[int, int] = field(default_factory=dict)
     gives_cells: bool = True
+    has_state: bool = False
+    """Its layers remember all tokens in one state, which cannot be cut back."""
     late: Callable[[Sampling], int] = lambda _: 0
     """How often a generation's next mask is looked for before it is there."""
     open_windows: int = 0
@@ -146,6 +148,9 @@ class _Window:
         assert takes_tokens == (first == 0)
         self._model, self._first, self._last, self._takes_tokens = model, first, last, takes_tokens
         self._cells: dict[int, list[int]] = {}
+        self._states: dict[int, tuple[int, list[int]]] = {}
+        self._kept_from: dict[int, int] = {}
+        """By sequence: of what is before only a state is known."""
         self._open = True
         self.failure: EngineError | None = None
         """Set it, and the next ``forward`` raises it."""
@@ -165,7 +170,31 @@ class _Window:
         cells = self._cells.get(sequence, [])
         assert 0 <= start <= len(cells), f"removal from position {start} of a sequence of {len(cells)}"
         assert end == -1 or end >= len(cells), f"removal up to {end} would leave a hole in {len(cells)} positions"
+        assert not self._model.has_state or start in (0, len(cells)), f"a state behind {len(cells)} cut back to {start}"
         del cells[start:]
+        self._kept_from[sequence] = min(start, self._kept_from.get(sequence, 0))
+
+    def state_keep(self, number: int, sequence: int, end: int) -> None:
+        self._check_open()
+        self._check_sequence(sequence)
+        cells = self._cells.get(sequence, [])
+        assert self._model.has_state, "cells can be cut anywhere: no state is needed"
+        assert 0 < end == len(cells), f"a state behind {end} of {len(cells)} positions"
+        self._states[number] = sequence, cells[:]
+
+    def state_restore(self, number: int, sequence: int, end: int) -> None:
+        self._check_open()
+        assert number in self._states, f"state {number} is not kept"
+        kept, cells = self._states[number]
+        assert kept == sequence, f"state {number} is one of sequence {kept}, not of {sequence}"
+        assert end == len(cells), f"state {number} is behind {len(cells)} positions, not {end}"
+        assert self._cells.get(sequence, [])[:end] == cells, "the state of another text"
+        del self._cells[sequence][end:]
+        self._kept_from[sequence] = end
+
+    def state_forget(self) -> None:
+        self._check_open()
+        self._states.clear()
 
     def kv_copy(self, source: int, target: int, end: int) -> None:
         self._check_open()
@@ -193,6 +222,7 @@ class _Window:
         self._check_sequence(sequence)
         cells = self._cells.get(sequence, [])
         assert 0 <= start < end <= len(cells), f"cells {start} to {end} of {len(cells)}"
+        assert not self._model.has_state or start >= self._kept_from.get(sequence, 0), "cells that are gone"
         keys = np.array(cells[start:end], np.int64).tobytes()
         return [
             LayerCells(
@@ -222,6 +252,7 @@ class _Window:
             assert len(histories) == block[0].end, f"cells up to {block[0].end} are {len(histories)}"
         assert histories, "nothing was restored"
         self._cells[sequence] = histories
+        self._kept_from[sequence] = len(histories)
 
     def release(self) -> None:
         self._check_open()

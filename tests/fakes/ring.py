@@ -83,7 +83,8 @@ class FakeRing:
 
     Without rounds the head computes the whole model of ``tail`` layers. ``now_s`` is the head's clock. Chunks of a prompt
     that have ``minimum`` rows end before a token that ``begins_message``. Each device has a shelf for cells of its
-    ``layers``. With an odd ``seed`` masks are late. A ``predictor`` drafts from the states that the tail leaves.
+    ``layers``. With ``states``, of which so many are kept, no cells can be cut back. With an odd ``seed`` masks are late. A
+    ``predictor`` drafts from the states that the tail leaves.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class FakeRing:
         batching: Batching | None = None,
         pieces: Pieces | None = None,
         keep_rows: int | None = None,
+        states: int = 0,
         shelves: Sequence[FakeKvWriter] = (),
         seed: int = 0,
         step_rows: int = 0,
@@ -119,7 +121,7 @@ class FakeRing:
             lock=False,
             branches=drafting.branches if drafting is not None else 0,
         )
-        self.model = FakeModel(cuts[-1], ends, options=options)
+        self.model = FakeModel(cuts[-1], ends, has_state=states > 0, options=options)
         if seed % 2:
             looks = random.Random(seed)
             self.model.late = lambda _: looks.choice((0, 0, 1, 2, 3, 9, 40))
@@ -164,6 +166,7 @@ class FakeRing:
                 sequences=sequences,
                 batching=batching,
                 keep_rows=keep_rows,
+                states=states,
                 drafting=drafting,
                 drafter=drafter,
             )

@@ -129,6 +129,7 @@ class Brute:
         self._sizes = [layer.size_bytes for layer in model.layers]
         self._reserve = min(16 << 20, 2 * max(self._sizes))
         self._kv = [instance.kv_bytes[kind] for kind in instance.kind_of]
+        self._checkpoints = [instance.checkpoint_bytes[kind] for kind in instance.kind_of]
         self._experts = [layer.expert_bytes for layer in model.layers]
         self._by_expert = any(self._experts)
         self._buffer = cost.compute_buffer_bytes(model, instance.workload)
@@ -280,6 +281,7 @@ class Brute:
         if ring > 1 and sum(sizes[i] for i in (*on_cpu, *on_gpu)) > member.disk_limit:
             return None
         ram = sum(sizes[i] + kv[i] for i in on_cpu) + sum(self._experts[i] for i in experts_on_cpu)
+        ram += sum(self._checkpoints[i] for i in (*on_cpu, *on_gpu))
         ram += self._besides + windows * self._window
         ram += (instance.head_bytes(windows) if tail else 0) + (0 if output_on_gpu else output)
         over = ram + sum(member.in_ram(vrams)) - member.ram_limit

@@ -18,6 +18,7 @@ from typing import Any, cast
 import msgspec
 
 from halda import CpuProfile, ModelProfile, Plan, arrange, assignments
+from halda.cost import checkpoints
 from primad.daemon.layer_files import Workspace, copy_layers, place_windows
 from primad.daemon.ring_process import RingProcess
 from primad.engine.build import build_id
@@ -132,6 +133,7 @@ class LocalRing:
     pinned: bool = False
     latency_s: float = 0.0
     gpu: str = ""
+    small_windows: bool = False
 
     def __post_init__(self) -> None:
         self._header = open_model(self.model)
@@ -183,6 +185,7 @@ class LocalRing:
                 kv_type=self.kv_type,
                 lock=False,
                 flash=self.flash,
+                small_windows=self.small_windows,
                 gpu=self.gpu,
                 branches=self.drafting.branches if self.drafting is not None else 0,
             )
@@ -216,6 +219,7 @@ class LocalRing:
                     min_rows=self.min_rows or self.rows,
                     batching=self.batching,
                     pieces=self.pieces,
+                    states=checkpoints(self.sequences) if self.small_windows or self._profile.is_recurrent else 0,
                     drafting=self.drafting,
                     draft=self.draft,
                     predicts=self.predicts,

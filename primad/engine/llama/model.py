@@ -16,6 +16,8 @@ from primad.engine.devices import find_gpu
 from primad.engine.kv_cache import KvCache
 from primad.engine.layer_inputs import LayerInputs
 from primad.engine.llama.batch import LlamaBatch
+from primad.engine.llama.sliding_cells import window_cells
+from primad.engine.llama.states import SequenceStates
 from primad.engine.llama.tap import EVAL_CALLBACK, Tap, ggml_base
 from primad.engine.protocol import (
     KV_CELL_PADDING,
@@ -246,6 +248,7 @@ class LlamaModel:
             llama.llama_set_adapters_lora(self._context, handles, len(adapters), scales)
         self._quiet = Quiet(ggml_base, self._context, self._callback)
         self._memory = llama.llama_get_memory(self._context)
+        self._states = SequenceStates(self._context, self._window_cells)
         self._is_fed = known is not None and known.is_fed
         self._width = int(llama.llama_model_n_embd(self._model))
         tap.find(known or SUPPORTED["llama"], source.assignment.layers, self._width, is_whole=self._takes_tokens)
@@ -255,6 +258,16 @@ class LlamaModel:
             raise EngineError(f"layer {first} takes what its window needs beside hidden states: it cannot be on a GPU")
         self.layers: Final = range(first, first + source.assignment.layers)
         self._is_copying = False
+
+    @cached_property
+    def _window_cells(self) -> int | None:
+        """The cells of sliding layers, where there are fewer than of others; None where all can be cut back."""
+        window, options = int(llama.llama_model_n_swa(self._model)), self._options
+        return window_cells(options.context, window, options.rows) if options.small_windows and window else None
+
+    def _begins_window_cells(self, positions: Sequence[int]) -> bool:
+        """Whether the cells of sliding layers are used again from the first on, with one of ``positions``."""
+        return self._window_cells is not None and any(position % self._window_cells == 0 for position in positions)
 
     def _context_params(self, outputs: int) -> Any:
         options = self._options
@@ -270,7 +283,7 @@ class LlamaModel:
         params.n_threads = options.threads
         params.n_threads_batch = options.batch_threads
         params.kv_unified = options.sequences == 1  # else each sequence has cells of its own, and its bits
-        params.swa_full = True  # else sliding layers use their cells again, and a position's cell is not known
+        params.swa_full = not options.small_windows  # a small one uses its cells again
         params.no_perf = True
         params.type_k = params.type_v = _KV_TYPES[options.kv_type]
         if options.kv_type != "f16":  # llama.cpp quantises values only for it
@@ -303,6 +316,15 @@ class LlamaModel:
         self.kv_remove(target, end, -1)
         self._is_copying = self._options.sequences > 1
 
+    def state_keep(self, number: int, sequence: int, end: int) -> None:
+        self._states.keep(number, sequence, end)
+
+    def state_restore(self, number: int, sequence: int, end: int) -> None:
+        self._states.restore(number, sequence, end)
+
+    def state_forget(self) -> None:
+        self._states.forget()
+
     @property
     def kv_supported(self) -> bool:
         """Whether KV cells can be taken out and put back. Tried when first asked, which must be before rows are computed."""
@@ -334,6 +356,7 @@ class LlamaModel:
                 layers=len(self.layers),
                 sharing=self._sharing,
                 sequence=sequence,
+                window_cells=self._window_cells,
             )
         except EngineError as exc:
             logger.warning(
@@ -378,7 +401,7 @@ class LlamaModel:
         self.__dict__.pop("_kv", None)
         llama.llama_free(self._context)
         llama.llama_model_free(self._model)
-        del self._context, self._model, self._memory, self._quiet
+        del self._context, self._model, self._memory, self._quiet, self._states
 
     def _decode(self, rows: Rows, *, every_row_out: bool) -> None:
         is_hidden = rows.content.dtype == np.float32

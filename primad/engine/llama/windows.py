@@ -46,6 +46,8 @@ class _HiddenWindow(LlamaModel):
         return with_hidden(content, self._forward(replace(rows, content=hidden)))
 
     def _forward(self, rows: Rows) -> Hidden:
+        if len(rows) > 1 and self._begins_window_cells(rows.positions):
+            self._tap.clear()  # what is computed twice would lie in other cells
         hidden = self._compute(rows)
         if hidden is None:
             self._repeat(rows)

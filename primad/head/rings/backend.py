@@ -193,7 +193,6 @@ class RingBackend:
         texts: Preparing | None = None,
         max_waiting: int = MAX_WAITING,
         max_wait_s: float | None = None,
-        reuses: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._texts = texts
@@ -201,7 +200,6 @@ class RingBackend:
         self._stands_since_s: float | None = None
         """Since when nothing has been computed for open requests; None if something has."""
         self._places = Shares(2 * max_waiting, minimum=1)
-        self._reuses = reuses
         self._max_wait_s = max_wait_s
         self._served: ServedModel | None = None
         self._ring: _Ring | None = None
@@ -390,7 +388,7 @@ class RingBackend:
                 sampling=sampling,
                 sampled=[],
                 logprobs=logprobs,
-                reuses=reuses and self._reuses,
+                reuses=reuses,
                 owner=owner,
                 priority=priority,
                 reports_begin=may_expire and self._max_wait_s is not None,

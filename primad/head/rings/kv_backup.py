@@ -118,7 +118,7 @@ class KvBackup:
         self._prompt_row_s = 0.0
         """The predicted time per prompt token."""
         self._roots: dict[str, str] = {}
-        self._computed = True, 0
+        self._computed: tuple[object, ...] = True, 0
         """The attention that blocks are computed with, and the context if angles of positions depend on it."""
         self._news, self._over = asyncio.Event(), asyncio.Event()
         self._tasks = Tasks()
@@ -307,8 +307,11 @@ class KvBackup:
         dropped."""
         self._epoch, self._keeps, self._sources = epoch, ring.keeps, sources
         turning = forecast.context_tokens if turns_by_context(self._service.model.header) else 0
-        if self._computed != (forecast.flash, turning):
-            self._computed = forecast.flash, turning
+        computed: tuple[object, ...] = forecast.flash, turning
+        if forecast.small_windows:  # their cells are added up in an order that depends on the rows of a step
+            computed = *computed, "small windows", self._rows_of(forecast)
+        if self._computed != computed:
+            self._computed = computed
             self._roots.clear()
         self._layers = {name: _layers(ring.plan, name) for name in ring.plan.devices}
         has_cache = self._node.config.kv_cache is not None
@@ -323,6 +326,11 @@ class KvBackup:
         self._copies = self._new_copies(ring, forecast) if ring.keeps else []
         self._drop([key for key in self._blocks if key not in needed])
         self._need(needed.values(), 0)  # new replicas are told with what this ring keeps: resuming has priority
+
+    def _rows_of(self, forecast: Forecast) -> int:
+        """The most rows of a step."""
+        predicted = forecast.prediction
+        return self._service.options.run.chunk_rows if predicted is None else predicted.step_rows
 
     def _new_copies(self, ring: KeptRing, forecast: Forecast) -> list[_Copy]:
         copies = []

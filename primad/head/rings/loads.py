@@ -109,6 +109,7 @@ def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers:
         place=0,
         kv_type=options.run.kv_type,
         flash=inputs.forecast.flash,
+        small_windows=inputs.forecast.small_windows,
         keeps=inputs.keep_rows is not None,
         rope=options.rope,
         files=[] if ranged is None else list(ranged.files),

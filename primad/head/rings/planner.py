@@ -106,6 +106,7 @@ class Planner:
             context_tokens=forecast.context_tokens,
             sequences=forecast.sequences,
             flash=forecast.flash,
+            small_windows=forecast.small_windows,
         )
         links = list(with_default_links(devices, links))
         known = instance(devices, links, await self._service.model.planned(), workload, {}, head=own.device)

@@ -375,7 +375,7 @@ class Rings:
     def _changes_attention(self, epoch: int) -> bool:
         """Whether running requests would resume with other attention in ring ``epoch``, and so with other tokens."""
         before = self._offered_forecast
-        return before is not None and before.flash != self._plans[epoch].flash and self._backend.is_answering
+        return before is not None and before.attention != self._plans[epoch].attention and self._backend.is_answering
 
     def _refuse(self, epoch: int, instead: int | None) -> None:
         """Requests began after ring ``epoch`` was planned: have one planned that keeps their attention."""

@@ -172,7 +172,9 @@ def attention_line(forecast: Forecast) -> str:
     """The setting with which llama.cpp gives the same texts; empty if batching or a GPU may change the last bits."""
     if not forecast.is_exact or forecast.plan.uses_gpu or forecast.plan.prefill_offload:
         return ""
-    return f"output equals llama.cpp's with --flash-attn {'on' if forecast.flash else 'off'}"
+    has_windows = forecast.question is not None and forecast.question.model.has_windows
+    cells = " --swa-full" if has_windows and not forecast.small_windows else ""
+    return f"output equals llama.cpp's with --flash-attn {'on' if forecast.flash else 'off'}{cells}"
 
 
 def chains_line(forecast: Forecast, keep_rows: int | None) -> str:

@@ -26,6 +26,8 @@ def chunk_step(state: SchedulerState, running: Running) -> PlannedStep:
         ops=sequence.take_ops(),
     )
     handed_out = state.hand_out(step, [running], decodes=False)
+    if last == running.chunk_end:
+        state.slots.keep_state(running, state.steps)
     if running.is_decoding:
         join(state, running, step)
     return handed_out

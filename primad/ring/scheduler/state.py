@@ -82,8 +82,8 @@ class SchedulerState:
     """The state of one ``Scheduler``, whose parts read and change it.
 
     ``context`` is that of each of the ring's ``sequences``. Of prompts, and of every ``keep_rows`` rows of an answer, the
-    cells are kept (``keeping.py``); None: of nothing. ``drafting`` says how drafts are computed, which a ``drafter`` makes;
-    None: there are none.
+    cells are kept (``keeping.py``); None: of nothing. So many ``states`` are kept, where sequences go back to such alone.
+    ``drafting`` says how drafts are computed, which a ``drafter`` makes; None: there are none.
     """
 
     def __init__(
@@ -96,11 +96,13 @@ class SchedulerState:
         at_once: int | None = None,
         batching: Batching | None = None,
         keep_rows: int | None = None,
+        states: int = 0,
         drafting: Drafting | None = None,
         drafter: BeginsDrafter = PromptLookup,
     ) -> None:
         self.context = context
         branches = drafting.branches if drafting is not None else 0
+        assert not states or drafting is None, "drafts are taken back, which a state cannot be"
         assert not branches or (sequences == 1 and keep_rows is None), "branches share the cells of one sequence"
         self.pool = range(sequences, sequences + branches)
         self.drafting, self.drafter = drafting, drafter
@@ -116,7 +118,7 @@ class SchedulerState:
         self.running: dict[int, Running] = {}
         self.set_back: dict[int, Running] = {}
         """Those that wait again, as they were."""
-        self.slots = Slots(sequences, context=context, chunking=chunking, keep_rows=keep_rows)
+        self.slots = Slots(sequences, context=context, chunking=chunking, keep_rows=keep_rows, states=states)
         self.in_flight: dict[int, StepInFlight] = {}
         self.begun: list[GenerationEvent] = []
         self.steps = 0

@@ -123,6 +123,7 @@ def add_memory(
     sizes = [size / unit for size in instance.size_bytes]
     with_kv = [size + kv / unit for size, kv in zip(sizes, instance.kv_bytes, strict=True)]
     experts = [size / unit for size in instance.expert_bytes]
+    checkpoints = [size / unit for size in instance.checkpoint_bytes]
     output, ram, disk = instance.model.output_bytes / unit, [], []
     vram: list[list[Expression]] = []
     for m, member in enumerate(instance.members):
@@ -140,8 +141,10 @@ def add_memory(
                 on_gpu += (1 - output_on_gpu) * (instance.output_copy_bytes / unit)
             vram[m].append(on_gpu)
         on_cpu = dot(layout.cpu[m], with_kv) - streams.bytes[m] + streams.read_ahead[m]
+        on_cpu += dot(layout.cpu[m], checkpoints)
         for gpu in range(member.gpu_count):
             on_cpu += dot(_of_gpu(instance, layout.experts_on_cpu[m], gpu), experts)
+            on_cpu += dot(_of_gpu(instance, layout.gpu[m], gpu), checkpoints)
         on_cpu += streams.streams[m] * (instance.reserve_bytes / unit)
         on_cpu += layout.used[m] * (instance.runtime_bytes(windows) / unit)
         if m == 0:

@@ -1,0 +1,64 @@
+"""The states that layers have of a sequence at one position, kept beside it: what llama.cpp cannot cut back.
+
+A recurrent layer's state goes on from row to row. To go back, the state of an earlier position is put back whole, and the
+cells of layers that attend are cut there. So it is with the small cache of sliding windows (``sliding_cells.py``), which has
+lost what it would need (``llama_state_seq_*_ext`` with ``LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from primad.engine.binding import llama
+from primad.engine.llama.sliding_cells import placed
+from primad.errors import EngineError
+
+_PARTIAL = llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+
+
+class SequenceStates:
+    """States of sequences of ``context``, by number.
+
+    Where sliding windows have a cache of their own, it has so many ``window_cells``.
+    """
+
+    def __init__(self, context: Any, window_cells: int | None = None) -> None:
+        self._context, self._window_cells = context, window_cells
+        self._memory = llama.llama_get_memory(context)
+        self._held: dict[int, tuple[int, NDArray[np.uint8]]] = {}
+
+    def keep(self, number: int, sequence: int, end: int) -> None:
+        """Keep that of ``sequence``, which has ``end`` positions, as ``number``."""
+        has = llama.llama_memory_seq_pos_max(self._memory, sequence) + 1
+        if has != end:
+            raise EngineError(f"sequence {sequence} has {has} positions; its state is to be kept behind {end}")
+        size = llama.llama_state_seq_get_size_ext(self._context, sequence, _PARTIAL)
+        _, held = self._held.pop(number, (0, np.empty(0, np.uint8)))
+        if held.nbytes != size:
+            held = np.empty(size, np.uint8)
+        if llama.llama_state_seq_get_data_ext(self._context, _bytes_at(held), size, sequence, _PARTIAL) != size:
+            raise EngineError(f"llama.cpp does not give the state of sequence {sequence}")
+        self._held[number] = end, held
+
+    def restore(self, number: int, sequence: int, end: int) -> None:
+        """Put ``number`` back, which was kept of this ``sequence`` behind ``end`` positions; what is behind is forgotten."""
+        kept, held = self._held.get(number, (0, np.empty(0, np.uint8)))
+        if kept != end:
+            raise EngineError(f"state {number} behind {end} positions is not kept here")
+        if self._window_cells is not None:
+            held = placed(held, end, self._window_cells)
+        took = llama.llama_state_seq_set_data_ext(self._context, _bytes_at(held), held.nbytes, sequence, _PARTIAL)
+        if took != held.nbytes or not llama.llama_memory_seq_rm(self._memory, sequence, end, -1):
+            raise EngineError(f"llama.cpp does not take back the state of sequence {sequence} that it gave")
+
+    def forget(self) -> None:
+        """Keep none any more."""
+        self._held.clear()
+
+
+def _bytes_at(array: NDArray[np.uint8]) -> Any:
+    return ctypes.cast(array.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
