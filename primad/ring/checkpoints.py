@@ -55,11 +55,13 @@ class Checkpoints:
 
     def keep(self, sequence: int, chunking: Chunking, prompt: Sequence[int], end: int, step: int) -> list[StateKeep]:
         """``step`` computed a chunk of ``prompt`` up to ``end`` in ``sequence``: keep its state, if that is worth it."""
+        if not self._count:
+            return []
         left = end
         for _ in range(2):
             left = chunking.end(prompt, left) if left < len(prompt) else left
         is_far = end - self.last(sequence, end) >= EVERY_TOKENS
-        if not self._count or not (left == len(prompt) or is_far):
+        if left < len(prompt) and not is_far:
             return []
         self._kept[_NEW] = _Checkpoint(sequence, end, step, end == len(prompt))
         free = next((i for i in range(self._count) if i not in self._kept), None)

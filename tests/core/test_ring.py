@@ -663,8 +663,8 @@ def rings_for_several(draw, shape: Shape, shelves: Sequence[FakeKvWriter] = ()):
     """
     rows = draw(st.sampled_from([shape.rows, shape.rows, 3, 16]))
     batching = draw(batchings)
-    layers, has_rows = sum(map(sum, shape.rounds)) + shape.tail, batching.pads or batching.replays > 1
-    states = 0 if has_rows else draw(st.sampled_from([0, 0, 2, 5]))
+    layers = sum(map(sum, shape.rounds)) + shape.tail
+    states = 0 if batching.pads else draw(st.sampled_from([0, 0, 2, 5]))
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=4))) if layers > 1 else []
     sizes = [last - first for first, last in pairwise([0, *cuts, layers])]
     is_cut_anew = draw(st.booleans())

@@ -39,7 +39,10 @@ class SequenceStates:
         size = llama.llama_state_seq_get_size_ext(self._context, sequence, _PARTIAL)
         _, held = self._held.pop(number, (0, np.empty(0, np.uint8)))
         if held.nbytes != size:
-            held = np.empty(size, np.uint8)
+            try:
+                held = np.empty(size, np.uint8)
+            except MemoryError as exc:
+                raise EngineError(f"there is no memory for a state of {size / 1e6:,.0f} MB") from exc
         if llama.llama_state_seq_get_data_ext(self._context, _bytes_at(held), size, sequence, _PARTIAL) != size:
             raise EngineError(f"llama.cpp does not give the state of sequence {sequence}")
         self._held[number] = end, held
