@@ -141,7 +141,9 @@ class Keeping:
 
     def _need(self, block: KvBlock) -> None:
         self._having[block.key] += 1
-        self._forgotten.pop(block.key, None)
+        if block.key in self._forgotten:  # which nobody was told yet: it is held
+            del self._forgotten[block.key]
+            self._held.add(block.key)
 
     def _drop(self, blocks: Iterable[KvBlock]) -> None:
         for key in (each.key for each in blocks):

@@ -11,7 +11,7 @@ from primad.errors import RingError
 from primad.kv.keys import KvBlock
 from primad.kv.keys import block as block_of
 from primad.ring.grouping import Batching
-from primad.ring.keeping import prompt_blocks
+from primad.ring.keeping import Chain, Keeping, prompt_blocks
 from primad.ring.messages import (
     Drained,
     Finished,
@@ -352,3 +352,17 @@ def test_blocks_are_told_in_their_order_where_a_step_comes_back_at_once():
     ring.head.submit(asked(2, other))
     ring.run()
     assert kept(ring, 2)[:3] == prompt_blocks(ring.chunking, other, ROOT)
+
+
+def test_a_block_that_is_needed_again_before_it_was_told_as_forgotten_is_held():
+    keeping, chain, tokens = Keeping(), Chain(request=1, root=ROOT), [1, 2, 3]
+    keeping.add(chain, 0, tokens, (3,))
+    keeping.hand_out(7)
+    keeping.back(7)
+    assert keeping.news([chain]) == [KvKept(request=1, blocks=chain.blocks)]
+    key = chain.blocks[0].key
+    keeping.cut(chain, ())
+    keeping.add(chain, 0, tokens, (3,))
+    assert not keeping.is_waiting, "it is kept again"
+    keeping.cut(chain, ())
+    assert keeping.news([chain]) == [KvForgotten(keys=[key])]
