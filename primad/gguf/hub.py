@@ -96,7 +96,7 @@ def hub_name(text: str) -> HubName | None:
     match = _NAME.fullmatch(text)
     if match is None or {match["owner"], match["repo"]} & {".", ".."}:
         raise ConfigError(
-            f"{printable(text, 100)}: is no model of the hub; give one as in hf:owner/repo or hf:owner/repo:Q4_K_M"
+            f"{printable(text, 100)}: is not a model of the hub; give one as in hf:owner/repo or hf:owner/repo:Q4_K_M"
         )
     return HubName(match["owner"], match["repo"], match["quantisation"] or "")
 

@@ -42,7 +42,7 @@ def parse_lora(texts: Iterable[str]) -> tuple[tuple[Path, float], ...]:
         try:
             number = float(scale)
         except ValueError as exc:
-            raise ConfigError(f"--lora {text}: its scale {scale!r} is no number; give one as in {path}=0.5") from exc
+            raise ConfigError(f"--lora {text}: its scale {scale!r} is not a number; give one as in {path}=0.5") from exc
         if not abs(number) <= MAX:
             raise ConfigError(f"--lora {text}: give a scale between {-MAX:g} and {MAX:g}")
         found.append((Path(path), number))

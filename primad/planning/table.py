@@ -40,13 +40,13 @@ _STREAMING: Final = ("ahead", "disk", "stall")
 """Columns that say nothing where no layer streams."""
 _UNDER: Final = {
     **dict.fromkeys(("windows", "GPU", "resident", "streamed"), "layers"),
-    **dict.fromkeys(_WHEN, "a token"),
+    **dict.fromkeys(_WHEN, "per token"),
 }
 _NOTHING: Final = 0.001
 """Share of the objective that is not worth a line."""
 _GOALS: Final = {
-    "latency": "the time of a token",
-    "ttft": "the time to the first token",
+    "latency": "the time per token",
+    "ttft": "TTFT",
     "throughput": "the time between tokens of all sequences",
     "balanced": "the time of a request",
 }
@@ -83,7 +83,7 @@ def _title(answer: Explanation) -> str:
     model, count = answer.model, len(answer.devices)
     return (
         f"{model.name} ({model.layers} layers, {show_bytes(model.bytes)}) on {show_count(count, 'device')}, "
-        f"head {answer.head}, {show_count(answer.rounds, 'round')} a token"
+        f"head {answer.head}, {show_count(answer.rounds, 'round')} per token"
     )
 
 
@@ -125,18 +125,18 @@ def _facts(answer: Explanation) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     work, found = answer.workload, answer.predicted
-    table.add_row("a token", f"{show_ms(found.tpot_ms)}, {_speed(answer)}")
+    table.add_row("per token", f"{show_ms(found.tpot_ms)}, {_speed(answer)}")
     chunks = f", {answer.chunk_rows} at a time" if work.prompt_tokens > answer.chunk_rows else ""
     prompt = f"a prompt of {show_count(work.prompt_tokens, 'token')}{chunks}"
-    table.add_row("first token", f"{show_ms(found.ttft_ms)} for {prompt}")
+    table.add_row("TTFT", f"{show_ms(found.ttft_ms)} for {prompt}")
     table.add_row(
-        "a request", f"{show_ms(found.exchange_ms)} with an answer of {show_count(work.answer_tokens, 'token')}"
+        "a request", f"{show_ms(found.exchange_ms)} with a response of {show_count(work.answer_tokens, 'token')}"
     )
     if answer.load is not None:
         why = f" ({work.why_sequences})" if work.why_sequences else ""
-        table.add_row("at once", f"{_load(answer.load)}{why}")
+        table.add_row("concurrent", f"{_load(answer.load)}{why}")
     elif work.why_sequences:
-        table.add_row("at once", f"one answer ({work.why_sequences})")
+        table.add_row("concurrent", f"one request ({work.why_sequences})")
     why = f" ({work.why_context})" if work.why_context else ""
     table.add_row("context", f"{show_count(work.context_tokens, 'token')}{why}")
     if work.small_windows:
@@ -191,19 +191,22 @@ def _gpu(gpu: GpuJson) -> str:
 
 
 def _load(load: LoadJson) -> str:
-    """What several answers at once are expected to give."""
-    rows, exact = show_count(load.rows, "row"), "as each is alone" if load.is_exact else "not always as each is alone"
+    """The forecast for concurrent requests."""
+    rows, exact = (
+        show_count(load.rows, "token"),
+        "identical to alone" if load.is_exact else "not always identical to alone",
+    )
     return (
-        f"{load.sequences} answers write {show_speed(load.tokens_per_s)}, each a token in {show_ms(load.tbt_ms)}, the first "
-        f"after {show_ms(load.ttft_ms)} where others write; steps of {rows}, {exact}"
+        f"{load.sequences} requests: {show_speed(load.tokens_per_s)}, {show_ms(load.tbt_ms)} per token each, TTFT "
+        f"{show_ms(load.ttft_ms)} while others decode; steps of {rows}, {exact}"
     )
 
 
 def _kept(kept: KeptJson) -> str:
     if kept.replica is None:
-        return f"not the KV cells of {kept.device}: {kept.why}"
+        return f"not the KV cache of {kept.device}: {kept.why}"
     size = show_bytes(kept.bytes_per_token)
-    return f"{kept.device}'s KV cells by {kept.replica}, {size} a token, {show_rate(kept.bytes_per_s)}"
+    return f"{kept.device}'s KV cache by {kept.replica}, {size} per token, {show_rate(kept.bytes_per_s)}"
 
 
 def _draft(draft: DraftJson) -> str:
@@ -211,14 +214,16 @@ def _draft(draft: DraftJson) -> str:
     if not draft.device:
         return f"{draft.name} drafts nothing: {draft.why}"
     takes = (
-        f"{draft.name} takes {show_bytes(draft.memory_bytes)} of {draft.device} and {show_ms(draft.token_ms)} a draft"
+        f"{draft.name} takes {show_bytes(draft.memory_bytes)} of {draft.device} and {show_ms(draft.token_ms)} per draft"
     )
     if draft.kind == "none":
-        return f"{takes}; nothing would be drafted: {draft.why}"
-    how = f"{draft.rows} rows of an answer at once" if draft.kind == "ahead" else f"up to {draft.rows} rows a step"
+        return f"{takes}; no drafts: {draft.why}"
+    how = (
+        f"{draft.rows} tokens of a request at once" if draft.kind == "ahead" else f"up to {draft.rows} tokens per step"
+    )
     times = ", ".join(f"{gain.times:.2g}" for gain in draft.gains)
     shares = ", ".join(f"{gain.share:.0%}" for gain in draft.gains)
-    return f"{takes}; {how}: {times} times the tokens/s if {shares} of the drafts hold"
+    return f"{takes}; {how}: {times} times the tokens/s if {shares} of the drafts are accepted"
 
 
 def _reading(answer: Explanation) -> str:
@@ -226,7 +231,7 @@ def _reading(answer: Explanation) -> str:
     found, layers = answer.predicted, sum(device.streamed_layers for device in answer.devices)
     waits = f"of which it waits {show_ms(found.stall_ms)}" if found.stall_ms else "while others compute"
     return (
-        f"{layers} of {answer.model.layers} layers: {show_bytes(found.disk_bytes_per_token)} read a token, "
+        f"{layers} of {answer.model.layers} layers: {show_bytes(found.disk_bytes_per_token)} read per token, "
         f"{show_ms(found.disk_ms)} by the slowest disk, {waits}"
     )
 
@@ -270,7 +275,7 @@ def _single_device(answer: Explanation) -> str:
         return f"no device can hold it alone; {best.name}: {best.reason}"
     times = best.predicted.tpot_ms / answer.predicted.tpot_ms
     how = "" if len(answer.devices) == 1 and answer.head == best.name else f" ({times:.3g} times as long)"
-    return f"{best.name}: {show_ms(best.predicted.tpot_ms)} a token{how}, first token {show_ms(best.predicted.ttft_ms)}"
+    return f"{best.name}: {show_ms(best.predicted.tpot_ms)} per token{how}, TTFT {show_ms(best.predicted.ttft_ms)}"
 
 
 def _change(what_if: WhatIf, after: Explanation) -> RenderableType:
@@ -290,9 +295,9 @@ def _change(what_if: WhatIf, after: Explanation) -> RenderableType:
 
 def _speeds(before: Predicted, after: Predicted) -> list[tuple[str, str, str, str]]:
     rows = (
-        ("a token", before.tpot_ms, after.tpot_ms, show_ms),
+        ("per token", before.tpot_ms, after.tpot_ms, show_ms),
         ("speed", before.tokens_per_s, after.tokens_per_s, show_speed),
-        ("first token", before.ttft_ms, after.ttft_ms, show_ms),
+        ("TTFT", before.ttft_ms, after.ttft_ms, show_ms),
     )
     return [(name, show(a), show(b), f"{100 * (b / a - 1):+.1f} %") for name, a, b, show in rows]
 
@@ -302,7 +307,7 @@ def _memory(before: Sequence[DeviceJson], after: Sequence[DeviceJson]) -> list[t
     rows = []
     for name in dict.fromkeys([*olds, *news]):
         old, new = olds.get(name), news.get(name)
-        for what, field in (("RAM", "ram_bytes"), ("VRAM", "vram_bytes"), ("disk a token", "disk_bytes_per_token")):
+        for what, field in (("RAM", "ram_bytes"), ("VRAM", "vram_bytes"), ("disk per token", "disk_bytes_per_token")):
             a, b = (0 if device is None else int(getattr(device, field)) for device in (old, new))
             if a or b:
                 change = "" if a == b else ("+" if b > a else "") + show_bytes(b - a)
@@ -333,7 +338,7 @@ def plot(answer: Explanation, path: Path) -> None:
     _time_bars(times, answer)
     _memory_bars(memory, answer)
     found = answer.predicted
-    figure.suptitle(f"{answer.model.name}: {show_ms(found.tpot_ms)} a token, {show_speed(found.tokens_per_s)}")
+    figure.suptitle(f"{answer.model.name}: {show_ms(found.tpot_ms)} per token, {show_speed(found.tokens_per_s)}")
     try:
         figure.savefig(path, dpi=150)
     except OSError as exc:
@@ -358,7 +363,7 @@ def _time_bars(axes: Any, answer: Explanation) -> None:
         begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
     axes.set_yticks(rows, [device.name for device in answer.devices])
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds of a token")
+    axes.set_xlabel("milliseconds per token")
     _legend(axes)
 
 

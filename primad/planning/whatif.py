@@ -38,7 +38,7 @@ def _change(question: Question, text: str, read: ReadDevices) -> Question:
     what, equals, value = text.partition("=")
     kind, colon, where = what.partition(":")
     if not equals or not value:
-        raise ConfigError(f"{source}: is no change; give {_FORMS}")
+        raise ConfigError(f"{source}: is not a change; give {_FORMS}")
     match kind, bool(colon):
         case "add", False:
             devices = (*question.devices, *read(Path(value)))
@@ -57,7 +57,7 @@ def _change(question: Question, text: str, read: ReadDevices) -> Question:
                 raise ConfigError(f"{source}: a link has two ends; name two devices")
             return replace(question, links=with_links(question.links, both_ways(a, b, parse_link(value, source))))
         case _:
-            raise ConfigError(f"{source}: is no change; give {_FORMS}")
+            raise ConfigError(f"{source}: is not a change; give {_FORMS}")
 
 
 def _drop(question: Question, name: str, source: str) -> Question:

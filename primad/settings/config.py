@@ -254,7 +254,7 @@ def _check_variables(environ: Mapping[str, str]) -> None:
 
 def _gpu(value: Any, source: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"{source}: {value!r} is no name of a GPU; 'primad profile' names them, 'off' takes none")
+        raise ConfigError(f"{source}: {value!r} is not a name of a GPU; 'primad profile' names them, 'off' takes none")
     return value.strip()
 
 
@@ -268,7 +268,7 @@ def _transfer_limit(value: Any, source: str) -> float:
 
 def _folder_or_off(value: Any, source: str) -> Path | None:
     if not isinstance(value, str | Path) or not str(value).strip():
-        raise ConfigError(f"{source}: {printable(repr(value), 80)} is no folder; give one, or off")
+        raise ConfigError(f"{source}: {printable(repr(value), 80)} is not a folder; give one, or off")
     return None if str(value) == "off" else Path(value).expanduser().absolute()
 
 
@@ -329,13 +329,13 @@ def _make_writable(folder: Path, source: str, mode: int = 0o777) -> None:
 def check_host(host: Any, source: str) -> str:
     """``host`` if one can listen on it. Raises ``ConfigError``."""
     if not isinstance(host, str):
-        raise ConfigError(f"{source}: {host!r} is no address")
+        raise ConfigError(f"{source}: {host!r} is not an address")
     try:
         if not host:
             raise OSError("it is empty")
         socket.getaddrinfo(host, None, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as exc:
-        raise ConfigError(f"{source}: {printable(repr(host), 80)} is no address of this machine: {exc}") from exc
+        raise ConfigError(f"{source}: {printable(repr(host), 80)} is not an address of this machine: {exc}") from exc
     return host
 
 
@@ -354,7 +354,9 @@ def check_address(address: Any, source: str) -> str:
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     port = DEFAULT_CONTROL_PORT if match is None else int(match[2] or DEFAULT_CONTROL_PORT)
     if match is None or not 0 < port < 65_536:
-        raise ConfigError(f"{source}: {address!r} is no device address; give host:port, for example 192.168.1.20:7770")
+        raise ConfigError(
+            f"{source}: {address!r} is not a device address; give host:port, for example 192.168.1.20:7770"
+        )
     return f"{match[1]}:{port}"
 
 
@@ -376,7 +378,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except NotADirectoryError as exc:
-        raise ConfigError(f"{path.parent}: is no folder; give one for a home folder") from exc
+        raise ConfigError(f"{path.parent}: is not a folder; give one for a home folder") from exc
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror or exc}; check who may read it") from exc
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
@@ -395,14 +397,14 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def _name(value: Any, source: str, *, kind: str) -> str:
     if not isinstance(value, str) or not NAME.fullmatch(value):
-        raise ConfigError(f"{source}: {value!r} is no {kind} name; use up to 62 letters, digits, '.', '_' and '-'")
+        raise ConfigError(f"{source}: {value!r} is not a {kind} name; use up to 62 letters, digits, '.', '_' and '-'")
     return value
 
 
 def _interface(value: Any, source: str) -> str:
     """Only the form: whether this machine has it now is asked when it is used, since networks come and go."""
     if not isinstance(value, str) or not value.isprintable() or not 0 < len(value.strip()) <= 128:
-        raise ConfigError(f"{source}: {printable(repr(value), 80)} is no interface; give one such as eth0")
+        raise ConfigError(f"{source}: {printable(repr(value), 80)} is not an interface; give one such as eth0")
     return value.strip()
 
 

@@ -49,7 +49,7 @@ def parse_bytes(value: Any, source: str) -> int:
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     size = -1.0 if match is None else _scaled(match)
     if not 0 <= size <= _MAX_BYTES:
-        raise ConfigError(f"{source}: {_shown(value)} is no size; give one such as 16GiB or 500MB")
+        raise ConfigError(f"{source}: {_shown(value)} is not a size; give one such as 16GiB or 500MB")
     return round(size)
 
 
@@ -59,13 +59,13 @@ def parse_amount(value: Any, source: str) -> Amount:
     if match is not None:
         share = float(match[1]) / 100
         if not 0 < share <= 1:
-            raise ConfigError(f"{source}: {_shown(value)} is no share; give more than 0% and at most 100%")
+            raise ConfigError(f"{source}: {_shown(value)} is not a share; give more than 0% and at most 100%")
         return Share(share)
     try:
         return parse_bytes(value, source)
     except ConfigError as exc:
         raise ConfigError(
-            f"{source}: {_shown(value)} is no size; give one such as 16GiB, 500MB or 50% of what the device has"
+            f"{source}: {_shown(value)} is not a size; give one such as 16GiB, 500MB or 50% of what the device has"
         ) from exc
 
 
@@ -74,7 +74,7 @@ def parse_rate(value: Any, source: str) -> float:
     match = _RATE.fullmatch(value.strip()) if isinstance(value, str) else None
     rate = 0.0 if match is None else _scaled(match) / (8 if match[4] == "bit" else 1)
     if not 0 < rate <= _MAX_BYTES:
-        raise ConfigError(f"{source}: {_shown(value)} is no rate; give one such as 100Mbit/s or 20MB/s")
+        raise ConfigError(f"{source}: {_shown(value)} is not a rate; give one such as 100Mbit/s or 20MB/s")
     return rate
 
 
@@ -88,7 +88,8 @@ def parse_duration(value: Any, source: str, *, minimum: float = 0.0, maximum: fl
         seconds = float(value) if abs(value) <= _MAX_BYTES else math.inf
     if not minimum <= seconds <= maximum:
         raise ConfigError(
-            f"{source}: {_shown(value)} is no time from {minimum:g} to {maximum:g} s; give one such as 2s, 500ms or 10min"
+            f"{source}: {_shown(value)} is not a time from {minimum:g} to {maximum:g} s; give one such as 2s, 500ms or "
+            "10min"
         )
     return seconds
 
@@ -96,7 +97,7 @@ def parse_duration(value: Any, source: str, *, minimum: float = 0.0, maximum: fl
 def parse_seconds(text: str, source: str) -> float:
     """Seconds of ``2ms``, ``150us`` or ``0.5s``, at most a minute: of a link, so never without a unit."""
     if not text.strip().endswith("s"):
-        raise ConfigError(f"{source}: {_shown(text)} is no time; give one such as 2ms or 150us")
+        raise ConfigError(f"{source}: {_shown(text)} is not a time; give one such as 2ms or 150us")
     return parse_duration(text, source, maximum=60)
 
 
@@ -109,7 +110,7 @@ def parse_gain(value: Any, source: str) -> float:
     elif isinstance(value, int | float) and not isinstance(value, bool):
         gain = float(value) if abs(value) <= _MAX_BYTES else math.inf
     if not 0 <= gain <= 10:
-        raise ConfigError(f"{source}: {_shown(value)} is no gain; give one such as 0.1 or 10%")
+        raise ConfigError(f"{source}: {_shown(value)} is not a gain; give one such as 0.1 or 10%")
     return gain
 
 

@@ -181,7 +181,7 @@ def test_what_is_planned_for_several_sequences_is_what_is_served():
     console = Console(width=200)
     with console.capture() as shown:
         console.print(render(answer, 200))
-    assert f"8 answers write {show_speed(load.tokens_per_s)}, each a token in" in shown.get()
+    assert f"8 requests: {show_speed(load.tokens_per_s)}, " in shown.get()
 
 
 def test_what_was_not_compared_is_computed_alone():

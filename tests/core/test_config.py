@@ -199,16 +199,16 @@ def test_a_home_of_an_unknown_user_is_refused():
 
 
 BAD = [
-    ("name", "", "no device name"),
-    ("name", "a b", "no device name"),
-    ("name", "-a", "no device name"),
-    ("name", "a" * 63, "no device name"),
-    ("name", "ä", "no device name"),
-    ("name", "a\n", "no device name"),
-    ("cluster", "../x", "no cluster name"),
-    ("host", "nowhere..example", "no address of this machine"),
-    ("host", "a" * 70, "no address of this machine"),
-    ("host", "256.1.1.1.1", "no address of this machine"),
+    ("name", "", "not a device name"),
+    ("name", "a b", "not a device name"),
+    ("name", "-a", "not a device name"),
+    ("name", "a" * 63, "not a device name"),
+    ("name", "ä", "not a device name"),
+    ("name", "a\n", "not a device name"),
+    ("cluster", "../x", "not a cluster name"),
+    ("host", "nowhere..example", "not an address of this machine"),
+    ("host", "a" * 70, "not an address of this machine"),
+    ("host", "256.1.1.1.1", "not an address of this machine"),
     ("port", "x", "not a whole number from 0 to 65535"),
     ("port", "-1", "not a whole number"),
     ("port", "65536", "not a whole number"),
@@ -219,30 +219,30 @@ BAD = [
     ("pause_on_battery", "maybe", "neither true nor false"),
     ("nice", "20", "not a whole number from 0 to 19"),
     ("nice", "-5", "not a whole number"),
-    ("interface", "eth0\n", "no interface"),
-    ("interface", " ", "no interface"),
-    ("max_ram", "8", "no size; give one such as 16GiB, 500MB or 50%"),
-    ("max_ram", "0%", "no share"),
-    ("max_ram", "101%", "no share"),
+    ("interface", "eth0\n", "not an interface"),
+    ("interface", " ", "not an interface"),
+    ("max_ram", "8", "not a size; give one such as 16GiB, 500MB or 50%"),
+    ("max_ram", "0%", "not a share"),
+    ("max_ram", "101%", "not a share"),
     ("max_ram", "0GB", "computes nothing"),
-    ("max_vram", "-1GB", "no size"),
-    ("max_disk", "50%", "no size"),
-    ("max_disk", "1e9GB", "no size"),
-    ("kv_cache", " ", "no folder"),
-    ("kv_cache_limit", "much", "no size"),
-    ("transfer_limit", "fast", "no rate"),
-    ("transfer_limit", "0MB/s", "no rate"),
-    ("keep_loaded", "forever", "no time from 0 to 604800 s"),
-    ("keep_loaded", "8d", "no time"),
-    ("replan_gain", "1001%", "no gain"),
-    ("replan_gain", "-0.1", "no gain"),
-    ("heartbeat_interval", "0.01", "no time from 0.05 to 60 s"),
-    ("suspect_after", "0", "no time"),
-    ("gone_after", "2h", "no time"),
-    ("devices", "de sk", "no device address"),
-    ("devices", "desk:0", "no device address"),
-    ("devices", "desk:65536", "no device address"),
-    ("devices", "a:1,b:", "no device address"),
+    ("max_vram", "-1GB", "not a size"),
+    ("max_disk", "50%", "not a size"),
+    ("max_disk", "1e9GB", "not a size"),
+    ("kv_cache", " ", "not a folder"),
+    ("kv_cache_limit", "much", "not a size"),
+    ("transfer_limit", "fast", "not a rate"),
+    ("transfer_limit", "0MB/s", "not a rate"),
+    ("keep_loaded", "forever", "not a time from 0 to 604800 s"),
+    ("keep_loaded", "8d", "not a time"),
+    ("replan_gain", "1001%", "not a gain"),
+    ("replan_gain", "-0.1", "not a gain"),
+    ("heartbeat_interval", "0.01", "not a time from 0.05 to 60 s"),
+    ("suspect_after", "0", "not a time"),
+    ("gone_after", "2h", "not a time"),
+    ("devices", "de sk", "not a device address"),
+    ("devices", "desk:0", "not a device address"),
+    ("devices", "desk:65536", "not a device address"),
+    ("devices", "a:1,b:", "not a device address"),
 ]
 NAMES = {"devices": "--device"}
 
@@ -259,10 +259,10 @@ def test_a_bad_value_is_refused_by_its_source(home, key, value, why):
 
 
 TOML = [
-    ("name", "5", "no device name"),
-    ("name", '""', "no device name"),
-    ("cluster", "[]", "no cluster name"),
-    ("host", "5", "no address"),
+    ("name", "5", "not a device name"),
+    ("name", '""', "not a device name"),
+    ("cluster", "[]", "not a cluster name"),
+    ("host", "5", "not an address"),
     ("port", "true", "not a whole number"),
     ("port", "80.5", "not a whole number"),
     ("port", "80.0", "not a whole number"),
@@ -273,18 +273,18 @@ TOML = [
     ("threads", "{a = 1}", "not a whole number"),
     ("pause_on_battery", "2", "neither true nor false"),
     ("pause_on_battery", "[]", "neither true nor false"),
-    ("max_ram", "true", "no size"),
-    ("max_disk", "-1", "no size"),
-    ("max_disk", "1.5", "no size"),
-    ("transfer_limit", "5", "no rate"),
-    ("keep_loaded", "nan", "no time"),
-    ("gone_after", "inf", "no time"),
-    ("gone_after", "true", "no time"),
-    ("replan_gain", "[]", "no gain"),
-    ("interface", "0", "no interface"),
+    ("max_ram", "true", "not a size"),
+    ("max_disk", "-1", "not a size"),
+    ("max_disk", "1.5", "not a size"),
+    ("transfer_limit", "5", "not a rate"),
+    ("keep_loaded", "nan", "not a time"),
+    ("gone_after", "inf", "not a time"),
+    ("gone_after", "true", "not a time"),
+    ("replan_gain", "[]", "not a gain"),
+    ("interface", "0", "not an interface"),
     ("devices", "5", "not a list"),
-    ("devices", "[5]", "no device address"),
-    ("devices", '["de sk"]', "no device address"),
+    ("devices", "[5]", "not a device address"),
+    ("devices", '["de sk"]', "not a device address"),
 ]
 
 
@@ -308,7 +308,7 @@ def test_a_file_that_is_not_text_is_refused(home):
 
 def test_a_file_in_place_of_the_folder_is_refused(home):
     home.write_text("")
-    assert refusal(home) == f"{home}: is no folder; give one for a home folder"
+    assert refusal(home) == f"{home}: is not a folder; give one for a home folder"
 
 
 def test_a_folder_in_place_of_the_file_is_refused(home):
@@ -380,7 +380,7 @@ def test_an_address_without_a_port_has_the_usual_one(host):
 
 @pytest.mark.parametrize("address", ["", ":1", "desk:", "desk:x", "::1:80", "a b:1", "a:1:2", "a:1\n", 7, None])
 def test_an_address_that_is_none_is_refused(address):
-    with pytest.raises(ConfigError, match=r"^--device: .* is no device address; give host:port, for example"):
+    with pytest.raises(ConfigError, match=r"^--device: .* is not a device address; give host:port, for example"):
         check_address(address, "--device")
 
 

@@ -43,7 +43,7 @@ def test_everything_that_was_asked_for_is_there(answer):
         "compute",
         "hops",
         "tokens/s",
-        "first token",
+        "TTFT",
         "for a prompt of 512 tokens",
         "bottleneck",
         "left out",
@@ -87,7 +87,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
 def test_what_is_read_from_disk_is_shown_where_something_is():
     slow = explain(ask(Wishes(), (device("desk", ram=2 * GB, disk=1e9),), (), model()))
     text = shown(slow)
-    for words in ("ahead", "disk", "stall", "layers: ", "read a token", "by the slowest disk, of which it waits"):
+    for words in ("ahead", "disk", "stall", "layers: ", "read per token", "by the slowest disk, of which it waits"):
         assert words in text, words
     fast = shown(explain(ask(wishes(sequences=1), (device("desk", ram=20 * GB),), (), model())))
     for words in ("ahead", "disk", "stall"):

@@ -76,18 +76,18 @@ def test_all_links_or_one_change():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("more", "is no change; give add=FILE"),
-        ("ram=4GB", "is no change"),
-        ("drop:desk=4GB", "is no change"),
-        ("ram:desk=", "is no change"),
+        ("more", "is not a change; give add=FILE"),
+        ("ram=4GB", "is not a change"),
+        ("drop:desk=4GB", "is not a change"),
+        ("ram:desk=", "is not a change"),
         ("ram:pi=4GB", "no device is called 'pi'; there are desk, mac"),
         ("drop=pi", "no device is called 'pi'"),
-        ("ram:desk=lots", "'lots' is no size"),
-        ("disk:desk=3G", "'3G' is no rate"),
+        ("ram:desk=lots", "'lots' is not a size"),
+        ("disk:desk=3G", "'3G' is not a rate"),
         ("link:desk=1Gbit/s", "no device is called ''"),
         ("link:desk:desk=1Gbit/s", "name two devices"),
         ("add=desk.json", "two devices are called desk"),
-        ("link=1Gbit/s,soon", "'soon' is no time"),
+        ("link=1Gbit/s,soon", "'soon' is not a time"),
     ],
 )
 def test_a_change_that_cannot_be_is_refused(text, message):

@@ -59,7 +59,7 @@ def test_a_time_is_read(text, seconds):
     "value", ["", "16", "GiB", "-1GiB", "16gib", "1e3GB", "nanGB", "9" * 16 + "GB", True, None, -1, 1.5]
 )
 def test_a_bad_size_is_refused(value):
-    with pytest.raises(ConfigError, match=r"^--x: .* is no size; give one such as 16GiB"):
+    with pytest.raises(ConfigError, match=r"^--x: .* is not a size; give one such as 16GiB"):
         parse_bytes(value, "--x")
 
 

@@ -30,7 +30,7 @@ def test_a_size_is_read(text, size):
     "text", ["", "16", "GiB", "-1GiB", "16gib", "1e3GB", "nanGB", "infGB", "16GiB!", "999999999TiB"]
 )
 def test_a_bad_size_is_refused_by_its_flag(text):
-    with pytest.raises(ConfigError, match=r"--x: .* is no size; give one such as 16GiB"):
+    with pytest.raises(ConfigError, match=r"--x: .* is not a size; give one such as 16GiB"):
         parse_bytes(text, "--x")
 
 
@@ -44,7 +44,7 @@ def test_a_rate_is_read(text, rate):
 
 @pytest.mark.parametrize("text", ["", "1Gb", "0MB/s", "-1MB/s", "1Gbps", "1GB/min"])
 def test_a_bad_rate_is_refused(text):
-    with pytest.raises(ConfigError, match=r"--x: .* is no rate"):
+    with pytest.raises(ConfigError, match=r"--x: .* is not a rate"):
         parse_rate(text, "--x")
 
 
@@ -55,7 +55,7 @@ def test_a_time_is_read(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "2", "2 minutes", "-2ms", "61s"])
 def test_a_bad_time_is_refused(text):
-    with pytest.raises(ConfigError, match=r"--x: .* is no time"):
+    with pytest.raises(ConfigError, match=r"--x: .* is not a time"):
         parse_seconds(text, "--x")
 
 

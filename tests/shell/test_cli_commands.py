@@ -120,8 +120,8 @@ def test_a_flag_can_switch_off_what_the_file_switches_on(command, joined, home):
     ("arguments", "named"),
     [
         (("--device", "desk:1"), "needs the head's --code too"),
-        (("--code", "7-lamp-river", "--device", "desk:x"), "--device: 'desk:x' is no device address"),
-        (("--max-ram", "8"), "--max-ram: '8' is no size"),
+        (("--code", "7-lamp-river", "--device", "desk:x"), "--device: 'desk:x' is not a device address"),
+        (("--max-ram", "8"), "--max-ram: '8' is not a size"),
         (("--max-vram", "many"), "--max-vram: "),
         (("--max-disk", "50%"), "--max-disk: "),
         (("--nice", "20"), "--nice: "),
@@ -241,7 +241,7 @@ def test_a_code_is_brought_to_the_daemon_that_runs(command, daemon):
     ("arguments", "named"),
     [
         (("--code", "lamp"), "--code: 'lamp' is not a code"),
-        (("--code", "7-lamp-river", "--device", "desk:x"), "--device: 'desk:x' is no device address"),
+        (("--code", "7-lamp-river", "--device", "desk:x"), "--device: 'desk:x' is not a device address"),
         (("--device", "desk:4711"), "needs the other device's --code too"),
         (("--code", "7-lamp-river", "--json"), "--json: "),
     ],

@@ -1164,7 +1164,7 @@ def test_the_desk_brings_the_code_that_a_device_shows_and_both_trust_each_other(
         showing, at = asyncio.create_task(server.run()), f"127.0.0.1:{server.port}"
         with pytest.raises(ClusterError, match="wrong code"):
             await here.daemon.admin_api.bring_code(ShownCode(code="7-lamp-stone", at=at))
-        with pytest.raises(ConfigError, match="no device address"):
+        with pytest.raises(ConfigError, match="not a device address"):
             await here.daemon.admin_api.bring_code(ShownCode(code="7-lamp-river", at="no where"))
         assert (await here.daemon.admin_api.bring_code(ShownCode(code="7 lamp river", at=at))).device == "nas"
         assert await showing is CodeOutcome.USED

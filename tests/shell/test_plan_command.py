@@ -43,7 +43,7 @@ def profiles(tmp_path):
 def test_a_fleet_and_a_shape_give_a_table(plan):
     code, out, err = plan(*MODEL, *FLEET)
     assert (code, err) == (0, "")
-    for words in ("Llama 3-8B", MAC, "tokens/s", "first token", "bottleneck", "best alone", "left out"):
+    for words in ("Llama 3-8B", MAC, "tokens/s", "TTFT", "bottleneck", "best alone", "left out"):
         assert words in out
 
 
@@ -143,19 +143,19 @@ def test_a_picture_is_drawn(plan, tmp_path):
         ((*MODEL, "llama.gguf"), "llama.gguf: is a model, not the profile of a device; give it with --model"),
         ((*MODEL, *FLEET, "--head", "pi"), f"--head: no device is called 'pi'; there are {BOOK}, {MAC}"),
         ((*MODEL, *FLEET, "--max-ram", "pi=1GiB"), "--max-ram: no device is called 'pi'"),
-        ((*MODEL, *FLEET, "--max-ram", f"{MAC}=lots"), "'lots' is no size"),
+        ((*MODEL, *FLEET, "--max-ram", f"{MAC}=lots"), "'lots' is not a size"),
         ((*MODEL, *FLEET, "--what-if", "ram:pi=16GiB"), "--what-if ram:pi=16GiB: no device is called 'pi'"),
-        ((*MODEL, *FLEET, "--what-if", f"ram:{MAC}=16"), "'16' is no size"),
+        ((*MODEL, *FLEET, "--what-if", f"ram:{MAC}=16"), "'16' is not a size"),
         ((*MODEL, *FLEET, "--what-if", "drop=pi"), "--what-if drop=pi: no device is called 'pi'"),
         ((*MODEL, *FLEET, "--what-if", "add=/nowhere/x.json"), "/nowhere/x.json: cannot be read"),
         ((*MODEL, *FLEET, "--what-if", "magic"), "link:A:B=300Mbit/s"),
-        ((*MODEL, *FLEET, "--link", "fast"), "--link: 'fast' is no rate"),
+        ((*MODEL, *FLEET, "--link", "fast"), "--link: 'fast' is not a rate"),
         ((*MODEL, *FLEET, "--objective", "fast"), "--objective fast: choose"),
         ((*MODEL, *FLEET, "--context", "100000"), "was trained for 8192 tokens"),
         ((*MODEL, *FLEET, "--context", "some"), "--context"),
         ((*MODEL, *FLEET, "--sequences", "0"), "--sequences"),
         ((*MODEL, *FLEET, "--time-limit", "0"), "--time-limit"),
-        ((*MODEL, *FLEET, "--plot", "/nowhere/x.png"), "there is no folder /nowhere"),
+        ((*MODEL, *FLEET, "--plot", "/nowhere/x.png"), "there is not a folder /nowhere"),
         ((*MODEL, *FLEET, "--plot", "x.gif"), "end the name in"),
         ((*MODEL, *FLEET, "--max-ram", f"{MAC}=1MB", "--max-ram", f"{BOOK}=1MB"), "short of"),
         ((*MODEL, "--bogus"), "--bogus"),
@@ -197,7 +197,7 @@ def test_a_model_that_guesses_is_planned_for(plan, tmp_path):
         assert answer.draft.path == str(small)
     assert f"--draft auto: {small} drafts: it has the tokens of served.gguf" in err
     code, out, _ = plan("--model", served, *FLEET, "--draft", small)
-    assert f"a draft; nothing would be drafted: {answer.draft.why}"[:60] in " ".join(out.split())
+    assert f"per draft; no drafts: {answer.draft.why}"[:60] in " ".join(out.split())
 
 
 def test_a_model_that_cannot_guess_is_refused(plan, tmp_path):
