@@ -155,7 +155,7 @@ def test_a_picture_is_drawn(plan, tmp_path):
         ((*MODEL, *FLEET, "--context", "some"), "--context"),
         ((*MODEL, *FLEET, "--sequences", "0"), "--sequences"),
         ((*MODEL, *FLEET, "--time-limit", "0"), "--time-limit"),
-        ((*MODEL, *FLEET, "--plot", "/nowhere/x.png"), "there is not a folder /nowhere"),
+        ((*MODEL, *FLEET, "--plot", "/nowhere/x.png"), "there is no folder /nowhere"),
         ((*MODEL, *FLEET, "--plot", "x.gif"), "end the name in"),
         ((*MODEL, *FLEET, "--max-ram", f"{MAC}=1MB", "--max-ram", f"{BOOK}=1MB"), "short of"),
         ((*MODEL, "--bogus"), "--bogus"),
