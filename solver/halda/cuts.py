@@ -408,8 +408,8 @@ class _Pricing:
             waits = rest + k * phase.edge_s + waiting / rate
             seconds = np.where(waiting > 0, np.maximum(slowed, waits), slowed)
         seconds = np.where(streamed <= np.minimum(share * streamable, highest), seconds, math.inf)
-        least = seconds.argmin(axis=0)[None]
-        best_s, disk_s = (np.take_along_axis(each, least, 0)[0] for each in (seconds, read / rate))
+        cheapest = seconds.argmin(axis=0)[None]
+        best_s, disk_s = (np.take_along_axis(each, cheapest, 0)[0] for each in (seconds, read / rate))
         return best_s, np.where(np.isfinite(best_s), disk_s, 0.0)
 
     def _gpu_starts(self, vram: float, held: Floats) -> Any:
