@@ -96,7 +96,7 @@ async def measure(run: Run, model: Path) -> None:
         {(*key, streams): partial(system, streams) for key, system in systems.items() for streams in options.streams}
     )
     for (system, count, rows, streams), its in turns.items():
-        where = "all cores" if system != PRIMAD or _shares(run, count) else "machines"
+        where = "all cores" if system != PRIMAD or _shares(run, count) else "a core each" if rows else "machines"
         run.add(
             Served(
                 model=model.stem,
