@@ -55,7 +55,7 @@ def test_the_answer_is_the_solvers(require):
     asked = question(2, ram=8 * GB, require=require)
     answer = asyncio.run(solve_in_process(asked))
     (work,) = asked.workloads
-    expected = solve(asked.devices, asked.links, asked.model, work, objective="balanced", require=asked.require)
+    expected = solve(asked.devices, asked.links, asked.model, work, require=asked.require, chunks=CHUNKS, settles=True)
     assert answer.solution.plan == expected.plan
     assert answer.solution.prediction == expected.prediction
     assert (answer.devices, answer.workload, answer.why_context) == (asked.devices, work, "")
